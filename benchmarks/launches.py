@@ -19,7 +19,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 from argparse import Namespace
+from contextlib import ExitStack
 from typing import Any, NamedTuple
+from unittest import mock
 
 import harness
 import pretended
@@ -32,7 +34,9 @@ from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.device import card_device
 from monograph.graph.capture import compiled as compile_function
+from monograph.graph.lora import Lora, _quantise_base, round_frozen_weights
 from monograph.graph.precision import Precision
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
@@ -45,19 +49,24 @@ CARDS = ("H200", "A100-80", "4090")
 
 
 class Case(NamedTuple):
-    """A preset, the rows of a micro-batch that fit an H200, and the depths that are compiled."""
+    """A preset, the rows of a micro-batch that fit an H200, the depths that are compiled, and whether
+    only decoding is counted, of a frozen base in few bits.
+    """
 
     preset: str
     rows: int
     length: int
     depths: tuple[int, int]
+    is_frozen: bool = False
 
 
 CASES = {
     "124m": Case("124m", 32, 2048, (2, 4)),
     "1b": Case("1b", 16, 2048, (2, 4)),
     "nano": Case("nano", 64, 256, (1, 3)),
+    "1b frozen": Case("1b", 16, 2048, (2, 4), is_frozen=True),
 }
+RANK = 16  # of the adapters on frozen bases
 BATCHES, PROMPT, TOKENS = (1, 64), 512, 64  # of decoding
 
 
@@ -130,9 +139,44 @@ def training(shape: Shape, packed: bool) -> dict[str, Numbers]:
     }
 
 
-def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
+def frozen(config: LlamaConfig, base: Any, adapts: bool) -> Llama:
+    """Return a model in bf16 whose base is frozen in few bits, as a run trains adapters on it."""
+    model = model_of(config)
+    if adapts:
+        lora = Lora(rank=RANK, base=base)
+        device = torch.device("cuda")
+        install_adapters(model, lora, precision=Precision("bf16"), device=device)
+    else:
+        _quantise_base(model, base, None)
+        round_frozen_weights(model, torch.bfloat16, [model.model.embed_tokens])
+    return model
+
+
+def frozen_decoding(config: LlamaConfig) -> dict[str, Numbers]:
+    """Return the counts of decode steps of one row under autocast, as a run samples from its weights:
+    by the kernels, and by the model's own forward pass.
+    """
+    found: dict[str, Numbers] = {}
+    for base in ("int8", "nf4"):
+        for adapts in (False, True):
+            for by_kernels in (True, False):
+                gc.collect()
+                torch._dynamo.reset()
+                with ExitStack() as stack:
+                    stack.enter_context(torch.autocast("cuda", torch.bfloat16))
+                    if not by_kernels:
+                        kernels = "monograph.decode.fast_forward.fast_forward"
+                        stack.enter_context(mock.patch(kernels, lambda *_: None))
+                    step, _ = decoding(config, 1, frozen(config, base, adapts)).values()
+                name = f"decode step, {base}{' with adapters' if adapts else ''}"
+                found[name if by_kernels else f"{name}, own forward pass"] = step
+    return found
+
+
+def decoding(config: LlamaConfig, rows: int, model: Llama | None = None) -> dict[str, Numbers]:
     """Return the counts of a decode step with the full chain of filters, and of its sampler alone."""
-    model = model_of(config).to(torch.bfloat16)
+    reads_prompt = rows == 1 and model is None
+    model = model_of(config).to(torch.bfloat16) if model is None else model
     generator = Generator(
         model,
         chain_of([FULL]),
@@ -171,7 +215,7 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
         | {"flops": products.flops, "product_bytes": products.bytes, "weight_bytes": weights},
         f"its sampler, batch {rows}": sampler.numbers(),
     }
-    if rows == 1:
+    if reads_prompt:
         reader = generator.reader
         read = compile_function(reader._run_pass)
         blocks = reader.cache.block_count_for(PROMPT)
@@ -186,6 +230,8 @@ def counts(case: Case, layers: int | None, args: Namespace) -> dict[str, Numbers
     """Return all counts of a shape of a depth."""
     shape = shape_of(case, layers)
     torch._dynamo.reset()
+    if case.is_frozen:
+        return frozen_decoding(shape.config)
     found = training(shape, not args.unpacked)
     if case.preset == "1b" or args.smoke:
         for rows in BATCHES:
@@ -259,8 +305,9 @@ def measured(name: str, args: Namespace) -> dict[str, Any]:
         "layers": own,
         "compiled_layers": depths,
         "counts": found,
-        "roofline": roofline(case, found),
     }
+    if not case.is_frozen:
+        result["roofline"] = roofline(case, found)
     if own < max(depths):
         exact = counts(case, own, args)
         compared = {(part, number) for part, numbers in exact.items() for number in numbers}
@@ -324,12 +371,15 @@ def show(result: dict[str, Any]) -> None:
     harness.print_table(HEADERS, [row(name, numbers) for name, numbers in result["counts"].items()])
     for name, numbers in result["counts"].items():
         if weights := numbers.get("weight_bytes"):
-            sampler = result["counts"][name.replace("decode step", "its sampler")]
             moved = numbers["product_bytes"] + numbers["triton_bytes"] + numbers["again_bytes"]
-            own = sampler["triton_bytes"] + sampler["again_bytes"]
-            print(
-                f"{name}: {moved / weights:.4f} times the weights' {weights / 1e9:.3f} GB; sampler {own / moved:.2%}"
-            )
+            line = f"{name}: {moved / weights:.4f} times the weights' {weights / 1e9:.3f} GB"
+            sampler = result["counts"].get(name.replace("decode step", "its sampler"))
+            if sampler:
+                own = sampler["triton_bytes"] + sampler["again_bytes"]
+                line += f"; sampler {own / moved:.2%}"
+            print(line)
+    if "roofline" not in result:
+        return
     peak = result["counts"]["micro-step called"]["peak_bytes"]
     print(f"memory of the card that was taken: {peak / 2**30:.1f} GiB")
     parts = ("products", "attention", "triton", "update")

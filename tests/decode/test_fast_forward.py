@@ -16,8 +16,8 @@ from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
-from monograph.graph.lora import Lora, adapt, merge
-from monograph.graph.siblings import fuse_known, unfuse_siblings
+from monograph.graph.lora import Lora, adapt, adapted_layers, merge, round_frozen_weights
+from monograph.graph.siblings import fuse_known
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
 
@@ -62,6 +62,28 @@ def model_of(family: str, dtype: torch.dtype = torch.float32) -> Llama:
     return tiny_llama(**SHAPE, **FAMILIES[family]).cuda().to(dtype)
 
 
+def adapted(base: Any, dtype: torch.dtype = torch.float32, family: str = "biases") -> Llama:
+    """Return a model with adapters that are not zero, on a base whose head is in `dtype`."""
+    # The blocks of nf4 need widths that are multiples of 64.
+    config = SHAPE | FAMILIES[family] | {"intermediate_size": 128}
+    model = tiny_llama(**config).cuda()
+    # No adapter on the keys: a product whose layers do not all have one.
+    targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    adapt(model, Lora(rank=3, base=base, targets=targets, rslora=True))
+    round_frozen_weights(model, dtype, [model.model.embed_tokens])
+    change_adapters(model, 1)
+    return model
+
+
+def change_adapters(model: Llama, seed: int) -> None:
+    """Write random numbers into the adapters' second matrices, in place, as an update does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            b = layer.lora_B.weight
+            b.copy_(0.2 * torch.randn(b.shape, generator=generator))
+
+
 def written(
     model: Llama, rows: int = 3, order: int = 1, **options: Any
 ) -> list[tuple[list[int], list[Any]]]:
@@ -74,6 +96,11 @@ def written(
         vocabulary=259,
         **{"mode": "captured", "pace": 16} | options,
     )
+    return texts_of(machine, order)
+
+
+def texts_of(machine: Generator, order: int = 1) -> list[tuple[list[int], list[Any]]]:
+    """Return what a generator writes; see `written`."""
     found: dict[int, tuple[int, list[int], list[Any]]] = {}
     for seed in list(range(5))[::order]:
         prompt = (*(LONGROPE if seed == 2 else SHORT), seed + 9)
@@ -91,12 +118,19 @@ def test_an_adapter_that_the_kernels_would_leave_out_is_an_obstacle(target: str)
     from monograph.decode.fast_forward import obstacle
 
     model = model_of("llama")
+    adapt(model, Lora(rank=2, targets=[target], dora=True))
     fuse_known(model)
-    assert obstacle(model) is None
-    unfuse_siblings(model)
-    adapt(model, Lora(rank=2, targets=[target]))
-    fuse_known(model)
-    assert "adapter" in (obstacle(model) or "")
+    assert "DoRA" in (obstacle(model) or "")
+
+
+def test_more_rows_than_a_tile_are_an_obstacle_for_adapters_on_dense_weights_alone() -> None:
+    from monograph.decode.fast_forward import obstacle
+
+    assert obstacle(model_of("llama"), rows=17) is None
+    assert obstacle(adapted("int8"), rows=17) is None
+    model = adapted("auto")
+    assert obstacle(model, rows=16) is None
+    assert "at most 16 rows" in (obstacle(model, rows=17) or "")
 
 
 @pytest.mark.parametrize("base", ["auto", "nf4"])
@@ -145,6 +179,35 @@ def test_log_probabilities_have_the_same_bits_in_any_batch_order_and_block(
     assert written(model, rows=1) == three
     assert written(model, rows=5, order=-1) == three
     assert written(model, pace=3) == three
+
+
+@pytest.mark.parametrize("base", ["auto", "int8", "nf4"])
+def test_adapters_are_in_what_it_writes(base: Any) -> None:
+    """A wrong adapter, or a wrong scale of a block of codes, writes other tokens."""
+    model = adapted(base)
+    ours = written(model, mode="eager")
+    reference = written(model, mode="eager", impl="reference")
+    same = sum(a[0] == b[0] for a, b in zip(ours, reference, strict=True))
+    assert same >= 4, "one near tie may part two ways to compute"
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_captured_step_reads_the_adapters_of_the_last_update(base: Any) -> None:
+    """In 16 bits: adapters are fp32 there, and the rest of the model is not."""
+    model = adapted(base, torch.bfloat16)
+    before = written(model)
+    machine = Generator(
+        model, chain_of([Sampling(0.9, logprobs=1)]), rows=3, slots=300, vocabulary=259,
+        mode="captured", pace=16,
+    )  # fmt: skip
+    assert texts_of(machine) == before
+    change_adapters(model, 2)
+    machine.forget()
+    after = texts_of(machine)
+    assert after != before
+    assert after == written(model), "a new generator, which has never read the old adapters"
+    assert after == written(model, rows=1)
+    assert after == written(model, rows=5, order=-1, pace=3)
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """Compute a decode step's logits by the kernels of `monograph.ops.decode_kernels`, on a GPU.
 
 It is the forward pass of `monograph.model.llama.Llama` for one token per row. Up to 16 rows take
-five launches per layer, or seven with a mixture of experts. The kernels read the weights once for
-every 16 rows, so with more rows torch's matrix products are used, which are faster then. Attention
-remains one launch, and a layer without a mixture takes nine.
+five launches per layer, or seven with a mixture of experts. A launch more computes x A^T for each of
+the four products with adapters. The kernels read the weights once for every 16 rows, so with more
+rows torch's matrix products are used, which are faster then. Attention remains one launch, and a
+layer without a mixture takes nine. Weights in 8 or 4 bits, and adapters on them, are multiplied by
+kernels for any number of rows; adapters on dense weights are only for up to 16.
 
 `obstacle` says why the kernels cannot compute a model. The model's own forward pass is then used. It
 is also the reference against which this one is tested.
@@ -20,7 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.graph.experts import ExpertLinear
+from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.fused_linears import Sibling
+from monograph.graph.lora import Adapted, LoraInt8Linear, LoraLinear, LoraNF4Linear
 from monograph.graph.siblings import fuse_known
 from monograph.model.families import NormNames
 from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, Mixture, RMSNorm
@@ -38,20 +42,35 @@ from monograph.ops.decode_kernels import (
     project_gated,
 )
 from monograph.ops.expert_kernels import Combination, expert_inner, expert_sum, route
+from monograph.ops.layer_kernels import Form, Layer, LowRank, fits, multiply, multiply_gated
 from monograph.ops.rms_norm import rms_norm
 
 if TYPE_CHECKING:
     from monograph.decode.cache import KVCache
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_NOT_SIDE_BY_SIDE = "some projections do not lie side by side, because of adapters or hooks"
-_NOT_PLAIN = "some projections have adapters or hooks"
+# The forms of the weights of projections that the kernels can compute, by class.
+_FORMS: dict[type[nn.Module], Form] = {
+    Linear: "dense",
+    nn.Linear: "dense",  # a layer whose adapter was merged
+    Sibling: "dense",
+    LoraLinear: "dense",
+    Int8Linear: "int8",
+    LoraInt8Linear: "int8",
+    NF4Linear: "nf4",
+    LoraNF4Linear: "nf4",
+}
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 MIN_HEAD = 32  # channels of a head: its halves are multiplied by tensor cores, 16 at a time
 
 
-def obstacle(model: Llama) -> str | None:
-    """Return why the kernels cannot compute decode steps of this model, or None if they can."""
+def obstacle(model: Llama, rows: int = 1) -> str | None:
+    """Return why the kernels cannot compute decode steps of this model, or None if they can.
+
+    Args:
+        model: the model.
+        rows: the number of rows of a step.
+    """
     weight = model.lm_head.weight
     config = model.config
     if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) < (8, 0):
@@ -73,22 +92,18 @@ def obstacle(model: Llama) -> str | None:
         return "the kernels do not have this family's activation"
     if not isinstance(model.scale_last, nn.Identity):
         return "this family scales its logits"
-    # The input sizes of the projections.
-    input_sizes = [config.hidden_size, config.num_attention_heads * config.head_dim]
-    if dense:
-        input_sizes.append(config.intermediate_size)
-    if not _is_plain(model.lm_head):
-        return "the head has an adapter or hooks"
-    if any(parameter.dtype != weight.dtype for parameter in model.parameters()):
+    if type(model.lm_head) not in (Linear, nn.Linear) or _has_hooks(model.lm_head):
+        return "the head has trained rows, an adapter or hooks"
+    if model.model.embed_tokens.weight.dtype != weight.dtype:
         return "the weights have several dtypes"
-    if not all(map(channels_at_once, input_sizes)):
-        return f"the kernels need widths that are multiples of 16, not {', '.join(map(str, input_sizes))}"
-    reasons = (_obstacle_of_block(cast(Block, block)) for block in model.model.layers)
+    if rows > ROWS and any(type(module) is LoraLinear for module in model.modules()):
+        return f"the kernels compute adapters on dense weights for at most {ROWS} rows"
+    reasons = (_obstacle_of_block(cast(Block, block), weight.dtype) for block in model.model.layers)
     return next((reason for reason in reasons if reason), None)
 
 
-def _obstacle_of_block(block: Block) -> str | None:
-    """Return why the kernels cannot compute a block, or None if they can."""
+def _obstacle_of_block(block: Block, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot compute a block in this dtype, or None if they can."""
     if block.mixer_name != "self_attn":
         return "the kernels compute attention, and some layers have none"
     attention, mlp, *_ = _modules_of(block)
@@ -98,50 +113,87 @@ def _obstacle_of_block(block: Block) -> str | None:
         block.scale_branch, nn.Identity
     ):
         return "this family scales its heads or what its layers add"
-    if not _are_side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]):
-        return _NOT_SIDE_BY_SIDE
-    if not _is_plain(attention.o_proj):
-        return _NOT_PLAIN
-    if isinstance(mlp, Mixture):
-        return None  # a mixture that the kernels cannot compute is called as a module
-    if not _are_side_by_side([mlp.gate_proj, mlp.up_proj]):
-        return _NOT_SIDE_BY_SIDE
-    return None if _is_plain(mlp.down_proj) else _NOT_PLAIN
+    products = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
+    # A mixture that the kernels cannot compute is called as a module.
+    if not isinstance(mlp, Mixture):
+        products += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+    reasons = (_obstacle_of_product(layers, dtype) for layers in products)
+    return next((reason for reason in reasons if reason), None)
 
 
-def _are_side_by_side(layers: list[Linear]) -> bool:
-    """Return whether the weights of these layers are one tensor, in this order and without others."""
+def _obstacle_of_product(layers: list[Linear], dtype: torch.dtype) -> str | None:
+    """Return why one launch cannot compute these layers, which read the same tensor."""
+    forms = {_FORMS.get(type(layer)) for layer in layers}
+    if None in forms or any(map(_has_hooks, layers)):
+        return "some projections have hooks or a forward pass of their own"
+    if len(forms) > 1:
+        return "some projections that read the same tensor are stored in different forms"
+    form = cast(Form, forms.pop())
+    summed = layers[0].in_features
+    if not fits(form, summed):
+        multiple = 64 if form == "nf4" else 16
+        return f"the kernels need widths that are multiples of {multiple}, not {summed}"
+    if form == "dense" and any(layer.weight.dtype != dtype for layer in layers):
+        return "the weights have several dtypes"
+    adapters = [layer for layer in layers if isinstance(layer, Adapted)]
+    if any(layer.lora_magnitude_vector is not None for layer in adapters):
+        return "the kernels do not have adapters with magnitudes (DoRA)"
+    are_alike = (
+        len({layer.bias is None for layer in layers}) == 1
+        and len({(a.scale, a.lora_A.weight.shape, a.lora_A.weight.dtype) for a in adapters}) <= 1
+    )
+    return None if are_alike else "some adapters or biases of the same product are not alike"
+
+
+def _joined(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:
+    """Return the weights and biases of dense layers without adapters as one, if they lie side by side.
+
+    The layers must be computed in this order.
+    """
     first = layers[0]
+    if len(layers) == 1:
+        is_plain = _FORMS[type(first)] == "dense" and not isinstance(first, Adapted)
+        return (first.weight, first.bias) if is_plain else None
     if not isinstance(first, Sibling) or first.family.weight is None:
-        return False
+        return None
     siblings = first.family.layers
-    if len(siblings) != len(layers):
-        return False
-    return all(sibling is layer for sibling, layer in zip(siblings, layers, strict=True))
+    if len(siblings) != len(layers) or any(
+        sibling is not layer for sibling, layer in zip(siblings, layers, strict=True)
+    ):
+        return None
+    return first.family.weight, first.family.bias
 
 
-def _is_plain(layer: nn.Linear) -> bool:
-    """Return whether a layer's output is W x + b and no more."""
-    has_hooks = layer._forward_hooks or layer._forward_pre_hooks
-    # A layer whose adapter was merged is an `nn.Linear`.
-    is_linear = type(layer) in (Linear, nn.Linear)
-    return is_linear and "forward" not in vars(layer) and not has_hooks
+def _tensors_of(layer: nn.Linear) -> Layer:
+    """Return the tensors of a layer as the kernels take them."""
+    form = _FORMS[type(layer)]
+    stored = layer.stored_tensors() if isinstance(layer, FrozenWeight) else (layer.weight,)
+    adapter = None
+    if isinstance(layer, Adapted):
+        adapter = LowRank(layer.lora_A.weight, layer.lora_B.weight, layer.scale)
+    return Layer(form, stored, layer.bias, adapter)
 
 
-def _has_kernels(mixture: nn.Module) -> bool:
-    """Return whether a module is a mixture of experts that the kernels can compute."""
+def _has_hooks(layer: nn.Module) -> bool:
+    """Return whether a layer computes more than its class says."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+
+
+def _has_kernels(mixture: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a module is a mixture of experts that the kernels can compute in this dtype."""
     if not isinstance(mixture, Mixture):
         return False
     experts = mixture.experts
     projections = [experts.gate_proj, experts.up_proj, experts.down_proj]
     modules = [mixture, mixture.gate, experts, *projections]
-    has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in modules)
     are_plain = all(type(each) is ExpertLinear for each in projections)
+    if not are_plain or any(map(_has_hooks, modules)):
+        return False
+    weights = [mixture.gate.weight, *(each.weight for each in projections)]
     is_grouped = not mixture.has_shared_expert and mixture.impl == "grouped"
     return (
-        are_plain
-        and is_grouped
-        and not has_hooks
+        is_grouped
+        and all(weight.dtype == dtype for weight in weights)
         and channels_at_once(experts.up_proj.out_features) > 0
     )
 
@@ -164,11 +216,16 @@ class FastForward:
     """Decode steps of one model.
 
     The weights are read from the model's parameters at each call, so they may change between calls.
+
+    Attributes:
+        model: the model.
+        dtype: the dtype of the hidden states.
     """
 
     def __init__(self, model: Llama, rows: int) -> None:
         """Prepare steps of this number of rows, of a model without an `obstacle`."""
         self.model = model
+        self.dtype = model.lm_head.weight.dtype
         key_heads = model.config.num_key_value_heads
         # They are zero before and after each launch. All layers share them, because they run one after
         # another.
@@ -186,7 +243,7 @@ class FastForward:
         self._kernel_mixtures = frozenset(
             layer
             for layer, block in enumerate(model.model.layers)
-            if is_one_tile and _has_kernels(cast(Block, block).mlp)
+            if is_one_tile and _has_kernels(cast(Block, block).mlp, self.dtype)
         )
         self._project = project if is_one_tile else _torch_project
         self._project_gated = project_gated if is_one_tile else _torch_project_gated
@@ -208,6 +265,42 @@ class FastForward:
                 hidden_BD, index, cast(Block, block), rotations, position_B, cache, blocks
             )
         return self._project(hidden_BD, model.lm_head.weight, _norm(model.model.norm))
+
+    def computes(self, device_type: str) -> bool:
+        """Return whether the kernels compute in the dtype that the model's own forward pass has now.
+
+        Under autocast it is autocast's, in which the weights may not be.
+        """
+        if not torch.is_autocast_enabled(device_type):
+            return True
+        return torch.get_autocast_dtype(device_type) == self.dtype
+
+    def _multiply(
+        self,
+        x_BK: Tensor,
+        layers: list[Linear],
+        norm: Norm | None = None,
+        residual_BN: Tensor | None = None,
+    ) -> Tensor:
+        """Return the outputs of layers one after another, of a norm's output and added to a residual."""
+        joined = _joined(layers)
+        if joined is not None:
+            weight_NK, bias_N = joined
+            return self._project(x_BK, weight_NK, norm, bias_N, residual_BN)
+        columns = [layer.out_features for layer in layers]
+        is_narrow = torch.is_autocast_enabled("cuda")
+        return multiply(x_BK, list(map(_tensors_of, layers)), columns, norm, residual_BN, is_narrow)
+
+    def _multiply_gated(self, x_BD: Tensor, mlp: MLP, norm: Norm) -> Tensor:
+        """Return act(gate(norm(x))) * up(norm(x)) of a gated layer."""
+        layers = [mlp.gate_proj, mlp.up_proj]
+        joined = _joined(layers)
+        if joined is not None:
+            return self._project_gated(x_BD, joined[0], norm, self._activation)
+        gate, up = map(_tensors_of, layers)
+        is_narrow = torch.is_autocast_enabled("cuda")
+        columns = mlp.gate_proj.out_features
+        return multiply_gated(x_BD, gate, up, columns, norm, self._activation, is_narrow)
 
     def _rotations(self, position_B: Tensor) -> list[tuple[Tensor, Tensor] | tuple[None, None]]:
         """Return each layer's cosines and sines, [B, F]; (None, None) if it does not rotate."""
@@ -239,8 +332,11 @@ class FastForward:
         """Return the hidden states after a block, which is the model's layer `index`."""
         config = self.model.config
         attention, mlp, norm_before_attention, norm_before_mlp = _modules_of(block)
-        qkv_weight, qkv_bias = _family_weights(attention.q_proj)
-        qkv_BX = self._project(hidden_BD, qkv_weight, _norm(norm_before_attention), qkv_bias)
+        qkv_BX = self._multiply(
+            hidden_BD,
+            [attention.q_proj, attention.k_proj, attention.v_proj],
+            _norm(norm_before_attention),
+        )
         q_norm = attention.q_norm
         k_norm = attention.k_norm
         mixed_BX = attend(
@@ -260,20 +356,14 @@ class FastForward:
             attention.sinks,
             config.window(index),
         )
-        output = attention.o_proj
-        hidden_BD = self._project(
-            mixed_BX, output.weight, norm=None, bias_N=output.bias, residual_BN=hidden_BD
-        )
+        hidden_BD = self._multiply(mixed_BX, [attention.o_proj], residual_BN=hidden_BD)
         if isinstance(mlp, Mixture):
             if index in self._kernel_mixtures:
                 return self._mixture(hidden_BD, mlp, norm_before_mlp)
             mixture_BD: Tensor = mlp(norm_before_mlp(hidden_BD))
             return hidden_BD + mixture_BD
-        gate_up_weight, _ = _family_weights(mlp.gate_proj)
-        inner_BM = self._project_gated(
-            hidden_BD, gate_up_weight, _norm(norm_before_mlp), self._activation
-        )
-        return self._project(inner_BM, mlp.down_proj.weight, residual_BN=hidden_BD)
+        inner_BM = self._multiply_gated(hidden_BD, mlp, _norm(norm_before_mlp))
+        return self._multiply(inner_BM, [mlp.down_proj], residual_BN=hidden_BD)
 
     def _mixture(self, hidden_BD: Tensor, mixture: Mixture, norm_before: RMSNorm) -> Tensor:
         """Return the hidden states after a mixture of experts, computed by the kernels."""
@@ -292,13 +382,6 @@ class FastForward:
             inner_BCM, experts_BC, weights_BC, down.weight, down.bias, hidden_BD
         )
         return output_BD
-
-
-def _family_weights(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return the weights and biases of a layer and its siblings, one after another in memory."""
-    family = cast(Sibling, layer).family
-    assert family.weight is not None
-    return family.weight, family.bias
 
 
 def _torch_project(
@@ -343,4 +426,4 @@ def fast_forward(model: Llama, rows: int) -> FastForward | None:
     faster.
     """
     fuse_known(model)
-    return FastForward(model, rows) if obstacle(model) is None else None
+    return FastForward(model, rows) if obstacle(model, rows) is None else None
