@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from argparse import Namespace
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest import mock
@@ -49,25 +50,32 @@ CARDS = ("H200", "A100-80", "4090")
 
 
 class Case(NamedTuple):
-    """A preset, the rows of a micro-batch that fit an H200, the depths that are compiled, and whether
-    only decoding is counted, of a frozen base in few bits.
-    """
+    """A preset, the rows of a micro-batch that fit an H200, and the depths that are compiled."""
 
     preset: str
     rows: int
     length: int
     depths: tuple[int, int]
-    is_frozen: bool = False
 
 
 CASES = {
     "124m": Case("124m", 32, 2048, (2, 4)),
     "1b": Case("1b", 16, 2048, (2, 4)),
     "nano": Case("nano", 64, 256, (1, 3)),
-    "1b frozen": Case("1b", 16, 2048, (1, 2), is_frozen=True),
 }
-RANK = 16  # of the adapters on frozen bases
 BATCHES, PROMPT, TOKENS = (1, 64), 512, 64  # of decoding
+FROZEN_NAME = "1b frozen"
+FROZEN_LAYERS = (1, 2)  # the depths that are compiled
+RANK = 16  # of the adapters on frozen bases
+HYBRID_NAME = "qwen3-next"
+# The layers of Qwen3-Next 80B, of which a few are compiled.
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_next", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5120,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.25, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
 
 
 def shape_of(case: Case, layers: int | None = None) -> Shape:
@@ -139,6 +147,72 @@ def training(shape: Shape, packed: bool) -> dict[str, Numbers]:
     }
 
 
+def decode_step(
+    model: Llama, rows: int, prompt: int, **options: Any
+) -> tuple[Generator, Callable[[], None]]:
+    """Return a generator whose rows have read prompts, and its decode step, which has been compiled."""
+    generator = Generator(
+        model,
+        chain_of([FULL]),
+        rows=rows,
+        slots=PROMPT + TOKENS,
+        vocabulary=model.config.vocab_size,
+        **{"mode": "compiled"} | options,
+    )
+    for seed in range(rows):
+        sampling = dataclasses.replace(FULL, seed=seed)
+        generator.submit(Request((5,) * prompt, sampling, TOKENS))
+    # Not `run`, which would wait for the end of a text: no token is drawn here.
+    generator.advance()
+    # The step of that block, which follows no automata: another one would be compiled while it is
+    # counted.
+    called = generator.steps.step_for(generator.chain)
+    blocks = generator.cache.block_count_for(PROMPT + TOKENS)
+    return generator, lambda: called(blocks, "window", False)
+
+
+MIXERS = {"delta net": "linear", "gated attention": "full"}
+
+
+def hybrid_layers(rows: int, mixers: Iterable[str] = MIXERS, **options: Any) -> dict[str, Numbers]:
+    """Return the counts of the layers of a hybrid in a decode step, by kind.
+
+    A kind's counts are those of a step of a model with one more layer of it, less those of a step of
+    the model without.
+    """
+    found = {}
+    for kind, is_dense in (("mixture", False), ("feed-forward layer", True)):
+        smaller = hybrid_step(("linear", "full"), is_dense, rows, **options)
+        for mixer in mixers:
+            layer = MIXERS[mixer]
+            larger = hybrid_step(("linear", layer, "full"), is_dense, rows, **options)
+            found[f"{mixer} and {kind}, a step of batch {rows}"] = {
+                name: max(number, smaller[name])
+                if name in pretended.LARGEST
+                else number - smaller[name]
+                for name, number in larger.items()
+            }
+    return found
+
+
+def hybrid_step(mixers: tuple[str, ...], is_dense: bool, rows: int, **options: Any) -> Numbers:
+    """Return the counts of a decode step of Qwen3-Next with layers of these kinds."""
+    gc.collect()
+    torch._dynamo.reset()
+    config = LlamaConfig(
+        **HYBRID,
+        num_hidden_layers=len(mixers),
+        layer_types=tuple(f"{mixer}_attention" for mixer in mixers),
+        mlp_only_layers=tuple(range(len(mixers))) if is_dense else (),
+    )
+    # A prompt of one token has nothing to read: cuBLAS' triangular solver, by which delta nets read
+    # prompts, cannot be pretended.
+    _, step = decode_step(model_of(config).to(torch.bfloat16), rows, 1, **options)
+    with pretended.Counted() as counted:
+        step()
+    return counted.numbers()
+
+
 def frozen(config: LlamaConfig, base: Any, adapts: bool) -> Llama:
     """Return a model in bf16 whose base is frozen in few bits, as a run trains adapters on it."""
     model = model_of(config)
@@ -152,62 +226,50 @@ def frozen(config: LlamaConfig, base: Any, adapts: bool) -> Llama:
     return model
 
 
-def frozen_decoding(config: LlamaConfig) -> dict[str, Numbers]:
-    """Return the counts of decode steps of one row under autocast, as a run samples from its weights:
-    by the kernels, and by the model's own forward pass.
+def frozen_step(config: LlamaConfig, base: Any, adapts: bool, by_kernels: bool = True) -> Numbers:
+    """Return the counts of a decode step of one row under autocast, as a run samples from its weights.
+
+    It is computed by the kernels, or by the model's own forward pass.
     """
-    found: dict[str, Numbers] = {}
+    gc.collect()
+    torch._dynamo.reset()
+    model = frozen(config, base, adapts)
+    with ExitStack() as stack:
+        stack.enter_context(torch.autocast("cuda", torch.bfloat16))
+        if not by_kernels:
+            kernels = "monograph.decode.fast_forward.fast_forward"
+            stack.enter_context(mock.patch(kernels, lambda *_: None))
+        # A prompt of one token has nothing to read.
+        _, step = decode_step(model, 1, 1)
+        with pretended.Counted() as counted:
+            step()
+        with pretended.Products() as products:
+            step()
+    weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
+    return counted.numbers() | {"product_bytes": products.bytes, "weight_bytes": weights}
+
+
+def frozen_steps(layers: int) -> dict[str, Numbers]:
+    """Return the counts of steps of 1b with this number of layers, by how it is frozen."""
+    config = LlamaConfig.preset("1b", num_hidden_layers=layers)
+    found = {}
     for base in ("int8", "nf4"):
         for adapts in (False, True):
-            for by_kernels in (True, False):
-                gc.collect()
-                torch._dynamo.reset()
-                with ExitStack() as stack:
-                    stack.enter_context(torch.autocast("cuda", torch.bfloat16))
-                    if not by_kernels:
-                        kernels = "monograph.decode.fast_forward.fast_forward"
-                        stack.enter_context(mock.patch(kernels, lambda *_: None))
-                    step, _ = decoding(config, 1, frozen(config, base, adapts)).values()
-                name = f"decode step, {base}{' with adapters' if adapts else ''}"
-                name = name if by_kernels else f"{name}, own forward pass"
-                print(name, int(step["launches"]), "launches", flush=True)
-                found[name] = step
+            name = f"{base} with adapters" if adapts else base
+            found[name] = frozen_step(config, base, adapts)
+            found[f"{name}, own forward pass"] = frozen_step(config, base, adapts, False)
+            print(layers, name, flush=True)
     return found
 
 
-def decoding(config: LlamaConfig, rows: int, model: Llama | None = None) -> dict[str, Numbers]:
-    """Return the counts of a decode step with the full chain of filters, and of its sampler alone.
-
-    A given model's step alone is compiled, and no prompt is read.
-    """
-    is_given = model is not None
-    model = model_of(config).to(torch.bfloat16) if model is None else model
-    generator = Generator(
-        model,
-        chain_of([FULL]),
-        rows=rows,
-        slots=PROMPT + TOKENS,
-        vocabulary=config.vocab_size,
-        mode="compiled",
-    )
-    if not is_given:
-        for seed in range(rows):
-            sampling = dataclasses.replace(FULL, seed=seed)
-            generator.submit(Request((5,) * PROMPT, sampling, TOKENS))
-        # Not `run`, which would wait for the end of a text: no token is drawn here.
-        generator.advance()
-    # The step of that block, which follows no automata: another one would be compiled while it is
-    # counted.
-    step, arguments = (
-        generator.steps.step_for(generator.chain),
-        (generator.cache.block_count_for(PROMPT + TOKENS), "window", False),
-    )
-    if is_given:
-        step(*arguments)
+def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
+    """Return the counts of a decode step with the full chain of filters, and of its sampler alone."""
+    model = model_of(config).to(torch.bfloat16)
+    generator, step = decode_step(model, rows, PROMPT)
     with pretended.Counted() as whole:
-        step(*arguments)
+        step()
     with pretended.Products() as products:
-        step(*arguments)
+        step()
     # The sampler follows the product with the head.
     head = max(
         place
@@ -223,7 +285,7 @@ def decoding(config: LlamaConfig, rows: int, model: Llama | None = None) -> dict
         | {"flops": products.flops, "product_bytes": products.bytes, "weight_bytes": weights},
         f"its sampler, batch {rows}": sampler.numbers(),
     }
-    if rows == 1 and not is_given:
+    if rows == 1:
         reader = generator.reader
         read = compile_function(reader._run_pass)
         blocks = reader.cache.block_count_for(PROMPT)
@@ -238,8 +300,6 @@ def counts(case: Case, layers: int | None, args: Namespace) -> dict[str, Numbers
     """Return all counts of a shape of a depth."""
     shape = shape_of(case, layers)
     torch._dynamo.reset()
-    if case.is_frozen:
-        return frozen_decoding(shape.config)
     found = training(shape, not args.unpacked)
     if case.preset == "1b" or args.smoke:
         for rows in BATCHES:
@@ -299,8 +359,33 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
     return times
 
 
+def measured_frozen() -> dict[str, Any]:
+    """Count decode steps of a base that is frozen in few bits."""
+    layers = LlamaConfig.preset("1b").num_hidden_layers
+    few, many = map(frozen_steps, FROZEN_LAYERS)
+    return {
+        "case": FROZEN_NAME,
+        "layers": layers,
+        "compiled_layers": FROZEN_LAYERS,
+        "counts": extrapolated(few, many, FROZEN_LAYERS, layers),
+    }
+
+
+def measured_hybrid() -> dict[str, Any]:
+    """Count the layers of a hybrid, by their kernels and by the model's own forward pass."""
+    by_torch = hybrid_layers(1, ["delta net"], impl="reference")
+    counts = hybrid_layers(1) | {
+        f"{part}, without kernels": numbers for part, numbers in by_torch.items()
+    }
+    return {"case": HYBRID_NAME, "packed": False, "counts": counts}
+
+
 def measured(name: str, args: Namespace) -> dict[str, Any]:
     """Count one case at its depth."""
+    if name == HYBRID_NAME:
+        return measured_hybrid()
+    if name == FROZEN_NAME:
+        return measured_frozen()
     case = CASES[name]
     if args.smoke:
         case = case._replace(rows=2, length=64)
@@ -313,9 +398,8 @@ def measured(name: str, args: Namespace) -> dict[str, Any]:
         "layers": own,
         "compiled_layers": depths,
         "counts": found,
+        "roofline": roofline(case, found),
     }
-    if not case.is_frozen:
-        result["roofline"] = roofline(case, found)
     if own < max(depths):
         exact = counts(case, own, args)
         compared = {(part, number) for part, numbers in exact.items() for number in numbers}
@@ -364,6 +448,14 @@ def row(name: str, numbers: Numbers) -> list[str]:
 
 def show(result: dict[str, Any]) -> None:
     """Print a case's tables."""
+    if result["case"] == HYBRID_NAME:
+        print(f"\n{HYBRID_NAME}, a layer of a compiled decode step, bf16, sm_90:")
+        harness.print_table(HEADERS, [row(*counted) for counted in result["counts"].items()])
+        return
+    if result["case"] == FROZEN_NAME:
+        print(f"\n{FROZEN_NAME}, a compiled decode step of one row, bf16, sm_90:")
+        harness.print_table(HEADERS, [row(*counted) for counted in result["counts"].items()])
+        return
     few, many = result["compiled_layers"]
     kind = "packed" if result["packed"] else "one document a row"
     print(f"\n{result['case']}, {result['rows']} x {result['length']}, {kind}, bf16, sm_90:")
@@ -379,15 +471,12 @@ def show(result: dict[str, Any]) -> None:
     harness.print_table(HEADERS, [row(name, numbers) for name, numbers in result["counts"].items()])
     for name, numbers in result["counts"].items():
         if weights := numbers.get("weight_bytes"):
+            sampler = result["counts"][name.replace("decode step", "its sampler")]
             moved = numbers["product_bytes"] + numbers["triton_bytes"] + numbers["again_bytes"]
-            line = f"{name}: {moved / weights:.4f} times the weights' {weights / 1e9:.3f} GB"
-            sampler = result["counts"].get(name.replace("decode step", "its sampler"))
-            if sampler:
-                own = sampler["triton_bytes"] + sampler["again_bytes"]
-                line += f"; sampler {own / moved:.2%}"
-            print(line)
-    if "roofline" not in result:
-        return
+            own = sampler["triton_bytes"] + sampler["again_bytes"]
+            print(
+                f"{name}: {moved / weights:.4f} times the weights' {weights / 1e9:.3f} GB; sampler {own / moved:.2%}"
+            )
     peak = result["counts"]["micro-step called"]["peak_bytes"]
     print(f"memory of the card that was taken: {peak / 2**30:.1f} GiB")
     parts = ("products", "attention", "triton", "update")
@@ -401,8 +490,9 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     """Count and print; see `--help`."""
     parser = harness.arguments(__doc__)
-    trained = [name for name, case in CASES.items() if not case.is_frozen]
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=trained)
+    names = [*CASES, HYBRID_NAME]
+    # The frozen case has a file of results of its own.
+    parser.add_argument("--cases", nargs="+", choices=[*names, FROZEN_NAME], default=names)
     parser.add_argument(
         "--layers", nargs=2, type=int, metavar="N", help="the two depths that are compiled"
     )

@@ -98,9 +98,9 @@ class Case:
 
     def tensors(self) -> list[Any]:
         """Return the layers as the kernels take them, on the card."""
-        from monograph.decode.fast_forward import _tensors_of
+        from monograph.decode.fast_projections import tensors_of
 
-        return [_tensors_of(layer) for layer in self.layers.cuda()]
+        return [tensors_of(layer) for layer in self.layers.cuda()]
 
     def norm(self) -> Any:
         from monograph.ops.decode_kernels import Norm

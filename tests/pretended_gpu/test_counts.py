@@ -79,17 +79,28 @@ def test_a_frozen_base_is_read_once_and_adapters_are_a_launch_for_each_product(
         num_key_value_heads=2,
         head_dim=64,
     )
-    with torch.autocast("cuda", torch.bfloat16):
-        model = launches.frozen(config, base, adapts)
-        step, sampler = launches.decoding(config, 1, model).values()
-    assert step["launches"] - sampler["launches"] == 2 * of_a_layer + 4
+    step = launches.frozen_step(config, base, adapts)
+    # Beside the layers: the four launches around them, and the sampler's three.
+    assert step["launches"] == 2 * of_a_layer + 4 + 3
     assert step["cublas"] == 0
-    assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler))
+    assert step["waits"] == step["waiting_copies"] == 0
     # Beside the weights: the cache, and the hidden states of one row.
-    moved = step["triton_bytes"] + step["again_bytes"] - sampler["triton_bytes"]
+    moved = step["triton_bytes"] + step["again_bytes"]
     slots = launches.PROMPT + launches.TOKENS
     cache_bytes = KVCache.bytes_per_row(config, slots, torch.bfloat16, BLOCK)
     assert moved - cache_bytes <= 1.02 * step["weight_bytes"]
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_delta_net_is_four_launches_in_a_decode_step_and_waits_for_nothing(
+    counted, launches, rows: int
+) -> None:
+    layers = launches.hybrid_layers(rows, mode="captured")
+    # Gated attention takes five launches, a feed-forward layer two, and a mixture with a shared
+    # expert eight.
+    assert [part["launches"] for part in layers.values()] == [4 + 8, 5 + 8, 4 + 2, 5 + 2]
+    assert not any(part["cublas"] or part["aten"] for part in layers.values())
+    assert not any(part["waits"] or part["waiting_copies"] for part in layers.values())
 
 
 def test_a_replayed_micro_step_is_one_graph_and_nothing_waits(counted) -> None:

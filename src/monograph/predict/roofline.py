@@ -21,6 +21,7 @@ from monograph.device import Device, clock, default_device, measured_matmul_flop
 from monograph.errors import InputRefused, Unreadable
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
+from monograph.model.mixer import mixer_of
 from monograph.model.parameters import active_matrix_shapes
 from monograph.predict import estimate
 from monograph.predict.fake_memory import TRANSIENT
@@ -82,25 +83,15 @@ def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameter
 
     A layer with an attention window w < T sees w · (1 - w / 2T) positions on average, as many as
     causal attention over rows of w · (2 - w / T) tokens. This length, rounded down, counts for the
-    layer instead of T. A gated delta net has for each head a matrix of E key times V value
-    channels, which it reads, corrects and reads again: 18·heads·E·V for the layer.
+    layer instead of T. Another mixer has its own figure (`Mixer.training_flops`).
     """
-    attending = [
-        layer for layer in range(config.num_hidden_layers) if not config.is_delta_net(layer)
-    ]
-    windows = [min(config.window(layer) or sequence_length, sequence_length) for layer in attending]
-    length_of_all_layers = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)
-    width = config.num_attention_heads * config.head_dim
     matrices = matmul_parameters(config)
     not_computed = 2 * matrices - 6 * adapter_parameters if adapter_parameters else 0
-    state = (
-        config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    flops_of_mixers = sum(
+        mixer_of(config, layer).training_flops(config, layer, sequence_length)
+        for layer in range(config.num_hidden_layers)
     )
-    delta_nets = config.num_hidden_layers - len(attending)
-    state_flops = 18 * delta_nets * state
-    # One layer of the summed length costs as much as all layers.
-    flops = training_flops(matrices, 1, width, length_of_all_layers)
-    return flops + state_flops - not_computed
+    return 6 * matrices + flops_of_mixers - not_computed
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:
@@ -573,13 +564,14 @@ def drawing_s(config: LlamaConfig, drawing: Drawing, device: Device, peak_flops:
     layers = config.num_hidden_layers
     context = drawing.prompt + drawing.tokens / 2
     matrices = matmul_parameters(config)
-    attending = layers - sum(map(config.is_delta_net, range(layers)))
-    attention_flops = 4 * attending * config.num_attention_heads * config.head_dim * context
+    mixers = [mixer_of(config, layer) for layer in range(layers)]
+    attention_flops = sum(mixer.decode_flops(config, context) for mixer in mixers)
     product_rate = peak_flops * shares.products * rows / (rows + shares.saturating_tokens)
     compute_s = rows * (
         2 * matrices / product_rate + attention_flops / (peak_flops * shares.attention)
     )
-    cached_numbers = 2 * attending * config.num_key_value_heads * config.head_dim * context
+    cached_heads = sum(mixer.key_value_heads(config) for mixer in mixers)
+    cached_numbers = 2 * cached_heads * config.head_dim * context
     read_s = (matrices + rows * cached_numbers) * drawing.number_bytes / bandwidth
     work_s = max(compute_s, read_s)
     # A third of a block's kernels are those of its forward pass.
