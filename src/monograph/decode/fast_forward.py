@@ -208,6 +208,7 @@ class FastForward:
         self._counters_BJ = torch.zeros(
             rows, key_heads, dtype=torch.int32, device=model.lm_head.weight.device
         )
+        self._has_delta_nets = any(isinstance(module, GatedDeltaNet) for module in model.modules())
         family = model.config.family
         _, activation = family.activation
         self._activation = _ACTIVATIONS[activation]
@@ -243,13 +244,15 @@ class FastForward:
         return self._project(hidden_BD, model.lm_head.weight, norm_of(model.model.norm))
 
     def computes(self, device_type: str) -> bool:
-        """Return whether the kernels compute in the dtype that the model's own forward pass has now.
+        """Return whether the kernels compute in the dtypes that the model's own forward pass has now.
 
-        Under autocast it is autocast's, in which the weights may not be.
+        Under autocast, products are in its dtype, in which the weights may not be, and delta nets have
+        operators in fp32, which their kernels have not.
         """
         if not torch.is_autocast_enabled(device_type):
             return True
-        return torch.get_autocast_dtype(device_type) == self.dtype
+        is_same = torch.get_autocast_dtype(device_type) == self.dtype
+        return is_same and not self._has_delta_nets
 
     def _multiply(
         self,

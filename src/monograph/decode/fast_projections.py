@@ -82,22 +82,15 @@ def obstacle_of_product(layers: list[Linear], dtype: torch.dtype) -> str | None:
 
 
 def joined(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:
-    """Return the weights and biases of dense layers without adapters as one, if they lie side by side.
+    """Return the weights and biases of these layers, one after another in memory.
 
-    The layers must be computed in this order.
+    Returns:
+        None if they do not lie so, or if a layer has an adapter or few bits.
     """
     first = layers[0]
     if len(layers) == 1:
-        is_plain = FORMS[type(first)] == "dense" and not isinstance(first, Adapted)
-        return (first.weight, first.bias) if is_plain else None
-    if not isinstance(first, Sibling) or first.family.weight is None:
-        return None
-    siblings = first.family.layers
-    if len(siblings) != len(layers) or any(
-        sibling is not layer for sibling, layer in zip(siblings, layers, strict=True)
-    ):
-        return None
-    return first.family.weight, first.family.bias
+        return (first.weight, first.bias) if is_plain(first) else None
+    return family_weights(first) if are_side_by_side(layers) else None
 
 
 def tensors_of(layer: nn.Linear) -> Layer:
