@@ -68,9 +68,9 @@ FROZEN_NAME = "1b frozen"
 FROZEN_LAYERS = (1, 2)  # the depths that are compiled
 RANK = 16  # of the adapters on frozen bases
 HYBRID_NAME = "qwen3-next"
-# The layers of Qwen3-Next 80B, of which a few are compiled.
+# The layers of Qwen3-Next 80B, of which a few are compiled, with a small vocabulary.
 HYBRID: dict[str, Any] = {
-    "model_type": "qwen3_next", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5120,
+    "model_type": "qwen3_next", "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 5120,
     "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 4096,
     "partial_rotary_factor": 0.25, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10,

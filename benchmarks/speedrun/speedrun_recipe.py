@@ -50,8 +50,8 @@ class Recipe:
     """
 
     config: mono.LlamaConfig
-    length: int = 16_384
-    rows: int = 32
+    length: int = 8192
+    rows: int = 64
     updates: int = 2875
     decay_share: float = 0.7
     target: float = 3.28
@@ -61,7 +61,7 @@ class Recipe:
     muon_lr: float = 0.025
     muon_decay: float = 0.05
     momentum: float = 0.95
-    embedding_lr: float = 0.03
+    embedding_lr: float = 0.1
     head_lr: float = 0.004
     gain_lr: float = 0.015
     betas: tuple[float, float] = (0.8, 0.95)
@@ -105,9 +105,9 @@ def config_of(preset: str, length: int, window: int, **sizes: int) -> mono.Llama
 
 
 # The vocabulary of 50,304 is GPT-2's 50,257, filled up to a multiple of 128.
-RECIPE = Recipe(config_of("124m", length=16_384, window=1024))
+RECIPE = Recipe(config_of("124m", length=8192, window=1024))
 # Rows of a micro-batch, for the memory of on_paper.py; gradients do not depend on it.
-MICRO_BATCH = 2
+MICRO_BATCH = 4
 # Seconds on a CPU. The vocabulary is the folder's.
 SMOKE = Recipe(
     config_of("nano", length=64, window=24),

@@ -45,7 +45,8 @@ def test_another_shape_is_another_graph_and_too_many_are_called():
     assert_same_bits(trained(made, windows), expected)
     assert len(made.step.recorder.graphs) == made.step.micro_step.graph_count == MAX_SHAPES
     assert lines == [
-        f"micro-steps are launched one by one: batches have more than {MAX_SHAPES} shapes, the others"
+        f"micro-steps are launched one by one: batches have more than {MAX_SHAPES} shapes, "
+        f"of which only the first {MAX_SHAPES} are replayed"
     ]
 
 

@@ -103,6 +103,34 @@ def test_a_delta_net_is_four_launches_in_a_decode_step_and_waits_for_nothing(
     assert not any(part["waits"] or part["waiting_copies"] for part in layers.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_kernels_of_a_delta_net_spill_nothing(counted, dtype: torch.dtype) -> None:
+    """The largest heads, whose state of 128 x 128 numbers is in registers, and Qwen3-Next's taps."""
+    import pretended
+
+    from monograph.ops import delta_net_kernels as kernels
+
+    def unwritten(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="cuda")
+
+    shape = kernels.DeltaNetShape(2, 4, 128, 128, True)
+    channels = shape.channels
+    position, count, limit = (unwritten(1, kind=torch.int64) for _ in range(3))
+    projected = unwritten(1, channels + 4 * 128 + 2 * 4)
+    parameters = kernels.DeltaNetParameters(
+        unwritten(4), unwritten(4), unwritten(128), eps=1e-6, l2_eps=1e-6
+    )
+    with pretended.Counted() as launched:
+        mixed, is_new = kernels.convolve_token(
+            projected, unwritten(channels, 1, 4), position, count, limit, unwritten(1, 4, channels),
+            shape,
+        )  # fmt: skip
+        state = unwritten(1, 4, 128, 128, kind=torch.float32)
+        kernels.delta_rule_token(mixed, projected, parameters, is_new, state, count, shape)
+    found = {kernel.name: kernel.stack_bytes for kernel in launched.kernels}
+    assert found == {"_convolve_token": 0, "_delta_rule_token": 0}
+
+
 def test_a_replayed_micro_step_is_one_graph_and_nothing_waits(counted) -> None:
     replayed = counted["micro-step replayed"]
     assert (replayed["graphs"], replayed["launches"]) == (1, 0)

@@ -131,6 +131,7 @@ class Chat:
         return True
 
     def _set_seed(self, value: str) -> None:
+        """Set the seed of later answers."""
         if not value.isdecimal():
             raise UsageError(f"/seed {value}: expected a whole number, 0 or more")
         self.sampling = replace(self.sampling, seed=int(value))

@@ -114,7 +114,7 @@ def _check_laws() -> CheckResult:
     )
     for number, name, compare in laws(device):
         law_began = clock()
-        # Printed before the comparison, which may crash the process.
+        # This is printed before the comparison, because a crash of the process must show which law it was.
         print(f"{law_began - began:>5.0f} s{number:>5}  {name:<34}", end="", flush=True)
         try:
             comparison = compare()
@@ -146,7 +146,7 @@ def _check_laws() -> CheckResult:
 
 def _check_machine() -> CheckResult:
     """Measure this machine, and describe it."""
-    # Called before torch._dynamo is imported, which sets its own cache path in the environment.
+    # This must come before the import of torch._dynamo, which sets its own cache path in the environment.
     keep_compiled()
     device = default_device()
     machine = describe()
@@ -160,7 +160,7 @@ def _check_machine() -> CheckResult:
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled_folder()))
     process_limits = resource_limits()
     compiled_bytes = sum(size for _, size, _ in files_in(folder))
-    # Only the folder in the cache is kept below a size.
+    # `keep_compiled` keeps its own folder below a size, but not one that the user chose.
     limit = f", at most {gibibytes(MOST_COMPILED_BYTES)}" if folder == compiled_folder() else ""
     versions = {
         "monograph": __version__,
@@ -198,6 +198,7 @@ def _check_machine() -> CheckResult:
 
 
 def _disk_text(disk: Disk) -> str:
+    """Return how much of a disk is free, and how fast it is written."""
     free = f"{gibibytes(disk.free_bytes)} free in {disk.folder}"
     if disk.written_bytes_per_s is None:
         return f"{free}, which cannot be written: {disk.obstacle}"
@@ -226,12 +227,13 @@ def _verify_run(run: Run) -> CheckResult:
             return None
         return run.metrics_digest(saved.get("metrics_offset"))
 
-    # Oldest first, so that `saved` ends as the state of the newest.
+    # Checkpoints are verified from the oldest on, so that `saved` is at the end the state of the newest
+    # sound one.
     folders = [path for _, path in reversed(checkpointing.candidates(run.checkpoints))]
     checkpoints = {path.name: _fault(partial(verify_checkpoint, path)) for path in folders}
     for name, fault in checkpoints.items():
         if fault and checkpointing.is_gone(run.checkpoints / name):
-            # The run still trains, and has removed this checkpoint since the list was made.
+            # The run still trains, and has removed this checkpoint since the list was made. Begin again.
             return _verify_run(run)
     sound = [path for path in folders if checkpoints[path.name] is None]
     files = {
@@ -243,7 +245,7 @@ def _verify_run(run: Run) -> CheckResult:
     }
     faults = files | checkpoints
     lines = {name: _state_text(fault) for name, fault in faults.items()}
-    # An unreadable file is reported first: before it is read, nobody knows what is damaged.
+    # An unreadable file is reported first, because it is not known whether such a file is damaged.
     error: MonographError | None = next(
         (fault for fault in faults.values() if isinstance(fault, Unreadable)), None
     )
@@ -311,7 +313,7 @@ def _verify_folder(folder: str) -> CheckResult:
     lines = {name: _state_text(fault) for name, fault in files.items()}
     error = next((fault for fault in files.values() if fault), None)
     if error and not isinstance(error, Unreadable):
-        error = InputRefused(str(error))  # one exit code for all kinds of damage
+        error = InputRefused(str(error))  # so that all kinds of damage have one exit code
     facts = {"run": folder, "files": _fault_objects(files), "checkpoints": []}
     return CheckResult(facts, lines, error)
 

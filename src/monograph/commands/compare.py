@@ -1,7 +1,8 @@
 """`monograph compare`: tell whether one model is better than another, or the difference is noise.
 
 The models are measured on the same text, or on the same questions with several choices. A side is
-one of the compared models; a side may have several seeds.
+what one name on the command line stands for. It has several models if the name is a sweep whose best
+setting was trained with several seeds, and otherwise one.
 """
 
 import json as jsonlib
@@ -78,8 +79,12 @@ class _Side:
         return [model.module for model in self.models]
 
     @property
-    def is_run(self) -> bool:
-        """Return whether this is a run, which records how it reads text, and its held-out text."""
+    def has_own_text(self) -> bool:
+        """Return whether this is a run that was trained on text.
+
+        Such a run records how it reads text, and which part of its text it held out. A model's folder,
+        or a run that learned from answers, does not.
+        """
         return bool(self.models[0].own_text_arguments)
 
     @property
@@ -118,7 +123,15 @@ class _Result:
 def run(
     runs: Sequence[str], *, data: list[str], chat: bool, report: Path | None, json: bool
 ) -> None:
-    """Compare every run with the first; see the command line's help."""
+    """Compare every run with the first; see the command line's help.
+
+    Args:
+        runs: two names or more, of a run, a sweep, SWEEP/mixture or a model's folder each.
+        data: files of text, or of questions; empty: the text that the first run held out.
+        chat: whether to ask the questions as in a chat.
+        report: the HTML page to write; None: none is written.
+        json: whether to print the measurements as JSON, too.
+    """
     if len(runs) < 2:
         raise UsageError(
             "compare takes two runs or more, the first being what the others are compared with"
@@ -134,8 +147,8 @@ def run(
         raise UsageError(
             f"{runs[0]} learned from answers, not from text, so no text was held out for it: give one with --data"
         )
-    # How the first run reads text; sides that are not runs read the text in the same way.
-    reading = next((side.models[0].reading for side in sides if side.is_run), {})
+    # How the first side with a text of its own reads text. Sides without one read the text in the same way.
+    reading = next((side.models[0].reading for side in sides if side.has_own_text), {})
     has_questions = are_question_files(data, reading.get("text_key"), chat)
     first = sides[0]
     on_data = f"on {' and '.join(data)}" if data else f"on what {first.name} held out"
@@ -245,7 +258,7 @@ def _compare_texts(
     Args:
         sides: the sides.
         data: the text; empty for the first side's held-out text.
-        reading: how to read text for a side that is not a run.
+        reading: how to read text for a side that has no text of its own.
         report: shows the progress.
     """
     first = sides[0]
@@ -270,14 +283,14 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
     model = side.models[0]
     text_of_first = first.models[0].own_text_arguments
     side_reading = model.reading
-    if not side.is_run:
-        # A folder does not record how to read text, so it reads as the first run does. Its rows
-        # must not be longer than the number of its positions.
+    if not side.has_own_text:
+        # Such a side does not record how to read text. Its rows must not be longer than the number of
+        # the model's positions, nor than the rows of the others.
         lengths = [int(known["sequence_length"]) for known in (model.reading, reading) if known]
         side_reading = reading | {"sequence_length": min(lengths)}
     if data:
         return corpus(tokenizer=model.tokenizer, **side_reading, source=data, held_out=0.0).train
-    if not side.is_run:
+    if not side.has_own_text:
         warn(
             f"{side.name} does not say what it was trained on: what {first.name} held out may be part of it"
         )
@@ -324,7 +337,7 @@ def _compare_answers_to_questions(
 def _median_speed(run: Run) -> float | None:
     """Return a run's median training speed in tokens per second; None if it was not recorded.
 
-    It is also None for a member of a sweep, since members train at the same time.
+    It is also None for a member of a sweep, because members train at the same time and share the device.
     """
     # A member's folder is SWEEP/members/NUMBER.
     if is_file(without_links(run.folder).parent.parent / SWEEP):
@@ -356,6 +369,7 @@ def _pairs_text(comparison: Comparison, documents: int) -> str:
 
 def _verdict(first: _Side, side: _Side, comparison: Comparison) -> str:
     """Return the verdict of a comparison with the sides' names in place of a and b."""
+    # In a comparison, the first side is called a, and the other one b.
     better = {"a is better": first, "b is better": side}.get(comparison.verdict)
     return f"{better.name} is better" if better else comparison.verdict
 

@@ -33,7 +33,8 @@ def show(settings: Settings, *, row: int | None) -> None:
             print(line)
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")
-    own(sys.stdout, render_row(corpus, row or 0, colour=takes_colour(sys.stdout)) + "\n")
+    rendered = render_row(corpus, row or 0, colour=takes_colour(sys.stdout))
+    own(sys.stdout, f"{rendered}\n")  # with the escape sequences of its colours
 
 
 def _sizes(corpus: Corpus, row_length: int) -> Iterator[str]:
@@ -60,6 +61,7 @@ def _sizes(corpus: Corpus, row_length: int) -> Iterator[str]:
 
 
 def _text_sizes(corpus: Corpus) -> str:
+    """Return the line about a corpus of text."""
     stats = corpus.stats
     documents = f"{counted(stats.files, 'file')}, {counted(stats.documents, 'document')}"
     tokens = f"{stats.tokens:,} tokens of {corpus.vocab_size:,} kinds"
@@ -67,6 +69,7 @@ def _text_sizes(corpus: Corpus) -> str:
 
 
 def _conversation_sizes(corpus: Corpus) -> Iterator[str]:
+    """Yield the lines about a corpus of conversations."""
     stats = corpus.stats
     train = corpus.train
     records = f"{counted(stats.files, 'file')}, {counted(stats.conversations, corpus.record_noun)}"

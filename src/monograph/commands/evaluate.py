@@ -26,19 +26,21 @@ from monograph.session.evaluated_model import (
 from monograph.sweeps.results import mixture_members
 from monograph.terminal import warn
 
-# The scores that --json prints; those that were not measured are null.
+# The scores of text and of questions that --json prints. Those that were not measured are null.
 TEXT_SCORES = ("bits_per_byte", "perplexity", "loss", "tokens")
-# `cut` counts shortened questions. It is no score, and `answer_questions` warns about it.
+# `cut` is left out, because it is no score: it counts questions that were shortened to fit the model.
+# `answer_questions` warns of these.
 QUESTION_SCORES = tuple(key for key in Accuracy._fields if key != "cut")
 
 
 def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
-    """Score the held-out rows of the run's text, or all of the given text or questions; see the
-    command line's help.
+    """Print how well a model predicts a text, or how many questions it answers; see the command line's
+    help.
 
     Args:
-        run: a run, a model's folder, or SWEEP/mixture.
-        data: files of text, or of questions; empty for the text that the run held out.
+        run: a run, a model's folder, or SWEEP/mixture, which averages the probabilities of the
+            sweep's members.
+        data: files of text, or of questions. Empty: the text that the run held out of its training.
         chat: whether to ask the questions as in a chat.
         json: whether to print the scores as JSON, too.
     """
@@ -61,7 +63,8 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
     if isinstance(scores, Evaluation):
         require_finite(scores.loss, run, "this text")
     together = f", {counted(len(members), 'member')} together" if members else ""
-    print(line + together + (", averaged weights" if model.averaged else ""))
+    weights = ", averaged weights" if model.averaged else ""
+    print(f"{line}{together}{weights}")
     if json:
         measured = scores._asdict()
         entries = {
@@ -77,7 +80,7 @@ def _open_model(name: str, members: Sequence[Run]) -> tuple[EvaluatedModel, bool
 
     Args:
         name: what the user typed.
-        members: the runs of the sweep whose mixture `name` is; empty for any other name.
+        members: the runs of a sweep, if `name` is the sweep's mixture; otherwise empty.
     """
     if members:
         return mixture_of([load_from_run(member, warn) for member in members], name), True
@@ -90,19 +93,21 @@ def _open_model(name: str, members: Sequence[Run]) -> tuple[EvaluatedModel, bool
 def _score_text(
     model: EvaluatedModel, data: list[str], report: ProgressCallback
 ) -> tuple[Evaluation, str]:
-    """Return the scores on the given text, or else on the run's held-out text, and a line about
-    them.
+    """Return the scores on a text, and a line about them.
+
+    The text is the given one or, if `data` is empty, the part of the run's text that the run held out.
     """
     if model.text_warning and not data:
         warn(model.text_warning)
-    # Which text is opened: all of the given one, or the run's own. `model.reading` says how it is read.
+    # The arguments of `open_corpus` that say which text is opened. Those in `model.reading` say how.
     text_arguments = {"source": data, "held_out": 0.0} if data else model.own_text_arguments
     text = open_corpus(
         tokenizer=model.tokenizer, **model.reading, **text_arguments, progress=report
     )
     if not data and text.fingerprint != model.fingerprint:
+        # A changed text may be split at another place into training text and held-out text.
         warn(f"{text.name} changed since the run: what is held out now may have been trained on")
-    rows = text.train if data else text.held_out
+    rows = text.train if data else text.held_out  # of a given text nothing is held out
     scores = evaluate(model, rows, progress=report)
     result = f"loss {scores.loss:.4f}"
     if scores.bits_per_byte is not None:
@@ -124,7 +129,7 @@ def _answer_questions(
 
 
 def _share(accuracy: Accuracy, name: str) -> str:
-    """Return a share of correct answers with its standard error, if there is one."""
+    """Return as text one of the shares of correct answers, with its standard error if there is one."""
     share = getattr(accuracy, name)
     standard_error = getattr(accuracy, f"{name}_stderr")
     if standard_error is None:

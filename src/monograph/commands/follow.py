@@ -29,8 +29,9 @@ from monograph.storage.reading import contents, is_file, open_input, refusing, w
 from monograph.storage.writing import FAILING
 
 POLL_S = 1.0  # seconds between two looks at the metrics
-# This many bytes before the next row are compared with what was read before. They differ if the run
-# has gone back and written other rows. They are about twenty rows, each with its times.
+# This many bytes before the next row are compared with the bytes that were read there before. They differ
+# if the run has gone back to a checkpoint and written other rows. They are about twenty rows, which differ
+# at least in their times.
 COMPARED_BYTES = 4096
 
 
@@ -41,19 +42,21 @@ def run(run: str, *, to: str, out: Path | None) -> None:
     if out:
         with write_errors_explained(out):
             out.mkdir(parents=True, exist_ok=True)
-            # A test whether `out` can be written. If not, some trackers write elsewhere, or wait.
+            # This tests whether `out` can be written. If it cannot, some trackers would write elsewhere, or
+            # wait.
             tempfile.TemporaryFile(dir=out).close()
     followed: dict[Path, _Followed] = {}
     is_over = False
     with (
-        taken_back(),
+        taken_back(),  # a SIGTERM ends this process as Ctrl-C does
         _tracker_errors_explained(to),
         redirect_stdout(io.StringIO()),  # drops what the tracker's library prints
         _thread_errors_raised(),
         ExitStack() as trackers,
     ):
         while not is_over:
-            # Asked before the rows are read, so that no row is written after the last read.
+            # This comes before the rows are read. If no process trains the run any more, no row is written
+            # after the last read.
             is_over = wait_until_free(folder, POLL_S)
             for run_folder in _runs_to_follow(folder):
                 if run_folder not in followed:
@@ -125,7 +128,7 @@ class _Followed:
             self._before = b""
             self._offset = 0
             content = self._content(0)
-        # Only whole lines, since the last row may be half written.
+        # Only whole lines are sent, because the last row may be half written.
         added = content[len(self._before) : content.rfind(b"\n") + 1]
         if not added:
             return
@@ -167,7 +170,11 @@ class _Followed:
         return update, dict(_finite_numbers(row))
 
     def _settings(self) -> SettingsByKey:
-        """Return {SECTION.KEY: value} of the run's config.toml; raises InputRefused."""
+        """Return {SECTION.KEY: value} of the run's config.toml.
+
+        Raises:
+            InputRefused: the file is damaged.
+        """
         try:
             sections = tomllib.loads(self._config.decode("utf-8-sig"))
             return {
@@ -241,7 +248,7 @@ def _thread_errors_raised() -> Iterator[None]:
 
     former_hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook = record_error
-    # Nor print the errors of objects that are deleted: the first error has the reason.
+    # The errors of objects that are deleted are not printed either, because the first error has the reason.
     sys.unraisablehook = lambda fault: None
     try:
         yield

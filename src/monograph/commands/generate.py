@@ -30,12 +30,14 @@ from monograph.text.template import Message
 from monograph.text.tokenizer import Tokenizer
 
 PromptContent = str | list[Message]
-# Flags of the command that are not options of `Sampling`.
+# Names of flags of the command that are not options of `Sampling`, so that --sampler refuses them.
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
-# The types of options that are not written as JSON, with the words for them in messages.
+# The types whose values are written as they are, with the words for them in messages. The values of
+# options of all other types are written as JSON.
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "a text"}
-# The type of each option of `Sampling`. Options whose default is None are whole numbers.
+# The type of each option of `Sampling`, which is that of its default. An option whose default is None
+# is a whole number.
 _OPTION_TYPES = {
     name: type(value) if value is not None else int for name, value in vars(Sampling()).items()
 }
@@ -48,8 +50,9 @@ def parse_sampling(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
     """Return the options of sampling from the command line.
 
     Args:
-        numbers: the options that have a flag of their own.
-        pairs: KEY=VALUE of each --sampler. VALUE is a number, a text or JSON, by KEY.
+        numbers: the options that have a flag of their own, by name.
+        pairs: the texts KEY=VALUE that were given with --sampler. KEY is an option without a flag.
+            Whether VALUE is a number, a text or JSON depends on KEY.
 
     Raises:
         UsageError: a key is unknown, given twice or has a flag of its own, or a value is
@@ -62,7 +65,7 @@ def parse_sampling(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
             raise UsageError(
                 f"--sampler {pair}: it has a flag of its own, --{key.replace('_', '-')}"
             )
-        with_colon = re.match(r"(\w+):(.+)", pair)
+        with_colon = re.match(r"(\w+):(.+)", pair)  # KEY:VALUE, a common slip
         if with_colon and not equals:
             raise UsageError(
                 f"--sampler {pair}: write = between option and value: {with_colon[1]}={with_colon[2]}"
@@ -91,8 +94,8 @@ class PromptRequest(NamedTuple):
 
     Attributes:
         prompt: a text, or the messages of a chat.
-        sampling: its options of sampling.
-        where: its file and line, for messages; "" for a prompt from the command line.
+        sampling: the options of sampling for this prompt.
+        where: the prompt's file and line, for messages; "" for a prompt from the command line.
     """
 
     prompt: PromptContent
@@ -106,8 +109,9 @@ def prompts_in_file(
     """Yield each prompt of a file.
 
     In a file of JSON lines, each line is an object with the key `prompt` or, in a chat, `messages`.
-    Its other keys are options of `Sampling` for this prompt, except `order`, which all texts share.
-    In any other file each line is a prompt. Empty lines are skipped.
+    The object's other keys are options of `Sampling` for this prompt. `order`, the order of filters, is
+    not allowed, because all texts that are written together have the same order. In a file of any other
+    kind each line is a prompt. Empty lines are skipped.
 
     A file has JSON lines if its name ends with .jsonl, or if its first line is an object with
     `prompt` or `messages`.
@@ -122,15 +126,18 @@ def prompts_in_file(
         InputRefused: the file cannot be read, or a line has no prompt, an unknown key or an
             impossible value.
     """
-    # Not `splitlines`, which also splits at other line separators. JSON may contain them unescaped.
+    # `splitlines` is not used, because it also splits at other line separators, such as U+2028, which
+    # JSON may contain unescaped.
     lines = _read_text(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
     expected = 'expected an object with "prompt", a text'
     known = {"prompt", *_OPTION_TYPES} - {"order"}
     if chat:
         expected += ', or "messages", a list of objects with "role" and "content", texts'
         known.add("messages")
-    first = json_object(next(filter(str.strip, lines), ""))
-    has_records = path.suffix == ".jsonl" or not first.keys().isdisjoint(("prompt", "messages"))
+    first_line = next(filter(str.strip, lines), "")  # the first that is not empty
+    first_record = json_object(first_line)  # {} if it is no JSON object
+    begins_with_record = "prompt" in first_record or "messages" in first_record
+    has_records = path.suffix == ".jsonl" or begins_with_record
     for number, line in enumerate(lines, 1):
         where = f"{path}:{number}"
         if not line.strip():
@@ -151,7 +158,7 @@ def prompts_in_file(
         if isinstance(messages, list):
             prompt = _messages(messages, where)
         if isinstance(text, str):
-            prompt = text  # which may be empty, unlike a list of messages
+            prompt = text  # an empty text is a prompt, but an empty list of messages is not
         elif not prompt:
             raise InputRefused(f"{where}: {expected}")
         unknown = options.keys() - known
@@ -189,12 +196,18 @@ def _replace_options(sampling: Sampling, values: dict[str, Any]) -> Sampling:
 
 
 def _unknown_key_hint(key: str, known: Iterable[str]) -> str:
-    """Return an unknown key with the known key that was probably meant, or with all known keys."""
+    """Return words for a message: the unknown key, and the known key that was probably meant. If no
+    known key is similar, all known keys are listed instead.
+    """
     return key + (did_you_mean(key, known) or f"; expected one of {', '.join(sorted(known))}")
 
 
 def _messages(value: list[Any], where: str) -> list[Message]:
-    """Return the messages in a record's list; raises InputRefused if one is not a message."""
+    """Return the messages in a record's list.
+
+    Raises:
+        InputRefused: one of them is not a message.
+    """
     try:
         return [
             message_of(message, f"messages[{index}]", roles=None)
@@ -240,8 +253,8 @@ def _open_file_or_pipe(path: Path) -> BinaryIO:
 
 
 def _read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
-    """Read a file, and stop at the first whole piece after which `most_bytes` are read."""
-    # Pieces, since a single `read` would allocate memory for the whole limit.
+    """Return the first bytes of a file: all, or `most_bytes` rounded up to whole pieces."""
+    # The file is read in pieces, because a single `read` would allocate memory for the whole limit.
     pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
     return b"".join(itertools.islice(pieces, math.ceil(most_bytes / _PIECE_BYTES)))
 
@@ -250,13 +263,13 @@ class GenerateOptions(NamedTuple):
     """The command line's options, without the model and the prompts.
 
     Attributes:
-        numbers: the options of `Sampling` that have a flag of their own.
-        pairs: KEY=VALUE for the other options of `Sampling`.
+        numbers: the options of `Sampling` that have a flag of their own, by name.
+        pairs: KEY=VALUE for other options of `Sampling`.
         n: number of completions of each prompt.
         max_tokens: largest number of tokens of a completion.
         stop: strings that end a completion.
-        constraints: the constraint on completions by its kind, e.g. "choices"; at most one value is
-            not None.
+        constraints: for each kind of constraint on completions, such as "choices", its value from the
+            command line; None: the constraint was not given. At most one may be given.
         chat: whether prompts are messages to answer.
         json: whether to print one JSON object.
     """
@@ -279,7 +292,7 @@ class ReadyModel(NamedTuple):
         tokenizer: its tokenizer.
         sampling: the command line's options of sampling.
         stop: strings and ids of tokens that end a completion.
-        constraint: the automaton of all allowed completions; None for no constraint.
+        constraint: an automaton that accepts exactly the allowed completions; None: all are allowed.
         options: the command line's options.
     """
 
@@ -316,15 +329,16 @@ class ReadyModel(NamedTuple):
 
 
 def open_model(run: str, options: GenerateOptions) -> ReadyModel:
-    """Load a model with its tokenizer, without the constraint that the options ask for.
+    """Load a model with its tokenizer.
 
-    `with_constraint` adds it, which needs the prompts.
+    The constraint that the options ask for is not set yet. `with_constraint` sets it, because a
+    constraint depends on the prompts.
 
     Raises:
         UsageError: an option is wrong.
         InputRefused: the model cannot be loaded.
     """
-    # Called before torch._dynamo is imported, which sets its own cache path in the environment.
+    # This must come before the import of torch._dynamo, which sets its own cache path in the environment.
     keep_compiled()
     sampling = parse_sampling(options.numbers, options.pairs)
     if sum(value is not None for value in options.constraints.values()) > 1:
@@ -342,7 +356,8 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
 
     Args:
         model: the model.
-        prompts: the prompts, since the constraint is on texts that follow them.
+        prompts: the prompts. The constraint is on the texts that follow them, and a tokenizer may
+            begin such a text with a space or not, depending on the prompt.
 
     Raises:
         InputRefused: the constraint cannot be used.
@@ -355,11 +370,13 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
             value = _read_text(value, "--json-schema", LARGEST_SCHEMA_BYTES)
         if kind == "choices":
             for choice in value:
-                loss = model.tokenizer.describe_change(choice)
-                if loss:  # not left out, since fewer choices would be a different question
-                    raise InputRefused(f"--choice: {loss}")
+                change = model.tokenizer.describe_change(choice)
+                if change:
+                    # The tokenizer cannot give back this text. To leave the choice out would be
+                    # another question, so the command is refused.
+                    raise InputRefused(f"--choice: {change}")
         end_ids = [end for end in model.stop if not isinstance(end, str)]
-        lead = _lead_bytes(model, prompts)
+        lead = _lead_bytes(model, prompts)  # what the tokenizer puts before a completion
         automaton = constraint(kind, value, model.tokenizer.pieces, end_ids, lead)
         model = model._replace(constraint=automaton)
     return model
@@ -388,7 +405,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
         return _print_json(generation)
 
     def text_before(number: int) -> str:
-        """Return the prompt to print before a completion; an answer in a chat stands alone."""
+        """Return the prompt to print before a completion; "" in a chat, where only answers are printed."""
         return "" if options.chat else str(all_prompts[number // options.n].prompt)
 
     began = clock()
@@ -402,9 +419,10 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
 
 
 def _lead_bytes(model: ReadyModel, prompts: Sequence[PromptRequest]) -> bytes:
-    """Return the bytes that the tokenizer puts before a text that follows the prompts.
+    """Return the bytes that the tokenizer puts before a completion: a space, or nothing.
 
-    Some tokenizers put a space before the first text, which decoding removes (`strips_space`).
+    Some tokenizers put a space before the first text of a document, and before a text that follows
+    certain special tokens. Decoding removes it again (`strips_space`).
 
     Raises:
         UsageError: the bytes differ from prompt to prompt.
@@ -443,15 +461,15 @@ def _prompt_or_ids(model: ReadyModel, asked: PromptRequest) -> str | list[int]:
 def _print_text(
     generation: Generation, text_before: Callable[[int], str], is_constrained: bool
 ) -> None:
-    """Print each completion after its prompt while it is written, with empty lines between.
+    """Print each completion while it is written, after its prompt, with an empty line in between two.
 
     Args:
         generation: the completions that are being written.
         text_before: returns the text to print before a completion, by the completion's number.
-        is_constrained: whether there is a constraint. A warning then says if a completion was cut
-            before it satisfied the constraint.
+        is_constrained: whether there is a constraint. If so, a completion that reached max_tokens
+            was cut before it satisfied the constraint, and a warning says so.
     """
-    last_number = -1
+    last_number = -1  # of the completion of the piece before
     for piece in generation.stream():
         if piece.number != last_number:
             separator = "\n" if last_number >= 0 else ""

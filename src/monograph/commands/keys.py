@@ -105,7 +105,7 @@ def _list_by_section(keys: tuple[str, ...], width: int) -> Iterator[str]:
 
 
 def _advice_lines(advice: dict[str, str], width: int) -> Iterator[str]:
-    """Yield what to do here for what other programs call by these names."""
+    """Yield a sentence for each name that another program has for a key: what to set here instead."""
     if advice:
         yield ""
     for name, sentence in advice.items():

@@ -38,7 +38,9 @@ from monograph.session.supposed import (
 )
 from monograph.storage.cache_dir import cache_root, calibration_file
 
+# The bytes of each unit of memory, by its name in lower case.
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+# The range of sizes that the command line accepts: 64 MiB to 4 TiB.
 _SMALLEST_BYTES = 2**26
 _LARGEST_BYTES = 2**42
 
@@ -51,21 +53,21 @@ def run(
     host_memory: str | None,
     json: bool,
 ) -> None:
-    """Print the chosen way, its memory by origin and the alternatives; with `json`, print them as
-    one object too.
+    """Print how the run would be trained on a device, what its memory is used for, and alternatives.
 
     Args:
         settings: the settings of the run.
-        device: the card's name; None: this machine's device.
-        device_memory: how much of its memory may be used, such as 24GiB; None: all.
-        host_memory: the memory of the host that may be used; None: this machine's.
-        json: whether to print JSON.
+        device: the name of a card; None: this machine's device.
+        device_memory: how much of the device's memory may be used, such as 24GiB; None: all.
+        host_memory: how much of the host's memory may be used; None: this machine's.
+        json: whether to print the plan as a JSON object, too.
     """
     settings = with_records(settings)
     require_one_device(settings, "plan")
     target = _target(device, device_memory)
     require_possible(settings, target)
-    limits = Limits.here(target, budget(target), cache_root()[0])
+    cache_folder, _ = cache_root()
+    limits = Limits.here(target, budget(target), cache_folder)
     if host_memory is not None:
         host_bytes = int(HOST_SHARE * memory_size("--host-memory", host_memory))
         limits = replace(limits, host_bytes=host_bytes)
@@ -73,15 +75,16 @@ def run(
     shape = given_shape(settings)
     is_elsewhere = device is not None
     with with_shape_folder(settings) as complete_settings:
-        # On this machine, sizes that are left open follow from the text and the time.
+        # For another machine, sizes that the user left open are those that are usual. For this machine,
+        # they are derived from the text and from the time that the run may take.
         if is_elsewhere:
             complete_settings = with_usual_sizes(complete_settings)
-        asked = RunToPlan(complete_settings, model, shape, is_elsewhere)
-        _plan(asked, target, limits, json)
+        run_to_plan = RunToPlan(complete_settings, model, shape, is_elsewhere)
+        _plan(run_to_plan, target, limits, json)
 
 
 def _target(device: str | None, device_memory: str | None) -> Device:
-    """Return the device to plan for, with the memory that may be used; see `run`."""
+    """Return the device to plan for, with the memory that may be used. The arguments are those of `run`."""
     memory_bytes = None
     if device_memory is not None:
         memory_bytes = memory_size("--device-memory", device_memory)
@@ -96,89 +99,100 @@ def _target(device: str | None, device_memory: str | None) -> Device:
 
 
 class RunToPlan(NamedTuple):
-    """What is planned.
+    """The run that is planned.
 
     Attributes:
-        settings: the run's settings, in which open sizes may have been filled in.
+        settings: the run's settings. For another machine, sizes that the user left open have usual
+            values.
         model: the model's name.
-        shape: the shape that a preset or sizes give; None for a model that exists.
-        elsewhere: whether the card is not this machine's.
+        shape: the shape of a new model, by its preset or sizes; None for a model that exists.
+        is_elsewhere: whether the run is planned for a card that the user named, and not for this
+            machine's device.
     """
 
     settings: Settings
     model: str
     shape: LlamaConfig | None
-    elsewhere: bool
+    is_elsewhere: bool
 
 
-def _plan(asked: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
+def _plan(run_to_plan: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
     """Plan the run, and print the plan."""
-    plan = resolve(asked.settings, target, will_build=False)
-    job = plan.job
+    # The run's choices, before the planner chooses how it is trained.
+    run_plan = resolve(run_to_plan.settings, target, will_build=False)
+    job = run_plan.job
     objective = job.objective
-    vocabulary_rows = shape_of(plan).vocab_size
+    vocabulary_rows = shape_of(run_plan).vocab_size
     new_tokens = job.tokens.compare_if_readable()
-    config = shape_of(plan, new_tokens)
+    config = shape_of(run_plan, new_tokens)
     require_room_for_weights(job, config, target, limits)
-    # What a run with rewards holds and does to sample answers, in addition to its training step.
-    sampling_bytes = objective.extra_bytes(plan, config, target)
+    # A run with rewards samples answers. The memory that this takes is not there for the training step,
+    # so the step is planned for a device with less memory.
+    sampling_bytes = objective.extra_bytes(run_plan, config, target)
     step_device = with_less_memory(target, sum(sampling_bytes.values()))
     trained_tokens = new_tokens.trained_ids(vocabulary_rows) if new_tokens else ()
-    request = request_of(plan, config, step_device, trained_tokens)
-    calibration = Calibration(calibration_file())
+    request = request_of(run_plan, config, step_device, trained_tokens)
+    calibration = Calibration(calibration_file())  # the times and the memory of earlier runs
     peaks = peak_flops(step_device, request.precisions)
-    memory = "device" if objective.samples_answers else plan.requested_memory
-    answer = streamed_or_resident(request, step_device, peaks, calibration, memory, limits)
-    for line in (*notes_on(plan, step_device), *token_notes(new_tokens, vocabulary_rows)):
+    memory = "device" if objective.samples_answers else run_plan.requested_memory
+    plan = streamed_or_resident(request, step_device, peaks, calibration, memory, limits)
+    for line in (*notes_on(run_plan, step_device), *token_notes(new_tokens, vocabulary_rows)):
         print(f"note     {line}")
-    sampling_time = objective.extra_seconds(plan, config, step_device, calibration)
+    sampling_time = objective.extra_seconds(run_plan, config, step_device, calibration)
     sampling = None
     if sampling_time is not None:
-        sampling = AnswerSampling(*sampling_time, sampling_bytes)
-    length = _length(asked, plan, answer, config)
+        seconds, is_calibrated = sampling_time
+        sampling = AnswerSampling(seconds, is_calibrated, sampling_bytes)
+    length = _length(run_to_plan, run_plan, plan, config)
     remedies = []
     if step_device.type == "cuda":
-        choices = _choices(asked, job, step_device)
-        remedies = remedies_worth_showing(answer, request, peaks, choices, limits)
-    supposed = assumed_sizes(asked.settings)
-    for line in screen(answer, asked.model, request, length, sampling, remedies, supposed):
+        choices = _remedy_choices(run_to_plan, job, step_device)
+        remedies = remedies_worth_showing(plan, request, peaks, choices, limits)
+    supposed = assumed_sizes(run_to_plan.settings)
+    for line in screen(plan, run_to_plan.model, request, length, sampling, remedies, supposed):
         print(line)
     if json:
-        print(jsonlib.dumps(as_object(answer, length, sampling, remedies)))
+        print(jsonlib.dumps(as_object(plan, length, sampling, remedies)))
 
 
-def _length(asked: RunToPlan, plan: RunPlan, answer: Plan, config: LlamaConfig) -> ShownLength:
-    """Return the length of the run: as given, or as the given time allows, or for a new model on
-    another machine the usual number of tokens for its size.
+def _length(
+    run_to_plan: RunToPlan, run_plan: RunPlan, plan: Plan, config: LlamaConfig
+) -> ShownLength:
+    """Return the length of the run.
+
+    It is the given number of updates, or as many updates as the given time allows. If neither is given,
+    a new model on another machine trains on the number of tokens that is usual for its size. In all
+    other cases the length is unknown.
     """
-    per_update = plan.training.tokens_per_update
-    span = plan.job.span
-    if plan.updates:
-        return ShownLength(plan.updates, plan.updates * per_update)
-    is_new = plan.job.recipe.init is None
-    if asked.elsewhere and is_new and not span.epochs and not span.is_timed:
+    per_update = run_plan.training.tokens_per_update
+    span = run_plan.job.span
+    if run_plan.updates:
+        return ShownLength(run_plan.updates, run_plan.updates * per_update)
+    is_new = run_plan.job.recipe.init is None
+    if run_to_plan.is_elsewhere and is_new and not span.epochs and not span.is_timed:
         updates = updates_for_tokens(TOKENS_PER_PARAMETER * config.parameter_count(), per_update)
         why = f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N"
         return ShownLength(updates, updates * per_update, why)
-    if answer.candidates and span.is_timed:
-        updates = max(1, int(60 * span.minutes / answer.nearest.update_s))
+    if plan.candidates and span.is_timed:
+        updates = max(1, int(60 * span.minutes / plan.nearest.update_s))
         return ShownLength(updates, updates * per_update, "what the time allows")
     return ShownLength()
 
 
-def _choices(asked: RunToPlan, job: Job, target: Device) -> RemedyChoices:
-    """Return what may be changed so that the run fits or is faster."""
+def _remedy_choices(run_to_plan: RunToPlan, job: Job, target: Device) -> RemedyChoices:
+    """Return which settings of the run may be changed so that it fits or is faster."""
     smaller_shapes: list[tuple[str, LlamaConfig]] = []
-    if asked.shape is not None:
-        for name in reversed(LEARNING_RATES):  # which has every preset, from small to large
+    if run_to_plan.shape is not None:
+        # The keys of this table are all presets, from small to large.
+        for name in reversed(LEARNING_RATES):
             preset = LlamaConfig.preset(name)
-            if preset.parameter_count() < asked.shape.parameter_count():
+            if preset.parameter_count() < run_to_plan.shape.parameter_count():
                 smaller_shapes.append((f"model.preset={name}", preset))
     half_precisions = [name for name in ("bf16", "fp16") if name in target.peak_flops]
     return RemedyChoices(
         may_add_adapters=job.recipe.init is not None,
         smaller_shapes=tuple(smaller_shapes),
-        may_change_card=asked.elsewhere,
+        may_change_card=run_to_plan.is_elsewhere,
         may_stream=job.objective.can_stream and job.training.lora is None,
         half_precision=half_precisions[0] if half_precisions else "",
     )

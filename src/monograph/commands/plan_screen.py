@@ -1,8 +1,11 @@
 """Write a plan as about one screen of text, and as a JSON object.
 
-A way is a combination of settings with which the run could be trained: `Candidate` in the planner.
-All ways train the same model. A remedy is a change of settings that trains another one, but
-fits the device or is faster.
+A way is a combination of settings with which the run could be trained. The planner has a `Candidate`
+for each way, and all ways train the same model. A remedy is a change of the run's settings: with it
+the run fits the device or is faster, but trains another model or trains it differently.
+
+A streamed way keeps most weights in the host's memory, and moves them through the device in stages,
+which are groups of the model's blocks. A resident way keeps all weights on the device.
 """
 
 import itertools
@@ -25,15 +28,15 @@ MOST_REMEDIES = 6
 SAMPLE_TOKENS = 1_000_000
 _HEADS: tuple[str, ...] = (
     "rows at once",
-    "graph",
+    "graph",  # `Work.compile`: which part of the step is a compiled graph
     "recomputed",
     "streamed",
     "memory",
     "tok/s",
     "MFU",
-    "",
+    "",  # "chosen", or why the way was not chosen
 )
-# The letter in the bar for each origin of bytes.
+# The letter in the bar for each origin of bytes, which is what the memory is used for.
 _SHADES = {
     "weights": "W",
     "gradients": "G",
@@ -41,11 +44,13 @@ _SHADES = {
     "activations": "a",
     "loss head": "h",
     "workspace": "w",
-    "slots": "s",
-    "staging buffers": "t",
-    "boundaries": "b",
+    # The last three exist only in streamed ways.
+    "slots": "s",  # for the weights and gradients of the stages that are on the device just now
+    "staging buffers": "t",  # for the pieces that the device updates just now
+    "boundaries": "b",  # the tensors that pass from one stage to the next
 }
-# How frozen weights are stored, by `Lora.base`.
+# How frozen weights are stored, by `Lora.base`. "auto" stores them in the bits of the computation:
+# `_model_text` also has the case of fp32.
 _FROZEN = {"auto": "in 16 bits", "int8": "in 8 bits", "nf4": "in 4 bits"}
 
 
@@ -64,13 +69,13 @@ class ShownLength(NamedTuple):
 
 
 class AnswerSampling(NamedTuple):
-    """The sampling of answers in a run with rewards.
+    """The sampling of answers in a run with rewards. The screen and --json call it drawing.
 
     Attributes:
         seconds: the time to sample the answers of one update.
         calibrated: whether `seconds` was corrected by the times of earlier runs.
-        other_bytes: {origin: bytes} of memory that sampling holds, so that the training step
-            cannot use it.
+        other_bytes: {purpose: bytes} of the memory that the training step cannot use, because it
+            is kept for sampling answers, and for the reference model or the teacher if there is one.
     """
 
     seconds: float
@@ -96,11 +101,12 @@ def screen(
         length: the run's length.
         sampling: the sampling of answers; None for a run without rewards.
         remedies: changes with which the run would fit or be faster.
-        supposed: the settings that the plan supposes because the user gave none, as arguments of
-            `train`.
+        supposed: settings that the user left open, with the values that the plan supposes, as
+            arguments of `train`.
     """
     device = plan.device
-    # The planner was given a device without this memory, so it is added again here.
+    # The planner was told that the device has less memory, because sampling keeps a part of it. The
+    # user's line shows the memory of the whole device.
     other_bytes = sampling.other_bytes if sampling else {}
     free = gibibytes(device.free_memory_bytes + sum(other_bytes.values()))
     yield f"device   {device.name}, {free}, {gibibytes(plan.budget_bytes)} usable{_source_of_times(plan)}"
@@ -112,6 +118,7 @@ def screen(
     rows = f"{counted(request.rows, 'row')} of {request.training.length:,} tokens{usual}"
     yield f"update   {request.tokens_per_update:,} tokens: {rows}"
     if sampling:
+        # The plan is for the longest rows that a prompt and its answer can have.
         yield "         rows as long as a prompt with its answer may be; shorter ones need less of all"
     if supposed:
         yield f"         add to train: {' '.join(supposed)}"
@@ -131,26 +138,33 @@ def screen(
 
 
 def _source_of_times(plan: Plan) -> str:
-    """Return where the plan's times come from, unless they come from measured efficiencies."""
+    """Return the words that say where the plan's times come from; "" if no words are needed.
+
+    A plan's times are those of earlier runs on the device, or computed from the FLOP/s that the
+    device reaches in measurements, or else from the FLOP/s of its datasheet.
+    """
     if plan.calibrated:
         return "; time as earlier runs took it"
-    known = plan.device.name in EFFICIENCIES or plan.device.type == "cpu"
-    return "" if known else "; speed by datasheet"
+    # `EFFICIENCIES` has the cards that were measured. A CPU has no datasheet: this machine's own CPU
+    # was measured for the plan.
+    is_measured = plan.device.name in EFFICIENCIES or plan.device.type == "cpu"
+    return "" if is_measured else "; speed by datasheet"
 
 
 def _model_text(model: str, plan: Plan, request: PlanRequest) -> str:
-    """Return the model's name, its vocabulary and its numbers of parameters."""
+    """Return the model's name, the size of its vocabulary, and its number of parameters. With LoRA,
+    also say how the frozen weights are stored and how many parameters the adapters have.
+    """
     config = request.training.config
     lora = request.training.lora
     size = f"{count(config.parameter_count())} parameters"
     if lora is None:
         return f"{model}, vocabulary {config.vocab_size:,}: {size}"
-    precision = request.precisions[0]
-    adapters = count(trained_numbers(config, lora, precision))
-    # "auto" stores the frozen weights in the bits of the computation.
+    precision = request.precisions[0]  # the first is the best
+    adapter_parameters = count(trained_numbers(config, lora, precision))
     is_32_bit = lora.base == "auto" and precision == "fp32"
     frozen = "in 32 bits" if is_32_bit else _FROZEN[lora.base]
-    return f"{model}, vocabulary {config.vocab_size:,}: {size} frozen {frozen}; adapters {adapters}"
+    return f"{model}, vocabulary {config.vocab_size:,}: {size} frozen {frozen}; adapters {adapter_parameters}"
 
 
 def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
@@ -158,7 +172,7 @@ def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
     if not plan.candidates:
         yield f"plan     {plan.refusal}"
         return
-    best = plan.nearest
+    best = plan.nearest  # the chosen way, or if none fits, the way that needs least memory
     if plan.chosen is None:
         excess = gibibytes(best.peak_memory_bytes - plan.budget_bytes)
         yield f"plan     does not fit: {excess} too large in the way that needs least,"
@@ -179,10 +193,11 @@ def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
             for name, size in best.by_origin.items()
             if size
         )
-        correction = ""
+        residual = ""
         if best.residual_bytes:
-            correction = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)"
-        yield f"   GiB   {', '.join(origins)}{correction}"
+            # Bytes that earlier runs on this device needed, but that a trace of the step does not have.
+            residual = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)"
+        yield f"   GiB   {', '.join(origins)}{residual}"
     if isinstance(best, StreamCandidate):
         for tier, text in describe_tiers(best):
             first, _, rest = text.partition("; ")  # a text of two parts takes two lines
@@ -208,11 +223,12 @@ def _long_duration(seconds: float) -> str:
 
 def _short_duration(seconds: float) -> str:
     """Return a length of time, in milliseconds below 0.1 s."""
+    # The limit is a little below 0.1 s, so that no time is rounded to "100 ms": it is "0.1 s" instead.
     return f"{1000 * seconds:.3g} ms" if seconds < 0.0995 else duration(seconds)
 
 
 def _way_rows(plan: Plan) -> Iterator[str]:
-    """Yield the table of the first MOST_WAYS ways."""
+    """Yield the table of the first MOST_WAYS ways. The column "streamed" is left out if it is empty."""
     shown = _without_other_graphs(plan.candidates)[:MOST_WAYS]
     lines = [_HEADS, *(_way_row(candidate, chosen=candidate is plan.chosen) for candidate in shown)]
     if not any(isinstance(candidate, StreamCandidate) for candidate in shown):
@@ -225,19 +241,23 @@ def _way_rows(plan: Plan) -> Iterator[str]:
 
 
 def _without_other_graphs(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without those that differ from an earlier one only in their graph."""
-    firsts: dict[Any, Candidate] = {}
+    """Return the candidates without those that differ from an earlier one only in their graph, which
+    is `Work.compile`.
+    """
+    first_candidates: dict[Any, Candidate] = {}
     for candidate in candidates:
-        way = describe_way(candidate) if isinstance(candidate, StreamCandidate) else ""
-        key = (candidate.work.rows, candidate.work.remat, way)
-        firsts.setdefault(key, candidate)
-    return [*firsts.values()]
+        streaming = describe_way(candidate) if isinstance(candidate, StreamCandidate) else ""
+        key_without_graph = (candidate.work.rows, candidate.work.remat, streaming)
+        first_candidates.setdefault(key_without_graph, candidate)
+    return [*first_candidates.values()]
 
 
 def _way_row(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
     """Return the cells of a way, in the order of `_HEADS`."""
     work = candidate.work
-    is_estimate = not candidate.by_origin  # without sizes by origin, the sum is an estimate
+    # A candidate whose step was traced has the bytes of each origin. For another one, the peak is
+    # estimated by a formula.
+    is_estimate = not candidate.by_origin
     memory = gibibytes(candidate.peak_memory_bytes)
     return (
         str(work.rows),
@@ -252,9 +272,11 @@ def _way_row(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
 
 
 def _streamed(candidate: StreamCandidate) -> str:
-    """Return in a few words how a model is streamed. `describe_way` has more words."""
+    """Return in a few words how a model is streamed: the blocks of a stage, and when and where their
+    weights are updated. `describe_way` says the same in more words.
+    """
     placement = candidate.placement
-    where = "host" if placement.where == "host" else "device"
+    where = placement.where  # "host" or "device"
     return f"{counted(placement.blocks_per_stage, 'block')}, {placement.when}, {where}"
 
 
@@ -284,8 +306,12 @@ def _table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
 def _bar(by_origin: Mapping[str, int], limit: int) -> str:
     """Return a bar of the memory, such as "[WWGGaa....]".
 
-    Each origin's bytes are letters, and free memory is dots. What exceeds the limit stands after
-    the bar's end.
+    Each origin's bytes are letters, and free memory is dots. Bytes above the limit are letters after
+    the closing bracket.
+
+    Args:
+        by_origin: {origin: bytes}.
+        limit: the bytes that may be used.
     """
     total = max(limit, sum(by_origin.values()))
     lengths = (BAR * size / total for size in by_origin.values())
@@ -328,12 +354,17 @@ def as_object(
 
 
 def _candidate_object(candidate: Candidate, updates: int | None) -> dict[str, Any]:
-    """Return a way as JSON values; `updates` is the run's number of updates, if it is known."""
+    """Return a way as JSON values.
+
+    Args:
+        candidate: the way.
+        updates: the run's number of updates; None if unknown.
+    """
     work = candidate.work
     origins = candidate.by_origin
     values = {
         "memory": "stream" if isinstance(candidate, StreamCandidate) else "device",
-        "micro_batch": work.rows,
+        "micro_batch": work.rows,  # the rows that the model computes at once
         **{key: getattr(work, key) for key in ("remat", "precision", "compile")},
         "peak_memory_bytes": candidate.peak_memory_bytes,
         "memory_by_origin": None if origins is None else _in_bytes(origins),

@@ -80,7 +80,7 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> None:
 
 def _start_process() -> Progress:
     """Set up this process as `train` does, print the device, and return the display."""
-    # Called before torch._dynamo is imported, which sets its own cache path in the environment.
+    # This must come before the import of torch._dynamo, which sets its own cache path in the environment.
     keep_compiled()
     compat.quiet_profiler()
     progress = Progress()
@@ -127,7 +127,11 @@ def _plan_run(settings: Settings, progress: Progress) -> RunPlan:
 
 
 def _open_and_prepare(plan: RunPlan, folder: Path, progress: Progress) -> Session:
-    """Open the session of a run in `folder`, and compile its step; raises UsageError."""
+    """Open the session of a run in `folder`, and compile its step.
+
+    Raises:
+        UsageError: the plan streams the model, which cannot be profiled.
+    """
     text = Texts().open(plan, progress)
     session = open_session(Run(folder), plan, text, default_device(), progress)
     if isinstance(session.engine, Streamed):
@@ -273,12 +277,14 @@ class Climb(NamedTuple):
 def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
     """Measure each rung that is possible here."""
     climbs = list[Climb]()
-    # The settings with each rung that later rungs build on, by the rung's name, in order.
+    # The ways to train on which later rungs build, by the name of the rung that made them. "" has the
+    # plainest way, from which the first rung begins.
     ways = {"": RungWay()}
     began = clock()
     for number, rung in enumerate(RUNGS, start=1):
-        # The last rung in `ways`, unless this one names another rung, which was possible here.
-        base = rung.base if rung.base in ways else [*ways][-1]
+        # The rung that this one changes: the one that it names if that was possible here, else the last.
+        last_rung = [*ways][-1]
+        base = rung.base if rung.base in ways else last_rung
         measured = sum(not isinstance(climb.outcome, str) for climb in climbs)
         later_rungs = RUNGS[number - 1 :]  # this one included
         possible = sum(

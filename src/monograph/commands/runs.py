@@ -117,6 +117,7 @@ def _relative(text: str) -> str:
 
 
 def _result(run: ListedRun) -> str:
+    """Return a run's result with its unit, such as "1.234 bits/byte"."""
     if run.value is None or run.measure is None:
         return "none yet"
     if run.measure.is_share:
@@ -126,6 +127,7 @@ def _result(run: ListedRun) -> str:
 
 
 def _state(run: ListedRun) -> str:
+    """Return whether a run is finished, stopped or damaged, and how far it is."""
     if run.state == DAMAGED:
         return f"damaged: {run.fault}"
     if run.state == FINISHED or run.kind.startswith("sweep"):

@@ -1,5 +1,9 @@
 """`monograph sweep`: train runs that differ in a few settings, as many at once as is fastest, and
 find the best.
+
+The runs are the members of the sweep. Members that are trained at once are a round. Rounds follow one
+another, or are divided among the ranks: the processes that a launcher such as torchrun starts. One of
+the ranks leads (rank 0). It alone creates the sweep and writes its results.
 """
 
 import json as jsonlib
@@ -40,16 +44,32 @@ def run(
     distill: bool,
     json: bool,
 ) -> int:
-    """Train or resume the members and compare them; see the command line's help."""
-    # Before torch._dynamo is imported, which sets its own cache path in the environment.
+    """Train or resume the members and compare them; see the command line's help.
+
+    Args:
+        arguments: the settings, of which some have several values; empty: an existing sweep.
+        samples: number of random combinations of the values that are trained; None: all of them.
+        verify: the index of a member that is trained again, alone; None: none is.
+        out: the sweep's folder; None: a new one, or the newest one.
+        distill: whether to train a model that learns from all members.
+        json: whether to print the results as JSON.
+
+    Returns:
+        The exit code: 1 if the verified member differs, otherwise 0.
+    """
+    # This must come before the import of torch._dynamo, which sets its own cache path in the environment.
     keep_compiled()
-    # All ranks that a launcher started, or this process alone. Each trains its share of the rounds.
+    # All ranks, or this process alone if no launcher started it.
     world = World(read_place(srun=True), say=lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
     repeatable(default_device())
-    led_sweep = _open_or_create(world, arguments, samples, verify, out) if world.leads else None
-    # Rank 0 tells the other ranks which folder it is.
-    folder = world.broadcast(str(led_sweep.run.folder.absolute()) if led_sweep else None)
+    led_sweep = None
+    own_folder = None
+    if world.leads:
+        led_sweep = _open_or_create(world, arguments, samples, verify, out)
+        own_folder = str(led_sweep.run.folder.absolute())
+    # Every rank calls `broadcast`, and gets what rank 0 gives.
+    folder = world.broadcast(own_folder)
     sweep = led_sweep or Sweep.open(Path(folder))
     with (
         sweep.run.lock() if world.leads else nullcontext(),
@@ -66,7 +86,7 @@ def run(
         state = SweepProgress(sweep, progress, world)
         if not world.broadcast(state.are_over(state.members)):
             _train(state, progress)
-            world.rank_0_waits_for_others()
+            world.rank_0_waits_for_others()  # because it compares the members of all ranks
         exit_code = _finish(state, verify, progress, json) if world.leads else 0
         world.broadcast(None)  # the other ranks wait until rank 0 has written the results
         world.leave()
@@ -80,8 +100,10 @@ def _open_or_create(
     verify: int | None,
     out: Path | None,
 ) -> Sweep:
-    """Return the new or resumed sweep that the command line names. If a launcher restarted the
-    ranks, it is the sweep of the attempt before.
+    """Create the sweep that the command line describes, or open the existing one that it names.
+
+    After a failure, a launcher may start the ranks again with the same command line. Then the sweep of
+    the first attempt is opened, so that it is resumed and no second one is created.
     """
     remembered = world.recall("sweep") if world.again else None
     out = Path(remembered) if remembered else out
@@ -99,7 +121,14 @@ def _open_or_create(
 
 
 def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: bool) -> int:
-    """Compare the members, print the result and return the exit code."""
+    """Compare the members, print the result and return the exit code.
+
+    Args:
+        state: the sweep, with all members trained.
+        verify: the index of a member that is trained again, alone; None: none is.
+        progress: the display.
+        json: whether to print the results as JSON.
+    """
     state.outcomes = state.read_outcomes()
     # This object is also in the sweep's record, so `Sweep.write` writes what is added to it below.
     result = state.finish()
@@ -144,6 +173,7 @@ def _distill(state: SweepProgress, best: int, progress: Progress) -> dict[str, A
 
 
 def _require_member(verify: int | None, members: int) -> None:
+    """Raise UsageError unless --verify names one of `members` members, or is not given."""
     if verify is not None and not 0 <= verify < members:
         raise UsageError(f"--verify {verify}: the sweep has members 0 to {members - 1}")
 
@@ -151,8 +181,9 @@ def _require_member(verify: int | None, members: int) -> None:
 def _train(state: SweepProgress, progress: Progress) -> None:
     """Train this rank's rounds, one after another."""
     with state.world.rank_0_first():
-        # On rank 0, `prepare` decides which members train at once, and writes that into the record.
-        # Then the other ranks run this block: they read the record, and `prepare` follows it.
+        # Rank 0 runs this block first: `prepare` decides which members train at once, and writes that into
+        # the sweep's record. The other ranks run it afterwards: they read the record, which `prepare` then
+        # follows.
         if not state.world.leads:
             state.sweep.record |= Sweep.open(state.sweep.run.folder).record
         state.prepare(default_device(), describe())
@@ -179,7 +210,9 @@ def _train_round(
     stop: StopSignal,
     progress: Progress,
 ) -> None:
-    """Train the members of a round together, from their common checkpoint or else their beginning.
+    """Train the members of a round together.
+
+    Training begins at the newest update of which all members have a checkpoint, or else at the start.
 
     Args:
         cohort: the members of a round, and what trains them.
@@ -198,7 +231,7 @@ def _train_round(
             progress.line(
                 "warning", "no update of which every member has a sound checkpoint: they begin anew"
             )
-        cohort.save()  # as any run saves its beginning
+        cohort.save()  # every run has a checkpoint of its beginning
     block.resume(state.count_resumed(cohort))
     after = AfterUpdateOfRound(cohort, updates, state, block, stop)
     for update in train(cohort.engine, cohort.windows, updates):
@@ -222,8 +255,8 @@ def _print_next_commands(
     best = result["best"]
     if best is None:
         return
-    # If the members are narrow proxies of a wide run, these are the settings of that run with the
-    # best values of the members.
+    # Members may be narrow models, whose best values are meant for a wide one. Then this file has the
+    # settings of the wide run with these values.
     has_wide_run = is_file(sweep.wide)
     if has_wide_run:
         show_command(progress, "next", "train", str(sweep.wide))

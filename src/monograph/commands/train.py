@@ -46,14 +46,14 @@ def run(
         )
     program_start_s = clock() if program_start_s is None else program_start_s
     started = Started(program_start_s, clock() - program_start_s)
-    # Before torch._dynamo is imported, which sets its own cache path in the environment.
+    # This must come before the import of torch._dynamo, which sets its own cache path in the environment.
     keep_compiled()
     with (
         locked_run(settings, out=out, resume=resume, from_=from_) as locked,
         ExitStack() as resources,
     ):
-        leads = locked.world.leads
-        summary = locked.summary
+        leads = locked.world.leads  # True in one of the processes that train together
+        summary = locked.summary  # that of a finished run, which --resume names
         if summary is None:
             session = open_run(locked, started, resources)
             report = Reporter(session, locked.progress)
@@ -66,6 +66,11 @@ def run(
 
 
 def _loop(session: Session, report: Reporter, progress: Progress) -> None:
+    """Train to the end of the run or until the user stops it.
+
+    Each update is followed by what is due after it: going back after a spike, an evaluation, samples,
+    a checkpoint.
+    """
     with (
         report.block() as block,
         StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop,
@@ -76,7 +81,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             if due.goes_back:
                 after.go_back()
                 continue
-            with after.since_shown.paused():
+            with after.since_shown.paused():  # the speed that is shown is that of the updates alone
                 after.evaluate(due)
                 after.keep_time(due)
                 after.sample(due)

@@ -28,6 +28,7 @@ from monograph.ops import materialize  # noqa: F401 - defines the operator that 
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+# The beginnings of the lines that say why something is not replayed.
 ONE_BY_ONE = "micro-steps are launched one by one"
 UPDATES_ONE_BY_ONE = "the kernels of an update are launched one by one"
 
@@ -90,9 +91,9 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
     """Compile a step in place, in full graphs with static shapes.
 
     If the step has a `recorder`, as on a GPU, its `micro_step` (including the backward pass) is
-    called twice, then recorded, and replayed from then on (`monograph.graph.replay`). So is an
-    ensemble's `apply`: its members are small, and the host would launch it for longer than the device
-    computes it.
+    called twice, then recorded, and replayed from then on (`monograph.graph.replay`). An ensemble's
+    `apply` is replayed, too: its members are small, so that launching its kernels one by one would take
+    the host longer than computing them takes the device.
 
     The module itself is not wrapped, so its state dict keeps its names. Each function is compiled
     at its first call. Before that call, load the weights, and run `monograph.trial`: it is one eager
@@ -128,6 +129,7 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
 
 
 def _compiler(step: Capturable, backend: Backend, scope: Scope) -> Compiler:
+    """Return the function that compiles each of a step's functions."""
     # On a GPU, Inductor's one kernel for torch.cat of k tensors computes all k of them at every element
     # of the result. A kernel for each tensor avoids that.
     options = compat.split_cat_options() if step.device.type == "cuda" else {}
@@ -136,6 +138,7 @@ def _compiler(step: Capturable, backend: Backend, scope: Scope) -> Compiler:
 
 
 def _refuse_scalar_float64_buffers(step: Capturable) -> None:
+    """Raise CaptureFailed if the model has a float64 buffer without dimensions."""
     for name, buffer in step.model.named_buffers():
         # torch 2.13 loses what a graph writes to such a buffer (dev/log.md).
         if buffer.ndim == 0 and buffer.dtype == torch.float64:
@@ -325,6 +328,7 @@ def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[Attrib
 def _call_block(
     forward: Callable[..., Any], block: object, *arguments: object, **keywords: object
 ) -> Any:
+    """Call the forward pass of a block. Equal blocks share a graph only if the block is an argument."""
     return forward(block, *arguments, **keywords)
 
 
@@ -352,7 +356,7 @@ def compiled(
     Args:
         function: the function.
         backend: see `capture`.
-        extra_options: options of Inductor beside those that every function gets.
+        extra_options: options of Inductor in addition to those that every function gets.
 
     Raises:
         CaptureFailed: torch cannot trace or compile the function; a call raises it.

@@ -7,9 +7,9 @@ vmap computes the convolutions of all members as one:
 - If all members read the same input, the convolution has no groups. Its input is [B, C, ...], and
   its output is [B, G O, ...], too.
 
-oneDNN takes up to four times as long for it as for the members' own convolutions, unless these are
-tiny (dev/log.md), and the results of one member do not lie together in memory. Here each member is
-called a group in both cases. vmap's convolution is the reference.
+oneDNN takes up to four times as long for this convolution as for one convolution of each member, unless
+these are tiny (dev/log.md). Also, the results of one member do not lie together in memory. In this file
+each member is called a group in both cases. vmap's convolution is the reference.
 
 Shapes: G groups (members), B rows, C input and O output channels of a group, and any further
 dimensions.
@@ -94,6 +94,7 @@ def gradients(
 
 
 def _expand_to_groups(input_GBC: Tensor, weight_GOC: Tensor) -> Tensor:
+    """Return an input for each group, without a copy; a shared input [1, B, C, ...] is repeated."""
     return input_GBC.expand(len(weight_GOC), *input_GBC.shape[1:])
 
 
@@ -137,10 +138,11 @@ def rewrite(graph: Graph) -> None:
 
 
 def _rewrite_convolution(graph: Graph, node: Any) -> None:
+    """Replace a convolution by `convolution`, if that is faster."""
     inputs, weight, bias, *geometry, transposed, _, groups = node.args
     members = groups
     if groups == 1:
-        # If members share the input, a user of the output splits it into theirs.
+        # If members share the input, a node that reads the output splits it by members.
         members = max([1, *(_members_by_split(user, node) for user in node.users)])
     if bias is not None or transposed or not _is_faster_by_group(node, weight, members):
         return
@@ -156,6 +158,7 @@ def _rewrite_convolution(graph: Graph, node: Any) -> None:
 
 
 def _rewrite_gradients(graph: Graph, node: Any) -> None:
+    """Replace the gradients of a convolution by `gradients`, if that is faster."""
     grad, inputs, weight, _, *geometry, transposed, _, groups, output_mask = node.args
     needs_input_grad, needs_weight_grad, needs_bias_grad = output_mask
     members = groups
@@ -192,17 +195,18 @@ def _rewrite_gradients(graph: Graph, node: Any) -> None:
 
 
 def _members_by_split(split: Node, joined: Node) -> int:
-    """Return the number of members of a convolution without groups.
+    """Return the number of members of a convolution without groups, which its arguments do not say.
 
-    vmap gives the output's channels an axis of members again, or joins that axis in the gradient of
-    the output. Both show G, the number of members.
+    After the convolution, vmap splits the output's channels into the members' channels. In the
+    backward pass it joins the members' channels of the gradient. The shapes before and after such a
+    view show G, the number of members.
 
     Args:
-        split: what may be the output, or its gradient, as [B, G, O, ...].
-        joined: the same as [B, G O, ...].
+        split: the node that may have the output, or its gradient, as [B, G, O, ...].
+        joined: the node that has the same as [B, G O, ...].
 
     Returns:
-        G; 1 if the tensors do not have these shapes, so that nothing shows several members.
+        G; 1 if the shapes are not such, so that the convolution is of one member.
     """
     shape = list(split.meta["val"].shape)
     joined_shape = list(joined.meta["val"].shape)

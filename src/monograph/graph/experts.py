@@ -48,10 +48,10 @@ class ExpertLinear(nn.Module):
         """Apply each expert to its rows, or to all rows.
 
         Args:
-            input: [P, K], rows sorted by expert. If `ends_E` is None: [P, K], the same rows for
-                every expert, or [E, P, K], each expert's own.
-            ends_E: the index of the row after each expert's last one, see `monograph.graph.grouped`;
-                None: every expert is applied to all rows.
+            input: with `ends_E`, [P, K], rows sorted by expert. Without it, either [P, K], rows to
+                which every expert is applied, or [E, P, K], the rows of each expert.
+            ends_E: the index of the row after each expert's last one, see `monograph.graph.grouped`.
+                None: rows are not sorted by expert.
 
         Returns:
             [P, N]; if `ends_E` is None, [E, P, N].
@@ -63,6 +63,7 @@ class ExpertLinear(nn.Module):
         return self._plus_bias(output, ends_E)
 
     def _plus_bias(self, output: Tensor, ends_E: Tensor | None) -> Tensor:
+        """Add each expert's bias to its rows, if there are biases."""
         if self.bias is None:
             return output
         bias_EN = self.bias.to(output.dtype)
@@ -85,8 +86,8 @@ class _DequantisedProduct(torch.autograd.Function):
 
     generate_vmap_rule = True
 
-    # Every stored tensor is an argument of its own, because Dynamo counts the arguments of a
-    # forward pass, so it cannot end in `*stored`.
+    # Every stored tensor is an argument of its own, and not a part of `*stored`, because Dynamo counts
+    # the arguments in the signature of `forward`.
     @staticmethod
     def forward(
         input: Tensor,
@@ -141,7 +142,8 @@ class FrozenExperts(FrozenWeight, ExpertLinear):
 
     def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
         """Apply each expert as `ExpertLinear` does, in the dtype of `product_dtype`."""
-        # An `Int8Weight` stores two tensors, an `NF4Weight` five; the product takes five.
+        # The product takes five tensors. An `NF4Weight` stores five, and an `Int8Weight` two, so that
+        # None stands for the other three.
         stored = (*self.stored_tensors(), None, None, None)[:5]
         output: Tensor = _DequantisedProduct.apply(
             input.to(product_dtype(input)), ends_E, self.shape, *stored
@@ -162,8 +164,8 @@ class Router(nn.Module):
 
         p = softmax(W x + b)
 
-    The experts with the C highest p are chosen, with their p as weights. If `normalised`, these are
-    divided by their sum. Probabilities are fp32, or float64 for float64 inputs. As in transformers,
+    The C experts with the highest p are chosen, and their p are their weights. If `normalised`, the
+    weights are divided by their sum. Probabilities are fp32, or float64 for float64 inputs. As in transformers,
     this is not an `nn.Linear`, so "all-linear" adapters leave it out.
 
     Attributes:
@@ -187,7 +189,8 @@ class Router(nn.Module):
 
         Args:
             input_PK: rows.
-            balance: the rows' documents and shares; None: without the balance loss.
+            balance: each row's document and share, for the gradient of the balance loss
+                (`monograph.graph.balance`); None: that loss is not trained.
         """
         logits_PE = F.linear(input_PK, self.weight, self.bias)
         dtype = torch.float64 if logits_PE.dtype == torch.float64 else torch.float32

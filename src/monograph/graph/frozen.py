@@ -1,6 +1,7 @@
-"""Linear layers with frozen weights in 8 or 4 bits, as QLoRA trains adapters on.
+"""Linear layers with frozen weights in 8 or 4 bits. They are the base of QLoRA, which trains adapters.
 
-A dense weight is made for each product, and none is kept from the forward to the backward pass.
+A dense weight is made for each product. It is not kept from the forward to the backward pass, which
+makes it again, because all dense weights together would need as much memory as the model in 16 bits.
 
 Shapes: N outputs, K inputs, E experts, C = ceil(N K / 64) blocks of S = 64 numbers,
 G = ceil(C / 256) groups of 256 blocks.
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from monograph.graph.grouped import product_dtype
 from monograph.ops.autograd import Context
 
-BLOCK, GROUP = 64, 256
+BLOCK = 64  # weights that share a scale in NF4
+GROUP = 256  # blocks whose scales are rounded in equal steps
 # Quantiles of a normal distribution that include -1, 0 and 1 (Dettmers et al. 2023, "QLoRA",
 # 2305.14314, appendix E). They have four digits, as in torchao; those of bitsandbytes differ by
 # less than 5e-5.
@@ -74,8 +76,8 @@ def dequantise(
         shape: the weight's shape.
         codes: `codes` of an `Int8Weight` or an `NF4Weight`.
         scales: `scales` of an `Int8Weight`, or `levels` of an `NF4Weight`.
-        nf4_only: `steps`, `mean` and `table` of an `NF4Weight`; nothing or Nones for an
-            `Int8Weight`.
+        nf4_only: `steps`, `mean` and `table` of an `NF4Weight`. For an `Int8Weight` it is empty, or
+            has None in their places.
     """
     if any(tensor is not None for tensor in nf4_only):
         return _dequantise_nf4(codes, scales, *nf4_only, *shape)  # type: ignore[arg-type]
@@ -152,8 +154,8 @@ class NF4Weight(FrozenWeight):
         edges = (table[1:] + table[:-1]) / 2  # a number is rounded to the nearest of the table
         # A block of zeros has the scale 0, and 0 / 0 would be NaN.
         divisor_C1 = scale_C.clamp_min(tiny)[:, None]
-        # Codes are int32 at first, and the quotient is freed at once. So at most three times the
-        # weight's bytes are in memory, instead of five times.
+        # Codes are int32 at first, not int64, and the quotient is freed at once. So at most three times
+        # the weight's bytes are in memory, instead of five times.
         codes = (
             torch.bucketize(blocks_CS / divisor_C1, edges, out_int32=True).to(torch.uint8).flatten()
         )
@@ -165,7 +167,7 @@ class NF4Weight(FrozenWeight):
             steps=steps_G,
             mean=mean,
         )
-        # Not part of a checkpoint, because it is constant.
+        # The table is not part of a checkpoint, because it is constant.
         self.register_buffer("table", table, persistent=False)
 
     def stored_tensors(self) -> tuple[Tensor, ...]:
@@ -276,7 +278,7 @@ def _dequantise_nf4(
     codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, *shape: int
 ) -> Tensor:
     """Return the dense weight of an `NF4Weight` in fp32, by the equations of that class."""
-    # `output_size` saves a GPU the wait in which the host would read it.
+    # Without `output_size`, the host would wait for a GPU to compute the size of the result.
     steps_C = steps_G.repeat_interleave(GROUP, output_size=len(steps_G) * GROUP)[: len(levels_C)]
     scale_C = levels_C / steps_C + mean
     unpacked = torch.stack([codes >> 4, codes & 15], -1).flatten()

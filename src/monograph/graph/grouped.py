@@ -4,8 +4,9 @@ The groups of a mixture are its experts. `ends` says where each group's rows end
 
         y[p] = W[e] x[p]    for the rows  ends[e - 1] <= p < ends[e]
 
-Two operators compute y and the gradient of W. A compiler does not look into them, no shape depends
-on the sizes of groups, and on a GPU the host does not wait for `ends`. Their implementations are
+Two operators compute y and the gradient of W. A compiler calls them as they are, without tracing their
+code. So the shapes in a graph do not depend on the sizes of groups, and on a GPU the host does not wait
+for `ends`. Each operator has these implementations:
 
     CPU, fp32 where MKL is slow       `matmul.cpp`
     CPU, 16 bits, many rows           one batched product (`monograph.graph.grouped_batches`)
@@ -83,10 +84,12 @@ def _uses_torch(rows: Tensor, *widths: int) -> bool:
 
 
 def _product_by_torch(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """Return `product` by torch's grouped products."""
     return torch._grouped_mm(input_PK.contiguous(), weight_ENK.mT, offs=ends_E)
 
 
 def _outer_by_torch(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
+    """Return `_outer` by torch's grouped products."""
     return torch._grouped_mm(left_PN.contiguous().mT, right_PK.contiguous(), offs=ends_E)
 
 

@@ -1,13 +1,13 @@
 """Compute a CPU's grouped products of 16 bits as one batched product of every group's first C rows.
 
 oneDNN compiles code for each new shape of a product, which takes longer than most of these products
-do, and the sizes of groups change with each update. So the batch has the same shape whatever these
-sizes are: it has places for C rows of each group, with C = 1.25 P / E, rounded up to a multiple of
+do, and the sizes of groups change with each update. So the batch has the same shape whatever the sizes
+of groups are: it has places for C rows of each group, with C = 1.25 P / E, rounded up to a multiple of
 `CAPACITY_UNIT`.
 
-A group with more than C rows needs a further product, whose rows are padded to a multiple of C, so
-that there are few shapes: `product` computes the rows after the first C, `outer` the whole group
-again.
+A group with more than C rows needs another product outside of the batch. In `product` it has the rows
+after the first C, and in `outer` all rows of the group. Its rows are padded to a multiple of C, so that
+there are few shapes.
 
 Shapes: P rows, E groups, N outputs, K inputs, C places of each group in the batch (its capacity),
 X = E C places in the batch, Y of them empty, R further rows of one group.
@@ -29,7 +29,7 @@ _CAPACITY_PER_MEAN_ROWS = 1.25
 
 
 class _Batch(NamedTuple):
-    """Which row is where in the batch.
+    """The places of rows in the batch.
 
     Attributes:
         capacity: C.
@@ -49,7 +49,12 @@ class _Batch(NamedTuple):
 # Cached, because a layer's three products and their backward passes have the same groups.
 @functools.lru_cache(2)
 def _batch(ends: tuple[int, ...], rows: int) -> _Batch:
-    """Share out the rows of groups, of which `ends` says where each ends, to the batch."""
+    """Return the places of rows in the batch.
+
+    Args:
+        ends: the index of the row after each group's last one.
+        rows: the number of rows.
+    """
     groups = len(ends)
     ends_E = torch.tensor(ends)
     units = math.ceil(_CAPACITY_PER_MEAN_ROWS * rows / (groups * CAPACITY_UNIT))

@@ -1,12 +1,12 @@
 """Compute grouped products (`monograph.graph.grouped`) as batched products of blocks of rows.
 
-This is for GPUs and dtypes for which torch's own grouped products would let the host wait, or do
-not exist. A group's rows are padded with zeros to whole blocks, and each block is multiplied by a
+It is used on a GPU where torch has no grouped products of its own, or where they would make the host
+wait for the GPU. A group's rows are padded with zeros to whole blocks, and each block is multiplied by a
 copy of its group's matrix. No shape depends on the sizes of groups: there is always room for the
 largest number of blocks that these rows could need.
 
-The copies need memory, so a number of blocks is computed at a time, such that their copies have at
-most `MAX_COPIED_ELEMENTS` elements together. It is at least one block.
+The copies need memory. So blocks are computed some at a time: as many as have copies of at most
+`MAX_COPIED_ELEMENTS` elements together, but at least one.
 
 Shapes: P rows, E groups, N outputs, K inputs, B blocks of C rows, X = N K.
 """
@@ -23,7 +23,7 @@ MAX_BLOCK_ROWS = 128  # enough to hide the copies of matrices
 
 
 class _Blocks(NamedTuple):
-    """Which row is where in the blocks: a block has C places, each with one row or empty.
+    """The places of rows in the blocks. A block has C places, each with one row or empty.
 
     Attributes:
         group_B: each block's group; an arbitrary group for a block without rows.
@@ -39,7 +39,12 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(ends_E: Tensor, rows: int) -> _Blocks:
-    """Share out the rows of groups, of which `ends_E` says where each ends, to blocks."""
+    """Return the places of rows in blocks.
+
+    Args:
+        ends_E: the index of the row after each group's last one.
+        rows: the number of rows.
+    """
     groups = len(ends_E)
     # The mean group's size, rounded up to a power of two, within the limits.
     mean_size = 1 << max(0, rows // groups - 1).bit_length()

@@ -33,7 +33,8 @@ def unique_state(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in loadable_state(module).items():
         # Tied tensors share address, size and strides; a view may share the address alone.
         key = (tensor.data_ptr(), tensor.numel(), tensor.stride())
-        if first_names.setdefault(key, name) == name:
+        first_name = first_names.setdefault(key, name)
+        if first_name == name:
             state[name] = tensor
     return state
 
@@ -96,8 +97,8 @@ class _Extent(NamedTuple):
 def overlapping_tensors(module: nn.Module) -> tuple[str, str] | None:
     """Return the names of a trainable parameter and of a tensor that overlaps it in memory, or None.
 
-    When the parameter is moved to other memory, the two would stop sharing numbers. The second
-    tensor may be a parameter, a buffer or an attribute, including attributes in lists and dicts.
+    An engine moves parameters to other memory, and then the two would no longer share numbers. The
+    second tensor may be a parameter, a buffer or an attribute, including attributes in lists and dicts.
     One tensor under two names does not count.
     """
     extents_by_storage = dict[int, list[_Extent]]()
@@ -268,7 +269,8 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
 def parameter_blocks(module: nn.Module) -> dict[str, str]:
     """Return the name of each parameter's block, by the parameter's name.
 
-    Parameters before the first block have "before", all others outside of blocks have "after".
+    For a parameter before the first block this is "before". For any other parameter that is in no block
+    it is "after".
     """
     block_names = list(blocks(module))
     block_of = dict[str, str]()
@@ -309,10 +311,11 @@ def running_modules(module: nn.Module) -> Iterator[list[str]]:
 def buffers_kept(*modules: object) -> Iterator[None]:
     """Restore the modules' buffers, such as running means, after the `with` block.
 
-    Buffers that the block replaced by other tensors are restored too. So are frozen parameters,
-    since a forward pass may write those of a teacher. They are left alone if they are together
-    larger than the trained ones: a copy of an adapter's base would take too much memory. Objects
-    that are not modules, such as a loss function, are ignored.
+    Buffers that the `with` block replaced by other tensors are restored, too. Frozen parameters are
+    also restored, because a forward pass may write into those of a teacher. But if the frozen
+    parameters are together larger than the trained ones, as the base of adapters is, they are not
+    copied: the copy would take too much memory. Objects that are not modules, such as a loss function,
+    are ignored.
     """
     submodules = [
         submodule

@@ -1,9 +1,10 @@
 """Add low-rank adapters to the linear layers of any module, in place.
 
-The base weights, which are frozen, keep their names and bits. The rows of a few tokens in embedding
-and head may be trained along with the adapters (`monograph.graph.token_rows`). `plain_parameters`
-yields the weights with adapters merged in, one at a time. `round_frozen_weights` rounds frozen
-weights to the 16-bit dtype in which matrix products read them.
+The base is the module's own weights. They are frozen, and keep their names and bits. In the embedding
+and the head, the rows of a few tokens may be trained along with the adapters
+(`monograph.graph.token_rows`). `plain_parameters` yields the weights with the adapters merged in, one
+at a time, for exports. `round_frozen_weights` rounds the base to the 16-bit dtype in which matrix
+products read it.
 
 Sources: Hu et al. 2021, "LoRA", arXiv 2106.09685; Kalajdzievski 2023, "rsLoRA", arXiv 2312.03732;
 Liu et al. 2024, "DoRA", arXiv 2402.09353. The order of operations, initial values and names are
@@ -53,7 +54,7 @@ from monograph.ranges import ABOVE_0, COUNT, DECAY
 
 OptionalDevice = torch.device | None  # None: the device of the weights
 Base = Literal["auto", "int8", "nf4"]
-# For each format of the base, the classes of linear layers and of experts.
+# For each format of a quantised base: the class of linear layers, and that of the experts of a mixture.
 BASES: dict[str, tuple[type[FrozenWeight], type[FrozenWeight]]] = {
     "int8": (Int8Linear, Int8Experts),
     "nf4": (NF4Linear, NF4Experts),
@@ -67,18 +68,19 @@ class Lora:
     Attributes:
         rank: R.
         alpha: the adapter's output is multiplied by `scale`, alpha / rank.
-        targets: "all-linear": every linear layer except the head and the experts of mixtures, as in
-            PEFT; another string: a regular expression that matches whole names; a tuple: the last
-            parts of names, which may be those of experts.
+        targets: the layers that get an adapter. "all-linear": every linear layer except the head and
+            the experts of mixtures, as in PEFT. Another string: a regular expression that matches
+            whole names of layers. A tuple: the last parts of names. The last two may select experts,
+            too.
         dropout: probability with which elements of an adapter's input are dropped in training.
         base: the format of the weights of experts and of all linear layers except the head: "auto"
             (unchanged), "int8" or "nf4".
         tokens: ids of tokens whose rows of embedding and head are trained as well, in ascending
             order.
-        rslora: whether `scale` is alpha / sqrt(rank) instead, so that a larger rank does not learn
-            more slowly.
-        dora: whether the length of each row of a weight (the magnitude) is trained separately from
-            its direction, see `Adapted`.
+        rslora: whether `scale` is alpha / sqrt(rank) instead, so that adapters of a larger rank do
+            not learn more slowly.
+        dora: whether the norm of each row of a weight (the row's magnitude) is trained separately
+            from its direction, see `Adapted`.
     """
 
     rank: int = 16
@@ -121,8 +123,8 @@ class Adapted(nn.Linear):
         y = W x + b + s B A D(x)                                                    without DoRA
         y = W x + b + g (W D(x) + s B A D(x)) - W D(x),   g = m / ||W + s B A||     with DoRA
 
-    D is dropout in training, and the identity otherwise. Norms are those of rows, and constants in
-    the backward pass (DoRA, section 4.3).
+    D is dropout in training, and the identity otherwise. ||W + s B A|| has the norm of each row. The
+    backward pass takes these norms for constants (DoRA, section 4.3).
 
     Attributes:
         lora_A: its weight is A, [R, K].
@@ -160,20 +162,21 @@ class Adapted(nn.Linear):
             adapter_output = self.lora_B(low_rank) * self.scale
         if self.lora_magnitude_vector is None:
             return (output + adapter_output).to(output.dtype)
-        # W D(x) and A W^T, which the norms need; the latter costs as much as R more tokens. The
-        # forward pass of the base class adds the bias, which is subtracted again.
+        # DoRA needs two more products with W: W D(x), and A W^T for the norms. The latter costs as much as
+        # R more tokens. The base class computes both, because only it can read a quantised W. It adds the
+        # bias, which is subtracted again.
         is_dropping = has_dropout and self.training
-        base = super().forward(dropped.to(input_dtype)) if is_dropping else output
+        base = super().forward(dropped.to(input_dtype)) if is_dropping else output  # W D(x)
         A = self.lora_A.weight.detach()
         scaled_B = self.lora_B.weight.detach() * self.scale
-        base_of_A = super().forward(A.to(input_dtype))
+        base_of_A = super().forward(A.to(input_dtype))  # A W^T
         if self.bias is not None:
             base = base - self.bias
             base_of_A = base_of_A - self.bias
         norms = sum_row_norms(self.lora_norms, base_of_A, A, scaled_B).to(A.dtype)
         gain = self.lora_magnitude_vector / norms
-        # In this order of operations the output has the base's bits where m is the norm, and only
-        # one tensor is kept for the backward pass.
+        # In this order of operations, a new adapter (m is the norm, and B is 0) gives the base's bits, and
+        # only one tensor is kept for the backward pass.
         return (output + (gain * (base + adapter_output) - base)).to(output.dtype)
 
 
@@ -224,7 +227,8 @@ class LoraNF4Linear(Adapted, NF4Linear):
 
 FACTORS = (Factor, ExpertFactor)
 AnyAdapted = Adapted | AdaptedExperts
-# The class that a layer of a class gets with its adapter; for all other layers it is `LoraLinear`.
+# The class that a layer gets with its adapter, by the class that it has. A layer of a class that is not
+# listed gets `LoraLinear`.
 ADAPTED: dict[type[nn.Module], type[AnyAdapted]] = {
     Int8Linear: LoraInt8Linear,
     NF4Linear: LoraNF4Linear,
@@ -304,12 +308,18 @@ def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | Expert
 
 
 def _quantise_base(module: nn.Module, base: str, device: OptionalDevice) -> None:
-    """Store the weights of experts and of all linear layers except the head as `Lora.base` says."""
+    """Quantise the weights of experts and of all linear layers except the head.
+
+    Args:
+        module: the module.
+        base: the format, a key of `BASES`.
+        device: where each layer is moved once it is quantised; None: layers are not moved.
+    """
     linear_class, expert_class = BASES[base]
     shared = inspect.shared_parameters(module)
     for layer in (*linear_layers(module).values(), *expert_layers(module).values()):
         weight = layer.weight
-        # Another layer reads a shared weight, and needs it dense.
+        # A shared weight stays dense, because another layer reads it, too.
         if id(weight) in shared:
             continue
         layer.__class__ = expert_class if isinstance(layer, ExpertLinear) else linear_class
@@ -338,6 +348,7 @@ def store_row_norms(module: nn.Module, reset_magnitudes: bool = True) -> None:
 
 
 def _base_weight(layer: AnyAdapted) -> Tensor:
+    """Return W, dequantised if the base is quantised."""
     return layer.dense() if isinstance(layer, FrozenWeight) else layer.weight
 
 
@@ -363,7 +374,7 @@ def _adapt(
         device: see `adapt`.
         dtype: see `adapt`.
     """
-    # The weight, or the first of the parameters that store it in few bits.
+    # The weight. In a quantised layer, this is the first of the parameters that store the weight.
     weight = next(p for name, p in layer.named_parameters() if name != "bias")
     if dtype is None:
         is_wide = kept_dtype(weight) in (torch.float32, torch.float64)
@@ -402,9 +413,9 @@ def _adapt(
 def merge(module: nn.Module) -> None:
     """Turn every adapted layer, one after another, into a plain layer that computes the same.
 
-    Its weight is `merged_weight(layer)`. A quantised weight becomes dense: in the dtype of all other
-    weights if they have the same one, else in fp32. The trained rows of tokens are written into
-    their tables. Frozen weights stay frozen.
+    The new weight is `merged_weight(layer)`. A quantised weight becomes dense. Its dtype is then that of
+    the module's other weights, or fp32 if these have several dtypes. The trained rows of tokens are
+    written into the embedding and the head. Frozen weights stay frozen.
     """
     dense_modules = [m for m in module.modules() if not isinstance(m, (*FACTORS, FrozenWeight))]
     dtypes = {kept_dtype(p) for m in dense_modules for p in m.parameters(recurse=False)}
@@ -449,9 +460,9 @@ def merged_weight(layer: AnyAdapted) -> Tensor:
 
 
 def checkpoint_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return what a checkpoint holds of a module's state dict.
+    """Return the tensors of a module that a checkpoint stores, by name.
 
-    It is the whole state dict; if the module has adapters, the frozen parameters are left out.
+    They are the whole state dict. If the module has adapters, the frozen parameters are left out.
     """
     state = inspect.unique_state(module)
     if not adapted_layers(module):
@@ -473,12 +484,14 @@ def may_start_without_gradient(name: str) -> bool:
 
 
 class Plain(NamedTuple):
-    """A parameter of a plain module, such as `merge` makes, which need not be in memory.
+    """The description of a tensor that is exported: a parameter of a plain module, without adapters.
+
+    The tensor's numbers need not be in memory.
 
     Attributes:
-        name: its name.
+        name: the tensor's name.
         like: a meta tensor of its shape and dtype.
-        read: returns its value; a merged weight is computed at each call.
+        read: a function that returns the tensor. A merged weight is computed at each call.
     """
 
     name: str
@@ -487,7 +500,7 @@ class Plain(NamedTuple):
 
 
 def plain_parameters(module: nn.Module) -> Iterator[Plain]:
-    """Yield each parameter that a module would have after `merge`; the module is not changed.
+    """Yield each parameter that a module would have after `merge`. The module is not changed.
 
     Adapters must be on dense weights, not on quantised ones. `read` raises InputRefused if a value
     is NaN or infinite.
@@ -547,7 +560,8 @@ def round_frozen_weights(
     Args:
         module: a module with adapters.
         dtype: autocast's dtype.
-        more: other modules whose weights are read in that dtype only.
+        more: other modules of which the weights may be rounded, because they are read only in
+            `dtype`.
         device: where these weights are moved, one after another; None: they are not moved.
     """
     rounding_modules: set[nn.Module] = {

@@ -95,8 +95,18 @@ class CopyStream:
 class OffloadedInput:
     """A block's input and its copy on the host.
 
-    The first call of `take`, in the forward pass, returns the input itself. Later calls, in
-    recomputations, return copies from the host.
+    `take` returns the input. Its first call is in the forward pass, and returns the tensor itself. Later
+    calls are in recomputations, and return copies that come back from the host.
+
+    Attributes:
+        stream: the stream of the copies.
+        device: the device of the input.
+        differentiable: whether the input needs a gradient.
+        tensor: the input itself, until the first `take`; then None, so that its memory is freed.
+        on_host: the copy on the host.
+        prefetched: the copy that comes back and the event of its end, from `prefetch` until `take`.
+        sent_before: a weak reference to the input that was offloaded before this one; None: this is
+            the first.
     """
 
     def __init__(self, tensor: Tensor, stream: CopyStream):
@@ -117,10 +127,10 @@ class OffloadedInput:
             self.prefetched = self.stream.to_device(self.on_host, self.device)
 
     def take(self) -> Tensor:
-        """Return the tensor on the device; the first call gives it away, later ones bring it back.
+        """Return the input on the device; see the class.
 
-        If it comes from the host, this also prefetches the input that was offloaded before this
-        one: the backward pass needs that one next.
+        If it comes from the host, also start to copy back the input that was offloaded before this one:
+        the backward pass goes through the blocks in reverse, and so needs that input next.
         """
         if self.tensor is not None:
             tensor = self.tensor
@@ -148,7 +158,8 @@ _copy_stream = functools.cache(CopyStream)  # one for each device
 def checkpoint_offloaded(
     forward: Callable[..., object], contexts: Contexts, *args: object, **kwargs: Any
 ) -> object:
-    """Return `forward(*args, **kwargs)`, which is recomputed from a first argument kept on the host.
+    """Return `forward(*args, **kwargs)`; for the backward pass, its first argument is kept on the host
+    and all else is recomputed from it.
 
     Args:
         forward: the forward pass of a block.
@@ -227,6 +238,7 @@ def apply_policy(module: nn.Module, policy: Policy) -> None:
 
 
 def _is_method_of_class(forward: Callable[..., Any], block: nn.Module) -> bool:
+    """Return whether a forward pass is the method that the block's class defines."""
     return isinstance(forward, MethodType) and forward.__func__ is type(block).forward
 
 
@@ -279,6 +291,7 @@ class _BlockWithPolicy(nn.Module):
 
 
 def _forward_with_policy(block: _BlockWithPolicy, *args: object, **kwargs: Any) -> object:
+    """Run a block's own forward pass, so that the backward pass recomputes what its policy says."""
     plan = block.remat
     if not torch.is_grad_enabled():  # there is no backward pass, so nothing is recomputed
         return plan.own_forward(*args, **kwargs)
@@ -348,10 +361,12 @@ def _eager_contexts(
 
 
 class _BufferCopy(NamedTuple):
+    """A buffer of a module, with a copy of its numbers."""
+
     owner: nn.Module
     name: str
-    tensor: Tensor
-    value: Tensor  # a copy of the tensor
+    tensor: Tensor  # the buffer
+    value: Tensor  # the copy
 
 
 @contextmanager

@@ -3,9 +3,9 @@ backward pass, and which they recompute in it, which is also called activation c
 
 A block is a module that the model repeats, such as a layer of a transformer. A product is a matrix
 product, convolution or attention of a block. One run of a block, which may be with fake tensors,
-records its products and the bytes that autograd stores. Under a budget the choice is a 0-1 knapsack:
-keeping a result costs bytes, and recomputing it costs FLOPs. `monograph.graph.recompute` makes
-blocks follow a policy.
+records its products and the bytes that autograd stores. A policy may have a budget of bytes. Which
+products are then kept is a 0-1 knapsack: keeping a result costs bytes, and recomputing it costs FLOPs.
+`monograph.graph.recompute` makes blocks follow a policy.
 """
 
 from collections import Counter
@@ -23,8 +23,9 @@ from monograph.errors import UsageError
 from monograph.graph.inspect import storage_of
 from monograph.ranges import between
 
-# The Pareto front may double with every group, so it is thinned to about this many choices. The best
-# choice that is left may then use fewer bytes than the limit, by 1 / MAX_CHOICES of all bytes.
+# The number of choices on a Pareto front (`pareto_front`) may double with every group, so the front is
+# thinned to about this many. The best choice that is left may then use fewer bytes than the limit, by
+# 1 / MAX_CHOICES of all bytes.
 MAX_CHOICES = 512
 
 
@@ -173,7 +174,7 @@ def policy_named(value: str | float) -> Policy:
         "full": Remat.Full(),
         "offload": Remat.Offload(),
     }
-    return by_name.get(value, Remat.Off())
+    return by_name.get(value, Remat.Off())  # "none"
 
 
 class Product(NamedTuple):
@@ -308,8 +309,10 @@ class _Calls(TorchDispatchMode):
         created = {storage_of(t): t for t in outputs if storage_of(t) not in read}
         changed = set[int]()
         if compat.writes_in_place(func):
-            # An operator that returns nothing is assumed to change all its arguments.
-            changed = {storage_of(t) for t in outputs} & read or read
+            changed = {storage_of(t) for t in outputs} & read
+            if not changed:
+                # The operator does not return what it changed. It may have changed any argument.
+                changed = read
         name = str(func)
         self.calls.append(
             _Call(

@@ -1,9 +1,10 @@
 """Capture a function's device work once as a CUDA graph, and replay it with one launch of the host.
 
-`Replays` does so for a function without inputs on the device. A function of a batch is replayed by
-copying every batch to the addresses that the capture read (`StaticInputs`). A captured graph keeps
-the decisions that the host made during the capture, so the values behind these decisions are
-compared before each replay (`HostState`).
+`Replays` does so for a function without inputs on the device. A captured graph reads fixed addresses,
+so `StaticInputs`, which replays a function of a batch, copies each batch to the addresses that the
+capture read. A captured graph also repeats the decisions that the host's code made during the capture,
+such as the branch of an `if`. So the values on which such decisions may depend are compared before
+each replay (`HostState`).
 """
 
 import functools
@@ -52,7 +53,7 @@ class Recorder(Protocol):
 
 
 class NotReplayable(Exception):
-    """The error of work that can be called but not captured; earlier calls have done their work."""
+    """The error of work that can be called, but not captured. The work was done before the error."""
 
 
 class CudaGraphs:
@@ -64,8 +65,8 @@ class CudaGraphs:
         # Warm-ups use the same stream as captures, because autograd accumulates a gradient on the
         # stream that used the parameter first.
         self._stream = torch.cuda.Stream(device)
-        # Graphs may share a pool: a result in it is copied at once after its replay (`StaticInputs`), and
-        # not read after another one.
+        # Graphs may share a pool, because a result in it is copied right after its replay (`StaticInputs`),
+        # and so before the replay of another graph may overwrite it.
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: GraphWork) -> str | None:
@@ -135,11 +136,11 @@ def _host_waits() -> Iterator[list[str]]:
 
 
 class Replays:
-    """A function that is replayed, with one graph for each variant, a tuple of its arguments.
+    """A function that is replayed, with one graph for each variant, which is a tuple of its arguments.
 
     The function's only effect must be on device memory. The first WARM_UP runs of a variant are
-    ordinary calls. The capture follows the last of them, and does not run the function. So the
-    function runs as often as the caller asks.
+    ordinary calls. The capture follows the last of them. A capture records the function's work without
+    doing it, so the work is done exactly as often as the caller asks.
     """
 
     def __init__(self, function: Callable[..., None], recorder: Recorder | None) -> None:
@@ -161,7 +162,7 @@ class Replays:
 
     @property
     def is_capturing(self) -> bool:
-        """Return whether variants are captured at all: there is a recorder."""
+        """Return whether variants are captured, which needs a recorder."""
         return self._recorder is not None
 
     @property
@@ -191,6 +192,7 @@ class Replays:
             if self._recorder is None:
                 work()
             elif calls < WARM_UP:
+                # A reason against a capture is not read here: compiling, in the first call, may give one.
                 self._recorder.warm_up(work)
             else:
                 self._graphs[variant] = _call_and_capture(work, self._recorder)
@@ -223,15 +225,17 @@ def _host_generator_states() -> tuple[object, ...]:
     return random.getstate(), bytes(np.asarray(keys)), position
 
 
+# The types of plain values: values that are compared by `==`.
 PLAIN = (bool, int, float, str, type(None))
 
 
 class HostState:
     """A record of the attributes on which Python code may have based a decision during a capture.
 
-    These are plain values, which tensor an attribute is, and `requires_grad`. The numbers in tensors
-    may change, because a graph reads them at their addresses. State outside of the recorded objects,
-    in a global variable or on a class, is not recorded.
+    It has the attributes that are plain values, the identity of each attribute that is a tensor, and
+    `requires_grad` of each parameter. The numbers in tensors may change, because a graph reads them at
+    their addresses. State outside of the recorded objects, in a global variable or on a class, is not
+    recorded.
     """
 
     def __init__(self, *owners: object, attributes: Iterable[tuple[object, str]] = ()):
@@ -242,7 +246,9 @@ class HostState:
             attributes: further attributes, (object, name) each; their values must stay the same
                 objects.
         """
+        # (the dict of an object's attributes, an attribute's name, its value)
         self._values: list[tuple[dict[str, Any], str, Any]] = []
+        # (the dict of an object's attributes, the names of all of them)
         self._names: list[tuple[dict[str, Any], frozenset[str]]] = []
         self._requires_grad: list[tuple[nn.Parameter, bool]] = []
         for owner in owners:
@@ -272,6 +278,7 @@ class HostState:
             if not _is_unchanged(attributes.get(name), recorded):
                 return name
         for attributes, names in self._names:
+            # Comparing the numbers of names is fast, which matters before each replay.
             if len(attributes) != len(names):
                 return min(attributes.keys() ^ names)
         for parameter, flag in self._requires_grad:
@@ -290,9 +297,10 @@ def _is_unchanged(value: Any, recorded: Any) -> bool:
     return bool(value == recorded)
 
 
-# The maximum number of shapes of batches that are captured.
+# The maximum number of variants of a batch that are captured. Each needs memory for its buffers.
 MAX_SHAPES = 4
-# How many times a change of the host's state may void all captures. After that, nothing is captured.
+# How many times all captures may be discarded because the host's state has changed. After that, nothing
+# is captured any more.
 MAX_VOIDED = 4
 
 
@@ -358,7 +366,11 @@ class StaticInputs:
         return had_graphs
 
     def __call__(self, batch: object = None) -> Any:
-        """Run the function on a batch, and return its result; None: the function reads no batch."""
+        """Run the function on a batch, and return its result.
+
+        Args:
+            batch: the batch; None for a function that reads no batch.
+        """
         if self._stopped or compat.makes_fake_tensors():
             return self.function(batch)
         self._void_if_changed()
@@ -369,8 +381,8 @@ class StaticInputs:
             self._announce_once(obstacle)
             return self.function(batch)
         if variant not in self._inputs:
-            # Replays read the addresses of the capture. The caller frees its batch, so the capture
-            # needs buffers of its own.
+            # Replays read the addresses that the capture read. The caller frees its batch, so the capture
+            # must read buffers that belong to this object.
             buffers = [
                 torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
             ]
@@ -389,12 +401,13 @@ class StaticInputs:
             self._stopped = True
             self._forget()
             self._announce_once(str(reason))
-        # A replay adds no result, but writes to the last one. A call adds one, and a capture after it
-        # another, whose tensors have no values yet.
+        # A replay adds no result, but writes to the last one. A call adds a result. If a capture follows
+        # the call, it adds another one, whose tensors get values only when the graph is replayed. So the
+        # result for this batch is the first new one, or the last one if there is no new one.
         new_results = results[earlier_results:]
         result = new_results[0] if new_results else results[-1]
         del results[:-1]
-        # Copied, because the caller may keep it, and the next replay overwrites it.
+        # The result is copied, because the caller may keep it, and the next replay overwrites it.
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, result)
 
     def _run(self, variant: Hashable) -> None:
@@ -416,7 +429,7 @@ class StaticInputs:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 return "a batch holds a tensor that wants a gradient"
         if variant not in self._inputs and len(self._inputs) == MAX_SHAPES:
-            return f"batches have more than {MAX_SHAPES} shapes, the others"
+            return f"batches have more than {MAX_SHAPES} shapes, of which only the first {MAX_SHAPES} are replayed"
         return None
 
     def _void_if_changed(self) -> None:
@@ -444,8 +457,8 @@ class StaticInputs:
 
 
 def _leaf_key(leaf: object) -> Hashable:
-    """Return the properties of a batch's leaf on which a graph depends.
+    """Return the properties on which a graph depends, of one value in a batch.
 
-    They are a tensor's shape and dtype, or a plain value and its type.
+    For a tensor they are its shape and dtype, and for a plain value its type and the value.
     """
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)

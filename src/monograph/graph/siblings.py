@@ -1,7 +1,7 @@
 """Find linear layers that read the same tensor, such as query, key and value, and fuse them.
 
-They are found by watching the calls of a run, not by names or classes. Layers that are computed in
-one product are siblings, and all siblings of one product are a family (`FusedLinears`).
+The layers are found by watching the calls of a run, not by their names or classes. Layers that are
+computed in one product are siblings, and all siblings of one product are a family (`FusedLinears`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -17,6 +17,7 @@ from monograph import compat
 from monograph.graph.fused_linears import FusedLinears, Sibling, adjacent, mode_of, version_of
 from monograph.graph.inspect import blocks, buffers_kept, modes_kept, shared_parameters, unwrap_
 
+# The attributes of a module that have its hooks. A layer with hooks must be called by itself.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 # See `fuse_siblings`.

@@ -131,6 +131,7 @@ def _put_rows_into(
     tokens: Sequence[int],
     dtype: torch.dtype | None,
 ) -> None:
+    """Give a layer its trained rows; the arguments are those of `add_trained_rows`."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     index = torch.tensor(tokens, dtype=torch.int64, device=weight.device)
     slots = torch.full((weight.shape[0],), -1, device=weight.device)
@@ -144,7 +145,9 @@ def _put_rows_into(
 
 
 def tables_with_rows(module: nn.Module) -> dict[str, TableWithRows]:
-    """Return the layers with trained rows by name; of a tied pair only the first."""
+    """Return the layers with trained rows by name. If embedding and head share their rows, only the
+    first of them is returned.
+    """
     first_by_rows: dict[int, tuple[str, TableWithRows]] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, TableWithRows):

@@ -1,9 +1,10 @@
 """Read and write adapters in PEFT's format, and write them as GGUF.
 
-The *base* is the model to which adapters are added. An adapter of LoRA adds the product B A, times a
-scale, to a weight.
+The *base* is the model to which adapters are added. An adapter of LoRA adds the product B A of two
+small matrices, times a scale, to a weight of the base.
 
-PEFT's format is a folder with adapter_config.json and adapter_model.safetensors.
+PEFT is Hugging Face's library of adapters. Its format is a folder with adapter_config.json and
+adapter_model.safetensors.
 
 llama.cpp adds the adapters of a GGUF file to the model of another GGUF file (`llama-cli --lora`). For
 each weight NAME the file has A as NAME.lora_a and B as NAME.lora_b, and B's rows are in the order of
@@ -56,8 +57,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # A file of Monograph next to PEFT's two, with digests of the base. PEFT does not read it.
 BASE_FILE = "monograph_base.json"
-# The keys of adapter_config.json: those that are read, those that do not change the meaning of the
-# tensors, and those that may have only certain values. All other keys must be unset.
+# The keys of adapter_config.json. These are read:
 _READ_KEYS = {
     "r",
     "lora_alpha",
@@ -66,6 +66,7 @@ _READ_KEYS = {
     "base_model_name_or_path",
     TRAINABLE_TOKENS_KEY,
 }
+# These are ignored, because they do not change what the tensors mean:
 _IGNORED_KEYS = {
     "peft_type",
     "task_type",
@@ -78,6 +79,8 @@ _IGNORED_KEYS = {
     "layers_pattern",
     "ensure_weight_tying",
 }
+# These may have only the values listed here. All other keys must be null, false or empty, because they
+# switch on variants that are not computed here.
 _ALLOWED_VALUES = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
@@ -89,13 +92,15 @@ MAX_ALPHA = 10**9
 
 
 class Adapter(NamedTuple):
-    """The configuration that an adapter's folder has. The adapter's tensors are not read yet.
+    """The configuration in an adapter's folder. The adapter's tensors are not read yet.
 
     Attributes:
         folder: the folder.
         lora: rank, alpha, targets, dropout, tokens, rslora and dora.
-        base: the base's path or id in the file; "": the file does not have it.
-        tokens: the value of `trainable_token_indices` in the file.
+        base: the path of the base's folder, or its id on the hub, as adapter_config.json has it; "":
+            it has none.
+        tokens: the value of `trainable_token_indices` in adapter_config.json, which says which rows
+            of the embedding are trained.
     """
 
     folder: Path
@@ -113,9 +118,8 @@ class Adapter(NamedTuple):
         """
         if config is None or not exists(self.folder / BASE_FILE):
             return
-        if read_json(file_inside(self.folder, BASE_FILE)).get("config_sha256") != config_digest(
-            config
-        ):
+        recorded = read_json(file_inside(self.folder, BASE_FILE)).get("config_sha256")
+        if recorded != config_digest(config):
             raise InputRefused(
                 f"{self.folder}: this adapter was trained on another base: {BASE_FILE} does not have the digest of "
                 "this one's config.json"
@@ -123,9 +127,9 @@ class Adapter(NamedTuple):
 
     @property
     def weights_sha256(self) -> str | None:
-        """Return the recorded digest of the base's weights.
+        """Return the SHA-256 of the weights of the base on which the adapter was trained.
 
-        It is None if there is no record, as in folders that PEFT wrote.
+        It is None if the folder does not record it, as in folders that PEFT wrote.
         """
         if not exists(self.folder / BASE_FILE):
             return None
@@ -149,12 +153,12 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def config_digest(config: LlamaConfig) -> str:
-    """Return the SHA-256 in hex of a base's config.json."""
+    """Return the SHA-256 in hex of a base's shape, which is what its config.json says."""
     values = config.to_hf()
     # These two do not change the shape of any weight.
     del values["attention_dropout"]
     del values["pad_token_id"]
-    # One id may be written as a number or as a list of one.
+    # A file may have a single id as a number or as a list of one number, which mean the same.
     if len(config.eos_token_ids) == 1:
         values["eos_token_id"] = config.eos_token_ids[0]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
@@ -176,12 +180,9 @@ def read_adapter(folder: str | Path) -> Adapter:
             raise InputRefused(
                 f"{path}: {key} = {value!r} is not read: expected one of {_ALLOWED_VALUES[key]}"
             )
-        if key not in _READ_KEYS | _IGNORED_KEYS | _ALLOWED_VALUES.keys() and value not in (
-            None,
-            False,
-            {},
-            [],
-        ):
+        is_known = key in _READ_KEYS | _IGNORED_KEYS | _ALLOWED_VALUES.keys()
+        is_unset = value in (None, False, {}, [])
+        if not is_known and not is_unset:
             raise InputRefused(
                 f"{path}: {key} = {value!r} is set, which is not read here: merge it with PEFT first"
             )
@@ -236,7 +237,8 @@ def _is_number(value: object) -> bool:
 def load_adapter_weights(adapter: Adapter, module: nn.Module) -> None:
     """Read an adapter's tensors and copy them into a module.
 
-    Rows of tokens that the adapter's configuration does not list keep the base's values.
+    An adapter may have trained rows of the embedding, one for each token that its configuration
+    lists. The rows of all other tokens keep the base's values.
 
     Args:
         adapter: the adapter.
@@ -246,7 +248,7 @@ def load_adapter_weights(adapter: Adapter, module: nn.Module) -> None:
         InputRefused: a tensor is missing, unexpected or of another shape, or the file is damaged.
     """
     path = file_inside(adapter.folder, WEIGHTS_FILE)
-    state = adapter_state(module)
+    state = adapter_state(module)  # shares memory with the module
     expected_names = state.keys() - unlisted_rows(adapter.tokens, module)
     targets = {name: state[name] for name in expected_names}
     stored = tensors_by_own_names(read_header(path), module, path)
@@ -307,14 +309,16 @@ def install_adapters(
             raise InputRefused(f"{start.folder / CONFIG_FILE}: {error}") from None
         load_adapter_weights(start, module)
     if precision is not None and precision.name in ("bf16", "fp16"):
-        # A Llama rounds the embedded tokens to 16 bits anyway, so its embedding can be stored in them.
+        # A `Llama` rounds the embedded tokens to 16 bits in its forward pass. So its embedding can be
+        # rounded here, which gives the same numbers. That is not known of a user's own module.
         also_narrow = [module.model.embed_tokens] if isinstance(module, Llama) else []
         round_frozen_weights(module, precision.dtype, also_narrow, device)
         store_row_norms(module, reset_magnitudes=start is None)
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a module's adapters by name, with the trained rows of tokens.
+    """Return by name the tensors that adapters train in a module: LoRA's matrices and magnitudes, and
+    rows of the embedding.
 
     They share memory with the module.
     """
@@ -337,8 +341,8 @@ class PeftAdapters(NamedTuple):
     Attributes:
         values: the content of adapter_config.json.
         tensors: the content of adapter_model.safetensors.
-        base: the content of monograph_base.json, which describes the base; {} for a user's own
-            module.
+        base: the content of monograph_base.json, which has digests of the base; {}: the file is not
+            written, as for a user's own module.
         tokenizer: a tokenizer with more tokens than the base's; None if there is none.
     """
 
@@ -359,7 +363,8 @@ def pack_adapters(
         module: a module with adapters.
         lora: the adapters' settings.
         base: the base: a folder's path, or an id of the hub.
-        config: the shape of the stored base; None: the module's.
+        config: the shape of the base in its folder, which may have fewer tokens than the module;
+            None: the module's shape.
 
     Raises:
         InputRefused: an adapter is on experts, or on one of several layers that are one layer in
@@ -445,9 +450,10 @@ def _target_modules(
     """Return the value of `target_modules` that selects the same layers in PEFT."""
     if lora.targets != ALL_LINEAR:
         return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
-    # "all-linear" is not written, because in PEFT it selects different layers for different classes of
-    # models. A list of last names, such as q_proj, is written if they select no other layer; otherwise a
-    # list of whole names.
+    # The targets are "all-linear". This word is not written, because in PEFT it selects different layers
+    # for different classes of models. PEFT selects each layer whose name is listed, or ends with a listed
+    # name. So last names, such as q_proj, are listed if they select no other layer, and otherwise whole
+    # names.
     last_names = sorted({name.rpartition(".")[2] for name in adapted})
     other_layers = [
         name
@@ -479,7 +485,7 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
                     f"{adapter.folder / CONFIG_FILE}: its base is an adapter whose base leads back to it"
                 )
             if is_adapter(base):
-                # Only to raise an error if that adapter has no base, or leads back here.
+                # This is called for its errors alone: that adapter has no base here, or leads back here.
                 resolved_base(read_adapter(base), above)
             return folder_named(base)
     raise InputRefused(
@@ -488,7 +494,7 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
     )
 
 
-GGUF_FILE = "adapter.gguf"
+GGUF_FILE = "adapter.gguf"  # the file of adapters in a folder for llama.cpp
 
 
 def save_gguf_adapter(packed: PeftAdapters, config: LlamaConfig, folder: str | Path) -> None:
@@ -530,7 +536,7 @@ def write_gguf_adapter(packed: PeftAdapters, config: LlamaConfig, new: Path) -> 
     """Write the file of `save_gguf_adapter` into a folder that `new_folder` has made."""
     gguf = import_gguf()
     values = packed.values
-    lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)
+    lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)  # for its `scale`
     matrices = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in packed.tensors.items()}
     tensors = list(_gguf_tensors(matrices, config))
     writer = gguf.GGUFWriter(new / GGUF_FILE, llama_cpp_support(config).name)
@@ -556,8 +562,9 @@ def _gguf_tensors(matrices: Mapping[str, Tensor], config: LlamaConfig) -> Iterat
     layers = [name.removesuffix(a_end) for name in matrices if name.endswith(a_end)]
     a_matrices = [_plain(f"{layer}.weight", matrices[layer + a_end]) for layer in layers]
     b_matrices = [_plain(f"{layer}.weight", matrices[layer + b_end]) for layer in layers]
-    # B has as many rows as the weight, so `llama_cpp_tensors` can treat it like the weight: it renames B,
-    # and reorders B's rows if the file has the weight's rows in another order. A only gets B's name.
+    # The weight's change is B A, so the weight's rows are the rows of B, and its columns those of A. A GGUF
+    # file may have a weight's rows in another order. `llama_cpp_tensors` treats B like the weight: it
+    # renames B, and reorders its rows. A keeps its numbers, and gets the name that B has got.
     converted = llama_cpp_tensors(b_matrices, config)
     for a_matrix, b_matrix in zip(a_matrices, converted, strict=True):
         yield a_matrix._replace(name=f"{b_matrix.name}.lora_a")
@@ -565,4 +572,5 @@ def _gguf_tensors(matrices: Mapping[str, Tensor], config: LlamaConfig) -> Iterat
 
 
 def _plain(name: str, tensor: Tensor) -> Plain:
+    """Return a tensor in memory as a `Plain`, the form of the tensors that are exported."""
     return Plain(name, tensor.to("meta"), tensor.clone)

@@ -20,7 +20,10 @@ from monograph.model.layer_types import (
 )
 from monograph.model.scaling import Scaling
 
-TORCH_FILE_SUFFIXES = (".pth", ".pt")  # of files that torch.save writes; see `torch_file`
+# The ends of names of files that torch.save writes. They are here, not in `torch_file` which reads such
+# files, because importing this module does not import torch.
+TORCH_FILE_SUFFIXES = (".pth", ".pt")
+# The sizes that every config.json must have, and all sizes, which are whole numbers above 0.
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -35,7 +38,8 @@ _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embedding
 class LlamaConfig:
     """Sizes and constants of a model, by their Hugging Face names.
 
-    Each family has some of the fields (`monograph.model.families`); the others keep their defaults.
+    A family is all models of one model_type. It has some of the fields (`monograph.model.families`),
+    and the others must keep their defaults. Where a line below has "0: ...", 0 stands for that value.
 
     Attributes:
         model_type: the family, a name in `monograph.model.families.FAMILIES`; exports keep it.
@@ -57,29 +61,32 @@ class LlamaConfig:
         partial_rotary_factor: share of a head's channels that are rotated. These are its first ones.
         tie_word_embeddings: whether the head is the embedding matrix.
         attention_bias: whether all four projections of attention have biases.
-        sliding_window: number of positions that a query sees, its own the last, or None.
-        layer_types: "sliding_attention", "full_attention" or "linear_attention" (a gated delta net)
-            for each layer. (): all layers have attention and are alike.
+        sliding_window: number of positions that a query sees in layers with a window: its own and
+            the ones directly before it. None: no layer has a window.
+        layer_types: for each layer, "full_attention" (no window), "sliding_attention" (with a window)
+            or "linear_attention" (a gated delta net). (): all layers have attention, with a window
+            if sliding_window is set.
         linear_num_key_heads: number of key heads of a delta net; must divide
-            linear_num_value_heads. 0: half as many as value heads if these are even, or else as many.
+            linear_num_value_heads. 0: half of linear_num_value_heads if that is even, or else all of
+            it.
         linear_num_value_heads: number of value heads of a delta net. 0: hidden_size / head_dim.
         linear_key_head_dim: width of a delta net's key head. 0: head_dim.
         linear_value_head_dim: width of a delta net's value head. 0: head_dim.
         linear_conv_kernel_dim: number of positions that a delta net's convolution sees. 0: 4.
         no_rope_layers: 1 for each layer that rotates queries and keys, 0 for each layer that does
-            not. (): all layers do.
+            not, which is the reverse of what the name says. (): all layers rotate.
         embedding_multiplier: factor of the embedded tokens.
         residual_multiplier: factor of each branch before it is added to the residual stream.
         attention_multiplier: factor of attention's scores. None: 1 / sqrt(head_dim).
         query_pre_attn_scalar: number by whose root attention's scores are divided. 0: head_dim.
         logits_scaling: divisor of the logits. The decoder divides the final hidden states by it.
         num_experts: number of experts of a mixture, in families with mixtures.
-        num_experts_per_tok: number of experts that compute a token, which are those with the highest
-            probabilities.
-        norm_topk_prob: whether the weights of a token's experts, which are their probabilities, are
-            divided by their sum.
-        output_router_logits: whether training adds the balance of mixtures to the loss, see
-            `monograph.graph.balance`.
+        num_experts_per_tok: number of experts that compute a token. They are the experts with the
+            highest probabilities.
+        norm_topk_prob: whether the probabilities of a token's experts, which are the weights of their
+            results, are divided by their sum.
+        output_router_logits: whether training adds the balance to the loss. The balance is a loss
+            that grows as experts are used unevenly (`monograph.graph.balance`).
         router_aux_loss_coef: factor of the balance.
         moe_intermediate_size: width of an expert. 0: intermediate_size / num_experts_per_tok,
             rounded up. In families without this key the width is intermediate_size.
@@ -158,6 +165,7 @@ class LlamaConfig:
         self._check_fields_of_family()
         self._check_layers()
         self._unify_equal_values()
+        # The fields of mixtures and of delta nets, with their defaults in place of zeros.
         derived = {
             **mixture_keys.check_and_derive(self),
             **self.family.other_layers.checked_sizes(self),
@@ -200,7 +208,8 @@ class LlamaConfig:
             *families.MULTIPLIERS,
         ):
             value = getattr(self, name)
-            may_be_none = getattr(LlamaConfig, name) is None
+            default = getattr(LlamaConfig, name)  # a dataclass has its defaults as class attributes
+            may_be_none = default is None
             if value is None and may_be_none:
                 continue
             check_positive_number(name, value)
@@ -241,8 +250,8 @@ class LlamaConfig:
         unsupported_key = ""
         if scaling.rope_type(self.rope_scaling) not in self.family.rope_types:
             unsupported_key = "rope_scaling"
-        # If layers with a window have a table of their own, transformers looks for `truncate`
-        # beside both tables, where no file has it.
+        # In some families, rope_parameters has two tables: one for layers with a window, and one for the
+        # others. There transformers does not read `truncate` from a table, so it always truncates.
         truncates = getattr(self.rope_scaling, "truncate", True)
         if self.family.default_local_theta is not None and not truncates:
             unsupported_key = "rope_scaling.truncate = false"
@@ -295,18 +304,20 @@ class LlamaConfig:
         configurations.
         """
         if self.layer_types and SLIDING_ATTENTION not in self.layer_types:
-            self._set("sliding_window", None)
+            self._set("sliding_window", None)  # because no layer has a window
         if len(set(self.layer_types)) == 1 and self.layer_type(0).attends:
-            self._set("layer_types", ())
+            self._set("layer_types", ())  # sliding_window says whether the layers have a window
         if all(self.no_rope_layers):
             self._set("no_rope_layers", ())
         is_scaled = self.rope_scaling is not None
         has_one_theta = self.rope_local_theta in (None, self.rope_theta)
-        has_local_thetas = "rope_local_theta" in self.family.optional_keys
+        family_has_local_theta = "rope_local_theta" in self.family.optional_keys
         if self.sliding_window is None or (has_one_theta and not is_scaled):
+            # All layers have the same rotary positions.
             self._set("rope_local_theta", None)
-        elif has_local_thetas and self.rope_local_theta is None:
-            # There is a scaling, which layers with a window do not have in these families.
+        elif family_has_local_theta and self.rope_local_theta is None:
+            # There is a scaling. In these families, layers with a window have the same base without
+            # the scaling, which is what a rope_local_theta means.
             self._set("rope_local_theta", self.rope_theta)
         if self.attention_multiplier == self.head_dim**-0.5:
             self._set("attention_multiplier", None)
@@ -342,8 +353,9 @@ class LlamaConfig:
         | 1b | 1,235,814,400 | 128,256 | 16 | 2,048 | 8,192 | 32 x 64 | 8 | tied | 131,072 |
         | 8b | 8,030,261,248 | 128,256 | 32 | 4,096 | 14,336 | 32 x 128 | 8 | untied | 131,072 |
 
-        nano, micro and 124m are meant to get the size of a tokenizer as vocab_size. 124m has the
-        size of GPT-2 small, but heads of 128 channels, with which GPU attention is fastest.
+        For nano, micro and 124m, callers usually replace vocab_size by the size of their tokenizer.
+        124m has the size of GPT-2 small, but heads of 128 channels, because GPU attention is fastest
+        with them.
         llama-179m is from A. Tam, "Pretraining a Llama Model on Your Local GPU" (Machine Learning
         Mastery). 1b and 8b are Llama-3.2-1B and Llama-3.1-8B.
 
@@ -355,9 +367,9 @@ class LlamaConfig:
         Args:
             name: the preset.
             family: the family of the model, such as "olmo2". The model has the preset's sizes, and
-                the windows and the layers without rotation of the family. A mixture has 8 experts, of
-                which each token uses two, which together are as wide as the preset's ffn. It trains
-                with the balance.
+                the windows and the layers without rotation of the family. In a family with mixtures,
+                a mixture has 8 experts and each token uses two of them. These two together are as
+                wide as the preset's ffn, and output_router_logits is true.
             overrides: the values to replace.
 
         Raises:
@@ -369,9 +381,9 @@ class LlamaConfig:
         sizes = dict(zip(_SIZES, PRESETS[name], strict=False))
         if family != DEFAULT_FAMILY:
             layers = overrides.get("num_hidden_layers", sizes["num_hidden_layers"])
-            family_keys = layer_keys.new_model_keys(family, layers)
-            mixture = mixture_keys.new_model_keys(family, sizes["intermediate_size"])
-            overrides = family_keys | mixture | overrides
+            layer_values = layer_keys.new_model_keys(family, layers)
+            mixture_values = mixture_keys.new_model_keys(family, sizes["intermediate_size"])
+            overrides = layer_values | mixture_values | overrides
         unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
         if unknown:
             raise InputRefused(
@@ -399,7 +411,7 @@ class LlamaConfig:
                 or missing value.
         """
         defaults: Mapping[str, Any] = {}
-        if values.get("model_type"):
+        if values.get("model_type"):  # if not, the loop below refuses the file
             defaults = families.find_family(values["model_type"]).defaults
         for key in ("model_type", *_REQUIRED):
             if values.get(key, defaults.get(key)) is None:
@@ -419,11 +431,12 @@ class LlamaConfig:
         }
         # The default epsilon is that of transformers, which differs from this class's.
         values = {"rms_norm_eps": 1e-6, **family.defaults, **in_file}
+        # Some of these fields are set again below, because files state them in other ways.
         names = {field.name for field in fields(cls)} - _fields_of_others(family)
         config_fields: dict[str, Any] = {
             name: values[name] for name in names if values.get(name) is not None
         }
-        # In this class a size of 0 stands for a default, but not in a file.
+        # In this class a size of 0 stands for a default. In a file it is an error.
         for key in sorted(config_fields.keys() & _SIZES):
             check_positive_integer(key, config_fields[key])
         if isinstance(values.get("eos_token_id"), list):
@@ -463,10 +476,10 @@ class LlamaConfig:
                 SLIDING_ATTENTION if has_window else FULL_ATTENTION for has_window in has_windows
             ]
         if family.full_attention_every and "sliding_window" in family.optional_keys:
-            # transformers does not allow null in these families.
+            # transformers does not allow sliding_window = null in these families.
             values["sliding_window"] = self.sliding_window or family.defaults["sliding_window"]
         if "sliding_window" in family.optional_keys and "layer_types" in family.optional_keys:
-            # For programs that do not know layer_types.
+            # These two keys are for programs that do not know layer_types.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = (
                 has_windows.index(True) if any(has_windows) else self.num_hidden_layers
@@ -494,7 +507,7 @@ class LlamaConfig:
         return tuple(token_id for token_id in ids if token_id is not None)
 
     def window(self, layer: int) -> int | None:
-        """Return the number of positions that a layer's query sees, its own the last of them.
+        """Return the number of positions that a layer's query sees: its own and those directly before.
 
         None means that a query sees all positions up to its own.
         """
@@ -503,7 +516,9 @@ class LlamaConfig:
         return self.sliding_window
 
     def layer_type(self, layer: int) -> LayerType:
-        """Return the kind of a layer. Whether it is attention with a window, `window` says."""
+        """Return the kind of a layer. Attention with and without a window is the same kind; `window`
+        distinguishes them.
+        """
         return LAYER_TYPES[self.layer_types[layer] if self.layer_types else FULL_ATTENTION]
 
     def shortened(self, layers: int) -> Self:
@@ -577,5 +592,5 @@ class LlamaConfig:
 
 
 def _fields_of_others(family: Family) -> set[str]:
-    """Return the fields that this family does not have, and some other families do."""
+    """Return the names of fields that this family does not have, but some other families have."""
     return families.FIELDS_OF_SOME_FAMILIES - {*family.optional_keys}

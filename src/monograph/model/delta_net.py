@@ -1,10 +1,11 @@
-"""A layer that mixes positions by the gated delta rule, in the place of attention.
+"""A layer that takes the place of attention and mixes positions by the gated delta rule.
 
-Its state has the same size for texts of every length, where attention keeps a key and a value for
-each token.
+Each head keeps a matrix, the state. A token lets the state decay, corrects it for the token's key and
+value, and reads it with the token's query (`monograph.ops.delta_rule` has the equations). So the state
+has the same size for texts of every length, while attention keeps a key and a value for each token.
 
 Shape suffixes: B batch, T positions, D hidden size, C channels of the convolution, K taps of the
-convolution, S positions of its input, H value heads, G key heads, E key dimension, V value dimension,
+convolution, S positions of the convolution's input, H value heads, G key heads, E key dimension, V value dimension,
 X any number of channels; 1 broadcasts.
 """
 
@@ -65,7 +66,7 @@ class DeltaNetState(NamedTuple):
     limit_B: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors but the limit."""
+        """Return all tensors except the limit."""
         return [self.inputs_BKC, self.state_BHEV, self.count_B]
 
 
@@ -121,9 +122,10 @@ class GatedDeltaNet(Mixer):
         # The widths of all queries, all keys and all values. There are as many query heads as key heads.
         self.qkv_widths = key_width, key_width, value_width
         self.value_heads_per_key_head = config.linear_num_value_heads // config.linear_num_key_heads
-        # Modules are added in the order of the computation, so that parameters have this order, too.
-        # Whether each key head's channels are together in two projections, or there are four projections.
+        # True: there are two projections, in which the channels of each key head are together. False:
+        # there are four.
         self.by_key_head = config.family.projections_by_key_head
+        # Modules are added in the order of the computation, so that parameters have this order, too.
         if self.by_key_head:
             self.siblings: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
             self.in_proj_qkvz = Linear(
@@ -240,9 +242,9 @@ class GatedDeltaNet(Mixer):
     ) -> Tensor:
         """Add the pass's tokens to the cached state, and return the rule's outputs.
 
-        A pass of one token, as a decode step is, may be repeated. A token that the state already
-        includes does not change it, and gets the same output again. In a pass of several tokens, all
-        must be new. Tokens at positions from the row's limit on are not added.
+        A pass of one token, such as a decode step, may be repeated: a token that the state already
+        includes does not change the state, and gets the same output again. In a pass of several tokens,
+        all must be new. A token whose position is at or beyond the row's limit is not added.
         """
         recurrence = cast(DeltaNetState, cache.cache.recurrence(cache.layer_index))
         is_new_BT = (cache.positions_BT >= recurrence.count_B[:, None]) & (

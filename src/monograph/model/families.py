@@ -161,13 +161,15 @@ _EXPERT_KEYS = (
     "output_router_logits",
     "router_aux_loss_coef",
 )
+# The fields that are factors of the embedded tokens, of branches, of attention's scores and of the logits.
 MULTIPLIERS = (
     "embedding_multiplier",
     "residual_multiplier",
     "attention_multiplier",
     "logits_scaling",
 )
-# Fields of `LlamaConfig` that only some families have: those that are among their `optional_keys`.
+# Fields of `LlamaConfig` that only some families have. A family has a field of these if it is one of the
+# family's `optional_keys`.
 FIELDS_OF_SOME_FAMILIES = {
     "attention_bias",
     "sliding_window",
@@ -196,7 +198,7 @@ _LLAMA_BOS_AND_EOS = {"bos_token_id": 1, "eos_token_id": 2}
 _NORMS_AFTER_BRANCHES = NormNames(
     None, "post_attention_layernorm", None, "post_feedforward_layernorm"
 )
-# The attributes, and the defaults of keys, that all families with gated delta nets share.
+# What all families with gated delta nets share: attributes of their `Family`, and defaults of keys.
 _HYBRID: dict[str, Any] = {
     "qk_norm": "heads",
     "other_layer_type": LINEAR_ATTENTION,
@@ -545,7 +547,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
 }
-# Those of them that only some families read. All families read the others.
+# The keys of this table that only some families read. All families read the others.
 _KEYS_READ_BY_SOME = {key for family in FAMILIES.values() for key in family.only_default_keys}
 # The names that transformers has for one activation.
 _ACTIVATION_NAMES = {"silu": ("silu", "swish"), "gelu_pytorch_tanh": ("gelu_pytorch_tanh",)}

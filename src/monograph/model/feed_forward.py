@@ -1,9 +1,10 @@
-"""Define what a kind of feed-forward layer says about itself, as `monograph.model.mixer` does for
-mixers.
+"""Define the interface of a feed-forward layer: a layer that computes each position alone.
 
-A block of the decoder has one such layer after its mixer: a gated layer (`monograph.model.layers`)
-or a mixture of experts (`monograph.model.mixture`). `monograph.model.llama` says which layer has
-which, and no other code asks.
+A block of the decoder has one after its mixer, which is the layer in which positions read from
+earlier ones. There are two kinds: a gated layer (`monograph.model.layers`) and a mixture of experts
+(`monograph.model.mixture`). Everything that differs between kinds is a method or an attribute of the
+kind's class. `monograph.model.llama` says which layer has which kind, so that no other code has to
+know it.
 
 Shape suffixes: B batch, T positions, D hidden size.
 """
@@ -27,14 +28,18 @@ if TYPE_CHECKING:
 class FeedForward(nn.Module, ABC):
     """A layer that computes each position alone.
 
-    The class methods implemented here are those of a layer whose matrices multiply each token.
+    Methods that are not abstract do here what is right for a layer of which all matrices multiply each
+    token. In a mixture, only those of the chosen experts do.
 
     Attributes:
-        has_balance: whether `forward` takes the tokens of a balance (`monograph.graph.balance`).
+        has_balance: whether `forward` takes a `balance`, which is for a loss that grows as experts
+            are used unevenly (`monograph.graph.balance`).
         gguf_adapters: whether a GGUF file can have adapters of its projections.
-        llama_cpp_names: llama.cpp's names of its modules in a block, by their names in a block.
-        llama_cpp_vectors: those of llama.cpp's names whose matrix of one row is a vector there.
-        llama_cpp_fp32: the ends of llama.cpp's names of its matrices that are always stored in fp32.
+        llama_cpp_names: llama.cpp's names of the layer's modules, by their names in a block.
+        llama_cpp_vectors: the names in llama.cpp of matrices with one row, which llama.cpp reads as
+            vectors.
+        llama_cpp_fp32: ends of names, as llama.cpp has them, of the matrices that a GGUF file always
+            stores in fp32.
     """
 
     has_balance: ClassVar[bool] = False
@@ -49,17 +54,19 @@ class FeedForward(nn.Module, ABC):
 
         Args:
             hidden_BTD: the input.
-            balance: with `has_balance`, the tokens whose balance gets a gradient; None: it gets none.
+            balance: each token's document and share, for the gradient of the balance loss. None: the
+                loss has no balance, or the layer has no experts.
         """
 
     @classmethod
     @abstractmethod
     def inner_numbers(cls, config: LlamaConfig) -> int:
-        """Return how many inner channels compute a token."""
+        """Return how many inner channels compute a token: those between the layer's matrices."""
 
     @classmethod
     def routed_numbers(cls, config: LlamaConfig, number_bytes: int) -> int:
-        """Return the numbers per token that the layer keeps in addition to its inner ones.
+        """Return how many numbers per token the layer keeps for the backward pass, in addition to
+        those of its inner channels.
 
         Args:
             config: the model's configuration.
@@ -69,12 +76,12 @@ class FeedForward(nn.Module, ABC):
 
     @classmethod
     def active_matrices(cls, config: LlamaConfig, name: str, matrices: int) -> int:
-        """Return by how many of the matrices in one parameter a token is multiplied.
+        """Return how many matrices of one parameter multiply a token.
 
         Args:
             config: the model's configuration.
-            name: the parameter's name.
-            matrices: the length of its first axis of three.
+            name: the name of a parameter with three axes.
+            matrices: the number of matrices in the parameter, which is the length of its first axis.
         """
         return matrices
 
@@ -89,8 +96,8 @@ class FeedForward(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def llama_cpp_row_lengths(cls, config: LlamaConfig) -> Mapping[str, int]:
-        """Return the lengths of rows of the layer's matrices, by their keys."""
+        """Return the row lengths of the layer's matrices, by the keys of config.json that say them."""
 
     @classmethod
     def add_llama_cpp_sizes(cls, writer: GGUFWriter, config: LlamaConfig) -> None:
-        """Add the sizes that only such layers have to a file."""
+        """Write into a GGUF file the sizes that only layers of this kind have."""

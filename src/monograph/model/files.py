@@ -37,7 +37,8 @@ from monograph.storage.writing import FULL, lock_folder, sync, sync_below
 # torch's dtypes by safetensors' names, of all dtypes that weights may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# The file of a model in one file, and the index of a model in several files, its shards.
+# Weights are in one file, or in several files, the shards. With shards there is an index, which says
+# which tensor is in which file.
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -58,15 +59,16 @@ class StoredTensor(NamedTuple):
     functions of this file keep descriptions in a dictionary, by the names of the tensors.
 
     Attributes:
-        path: the file. Each piece has its own path; the tensor that they make has that of the first.
-        shape: the shape of the tensor.
+        path: the file. For a tensor that is made of pieces it is only for messages: it is the file of
+            the first piece, and each piece has a path of its own.
+        shape: the shape of the tensor, after slicing, transposing or joining.
         dtype: safetensors' name of the dtype.
         name_in_file: the tensor's name in the file; "": it is the same as its key in the dictionary
             of descriptions.
         slice: the slice of the file's tensor that this tensor is; None: it is all of it.
         transposed: whether the file has the tensor's last two axes in the other order.
         pieces: the tensors of which this one is made, by name; {}: it is not made of others.
-        join: makes the tensor of its pieces, which are given in their order.
+        join: a function that takes the pieces, in the order of `pieces`, and returns this tensor.
     """
 
     path: Path
@@ -168,16 +170,22 @@ def mapped_tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Te
                 tensor = file.get_tensor(header.name_in_file or name)
                 if header.slice is not None:
                     tensor = _take_slice(tensor, header.slice)
-                yield name, tensor.mT if header.transposed else tensor
+                if header.transposed:
+                    tensor = tensor.mT
+                yield name, tensor
 
 
 def _take_slice(tensor: Tensor, part: AxisSlice) -> Tensor:
+    """Return a slice of a tensor, as a view."""
     earlier_axes = [slice(None)] * part.axis
     return tensor[(*earlier_axes, slice(part.begin, part.end, part.step))]
 
 
 def mapped_weights(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor | Pieces]]:
-    """Yield what `mapped_tensors` yields, and `Pieces` for each tensor that is made of others."""
+    """Yield tensors by name: mapped to their files, or as `Pieces` for a tensor made of several.
+
+    `Pieces` has the mapped tensors, and joins them when the numbers are needed.
+    """
     without_pieces = {name: tensor for name, tensor in stored.items() if not tensor.pieces}
     yield from mapped_tensors(without_pieces)
     with_pieces = {name: tensor for name, tensor in stored.items() if tensor.pieces}
@@ -202,14 +210,16 @@ def open_tensors(path: Path) -> Iterator[Any]:
     """
     try:
         # safetensors takes a second per 100,000 tensors in a header, so that a hostile header could
-        # take very long. So this first call is made only to refuse a header that is too long.
+        # take very long. `header_bytes` is called for its error alone: it refuses a header that is too
+        # long. Its result, the header's length, is not needed.
         with open_input(path) as file:
             first_bytes = file.read(tensor_layout.LENGTH_BYTES)
-            tensor_layout.header_bytes(first_bytes, os.fstat(file.fileno()).st_size)
+            file_bytes = os.fstat(file.fileno()).st_size
+            tensor_layout.header_bytes(first_bytes, file_bytes)
         with safe_open(path, framework="pt") as file:
             yield file
-    # Most of these classes are here because a file that cannot be mapped, such as for want of memory,
-    # gives another class of error in torch than in safetensors.
+    # These are the errors of a file that cannot be opened, mapped or parsed. There are several classes,
+    # because torch and safetensors raise different ones when a file cannot be mapped into memory.
     except (
         SafetensorError,
         OSError,
@@ -217,7 +227,8 @@ def open_tensors(path: Path) -> Iterator[Any]:
         MemoryError,
         tensor_layout.LayoutError,
     ) as error:
-        # The system's number of an error is in its attribute `errno`, or in its message.
+        # An error with a number comes from the system and not from the file's content. `error_number`
+        # takes the number from `errno`, or from the message as safetensors writes it.
         if error_number(error):
             raise unreadable(path, error) from None
         if isinstance(error, MemoryError):
@@ -234,13 +245,13 @@ def open_tensors(path: Path) -> Iterator[Any]:
 def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) -> None:
     """Write tensors to model.safetensors, or to several shards and their index.
 
-    A `Plain` has the name, shape and dtype of a tensor, and a function that reads its numbers. So the
-    tensors can first be divided into shards. Then each is read when it is written, and one at a time
-    is in memory.
+    The tensors are first divided into shards by their sizes. Then each tensor is read when it is
+    written, so that one at a time is in memory.
 
     Args:
         folder: an existing folder.
-        named: the tensors.
+        named: the tensors. A `Plain` has the name, shape and dtype of a tensor, and a function that
+            reads its numbers.
         max_shard_bytes: largest number of bytes of tensors in one file. A larger tensor has a file
             of its own.
     """
@@ -298,9 +309,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Raises:
         InputRefused: the target is not an empty folder, or cannot be written.
-        DiskFull: there is no space left, or the disk fails. If writing failed, nothing is kept. If
-            only the sync of the parent folder failed, the target is kept: it is complete, but a power
-            cut may still take it away. The message says which of both it is.
+        DiskFull: there is no space left, or the disk fails. Nothing is kept then, with one exception,
+            which the message names: if only the sync of the parent folder failed, the target is kept.
+            It is complete, but a power cut may still take it away.
     """
     target = without_links(target)
     if exists(target) and (not is_folder(target) or entries(target)):
@@ -328,7 +339,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             raise DiskFull(
                 f"{target}: cannot be written: {reason}; look at the disk; nothing was kept"
             ) from error
-        # `mkdir` in `_claimed` found the folder there, locked.
+        # This error is from `mkdir` in `_claimed`: the folder is there, locked by another process.
         if number == errno.EEXIST:
             reason = f"another process writes it, in {partial}"
         raise InputRefused(f"{target}: cannot be written: {reason}") from error

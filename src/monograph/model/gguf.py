@@ -2,8 +2,12 @@
 one file.
 
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes the format. The package `gguf`,
-an extra, writes it. What comments say about llama.cpp is from its src/models/, and
-tests/laws/test_exported_is_original.py checks it.
+which is an optional dependency, writes it. What comments say about llama.cpp is from its src/models/,
+and tests/laws/test_exported_is_original.py checks it.
+
+llama.cpp computes each family in one way, of which a file can change only some numbers. So a model
+whose configuration differs from that way is refused: llama.cpp would load the file without an error,
+and compute something else.
 
 Shape suffix: F = rotated channels of a head / 2, the frequencies.
 """
@@ -48,11 +52,13 @@ if TYPE_CHECKING:
 
 FILE = "model.gguf"
 Q8_0_BLOCK = 32  # weights that share one scale in Q8_0
-# gguf's name of the type of most matrices, by the name on the command line.
+# The dtypes of a file, by their names on the command line. The value is gguf's name of the type that
+# most matrices of such a file have; a file has tensors of several types.
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"} | K_QUANTS
 # The number of a file's dtype in llama.cpp's enum `llama_ftype`.
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32}
-# The dtype in which weights are cast for a type. For all other types it is fp32.
+# The dtype to which a tensor of a type is cast before it is written or quantised. For all other types it
+# is fp32.
 _CAST_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 # The file's dtype if the user gives none, by the dtype of the weights.
 _DEFAULT_DTYPES = {
@@ -62,14 +68,15 @@ _DEFAULT_DTYPES = {
     torch.bfloat16: "bf16",
 }
 
-# llama.cpp rotates all layers of a SmolLM3 except every fourth one.
+# llama.cpp rotates queries and keys in all layers of a SmolLM3 except every fourth one.
 _SMOLLM3_INTERVAL = 4
-# llama.cpp's names of the layers outside of the blocks, and of those of attention in a block.
+# llama.cpp's names of the layers outside of the blocks.
 _OUTER_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
 }
+# llama.cpp's names of the layers of attention, by their names in a block.
 _BLOCK_NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -92,12 +99,12 @@ def save_gguf(
 ) -> None:
     """Write a folder with model.gguf and a Modelfile for `ollama create`, whole or not at all.
 
-    Matrices are stored as `dtype`. Vectors, such as norms and biases, are stored as f32, as llama.cpp
-    requires, and so are routers, as in files of its own converter. q8_0 stores 32 consecutive weights
-    w of a row as a float16 scale d = max|w| / 127 and integers q with w = d q. So the error of a
-    weight is at most d / 2, plus the rounding of d. In q4_k_m, q5_k_m and q6_k each matrix has the
-    type and the bytes that llama.cpp's own quantizer writes (`gguf_blocks`). Besides the model, one
-    tensor at a time is in memory.
+    Matrices are stored as `dtype`. Vectors, such as norms and biases, are stored as f32, because
+    llama.cpp requires it. Routers of mixtures are stored as f32, too, as llama.cpp's own converter
+    does. q8_0 stores 32 consecutive weights w of a row as a float16 scale d = max|w| / 127 and
+    integers q, so that w is about d q. The error of a weight is at most d / 2, plus the rounding of d.
+    In q4_k_m, q5_k_m and q6_k each matrix has the type and the bytes that llama.cpp's own quantizer
+    writes (`gguf_blocks`). Besides the model, one tensor at a time is in memory.
 
     Args:
         model: the model. Its weights may be on any device or in a mapped file. Adapters are merged
@@ -134,7 +141,7 @@ def save_gguf(
         writer = gguf.GGUFWriter(new / FILE, llama_cpp_support(config).name)
         _add_shape(gguf, writer, config)
         writer.add_file_type(_FILE_TYPES[dtype])
-        if dtype.startswith("q"):
+        if dtype.startswith("q"):  # the quantised dtypes
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         sampling_defaults.add_to_gguf(writer, model.sampling, _context_length(config))
         stops = add_tokenizer(writer, tokenizer, config, warn)
@@ -206,6 +213,7 @@ def _check_supported(config: LlamaConfig, dtype: str) -> None:
 
 
 def _check_unrotated_layers(config: LlamaConfig) -> None:
+    """Refuse a SmolLM3 in which other layers than every fourth one do not rotate queries and keys."""
     if "no_rope_layers" not in config.family.optional_keys:
         return
     layers = range(config.num_hidden_layers)
@@ -220,8 +228,9 @@ def _check_unrotated_layers(config: LlamaConfig) -> None:
 def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
     """Refuse a model with matrices whose rows cannot be cut into blocks of 32 weights.
 
-    A block of Q8_0 has 32 weights. A block of the k-quants has 256, but for rows that are not a multiple
-    of 256 `choose_types` takes other types instead, whose blocks have 32, too.
+    A block is the group of weights that share a scale. It has 32 weights in Q8_0, and 256 in the types
+    of q4_k_m, q5_k_m and q6_k. If a row cannot be cut into blocks of 256, `choose_types` chooses other
+    types for its matrix, whose blocks have 32 weights. So every quantised dtype needs blocks of 32.
     """
     row_lengths = {"hidden_size": config.hidden_size}
     row_lengths |= feed_forward_of_family(config).llama_cpp_row_lengths(config)
@@ -236,7 +245,7 @@ def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
 
 
 def _check_score_scale(config: LlamaConfig) -> None:
-    """Refuse factors of attention's scores other than those that llama.cpp computes."""
+    """Refuse a model whose attention scores have another factor than llama.cpp computes."""
     if config.query_pre_attn_scalar:  # 0 means head_dim
         raise InputRefused(
             f"query_pre_attn_scalar = {config.query_pre_attn_scalar} is not head_dim = {config.head_dim}, as llama.cpp "
@@ -246,12 +255,10 @@ def _check_score_scale(config: LlamaConfig) -> None:
     if not isinstance(scaling, YarnScaling):
         return
     default_factor = scaling.default_attention_factor(scaling.factor)
-    if config.family.attention_sinks:
-        # This is gpt-oss. It may have truncate = false, of which `_warn_of_positions` warns.
-        accepted_truncate = scaling.truncate
-    else:
-        accepted_truncate = True
-    # Apart from that, these are the only values that llama.cpp computes.
+    # llama.cpp computes yarn only with truncate = true. gpt-oss, the family with sinks, may have false
+    # nevertheless: the difference is small, and `_warn_of_positions` warns of it.
+    accepted_truncate = scaling.truncate if config.family.attention_sinks else True
+    # The only values of the other keys that llama.cpp computes.
     accepted = replace(
         scaling,
         attention_factor=default_factor,
@@ -271,7 +278,8 @@ def _warn_of_positions(config: LlamaConfig, warn: Callable[[str], None]) -> None
     """Warn of rotary positions that llama.cpp computes a little differently."""
     scaling = config.rope_scaling
     if isinstance(scaling, YarnScaling) and not scaling.truncate:
-        # All published gpt-oss have truncate = false, and llama.cpp's own converter gives no warning.
+        # This is no error, because all published gpt-oss models have truncate = false, and llama.cpp's own
+        # converter writes files of them without a warning.
         warn(
             "rope_scaling.truncate = false: llama.cpp rotates as with true, so its answers will differ a little"
         )
@@ -283,6 +291,9 @@ def _warn_of_positions(config: LlamaConfig, warn: Callable[[str], None]) -> None
 
 
 def _check_windows(config: LlamaConfig) -> None:
+    """Refuse a model with windows in other layers, or with another rotary base in these layers, than
+    llama.cpp computes.
+    """
     window = config.sliding_window
     every = config.family.full_attention_every
     if window is None:
@@ -296,8 +307,8 @@ def _check_windows(config: LlamaConfig) -> None:
         return
     layers = range(config.num_hidden_layers)
     without_window = [layer for layer in layers if config.window(layer) is None]
-    # The base of the rotary positions in layers with a window. It matters for a window of any length,
-    # even one that is longer than all texts.
+    # The base of the rotary positions in layers with a window. Unlike the window itself, it matters even
+    # if the window is longer than all texts.
     local_theta, _ = config.theta_and_scaling(local=True)
     llama_cpp_theta = llama_cpp_support(config).local_rope_theta or config.rope_theta
     if without_window != [*layers[every - 1 :: every]] or local_theta != llama_cpp_theta:
@@ -308,9 +319,10 @@ def _check_windows(config: LlamaConfig) -> None:
 
 
 def _context_length(config: LlamaConfig) -> int:
-    """Return the length of the longest text that llama.cpp shall compute, in tokens.
+    """Return the number of tokens of the longest text that a file says the model can compute.
 
-    With LongRoPE this may be more than `Llama` computes, which is `LongScaling.longest`.
+    With LongRoPE this may be more than this package computes, which is `LongScaling.longest`: llama.cpp
+    also uses long_factor, which is for longer texts.
     """
     if isinstance(config.rope_scaling, LongScaling):
         return config.rope_scaling.max_position_embeddings
@@ -318,7 +330,7 @@ def _context_length(config: LlamaConfig) -> int:
 
 
 def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> None:
-    """Add a configuration's sizes and constants to a file."""
+    """Write a configuration's sizes and constants into a file's header."""
     writer.add_context_length(_context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -341,7 +353,8 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     if isinstance(config.rope_scaling, LongScaling):
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
         writer.add_rope_scaling_attn_factors(config.rope_scaling.attention_factor)
-    # llama.cpp does not load a gpt-oss, the family with sinks, without a window.
+    # llama.cpp does not load a gpt-oss without a window. So if the model has none, a window as long as the
+    # longest text is written, which changes nothing.
     writes_window = config.sliding_window is not None or config.family.attention_sinks
     if config.family.full_attention_every and writes_window:
         writer.add_sliding_window(config.sliding_window or _context_length(config))
@@ -358,12 +371,14 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
 def _convert_by_mixer(
     name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig
 ) -> Plain | None:
-    """Return what a mixer makes of one of its tensors for llama.cpp (`Mixer.llama_cpp_tensor`); None
-    if the tensor is not a mixer's, or the mixer leaves it to `llama_cpp_tensors`.
+    """Return a mixer's tensor as the mixer's class converts it (`Mixer.llama_cpp_tensor`).
+
+    The result is None if the tensor is in no mixer, or if the class leaves it to `llama_cpp_tensors`.
     """
     for mixer in mixers_of_family(config):
-        _, own, name_in_layer = name.partition(f".{mixer.name}.")
-        if own:
+        _, separator, name_in_layer = name.partition(f".{mixer.name}.")
+        is_in_mixer = bool(separator)
+        if is_in_mixer:
             return mixer.llama_cpp_tensor(name_in_layer, like, read, config)
     return None
 
@@ -383,19 +398,20 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
         after_mlp="post_ffw_norm",
     )
     feed_forward = feed_forward_of_family(config)
-    own_norm_names = {
+    # llama.cpp's names of the norms in a block, by the family's names. A family lacks some norms.
+    norm_name_by_own_name = {
         own_name: name
         for own_name, name in zip(config.family.norm_names, norm_names, strict=True)
         if own_name is not None
     }
-    block_names = {**_BLOCK_NAMES, **feed_forward.llama_cpp_names, **own_norm_names}
+    block_names = {**_BLOCK_NAMES, **feed_forward.llama_cpp_names, **norm_name_by_own_name}
     # Some families' files join layers, and llama.cpp reads them joined, too.
     for name, like, read in JoinedLayersRule(config).to_files(parameters):
         # The name model.layers.3.self_attn.q_proj.weight has the module model.layers.3.self_attn.q_proj,
         # the suffix weight, the layer 3, and the name self_attn.q_proj of the module in its block.
         module, _, suffix = name.rpartition(".")
         if suffix == "sinks":
-            # Sinks are a parameter of attention itself, which llama.cpp names like a module's weight.
+            # The name of the sinks, self_attn.sinks, has no ".weight", but it has in llama.cpp.
             module = name
             suffix = "weight"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
@@ -405,7 +421,7 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
             continue
         is_norm = like.ndim == 1 and suffix == "weight"
         if config.family.centred_norms and is_norm:
-            # The norm multiplies by 1 + weight, and llama.cpp by the stored numbers.
+            # Such a norm multiplies by 1 + weight. llama.cpp multiplies by the number in the file.
             read = _read_and_change(read, lambda weight: 1 + weight)
         if module in _OUTER_NAMES:
             yield Plain(f"{_OUTER_NAMES[module]}.{suffix}", like, read)
@@ -441,12 +457,13 @@ def _choose_tensor_types(
         dtype: the file's dtype.
         config: the model's configuration.
     """
-    in_fp32 = (".bias", *(end for kind in kinds_of_family(config) for end in kind.llama_cpp_fp32))
-    # Matrices are stored in the file's dtype. Vectors, routers and convolutions are in fp32.
+    fp32_endings = [end for kind in kinds_of_family(config) for end in kind.llama_cpp_fp32]
+    # Matrices are stored in the file's dtype. Vectors, routers and convolutions are in fp32. A tensor
+    # with only one row is a vector. The biases of experts have several rows, but are vectors, too.
     row_lengths = {
         name: shape[-1]
         for name, shape in shapes.items()
-        if shape.numel() > shape[-1] and not name.endswith(in_fp32)
+        if shape.numel() > shape[-1] and not name.endswith((".bias", *fp32_endings))
     }
     if dtype in K_QUANTS:
         matrix_types = choose_types(row_lengths, dtype, config)
@@ -468,9 +485,10 @@ def interleave_rotary_pairs(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
-    """Return the divisors of the rotary frequencies, by llama.cpp's names of the tensors, [F] each.
+    """Return the numbers by which llama.cpp divides the rotary frequencies, as tensors [F] by its names.
 
-    llama.cpp reads the scalings "llama3" and "longrope" in this form. The result is {} for others.
+    llama.cpp reads the scalings "llama3" and "longrope" from such tensors. For other scalings, which it
+    reads from the header, the result is {}.
     """
     scaling = config.rope_scaling
     if isinstance(scaling, LongScaling):
@@ -494,7 +512,7 @@ def write_gguf_file(
 
     Args:
         gguf: the package.
-        writer: the file's writer, which has the file's keys and no tensors yet.
+        writer: the file's writer. It has all keys of the header, and no tensors yet.
         tensors: the tensors.
         types: gguf's name of each tensor's type, by the tensor's name.
     """
@@ -502,7 +520,7 @@ def write_gguf_file(
         tensor_type = gguf.GGMLQuantizationType[types[name]]
         block_weights, block_bytes = gguf.GGML_QUANT_SIZES[tensor_type]
         tensor_bytes = like.numel() // block_weights * block_bytes
-        no_dtype: Any = None  # The type says everything; a dtype of numpy is not needed.
+        no_dtype: Any = None  # numpy's dtype; `raw_dtype` says all that is needed
         writer.add_tensor_info(name, like.shape, no_dtype, tensor_bytes, raw_dtype=tensor_type)
     try:
         writer.write_header_to_file()
@@ -512,7 +530,8 @@ def write_gguf_file(
         (file,) = writer.fout
         writer.write_padding(file, file.tell())
         for name, _, read in tensors:
-            # The package would call numpy's tofile, whose error does not say that the disk is full.
+            # The bytes are written here and not by the package, because it calls numpy's tofile, whose
+            # error does not say that the disk is full.
             written_bytes = file.write(
                 memoryview(_encode(gguf, name, read(), types[name])).cast("B")
             )
@@ -532,10 +551,9 @@ def _encode(gguf: ModuleType, name: str, weight: Tensor, tensor_type: str) -> An
     if weight.ndim == 1:
         return cast_weight.numpy()
     largest_weight = float(torch.stack(weight.aminmax()).abs().max())
-    # The largest number that is stored: the largest weight, or the largest scale of a quantised type.
-    # A scale of Q8_0 is max|w| / 127. Those of the other types may be as large as a weight.
+    # Quantised types, whose names begin with Q, store scales in float16. A scale of Q8_0 is at most
+    # max|w| / 127, and a scale of the other types at most max|w|. All other types store the weights.
     largest_stored = largest_weight / 127 if tensor_type == "Q8_0" else largest_weight
-    # Scales are stored in float16.
     stored_dtype = torch.float16 if tensor_type.startswith("Q") else cast_dtype
     fits = largest_stored <= torch.finfo(stored_dtype).max  # False for a NaN
     if not fits:

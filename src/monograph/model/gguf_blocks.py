@@ -90,7 +90,7 @@ def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
     """Return the bytes of blocks in Q4_K (4 bits) or Q5_K (5 bits)."""
     x_WN = _groups(blocks, 32)
     highest = 2**bits - 1
-    # llama.cpp's constants for the search.
+    # llama.cpp's constants for the search, see `_search_with_minimum`.
     first, steps = (-1.0, 20) if bits == 4 else (-0.5, 15)
     scale_N, minus_minimum_N, searched_q_WN = _search_with_minimum(x_WN, highest, first, steps)
     d_B, scales_BG = _quantize_to_6_bits(scale_N.reshape(-1, 8))
@@ -109,15 +109,16 @@ def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
     # have those of groups 0 to 3 in their low 6 bits. Those of groups 4 to 7 are split: their high 2 bits
     # are in the high bits of the first 8 bytes, and their low 4 bits are in the last 4 bytes.
     packed = [
-        scales_BG[:, :4] | scales_BG[:, 4:] >> 4 << 6,
-        minima_BG[:, :4] | minima_BG[:, 4:] >> 4 << 6,
-        scales_BG[:, 4:] & 15 | (minima_BG[:, 4:] & 15) << 4,
+        scales_BG[:, :4] | ((scales_BG[:, 4:] >> 4) << 6),
+        minima_BG[:, :4] | ((minima_BG[:, 4:] >> 4) << 6),
+        (scales_BG[:, 4:] & 15) | ((minima_BG[:, 4:] & 15) << 4),
     ]
     if bits == 5:
-        # One byte for each place in a group has the fifth bits of the 8 groups' integers there.
-        fifth_bits = q_BGW >> 4 << np.arange(8, dtype=np.uint8)[:, None]
+        # For each place in a group, one byte has the fifth bits of the integers at this place in the 8
+        # groups: that of group g is bit g of the byte.
+        fifth_bits = (q_BGW >> 4) << np.arange(8, dtype=np.uint8)[:, None]
         packed.append(np.bitwise_or.reduce(fifth_bits, axis=1))
-    # The low 4 bits of two neighbouring groups are in the same bytes.
+    # A byte has the low 4 bits of integers at the same place in two neighbouring groups.
     low = (q_BGW & 15) << np.array([0, 4] * 4, np.uint8)[:, None]
     packed.append((low[:, ::2] | low[:, 1::2]).reshape(-1, 128))
     return np.concatenate(
@@ -174,6 +175,7 @@ def _search_with_minimum(
         return inverse_N, _round_to_range_(x_WN - minimum_N, inverse_N, 0, highest)
 
     def error(q_WN: _Floats, scale_N: _Floats, minimum_N: _Floats) -> _Floats:
+        """Return the error of each group, [N]."""
         error_WN = q_WN * scale_N
         error_WN += minimum_N
         error_WN -= x_WN
@@ -228,8 +230,8 @@ def _quantize_symmetric(blocks: _Floats) -> _Bytes:
     # The low 4 bits of the first and the third quarter of a half share bytes, and so do those of
     # the second and the fourth. The high 2 bits of all four quarters share bytes.
     q_BHKW = q_BW.reshape(-1, 2, 4, 32)
-    low = (q_BHKW[:, :, :2] & 15 | q_BHKW[:, :, 2:] << 4).reshape(-1, 128)
-    shifted = q_BHKW >> 4 << np.array([[0], [2], [4], [6]], np.uint8)
+    low = ((q_BHKW[:, :, :2] & 15) | (q_BHKW[:, :, 2:] << 4)).reshape(-1, 128)
+    shifted = (q_BHKW >> 4) << np.array([[0], [2], [4], [6]], np.uint8)
     high = np.bitwise_or.reduce(shifted, axis=2).reshape(-1, 64)
     return np.concatenate([low, high, scales_BG.view(np.uint8), d_B1.view(np.uint8)], axis=1)
 
@@ -269,7 +271,8 @@ def _search_symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
 
 # The type that most matrices of a file have, by the file's dtype.
 K_QUANTS = {"q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K"}
-# The types that replace these if the length of a row is not a multiple of 256.
+# The types that replace these if the length of a row is not a multiple of 256, because a block of these
+# has 256 weights.
 _FALLBACK_TYPES = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 # The ends of llama.cpp's names of value projections.
 _VALUE_NAMES = (".attn_v.weight", ".attn_qkv.weight")

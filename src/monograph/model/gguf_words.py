@@ -41,8 +41,8 @@ _UNUSED = 5
 _BYTE = 6
 
 # llama.cpp's names of split patterns, by (name in `KNOWN_PATTERNS`, ignore_merges). With
-# ignore_merges, a word that is itself a token is not made by merges. Qwen's tokenizers also normalise
-# text (NFC), which llama.cpp leaves to the caller.
+# ignore_merges, a word that is itself a token becomes this token at once, without merges. Qwen's
+# tokenizers also normalise text (NFC), which llama.cpp leaves to the caller.
 _LLAMA_CPP_PATTERNS = {
     ("qwen2", False): "qwen2",
     ("qwen3.5", False): "qwen35",
@@ -268,7 +268,7 @@ def _should_add_bos(
     template_writes_bos = template.render([{"role": "user", "content": "."}]).startswith(bos)
     if tokenizer_adds_bos and not template_writes_bos:
         warn(
-            f"the chat template does not begin with {bos}, so llama.cpp will put it before no text, plain text neither"
+            f"the chat template does not begin with {bos}, so llama.cpp will not put it before any text"
         )
     return template_writes_bos
 

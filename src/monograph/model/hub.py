@@ -35,7 +35,8 @@ from monograph.model.llama import Llama
 from monograph.storage.reading import exists, file_inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
 
-# Keys that are read from the top of a config.json if they are there, and otherwise from its `text_config`.
+# Keys of a model that contains a text model. They are read from the top of its config.json if they are
+# there, and otherwise from the table `text_config` in it.
 _OUTER_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 
 
@@ -59,9 +60,9 @@ class _Wrapper(NamedTuple):
     tie_word_embeddings: bool = False
 
 
-# The prefixes of Qwen's text model, and of its other tensors.
+# `prefixes` and `other_prefixes` of Qwen's models.
 _QWEN = {"model.language_model.": "model."}, ("model.visual.",)
-# By model_type.
+# By the model_type of the whole model.
 _WRAPPERS = {
     "qwen3_5": _Wrapper("qwen3_5_text", *_QWEN),
     "qwen3_5_moe": _Wrapper("qwen3_5_moe_text", *_QWEN),
@@ -123,10 +124,15 @@ def _text_tensors(
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Split a folder's tensors into those of the text model and the others.
 
+    Args:
+        stored: the folder's tensors.
+        model_type: the value of model_type in the folder's config.json.
+
     Returns:
-        The text model's tensors, by the names that the text model alone would have.
+        The text model's tensors, by the names that they have in the folder of a text model alone.
         The prefixes of the names of the other tensors, sorted.
     """
+    # The second is for a folder that has nothing but a text model.
     wrapper = _WRAPPERS.get(str(model_type), _Wrapper("", {}, ()))
     other_prefixes = wrapper.other_prefixes
     family = FAMILIES.get(wrapper.text_type or str(model_type))
@@ -208,7 +214,7 @@ def read_checked_headers(
 
     Args:
         folder: as in `mapped_model`.
-        config: the folder's configuration, if it has been read.
+        config: the folder's configuration; None: it is read from the folder.
 
     Raises:
         InputRefused: see `mapped_model`.
@@ -285,7 +291,7 @@ def assemble(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Lla
     with torch.device("meta"):
         model = Llama(config)
     model.load_state_dict(state, assign=True)
-    # `assign` made two parameters of one tensor.
+    # `assign` made two parameters of the tied tensor. The model must have one, used twice.
     model.tie_weights()
     return model
 
@@ -336,7 +342,7 @@ def save_model(
         write_json(new / "config.json", config)
         generation = _generation_config(config, model.config.eos_token_ids, tokenizer)
         if model.sampling:
-            # With this key, transformers may read all values from config.json instead.
+            # With this key, transformers may ignore this file and read all values from config.json.
             generation.pop("_from_model_config", None)
         write_json(new / sampling_defaults.FILE, {**generation, **model.sampling})
         if tokenizer is not None:
@@ -358,6 +364,9 @@ def _generation_config(
 ) -> dict[str, Any]:
     """Return the keys of generation_config.json about the ids that begin and end a text.
 
+    They are those of config.json, and `_from_model_config` says so. But if the tokenizer has ids of its
+    own that end a text, or an eos id that is not one of the model's, eos_token_id is a list with it.
+
     Args:
         config: the content of config.json.
         model_ends: the ids that end a text by the model's configuration.
@@ -368,7 +377,7 @@ def _generation_config(
         tokenizer_ends = tokenizer.config.stops
         lacks_eos = bool(model_ends) and tokenizer.eos_id not in model_ends
         if tokenizer_ends or lacks_eos:
-            # The texts of the training may end with each of these.
+            # The model was trained on texts that may end with any of these ids.
             ends = (*(tokenizer_ends or model_ends), tokenizer.eos_id)
             ids["eos_token_id"] = list(dict.fromkeys(ends))  # each once
             return ids
@@ -440,8 +449,9 @@ def check_headers(
             f"{origin}: num_hidden_layers = {config.num_hidden_layers} in {source}, the weights have {layers} layers"
         )
     shapes = dict(parameters.parameter_shapes(config))
-    tied = config.tie_word_embeddings and _HEAD in stored
-    if tied:
+    # A file of a model with a tied head may have the head, too. `assemble` compares it with the embedding.
+    has_tied_head = config.tie_word_embeddings and _HEAD in stored
+    if has_tied_head:
         shapes[_HEAD] = shapes[_EMBEDDING]
     missing = shapes.keys() - stored.keys()
     unexpected = stored.keys() - shapes.keys()
@@ -453,8 +463,9 @@ def check_headers(
     for name, tensor in stored.items():
         expected = shapes[name]
         if tensor.shape != expected:
-            shaped_as = _EMBEDDING if tied and name == _HEAD else name
-            keys = ", ".join(parameters.axis_keys(config, shaped_as))
+            # A tied head is no parameter of its own, so its axes are those of the embedding.
+            parameter = _EMBEDDING if has_tied_head and name == _HEAD else name
+            keys = ", ".join(parameters.axis_keys(config, parameter))
             raise InputRefused(
                 f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {source} ({keys})"
             )

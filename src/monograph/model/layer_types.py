@@ -1,7 +1,8 @@
 """The kinds of a model's layers, by the words that `layer_types` of a config.json has for them.
 
-`LAYER_TYPES` is the table of these kinds. Its rows have what a configuration asks, which needs no
-torch. Everything else is said by a layer's class, which the row names (`monograph.model.mixer`).
+`LAYER_TYPES` is the table of these kinds. Its rows have what a configuration must know about a kind,
+so that a configuration can be checked without torch. All else is in the layer's class, which the row
+names by its module (`monograph.model.mixer`).
 
 To add a kind, write its class in a file such as `monograph/model/delta_net.py`, and its row here. If
 it has sizes of its own, they are fields of `LlamaConfig`.
@@ -41,11 +42,11 @@ class LayerType(NamedTuple):
     """A kind of layer.
 
     Attributes:
-        home: where the class of its mixer is, "module:name".
+        home: where the layer's class is, as "module:name".
         attends: whether it is attention, and so may have a window and rotate queries and keys.
-        size_keys: the keys of its sizes, which only families with such layers have.
-        checked_sizes: returns these sizes of a configuration by their keys, where defaults replace
-            sizes of 0, or raises InputRefused.
+        size_keys: the keys of its own sizes. Only families with such layers have these keys.
+        checked_sizes: a function that takes a configuration and returns the values of size_keys by
+            their keys, with defaults in place of zeros. It raises InputRefused for a wrong value.
         new_norm_eps: rms_norm_eps of a new model that has such layers; None: the usual one.
     """
 
@@ -57,9 +58,10 @@ class LayerType(NamedTuple):
 
 
 def _delta_net_sizes(config: LlamaConfig) -> dict[str, int]:
+    """Check the sizes of delta nets, and return them by their keys with defaults in place of zeros."""
     value_heads = config.linear_num_value_heads or max(1, config.hidden_size // config.head_dim)
     default_key_heads = value_heads
-    # The type of the user's value is not checked before the loop below.
+    # The loop below checks the type of the user's value. Until then it may be something else.
     if isinstance(value_heads, int) and value_heads % 2 == 0:
         default_key_heads = value_heads // 2
     sizes = {
@@ -87,8 +89,8 @@ LAYER_TYPES = {
         "monograph.model.delta_net:GatedDeltaNet",
         size_keys=DELTA_NET_SIZES,
         checked_sizes=_delta_net_sizes,
-        # llama.cpp has one number for the norms' epsilon and for L2_NORM_EPS, so a new model could
-        # not be exported with another epsilon.
+        # llama.cpp uses one number both as the norms' epsilon and as L2_NORM_EPS. So a new model with
+        # another epsilon could not be exported.
         new_norm_eps=L2_NORM_EPS,
     ),
 }

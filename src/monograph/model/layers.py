@@ -96,7 +96,7 @@ class Attention(Mixer):
         self.k_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
         self.v_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
         self.o_proj = Linear(query_width, config.hidden_size, bias=config.attention_bias)
-        # Whether queries and keys are normalised over all heads together, and not over each head.
+        # True: queries and keys are normalised over all heads together. False: over each head, or not.
         self.norms_over_all_heads = config.family.qk_norm == "all"
         self.q_norm: nn.Module
         self.k_norm: nn.Module
@@ -118,7 +118,7 @@ class Attention(Mixer):
         self.scale_query = make_scale(config.query_scale)
         self.head_dim = config.head_dim
         self.kernel: AttentionKernel = "torch"
-        # The type of the device whose operators `rotate` uses; "": that of the input.
+        # The type of the device for which `rotate` chooses operators; "": the device of the input.
         self.device_type = ""
 
     def forward(
@@ -135,17 +135,19 @@ class Attention(Mixer):
         Args:
             hidden_BTD: x.
             cos_sin_B1TF: cosine and sine of the positions; None: queries and keys are not rotated.
-            mask: see `monograph.model.llama.attention_mask`; not read with a cache.
+            mask: the result of `monograph.model.llama.attention_mask`. It is not read if there is a
+                cache.
             cache: the block's view of a cache; None: the pass has no cache.
         """
         query_BTX = self.q_proj(hidden_BTD)
         key_BTX = self.k_proj(hidden_BTD)
         value_BTX = self.v_proj(hidden_BTD)
         if self.is_gated:
+            # q_proj's channels are head by head, each head's query before its gate.
             query_and_gate_BTH2E = query_BTX.unflatten(-1, (-1, 2, self.head_dim))
-            query_BTX, gate_BTX = (
-                part_BTHE.flatten(2) for part_BTHE in query_and_gate_BTH2E.unbind(-2)
-            )
+            query_BTHE, gate_BTHE = query_and_gate_BTH2E.unbind(-2)
+            query_BTX = query_BTHE.flatten(2)
+            gate_BTX = gate_BTHE.flatten(2)
         if self.norms_over_all_heads:
             query_BTX = self.q_norm(query_BTX)
             key_BTX = self.k_norm(key_BTX)
@@ -189,19 +191,19 @@ class Attention(Mixer):
 
     @classmethod
     def training_flops(cls, config: LlamaConfig, layer: int, length: int) -> int:
-        """Return 6 · d_attn · T FLOPs per token, where T is the length of rows over which causal
-        attention sees as many positions as the layer.
+        """Return 6 · d_attn · T FLOPs per token, where d_attn is the width of all heads together.
 
-        With a window w < `length` that is w · (2 - w / length), rounded down; without one it is
-        `length`.
+        Without a window, T is `length`. A window of w < `length` positions does less work: T is then
+        the length of a row whose causal attention without a window has the same work per token,
+        which is w · (2 - w / length), rounded down.
         """
-        seen = min(config.window(layer) or length, length)
-        equal_length = seen * (2 * length - seen) // length
+        window = min(config.window(layer) or length, length)
+        equal_length = window * (2 * length - window) // length
         return 6 * config.num_attention_heads * config.head_dim * equal_length
 
     @classmethod
     def decode_flops(cls, config: LlamaConfig, context: float) -> float:
-        """Return 4 · d_attn · context FLOPs."""
+        """Return 4 · d_attn · context FLOPs, where d_attn is the width of all heads together."""
         return 4 * config.num_attention_heads * config.head_dim * context
 
 
@@ -210,8 +212,8 @@ ACTIVATIONS: dict[str, Any] = {
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
 # The constants of gpt-oss' gating (`_clamped_gating`).
-_STEEPNESS = 1.702
-_LIMIT = 7.0
+_STEEPNESS = 1.702  # factor in the sigmoid
+_LIMIT = 7.0  # largest gate, and largest absolute value of up
 
 
 def gating(family: Family) -> Callable[[Tensor, Tensor], Tensor]:
@@ -226,6 +228,7 @@ def gating(family: Family) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _activation_gating(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """Return act(gate) * up."""
     return act(gate) * up
 
 
@@ -266,7 +269,7 @@ class MLP(FeedForward):
         self.combine = gating(config.family)
 
     def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
-        """Map [B, T, D] to [B, T, D]; the layer has no balance."""
+        """Map [B, T, D] to [B, T, D]. `balance` is not read, because the layer has no experts."""
         return self.down_proj(self.combine(self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)))
 
     @classmethod

@@ -1,15 +1,20 @@
 """Convert between the decoder's tensors and the tensors of a family's files.
 
-Files differ from the decoder in two ways:
+The files of some families have other tensors than the decoder, in two ways:
 
-- Some join several of the decoder's layers into one (`Family.joined_layers`). The rows of the joined
-  weight are those of the layers, one after another.
-- The decoder has one tensor for the matrices of all experts of a layer. Some files have a tensor for
-  each expert instead. Others have one tensor for gate and up of all experts (`Family.fused_experts`).
-  It is [E, 2 I, D] with "halves", where gate's rows are above up's. It is [E, D, 2 I] with "columns",
-  where columns of gate and of up alternate, and it may then be in MXFP4.
+- Files may join several of the decoder's layers into one (`Family.joined_layers`), such as q_proj,
+  k_proj and v_proj. The rows of the joined weight are those of the layers, one after another.
+- An expert of a mixture has three matrices: gate, up and down. The decoder has one tensor for the
+  gates of all experts of a layer, one for all ups and one for all downs. Some files have a tensor for
+  each matrix of each expert instead. Others have one tensor for the gates and ups of all experts
+  (`Family.fused_experts`). With "halves" this tensor is [E, 2 I, D], and gate's rows are above up's.
+  With "columns" it is [E, D, 2 I], where columns of gate and of up alternate, and it may be in MXFP4,
+  a format of 4 bits for each number.
 
-Each difference is a rule that converts in both directions, and each family has a list of rules.
+Each difference is a rule that converts in both directions, and each family has a list of rules. A
+rule does not need the numbers of a tensor. To write files, it takes and gives a `Plain` for each
+tensor: the name, a meta tensor of the shape, and a function that reads the tensor. To read files, it
+takes and gives a `StoredTensor` for each tensor, which says where in the files the numbers are.
 
 Shapes: E experts, I an expert's width, D hidden size, R rows of an expert's matrix, G blocks of 32
 numbers in a row.
@@ -29,11 +34,13 @@ from monograph.model.config import LlamaConfig
 from monograph.model.files import AxisSlice, StoredTensor
 from monograph.model.parameters import block_shapes
 
-# A matrix of one expert in files. The groups are the layer's experts, the expert, and the matrix.
+# The name in files of a matrix of one expert. The groups are the name of the layer's experts, the
+# expert's number, and the matrix.
 _ONE_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(0|[1-9]\d{0,8})\.(\w+_proj\.weight)")
-# The decoder's tensor of one matrix of all experts.
+# The decoder's name of a tensor of all experts. The groups are the name of the layer's experts, the
+# projection, and whether it is its weight or its bias.
 _STACKED = re.compile(r"(.+\.mlp\.experts\.)(gate|up|down)_proj\.(weight|bias)")
-# A tensor of fused experts in files. Tensors whose names end with _blocks have MXFP4's codes.
+# The name in files of a tensor of fused experts. One that ends with _blocks has the codes of MXFP4.
 _FUSED = re.compile(r"(.+\.mlp\.experts\.)(gate_up|down)_proj(_bias|_blocks)?")
 # The numbers that the 16 codes of MXFP4 stand for. A code has a sign bit, two bits of exponent and one
 # of mantissa.
@@ -105,19 +112,20 @@ class JoinedLayersRule(FileRule):
 
         A joined tensor takes the place of its last part.
         """
-        joined_and_parts = {
+        # For each part, such as self_attn.q_proj: the name of the joined layer, and all of its parts.
+        joined_layer_by_part = {
             part: (joined, parts)
             for joined, parts in self.config.family.joined_layers.items()
             for part in parts
         }
-        # Parts of joined layers whose last part has not come yet.
+        # The parts that were read, of joined layers whose last part was not read yet.
         pending: dict[str, Plain] = {}
         for tensor in tensors:
             block, module, suffix = _split_name(tensor.name)
-            if module not in joined_and_parts:
+            if module not in joined_layer_by_part:
                 yield tensor
                 continue
-            joined, parts = joined_and_parts[module]
+            joined, parts = joined_layer_by_part[module]
             pending[tensor.name] = tensor
             if module == parts[-1]:
                 part_tensors = [pending.pop(f"{block}{part}{suffix}") for part in parts]
@@ -140,6 +148,7 @@ class JoinedLayersRule(FileRule):
         for name, tensor in stored.items():
             block, module, suffix = _split_name(name)
             parts = self.config.family.joined_layers.get(module, ())
+            # Empty if this tensor is not a joined one, or is a bias that the decoder does not have.
             row_counts = [
                 shapes[f"{part}{suffix}"][0] for part in parts if f"{part}{suffix}" in shapes
             ]
@@ -168,6 +177,7 @@ class JoinedLayersRule(FileRule):
 
 
 def _read_joined(parts: list[Plain]) -> Tensor:
+    """Read the parts of a joined tensor, and return the joined tensor."""
     return torch.cat([part.read() for part in parts])
 
 
@@ -183,7 +193,7 @@ def _split_name(name: str) -> tuple[str, str, str]:
 
 
 class FusedExpertsRule(FileRule):
-    """Files have two tensors for all experts' matrices of a layer: gate with up, and down."""
+    """Files have two tensors for the matrices of all experts of a layer: gate with up, and down."""
 
     def __init__(self, alternating_columns: bool):
         """Make the rule.
@@ -196,6 +206,7 @@ class FusedExpertsRule(FileRule):
 
     def to_files(self, tensors: Iterable[Plain]) -> Iterator[Plain]:
         """Yield a model's tensors with gate and up as one tensor."""
+        # The gates whose ups were not read yet, by "weight" or "bias".
         gates = dict[str, Plain]()
         for tensor in tensors:
             match = _STACKED.fullmatch(tensor.name)
@@ -227,7 +238,8 @@ class FusedExpertsRule(FileRule):
         for name, tensor in stored.items():
             is_scales = alternating_columns and name.endswith("_scales")
             if is_scales and f"{name.removesuffix('_scales')}_blocks" in stored:
-                continue  # `_mxfp4_tensor` adds them to their blocks.
+                # `_mxfp4_tensor` makes one tensor of the scales and the codes, which are in _blocks.
+                continue
             match = _FUSED.fullmatch(name)
             # Only files with alternating columns have biases or blocks.
             if match is None or (match[3] and not alternating_columns):
@@ -236,7 +248,7 @@ class FusedExpertsRule(FileRule):
             experts, projection, suffix = match.groups()
             kind = "bias" if suffix == "_bias" else "weight"
             tensor = tensor._replace(name_in_file=tensor.name_in_file or name)
-            # The half of the tensor that each projection is; None: it is the whole tensor.
+            # For each projection that the tensor has: 0 or 1 for a half of it, None for all of it.
             halves: dict[str, int | None] = {"down": None}
             if projection == "gate_up":
                 halves = {"gate": 0, "up": 1}
@@ -247,25 +259,33 @@ class FusedExpertsRule(FileRule):
                 if suffix == "_blocks":
                     part = _mxfp4_tensor(name, tensor, stored, take_half)
                 else:
-                    # gate and up are on the last axis, or on the axis of rows.
-                    part = take_half(tensor, len(tensor.shape) - 1 if alternating_columns else 1)
+                    # The axis that has gate and up: columns are the last axis, and rows are axis 1.
+                    axis = len(tensor.shape) - 1 if alternating_columns else 1
+                    part = take_half(tensor, axis)
                     if alternating_columns and kind == "weight":
-                        # The decoder has rows and columns in the other order.
-                        shape = (*part.shape[:1], *part.shape[:0:-1])
+                        # The file has [E, columns, rows], and the decoder has [E, rows, columns].
+                        expert_count, *matrix_shape = part.shape
+                        shape = (expert_count, *reversed(matrix_shape))
                         part = part._replace(shape=shape, transposed=True)
                 _add(converted, f"{experts}{half_projection}_proj.{kind}", part)
         return converted
 
 
 def _read_fused(parts: list[Plain], alternating_columns: bool) -> Tensor:
+    """Read gate and up, or down alone, and return the tensor of the files."""
     return _fuse([part.read() for part in parts], alternating_columns)
 
 
 def _fuse(parts: list[Tensor], alternating_columns: bool) -> Tensor:
-    """Return gate and up, or down alone, in the form of the files."""
+    """Return the tensor of the files for all experts' gates and ups, or for their downs.
+
+    Args:
+        parts: the decoder's tensors, [E, R, ...] each: gate and up, or down alone.
+        alternating_columns: see `FusedExpertsRule`.
+    """
     if not alternating_columns:
         return torch.cat(parts, dim=1)
-    # Rows of gate and of up alternate here, and become columns below.
+    # Here rows of gate and of up alternate. The transpose below makes columns of them.
     rows = torch.stack(parts, dim=2).flatten(1, 2)
     is_bias = rows.ndim == 2
     return rows if is_bias else rows.mT.contiguous()
@@ -286,10 +306,10 @@ def _take_half(
     """Return the part of a tensor that belongs to gate or up.
 
     Args:
-        tensor: the tensor.
-        axis: the axis on which it has both.
+        tensor: the tensor of gate and up, or of down.
+        axis: the axis along which gate and up are joined.
         half: 0 for gate, 1 for up; None: the tensor is down's, and is returned as it is.
-        alternating: whether gate and up alternate on the axis; if not, gate is the first half.
+        alternating: whether gate and up alternate along the axis; if not, gate is the first half.
     """
     if half is None:
         return tensor
@@ -301,9 +321,11 @@ def _take_half(
     size = tensor.shape[axis]
     shape = (*tensor.shape[:axis], size // 2, *tensor.shape[axis + 1 :])
     if alternating:
-        part = AxisSlice(half, size, 2, axis)
+        part = AxisSlice(begin=half, end=size, step=2, axis=axis)
     else:
-        part = AxisSlice(half * size // 2, (half + 1) * size // 2, 1, axis)
+        middle = size // 2
+        begin, end = ((0, middle), (middle, size))[half]
+        part = AxisSlice(begin, end, step=1, axis=axis)
     return tensor._replace(shape=shape, slice=part)
 
 
@@ -313,13 +335,16 @@ def _mxfp4_tensor(
     stored: dict[str, StoredTensor],
     take_half: Callable[[StoredTensor, int], StoredTensor],
 ) -> StoredTensor:
-    """Return the description of experts' matrices that are stored in MXFP4.
+    """Return the description of one matrix of all experts that is stored in MXFP4.
+
+    A file stores it as two tensors, of codes and of scales (`from_mxfp4`).
 
     Args:
-        name: the name of the tensor of codes.
+        name: the name of the tensor of codes, which ends with _blocks.
         blocks: the tensor of codes.
         stored: the file's tensors, including the scales.
-        take_half: returns gate, up or down of a tensor, see `_take_half`.
+        take_half: returns the part of a tensor that belongs to the matrix, as `_take_half` does, for
+            a tensor and an axis.
     """
     scales_name = f"{name.removesuffix('_blocks')}_scales"
     scales = stored.get(scales_name)
@@ -335,10 +360,10 @@ def _mxfp4_tensor(
                 f"{tensor.path}: {tensor_name} is stored as {tensor.dtype}, expected U8"
             )
     scales = scales._replace(name_in_file=scales.name_in_file or scales_name)
-    codes = take_half(blocks, 1)
-    # A block has 32 numbers.
-    shape = (*codes.shape[:2], codes.shape[2] * 32)
-    # Gate and up have pieces of the same two tensors of the file, so a piece's name has its slice, too.
+    codes = take_half(blocks, 1)  # axis 1 has the rows
+    shape = (*codes.shape[:2], codes.shape[2] * 32)  # 32 numbers in a block
+    # Gate and up are made of pieces of the same two tensors of the file. Their names must differ, so a
+    # name has the piece's slice, too.
     pieces = {f"{name} {codes.slice}": codes, f"{scales_name} {codes.slice}": take_half(scales, 1)}
     return StoredTensor(
         blocks.path, shape, "BF16", blocks.name_in_file, pieces=pieces, join=from_mxfp4
@@ -355,7 +380,8 @@ def from_mxfp4(codes_and_scales: list[Tensor]) -> Tensor:
             of 4 bits, the first in its lower bits. The scales are [E, R, G] uint8.
 
     Returns:
-        [E, R, 32 G] bf16. One expert at a time is converted, which limits the memory beside the result.
+        [E, R, 32 G] bf16. Experts are converted one at a time, because the intermediate tensors of
+        all experts together would need several times the memory of the result.
 
     Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0,
     sections 5.3 and 6.3.
@@ -380,8 +406,10 @@ class SeparateExpertsRule(FileRule):
     def to_files(self, tensors: Iterable[Plain]) -> Iterator[Plain]:
         """Yield a model's tensors with one tensor for each matrix of each expert.
 
-        A layer's tensor of all experts is read once and stays in memory until another one is read.
+        A tensor of all experts is read once for all of them. It stays in memory until the next such
+        tensor is read.
         """
+        # The tensor of all experts that was read last, by its name.
         last_read = dict[str, Tensor]()
         for tensor in tensors:
             match = _STACKED.fullmatch(tensor.name)
@@ -402,11 +430,11 @@ class SeparateExpertsRule(FileRule):
                 dtype.
         """
         converted = dict[str, StoredTensor]()
-        # For each tensor of all experts, by its name in the decoder: each expert's tensor and the
-        # tensor's name in the file, by the expert's number.
+        # {name in the decoder of a tensor of all experts: {the expert's number: (the name in the file
+        # of the expert's tensor, its description)}}
         stacks = dict[str, dict[int, tuple[str, StoredTensor]]]()
         for name, tensor in stored.items():
-            match = _ONE_EXPERT.fullmatch(name) if self.config.family.expert_width_key else None
+            match = _ONE_EXPERT.fullmatch(name)
             if match is None:
                 converted[name] = tensor
             else:
@@ -445,7 +473,13 @@ class SeparateExpertsRule(FileRule):
 
 
 def _read_expert(stack: Plain, expert: int, last_read: dict[str, Tensor]) -> Tensor:
-    """Return an expert's matrix. `last_read` keeps the tensor of all experts for the next expert."""
+    """Return an expert's matrix.
+
+    Args:
+        stack: the tensor of this matrix of all experts.
+        expert: the expert's number.
+        last_read: the tensor that was read last, by its name. It is replaced if it is another one.
+    """
     if stack.name not in last_read:
         last_read.clear()
         last_read[stack.name] = stack.read()

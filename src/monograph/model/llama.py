@@ -1,12 +1,14 @@
 """Compute the Llama decoder and its relatives: tokens in, final hidden states out. Parameter names
 are Hugging Face's.
 
-One rule says which positions attend to which, for documents, windows and padding: position t sees
-position s if s <= t, both have the same segment and, with a window of w, t - s < w. A segment is the
-number of a position's document in its row. A mask is built once per forward pass, and all blocks
-with the same window share it. Documents are contiguous, so distances in a row are distances in a
-document. Padding is segment 0, which the rule treats like every other segment. So no document sees
-padding. Each position of padding sees at least itself, so that no row of a softmax is empty.
+A row may have several documents, one after another, and then padding. The segment of a position is
+the number of its document in the row: 1, 2 and so on, and 0 for padding. One rule says which
+positions attend to which: position t sees position s if s <= t, both have the same segment and, with
+a window of w positions, t - s < w. The distance t - s in the row is also the distance in the document,
+because a document's positions are contiguous. The rule treats padding like a document. So no document
+sees padding, and each position of padding sees at least itself, so that no row of a softmax is empty.
+
+A mask is built once per forward pass, and all blocks with the same window share it.
 
 Shape suffixes: B batch, T positions, N blocks of positions, X positions of a block, D hidden size,
 F rotated pairs of a head, V vocabulary; 1 broadcasts.
@@ -38,8 +40,8 @@ from monograph.ops.fused_gradients import takes_no_gradients
 BLOCK = 128
 # The smallest head_dim that flex attention computes on a GPU.
 MIN_FLEX_HEAD_DIM = 16
-# The segment number of padding in `block_mask`, which is above every document number. It is not
-# 2^63 - 1, because F.pad converts the number to a double, and the conversion back to int64 overflows
+# The number that `block_mask` gives padding instead of 0. It is above every document's number. It is
+# not 2^63 - 1, because F.pad converts the number to a double, and the conversion back to int64 overflows
 # (torch 2.13).
 _PADDING = 2**62
 
@@ -60,12 +62,13 @@ def attention_mask(
         segments_BT: document number of each position in its row, 0 on padding, int64; None: each
             row is one document.
         tokens_BT: the tokens, for their shape and device.
-        impl: the attention implementation. With "auto", the mask is a block mask for flex attention
-            in compiled graphs on a GPU, because flex attention is fused only there. Elsewhere it is
-            a dense boolean mask.
+        impl: the attention implementation. With "auto", the mask is for flex attention, a block
+            mask, in compiled graphs on a GPU, because flex attention is fast only there. Elsewhere
+            it is a dense boolean mask.
         window: number of positions that a query sees, up to and including its own; None: it sees all
             positions up to its own.
-        captured: whether each block of the decoder is a compiled graph of its own.
+        captured: whether each block of the decoder is a compiled graph of its own. The mask is then
+            built outside of these graphs, but read in them.
 
     Returns:
         A BlockMask, a boolean tensor, or None for causal attention.
@@ -94,14 +97,15 @@ def dense_mask(segments_BT: Tensor, window: int | None = None) -> Tensor:
 
 
 def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
-    """Return the mask for flex attention.
+    """Return the mask for flex attention, which says for blocks of positions what queries see.
 
-    For each block of queries, it lists the blocks of keys that the queries see in part, and the
-    blocks of keys that they see in full. Two blocks can share a document only if their ranges of
-    segment numbers overlap. So N ranges for each row are enough, and the [T, T] mask is not built,
-    which could cost more than the attention (lightseekorg/TorchSpec issue 86). Ranges can overlap
-    without a shared document. This costs only time, because flex attention evaluates the module's
-    rule for each position of a block that is seen in part.
+    For each block of queries, the mask lists the blocks of keys that the queries see in part, and the
+    blocks of keys that they see in full. The lists are made from the smallest and the largest segment
+    number of each block, because two blocks can share a document only if these ranges overlap. So the
+    [T, T] mask need not be built, which could cost more than the attention (lightseekorg/TorchSpec
+    issue 86). Two ranges can overlap although the blocks share no document. Such a block is listed as
+    seen in part, which costs only time: flex attention evaluates the rule at the top of this file for
+    each position of such a block.
     """
     length = segments_BT.shape[1]
     blocks = -(-length // BLOCK)  # rounded up
@@ -117,17 +121,20 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
     )
     uniform_BN = low_BN == high_BN
     # Queries see an earlier block in full if both blocks have only one document, and it is the same.
-    # They see their own block in part.
+    # They see their own block in part, so `tril(-1)` leaves the diagonal out.
     full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)
     if window is not None:
-        # Positions of two blocks that are n blocks apart have the distances (n - 1) BLOCK + 1 to
-        # (n + 1) BLOCK - 1. The queries see a part of a block if the window reaches the smallest
-        # distance, and all of it if the window reaches the largest.
-        overlap_BNN = overlap_BNN.triu(-((window + BLOCK - 2) // BLOCK))
-        full_BNN = full_BNN.triu(1 - window // BLOCK)
+        # A query and a key whose blocks are n blocks apart have a distance from (n - 1) BLOCK + 1 to
+        # (n + 1) BLOCK - 1, and a query sees distances below the window. So it sees a part of the block
+        # if the smallest distance is below the window, and all of it if the largest one is.
+        most_apart_in_part = (window + BLOCK - 2) // BLOCK
+        most_apart_in_full = window // BLOCK - 1
+        overlap_BNN = overlap_BNN.triu(-most_apart_in_part)
+        full_BNN = full_BNN.triu(-most_apart_in_full)
     partial_BNN = overlap_BNN.tril() & ~full_BNN
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Return whether a query sees a key: the rule at the top of this file."""
         seen = (query >= key) & (segments_BT[row, query] == segments_BT[row, key])
         return seen if window is None else seen & (query - key < window)
 
@@ -158,7 +165,9 @@ def feed_forward_of(config: LlamaConfig, layer: int) -> type[FeedForward]:
 
 
 def feed_forward_of_family(config: LlamaConfig) -> type[FeedForward]:
-    """Return the class of the feed-forward layers that set the model's family apart."""
+    """Return the class of most feed-forward layers in a model's family. If it is a mixture, some layers
+    may still be gated layers (mlp_only_layers).
+    """
     return Mixture if config.family.expert_width_key else MLP
 
 
@@ -168,16 +177,19 @@ def kinds_of_family(config: LlamaConfig) -> list[type[Mixer] | type[FeedForward]
 
 
 def kind_of_block(config: LlamaConfig, layer: int) -> tuple[type[Mixer], type[FeedForward]]:
-    """Return the classes of a block's layers. Blocks of one kind have parameters of the same shapes."""
+    """Return the classes of a block's mixer and feed-forward layer.
+
+    Two blocks of a model with the same classes have parameters of the same shapes.
+    """
     return mixer_of(config, layer), feed_forward_of(config, layer)
 
 
 class Block(nn.Module):
-    """One layer: x += s norm(mixer(norm x)), then x += s norm(mlp(norm x)).
+    """One layer of the decoder: x += s norm(mixer(norm x)), then x += s norm(mlp(norm x)).
 
     The mixer is attention or a gated delta net, and the mlp is a gated layer or a mixture of experts.
-    Each family has some of the four norms. s is config.residual_multiplier. A block can be compiled
-    or recomputed alone.
+    Each family has some of the four norms. s is config.residual_multiplier. Each block can be compiled
+    by itself, or recomputed by itself in the backward pass.
     """
 
     def __init__(self, config: LlamaConfig, impl: Impl, layer: int) -> None:
@@ -224,10 +236,11 @@ class Block(nn.Module):
         Args:
             hidden_BTD: the residual stream.
             cos_sin_B1TF: cosine and sine of the positions; None: the layer does not rotate.
-            mask: the mask or the segments that the mixer reads.
+            mask: what `Llama.attention_inputs` returns for the block.
             cache: the block's view of a cache; None: the pass has no cache.
-            balance: the tokens for the balance of a mixture; None: the layer has no mixture, or the
-                balance gets no gradient.
+            balance: each token's document and share, for the gradient of a mixture's balance loss
+                (`monograph.graph.balance`). None: the block has no mixture, or that loss is not
+                trained.
         """
         names = self.norm_names
         normed_BTD = self._normalise(names.before_attention, hidden_BTD)
@@ -246,8 +259,8 @@ class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
         empty_VD = torch.empty(config.vocab_size, config.hidden_size)
-        # As in transformers, the padding row gets no gradient from look-ups of the embedding. If the
-        # head is tied, the row still gets the head's gradient.
+        # As in transformers, the row of pad_token_id gets no gradient from look-ups of the embedding. If
+        # the head is tied to the embedding, the row still gets a gradient from the head.
         self.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, config.pad_token_id, _weight=empty_VD
         )
@@ -263,8 +276,8 @@ class Llama(nn.Module):
     Gemma.
 
     Initial weights: every matrix ~ N(0, initializer_range^2). The matrices that end a residual
-    branch (o_proj, out_proj, down_proj) are divided by sqrt(2 * num_hidden_layers). The factors of
-    norms are 1, biases and sinks 0. Source: Radford et al. 2019, "Language Models are Unsupervised
+    branch (o_proj, out_proj, down_proj) are then divided by sqrt(2 * num_hidden_layers). Norms
+    multiply by 1 at first, and biases and sinks are 0. Source: Radford et al. 2019, "Language Models are Unsupervised
     Multitask Learners", section 2.3. A mixer may give its own parameters other values
     (`Mixer.initial_values`).
 
@@ -319,13 +332,13 @@ class Llama(nn.Module):
             positions: [B, T] int64, position in the document; None: 0 .. T - 1. With a cache, the
                 caller must keep positions below max_position_embeddings, because this method does
                 not read their values.
-            cache: keys and values of earlier tokens. A query at position p sees the slots s <= p in
-                its window.
-            shares: [B, T] floating, the factor of each position's loss in the number that is
-                differentiated, 0 where there is no target. It does not change the result. The
-                backward pass adds the gradient of each mixture's balance, with the shares
-                shares * balance_factor (see `monograph.graph.balance`). None: the balance gets no
-                gradient. Must be None with a cache.
+            cache: keys and values of earlier tokens, that of position s in slot s. A query at
+                position p sees the slots s <= p in its window.
+            shares: [B, T] floating, the factor by which each position's loss is multiplied before all
+                are added; 0 where there is no target. Mixtures of experts need it for their balance
+                loss, whose gradient the backward pass adds, with the factors shares * balance_factor
+                (`monograph.graph.balance`). It does not change the result of this method. None: the
+                gradient of the balance loss is not added. It must be None if there is a cache.
 
         Returns:
             [B, T, D] in the dtype of the weights.
@@ -358,8 +371,9 @@ class Llama(nn.Module):
         """Return the embedded tokens, and for each block its arguments after the hidden states.
 
         `forward` is `begin`, then all blocks, then `end`. A caller can run the blocks itself, as
-        streaming does. Then `begin` needs only the modules `parts_before`, and `end` and the loss
-        need only `parts_after`. The arguments are those of `forward`.
+        streaming does, where only some blocks are on the device at once. `begin` reads only the
+        parameters of `parts_before`, and `end` and the head only those of `parts_after`. The arguments
+        are those of `forward`.
         """
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
@@ -370,7 +384,7 @@ class Llama(nn.Module):
             balance = balance_of(segments, shares * self.balance_factor)
             for layer in range(self.config.num_hidden_layers):
                 if cast(Block, self.model.layers[layer]).mlp.has_balance:
-                    no_cache = None
+                    no_cache = None  # `cache` comes before `balance` in the arguments of a block
                     layer_inputs[layer] = (*layer_inputs[layer], no_cache, balance)
         hidden_BTD = self.scale_embedded(self.model.embed_tokens(tokens_BT))
         if torch.is_autocast_enabled(hidden_BTD.device.type):
@@ -396,10 +410,10 @@ class Llama(nn.Module):
     def attention_inputs(
         self, tokens_BT: Tensor, segments: Tensor | None, positions: Tensor
     ) -> list[tuple[CosSin | None, Mask]]:
-        """Return each block's cosine and sine of the positions, and its mask.
+        """Return for each block the cosine and sine of the positions, and the mask.
 
-        Layers that do not rotate have None instead of cosine and sine. Layers with the same window
-        share one mask. A mixer that reads segments has them instead of a mask.
+        A block that does not rotate gets None instead of cosine and sine. Blocks with the same window
+        get the same mask. A block whose mixer reads segments gets the segments instead of a mask.
 
         Raises:
             InputRefused: the sequence is longer than max_position_embeddings.
@@ -424,6 +438,7 @@ class Llama(nn.Module):
                 mask_by_window[window] = attention_mask(
                     segments, tokens_BT, impl, window, self.blocks_captured
                 )
+        # Layers with a window may have another base of the rotary positions (`has_local_theta`).
         cos_sin_by_locality: dict[bool, CosSin] = {}
         layer_inputs: list[tuple[CosSin | None, Mask]] = []
         for layer in range(self.config.num_hidden_layers):
@@ -458,7 +473,8 @@ class Llama(nn.Module):
         Args:
             impl: the attention implementation, as the argument `attention` of `Llama`.
             kernel: the kernel of torch's implementation, see `monograph.ops.attention`.
-            device_type: the type of the device whose operators `rotate` uses; "": that of the input.
+            device_type: the type of the device for which `rotate` chooses operators; "": the device
+                of the input.
         """
         self.attention = impl
         for block in self.model.layers:
@@ -477,7 +493,7 @@ class Llama(nn.Module):
         """Set the initial weights, which the class describes."""
         std = self.config.initializer_range
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
-        # The matrices whose products are added to the residual stream.
+        # The matrices that end a residual branch: their products are added to the residual stream.
         residual_matrices = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
         mixers = {type(cast(Block, block).mixer) for block in self.model.layers}
         for name, parameter in self.named_parameters():
@@ -485,6 +501,8 @@ class Llama(nn.Module):
                 continue
             key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+            # The values that a mixer gives its own parameter: a list of one entry, which may be None, or
+            # an empty list for a parameter that is in no mixer.
             own_values = [
                 mixer.initial_values(name, parameter.shape, generator)
                 for mixer in mixers
@@ -494,7 +512,7 @@ class Llama(nn.Module):
                 parameter.copy_(own_values[0])
             elif name.endswith((".bias", ".sinks")):
                 parameter.zero_()
-            elif parameter.ndim == 1:
+            elif parameter.ndim == 1:  # a norm
                 parameter.fill_(0.0 if self.config.family.centred_norms else 1.0)
             else:
                 noise = torch.randn(

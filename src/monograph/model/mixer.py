@@ -1,9 +1,9 @@
-"""Define what a kind of layer that mixes positions says about itself.
+"""Define the interface of a mixer: a layer in which positions read from earlier positions.
 
 A block of the decoder has one mixer: attention (`monograph.model.layers`) or a gated delta net
-(`monograph.model.delta_net`). Whoever needs a fact of a layer's kind asks its class, which
-`mixer_of` returns: the cache, the plan, the figures of FLOPs, exports. No other code asks which
-kind a layer is.
+(`monograph.model.delta_net`). The two are kinds of mixers. Everything that differs between kinds is a
+method or an attribute of the kind's class, which `mixer_of` returns. The cache, the plan, the counts
+of FLOPs and the exports read it there, so that no other code has to know which kinds there are.
 
 Shape suffixes: B batch, T positions, D hidden size, F rotated pairs of a head, H query heads; 1
 broadcasts.
@@ -35,17 +35,17 @@ USE_HF = "; export it with --format hf"
 
 
 class Recurrence(Protocol):
-    """The state of a layer without keys and values after some tokens of each row.
+    """The state of a recurrent layer, which is all that the layer keeps of a row's earlier tokens.
 
-    The layer changes its tensors in place.
+    The layer changes the state's tensors in place.
     """
 
     @property
     def limit_B(self) -> Tensor:
-        """The largest number of tokens that the state may include, int64."""
+        """How many first tokens of each row may change the state, int64. Later tokens do not."""
 
     def tensors(self) -> list[Tensor]:
-        """Return the other tensors, [B, ...] each, which are zero before the first token."""
+        """Return the tensors apart from `limit_B`, [B, ...] each. All are zero before the first token."""
         ...
 
 
@@ -66,8 +66,8 @@ class Cache(Protocol):
             layer_index: the layer.
             heads: the queries, keys and values of the new tokens.
             positions_BT: the new tokens' positions.
-            window: number of positions that a query sees, its own the last of them; None: it sees
-                all positions up to its own.
+            window: number of positions that a query sees, up to and including its own; None: it
+                sees all positions up to its own.
             sink_H: the heads' sinks; None: the family has none.
         """
         ...
@@ -94,17 +94,19 @@ class LayerCache(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """A layer that mixes positions.
+    """A layer in which positions read from earlier positions.
 
-    The class methods implemented here are those of a layer without keys and values.
+    Methods that are not abstract do here what is right for a layer without keys and values.
 
     Attributes:
-        name: its name in a block, as in Hugging Face's files.
-        reads_segments: whether its `mask` is the documents' numbers, not a mask of attention.
+        name: the mixer's name in a block, as in Hugging Face's files.
+        reads_segments: whether `forward` gets the documents' numbers as its `mask`, instead of a mask
+            of attention.
         gguf_adapters: whether a GGUF file can have adapters of its projections.
-        llama_cpp_fp32: the ends of llama.cpp's names of its matrices that are always stored in fp32.
-        siblings: the names of the projections of the same input, which `monograph.graph.siblings`
-            can fuse.
+        llama_cpp_fp32: ends of names, as llama.cpp has them, of the matrices that a GGUF file always
+            stores in fp32.
+        siblings: the names of projections that have the same input. `monograph.graph.siblings` can
+            compute them in one product.
         impl: the implementation, as the argument `attention` of `Llama`.
     """
 
@@ -136,9 +138,9 @@ class Mixer(nn.Module, ABC):
         Args:
             hidden_BTD: the input.
             cos_sin_B1TF: cosine and sine of the positions; None: the layer does not rotate.
-            mask: see `monograph.model.llama.attention_mask`; or, with `reads_segments`, the document
-                number of each position, [B, T], or None if each row is one document. It is not read
-                with a cache.
+            mask: the result of `monograph.model.llama.attention_mask`. With `reads_segments` it is
+                instead the document number of each position, [B, T], or None if each row is one
+                document. It is not read if there is a cache.
             cache: the block's view of a cache; None: the pass has no cache.
         """
 
@@ -155,10 +157,11 @@ class Mixer(nn.Module, ABC):
         Args:
             name: the parameter's name.
             shape: its shape.
-            generator: the parameter's own random stream, which must not be used to return None.
+            generator: the parameter's own random stream. If the result is None, no number may have
+                been taken from it, because `Llama` then uses the stream from its beginning.
 
         Returns:
-            The values; None: those that `Llama` gives any parameter.
+            The values; None: `Llama` initialises the parameter as it does by default.
         """
         return None
 
@@ -173,13 +176,13 @@ class Mixer(nn.Module, ABC):
     def recurrence(
         cls, config: LlamaConfig, rows: int, dtype: torch.dtype, device: torch.device
     ) -> Recurrence | None:
-        """Return a state that includes no token and has no limit; None: the layer has no state.
+        """Return the state before the first token, without a limit; None: the layer is not recurrent.
 
         Args:
             config: the model's configuration.
             rows: the number of rows.
             dtype: the dtype of the model's weights.
-            device: where the state is.
+            device: the device of the state.
         """
         return None
 
@@ -203,16 +206,17 @@ class Mixer(nn.Module, ABC):
 
     @classmethod
     def kept_numbers(cls, config: LlamaConfig, *, captured: bool, in_fp32: bool) -> float | None:
-        """Return the numbers of the compute dtype that a block keeps per token for the backward pass,
-        if nothing is recomputed. Those of its feed-forward layer are not included.
+        """Return how many numbers a block keeps per token for the backward pass, if nothing is
+        recomputed. What its feed-forward layer keeps is not counted.
 
         Args:
             config: the model's configuration.
-            captured: whether the block is captured.
+            captured: whether the block is captured, which means that it is a compiled graph.
             in_fp32: whether it computes in fp32.
 
         Returns:
-            The numbers; None: as attention (`monograph.predict.estimate.stored_numbers`).
+            The count, in numbers of the compute dtype. None: a block of this kind keeps as many as a
+            block with attention (`monograph.predict.estimate.stored_numbers`).
         """
         return None
 
@@ -228,8 +232,8 @@ class Mixer(nn.Module, ABC):
 
     @classmethod
     def llama_cpp_row_lengths(cls, config: LlamaConfig) -> Mapping[str, int]:
-        """Return the lengths of rows of the layer's matrices, by their keys, beside those of
-        attention.
+        """Return the row lengths of the layer's matrices, by the keys of config.json that say them.
+        Lengths that matrices of attention also have need not be in the result.
         """
         return {}
 
@@ -237,13 +241,20 @@ class Mixer(nn.Module, ABC):
     def add_llama_cpp_sizes(
         cls, writer: GGUFWriter, config: LlamaConfig, architecture: str
     ) -> None:
-        """Add the sizes that only such layers have to a file."""
+        """Write into a GGUF file the sizes that only layers of this kind have.
+
+        Args:
+            writer: the file's writer.
+            config: the model's configuration.
+            architecture: llama.cpp's name of the family, with which the keys of the sizes begin.
+        """
 
     @classmethod
     def llama_cpp_tensor(
         cls, name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig
     ) -> Plain | None:
-        """Return a tensor with llama.cpp's name in a block, order and values.
+        """Return one of the layer's tensors as llama.cpp reads it: with its name in a block, its order
+        of rows and its values.
 
         Args:
             name: the tensor's name in the layer.
@@ -252,13 +263,14 @@ class Mixer(nn.Module, ABC):
             config: the model's configuration.
 
         Returns:
-            The tensor; None: `monograph.model.gguf` has the names of attention's.
+            The tensor; None: `monograph.model.gguf` converts it as it converts attention's tensors.
         """
         return None
 
 
 @functools.cache
 def _load(layer_type: LayerType) -> type[Mixer]:
+    """Import and return the class of a kind of layer."""
     module, _, name = layer_type.home.partition(":")
     mixer: type[Mixer] = getattr(importlib.import_module(module), name)
     return mixer
@@ -270,6 +282,6 @@ def mixer_of(config: LlamaConfig, layer: int) -> type[Mixer]:
 
 
 def mixers_of_family(config: LlamaConfig) -> list[type[Mixer]]:
-    """Return the classes of mixers that layers of a model's family can have."""
+    """Return the classes of the mixers that layers of a model's family can have, each class once."""
     layer_types = LAYER_TYPES[FULL_ATTENTION], config.family.other_layers
     return list(dict.fromkeys(map(_load, layer_types)))

@@ -26,7 +26,7 @@ from monograph.model.mixer import USE_HF
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-# llama.cpp's names of the parts of a mixture, by their names in a block.
+# llama.cpp's names of the parts of a mixture. `_LLAMA_CPP_NAMES` has them by their names in a block.
 _ROUTER = "ffn_gate_inp"
 _SHARED_GATE = "ffn_gate_inp_shexp"
 _LLAMA_CPP_NAMES = {
@@ -63,11 +63,12 @@ class Experts(nn.Module):
         self.combine = gating(config.family)
 
     def _expert_outputs(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
-        """Return the output of each expert for its rows of the input, or for all rows.
+        """Return the outputs of the experts: of each for its own rows, or of each for all rows.
 
         Args:
-            input: the rows, sorted by expert; or, if every expert computes all rows, in any order.
-            ends_E: the index after each expert's last row; None: every expert computes all rows.
+            input: the rows. With `ends_E` they are sorted by expert.
+            ends_E: the index of the row after each expert's last one; None: every expert computes all
+                rows.
         """
         inner = self.combine(self.gate_proj(input, ends_E), self.up_proj(input, ends_E))
         return self.down_proj(inner, ends_E)
@@ -92,7 +93,7 @@ class Experts(nn.Module):
         expert_P = experts_Nk.flatten()
         order_P = expert_P.argsort(stable=True)
         inverse_P = order_P.argsort()
-        # An expert's last pair comes after all pairs of the experts up to it.
+        # Where the pairs of expert e end, in their sorted order: the number of pairs of experts up to e.
         numbers_E1 = torch.arange(self.gate_proj.experts, device=expert_P.device)[:, None]
         ends_E = (expert_P <= numbers_E1).sum(-1, dtype=torch.int32)
         pairs_PD = hidden_ND[:, None].expand(-1, experts_per_token, -1).flatten(0, 1)
@@ -135,7 +136,8 @@ class Mixture(FeedForward):
     def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
         """Map [B, T, D] to [B, T, D].
 
-        With a `balance`, the backward pass adds the gradient of the balance to the router's.
+        With a `balance`, the backward pass adds the gradient of the balance loss to the gradient of
+        the router's probabilities (`monograph.graph.balance`).
         """
         hidden_ND = hidden_BTD.flatten(0, -2)
         experts_Nk, weights_Nk = self.gate(hidden_ND, balance)
@@ -157,8 +159,11 @@ class Mixture(FeedForward):
 
     @classmethod
     def routed_numbers(cls, config: LlamaConfig, number_bytes: int) -> int:
-        """Return the inputs and the outputs of the pairs of a token and an expert, and the router's
-        probabilities, which are fp32.
+        """Return how many numbers per token a mixture keeps beside its inner channels.
+
+        For each expert of a token, these are a copy of the token's input and the expert's output. The
+        router's probabilities come in addition; they are fp32, and counted in numbers of the compute
+        dtype.
         """
         pairs = 2 * config.num_experts_per_tok * config.hidden_size
         return pairs + config.num_experts * 4 // number_bytes
@@ -171,7 +176,7 @@ class Mixture(FeedForward):
     @classmethod
     def require_llama_cpp(cls, config: LlamaConfig, support: LlamaCppSupport) -> None:
         """Refuse mixtures that llama.cpp computes differently or does not load."""
-        # The values with which llama.cpp computes the family, whatever the configuration says.
+        # llama.cpp computes the family with these values, and does not read them from the file.
         computed = {
             "norm_topk_prob": support.norm_topk_prob,
             "mlp_only_layers": (),

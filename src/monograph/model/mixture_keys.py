@@ -1,4 +1,8 @@
-"""Read, check and write the keys of mixtures of experts in a config.json. Needs no torch."""
+"""Read, check and write the keys of mixtures of experts in a config.json.
+
+The *balance* is a loss that grows as experts are used unevenly (`monograph.graph.balance`). The module
+needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from monograph.model.layer_keys import layer_count
 if TYPE_CHECKING:
     from monograph.model.config import LlamaConfig
 
-# The largest router_aux_loss_coef, because the gradient of the balance is in fp32.
+# The largest router_aux_loss_coef. A much larger one would overflow the gradient of the balance, which
+# is in fp32.
 MAX_BALANCE_FACTOR = 1e6
 
 
@@ -46,7 +51,8 @@ def check_and_derive(config: LlamaConfig) -> dict[str, Any]:
         check_positive_integer("moe_intermediate_size", changed["moe_intermediate_size"])
     if family.always_norm_topk_prob:
         changed["norm_topk_prob"] = True
-    # Without mlp_only_layers all layers have a mixture, and none has the intermediate_size.
+    # A family without the key mlp_only_layers has a mixture in each layer. Then no layer is as wide as
+    # intermediate_size, and one value stands for all.
     every_layer_has_mixture = "mlp_only_layers" not in family.optional_keys
     if family.expert_width_key == "moe_intermediate_size" and every_layer_has_mixture:
         changed["intermediate_size"] = changed["moe_intermediate_size"]
@@ -58,6 +64,7 @@ def check_and_derive(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _check_router(config: LlamaConfig) -> None:
+    """Refuse wrong numbers of experts, and a wrong factor of the balance."""
     for name in ("num_experts", "num_experts_per_tok"):
         check_positive_integer(name, getattr(config, name))
     factor = config.router_aux_loss_coef
@@ -91,7 +98,8 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
             for key in ("num_experts", "num_local_experts")
             if key in family.optional_keys and key in values
         ]
-        count_key = min(count_keys, key=lambda key: key in family.defaults)
+        without_default = [key for key in count_keys if key not in family.defaults]
+        count_key = (without_default or count_keys)[0]
         check_positive_integer(count_key, values[count_key])
         fields["num_experts"] = values[count_key]
         shared_keys = [key for key in family.optional_keys if key.startswith("shared_expert")]

@@ -1,7 +1,8 @@
-"""List the shapes of a model's parameters, which are those of modules on the meta device.
+"""List the shapes of a model's parameters.
 
-Such modules have shapes but no memory. Blocks of one kind have the same shapes, so only one block of
-each kind is built, once for each configuration.
+They are read from modules that are built on the meta device, which have shapes but no memory. Blocks
+of one kind (`kind_of_block`) have the same shapes, so only one block of each kind is built, once for
+each configuration.
 """
 
 import copy
@@ -29,7 +30,8 @@ def block_shapes(config: LlamaConfig, layer: int) -> Shapes:
     Raises:
         InputRefused: a tensor would have more bytes than a tensor can have.
     """
-    # The cache is asked for the first layer of the same kind, so that one block of each kind is built.
+    # The shapes are those of the first layer of the same kind, so that the cache builds only one block of
+    # each kind.
     kind = kind_of_block(config, layer)
     first_of_kind = next(each for each in range(layer + 1) if kind_of_block(config, each) == kind)
     return _cached_block_shapes(config, first_of_kind)
@@ -37,6 +39,7 @@ def block_shapes(config: LlamaConfig, layer: int) -> Shapes:
 
 @functools.lru_cache(maxsize=256)
 def _cached_block_shapes(config: LlamaConfig, layer: int) -> Shapes:
+    """Return the shapes of a layer's parameters, from a block that is built."""
     return _shapes_of_module(config, lambda: Block(config, "auto", layer))
 
 
@@ -126,12 +129,13 @@ def _shape(config: LlamaConfig, name: str) -> tuple[int, ...]:
 def block_matrix_shapes(
     config: LlamaConfig, layer: int, *, only_active: bool = False
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of a layer's matrices, each expert's on its own.
+    """Return the shapes of a layer's matrices. A matrix of each expert counts as one of its own.
 
     Args:
         config: the configuration.
         layer: the layer.
-        only_active: whether only those are included that a token is multiplied by.
+        only_active: whether to include only the matrices that multiply a token, without those of
+            experts that were not chosen for it.
     """
     feed_forward = feed_forward_of(config, layer)
     matrices = list[tuple[int, ...]]()
@@ -161,12 +165,12 @@ def matrix_shapes(config: LlamaConfig) -> list[tuple[int, ...]]:
 
 
 def block_active_matrix_shapes(config: LlamaConfig, layer: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a layer's matrices that a token is multiplied by."""
+    """Return the shapes of a layer's matrices that multiply a token."""
     return block_matrix_shapes(config, layer, only_active=True)
 
 
 def active_matrix_shapes(config: LlamaConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of all blocks' matrices that a token is multiplied by."""
+    """Return the shapes of the matrices of all blocks that multiply a token."""
     return [
         shape
         for layer in range(config.num_hidden_layers)

@@ -3,8 +3,8 @@ heads.
 
 A *pair* is two channels of a head that are rotated together, by one frequency.
 
-Shape suffixes: B batch, H heads, T positions, D rotated channels of a head, F = D / 2 pairs, X other
-channels; 1 broadcasts.
+Shape suffixes: B batch, H heads, T positions, C all channels of a head, D its rotated channels,
+X = C - D its other channels, F = D / 2 pairs; 2 is the two halves of D, and 1 broadcasts.
 """
 
 import math
@@ -26,17 +26,20 @@ def inverse_frequencies(
 
         f[i] = rope_theta ^ (-2 i / D),   i = 0 .. D / 2 - 1
 
-    A scaling changes f. L is the context length of pre-training, and w = 2 pi / f a pair's
-    wavelength.
+    A scaling changes f. L is the context length of pre-training in positions, and w = 2 pi / f is
+    a pair's wavelength: the number of positions in which it rotates once.
 
         linear:   f / factor
         llama3:   f                              where w < L / high_freq_factor
                   f / factor                     where w > L / low_freq_factor
                   (1 - s) f / factor + s f       in between, with
                   s = (L / w - low_freq_factor) / (high_freq_factor - low_freq_factor)
-        yarn:     (1 - k[i]) f / factor + k[i] f, where k is 1 up to the pair that makes beta_fast
-                  rotations in L, 0 from the pair that makes beta_slow rotations on, and linear between
-        longrope: f / short_factor[i]
+        yarn:     (1 - k[i]) f / factor + k[i] f, with
+                  k[i] = 1               where pair i makes at least beta_fast rotations in L positions
+                  k[i] = 0               where it makes at most beta_slow rotations
+                  k[i] linear in i       in between
+        longrope: f / short_factor[i]. The model's long_factor is for texts longer than L, which this
+                  package does not compute (`LongScaling`).
 
     Args:
         config: the model's rotary positions: rotary_dim, rope_theta, rope_scaling.
@@ -67,11 +70,12 @@ def inverse_frequencies(
     if isinstance(scaling, LongScaling):
         return 1.0 / (torch.tensor(scaling.short_factor, device=device).to(dtype) * powers_F)
     kept_F = _yarn_kept_share(scaling, config.rotary_dim, theta).to(exponents_F)
-    return 1.0 / (scaling.factor * powers_F) * (1 - kept_F) + frequencies_F * kept_F
+    stretched_F = 1.0 / (scaling.factor * powers_F)
+    return stretched_F * (1 - kept_F) + frequencies_F * kept_F
 
 
 def _scale_as_llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Return f with the scaling llama3, see `inverse_frequencies`."""
+    """Return the frequencies with the scaling llama3; its formula is in `inverse_frequencies`."""
     wavelengths_F = 2 * math.pi / frequencies_F
     length = scaling.original_max_position_embeddings
     low = scaling.low_freq_factor
@@ -84,25 +88,35 @@ def _scale_as_llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn_kept_share(scaling: YarnScaling, rotary_dim: int, theta: float) -> Tensor:
-    """Return k of `inverse_frequencies`, [F] in float32 as in transformers.
+    """Return the share of each pair's unscaled frequency in its scaled frequency.
 
-    k is the share of each pair's unscaled frequency in its scaled frequency.
+    This is k in the formula for yarn of `inverse_frequencies`.
+
+    Returns:
+        [F] in float32, as in transformers.
     """
 
     def pair_index(rotations: float) -> float:
-        """Return the index of the pair that makes this number of rotations in L, a real number."""
+        """Return the index at which a pair would make `rotations` rotations in L positions.
+
+        The index is a real number, because the equation theta^(-2 i / D) = 2 pi / wavelength is
+        solved for i.
+        """
         wavelength = scaling.original_max_position_embeddings / rotations
         return rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
     first = pair_index(scaling.beta_fast)
     last = pair_index(scaling.beta_slow)
     if scaling.truncate:
+        # The range in which k is linear begins and ends at whole indices.
         first = math.floor(first)
         last = math.ceil(last)
     first = max(first, 0)
+    # Pairs have the indices 0 to rotary_dim / 2 - 1, so a bound at rotary_dim - 1 is higher than
+    # needed. It is transformers' bound, and another one would give other frequencies.
     last = min(last, rotary_dim - 1)
     if first == last:
-        # As in transformers. A difference of 0 would be a division by zero below.
+        # transformers adds the same number. Without it, the next division would be by zero.
         last += 0.001
     indices_F = torch.arange(rotary_dim // 2, dtype=torch.float32)
     return 1 - ((indices_F - first) / (last - first)).clamp(0, 1)
@@ -111,18 +125,18 @@ def _yarn_kept_share(scaling: YarnScaling, rotary_dim: int, theta: float) -> Ten
 def cos_sin(
     positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype, local: bool = False
 ) -> CosSin:
-    """Return the cosine and sine of position * frequency.
+    """Return the cosine and sine of each position's angles, position * frequency.
 
-    A forward pass computes them once, and all blocks share them. They are not kept in a buffer of a
-    module, because a buffer is saved in checkpoints or lost when a model is built on the meta device.
-    Also, a cast of the model to bf16 would cast the buffer, and positions above 256 would no longer
-    differ from their neighbours.
+    A forward pass computes these two tensors once, and all blocks share them. They are not kept in a
+    buffer of a module, because a buffer is saved in checkpoints or lost when a model is built on the
+    meta device. Also, a cast of the model to bf16 would cast the buffer, and positions above 256
+    would no longer differ from their neighbours.
 
     Args:
         positions_BT: position of each token, int64.
         config: the model's rotary positions: rotary_dim, rope_theta, rope_scaling.
         dtype: float32, or float64 for a float64 model.
-        local: see `inverse_frequencies`.
+        local: True for layers with a window, as in `inverse_frequencies`.
 
     Returns:
         Two tensors [B, 1, T, F] in `dtype`.
@@ -140,29 +154,31 @@ def cos_sin(
     return materialize(cos_B1TF), materialize(sin_B1TF)
 
 
-def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> Tensor:
+def rotate(heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> Tensor:
     """Rotate each pair (x[i], x[i + D/2]) of every head by its angle, position * frequency i.
 
         y[i]       = x[i] cos - x[i + D/2] sin
         y[i + D/2] = x[i + D/2] cos + x[i] sin
 
-    A pair has one channel in each half of the head, as in Hugging Face's checkpoints. In Meta's
-    checkpoints it has two neighbouring channels. Channels of a head after the first D = 2 F are not
-    rotated.
+    The two channels of a pair are in different halves of the head, as in Hugging Face's checkpoints.
+    In Meta's checkpoints they are neighbours. Only a head's first D = 2 F channels are rotated, and
+    the others are returned as they are.
 
     Args:
-        heads_BHTD: x.
+        heads_BHTC: x, with all channels of the heads.
         cos_sin_B1TF: cosine and sine of the angles.
-        device_type: the type of the device whose operators are used; "": that of the heads.
+        device_type: the type of the device for which operators are chosen. "" is the device of the
+            heads. A plan passes "cuda", because it traces a GPU's step on a machine without a GPU.
 
     Returns:
-        [B, H, T, D] in the dtype of the heads. The rotation is computed in the cosine's dtype and
+        [B, H, T, C] in the dtype of the heads. The rotation is computed in the cosine's dtype and
         rounded once.
     """
     rotary_dim = 2 * cos_sin_B1TF[0].shape[-1]
-    if rotary_dim < heads_BHTD.shape[-1]:
-        first_BHTD, rest_BHTX = heads_BHTD.tensor_split([rotary_dim], dim=-1)
-        return torch.cat([rotate(first_BHTD, cos_sin_B1TF, device_type), rest_BHTX], dim=-1)
+    if rotary_dim < heads_BHTC.shape[-1]:
+        rotary_BHTD, rest_BHTX = heads_BHTC.tensor_split([rotary_dim], dim=-1)
+        return torch.cat([rotate(rotary_BHTD, cos_sin_B1TF, device_type), rest_BHTX], dim=-1)
+    heads_BHTD = heads_BHTC  # all channels are rotated, so C = D
     if (device_type or heads_BHTD.device.type) == "cuda":
         # The outputs of projections have the order [B, T, H, D]. If the rotation keeps it, the
         # result of attention has it too, and the projection after attention needs no copy.
@@ -180,13 +196,16 @@ def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
 def _rotate_on_cuda(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) -> Tensor:
     """Rotate heads as `rotate` does, by elementwise operators only.
 
-    A compiler can fuse their backward pass with the operator that reads its result.
+    The backward pass of `chunk` would be a concatenation. Inductor computes a concatenation either in
+    kernels of its own, or in a loop that computes both halves for every element. Elementwise
+    operators have an elementwise backward pass, which Inductor fuses with the operators around it.
     """
-    pairs_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
-    first_21 = torch.arange(2, device=heads_BTHD.device).unsqueeze(-1) == 0
+    halves_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
+    swapped_BTH2F = halves_BTH2F.flip(-2)
+    # The sine is subtracted in the first half, and added in the second half.
+    is_first_half_21 = torch.arange(2, device=heads_BTHD.device).unsqueeze(-1) == 0
     cos_BT11F = cos_BT1F.unsqueeze(-2)
     sin_BT11F = sin_BT1F.unsqueeze(-2)
-    rotated_BTH2F = pairs_BTH2F * cos_BT11F + pairs_BTH2F.flip(-2) * torch.where(
-        first_21, -sin_BT11F, sin_BT11F
-    )
+    signed_sin_BT12F = torch.where(is_first_half_21, -sin_BT11F, sin_BT11F)
+    rotated_BTH2F = halves_BTH2F * cos_BT11F + swapped_BTH2F * signed_sin_BT12F
     return rotated_BTH2F.flatten(-2).to(heads_BTHD.dtype)

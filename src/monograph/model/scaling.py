@@ -277,7 +277,7 @@ def _read_two_tables(
                 f"rope_parameters.{key}: expected a table for {FULL_ATTENTION!r} and one for {SLIDING_ATTENTION!r}"
             )
     full_table = _copy_table(tables, FULL_ATTENTION) | _copy_table(values, "rope_scaling")
-    # transformers looks for `truncate` beside the two tables, where no file has it.
+    # transformers does not read `truncate` from one of two tables.
     full_table.pop("truncate", None)
     sliding_table = _copy_table(tables, SLIDING_ATTENTION)
     default_theta = values["rope_theta"]
@@ -431,7 +431,8 @@ def _long_to_hf(scaling: LongScaling) -> dict[str, Any]:
     }
     table: dict[str, Any] = {"type": LONGROPE, **factors}
     completed = _complete_long({**factors, **lengths}, scaling.max_position_embeddings)
-    # transformers 4 wants a table of exactly three keys, so it gets a fourth only where it has to.
+    # transformers 4 expects a table of exactly three keys. A fourth is written only if transformers would
+    # otherwise compute another attention_factor.
     if scaling.attention_factor != completed["attention_factor"]:
         table["attention_factor"] = scaling.attention_factor
     return {"rope_scaling": table, **lengths}
