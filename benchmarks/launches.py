@@ -20,7 +20,9 @@ import dataclasses
 import gc
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
+from unittest import mock
 
 import harness
 import pretended
@@ -33,7 +35,9 @@ from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.device import card_device
 from monograph.graph.capture import compiled as compile_function
+from monograph.graph.lora import Lora, _quantise_base, round_frozen_weights
 from monograph.graph.precision import Precision
+from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
@@ -60,6 +64,9 @@ CASES = {
     "nano": Case("nano", 64, 256, (1, 3)),
 }
 BATCHES, PROMPT, TOKENS = (1, 64), 512, 64  # of decoding
+FROZEN_NAME = "1b frozen"
+FROZEN_LAYERS = (1, 2)  # the depths that are compiled
+RANK = 16  # of the adapters on frozen bases
 HYBRID_NAME = "qwen3-next"
 # The layers of Qwen3-Next 80B, of which a few are compiled, with a small vocabulary.
 HYBRID: dict[str, Any] = {
@@ -206,6 +213,56 @@ def hybrid_step(mixers: tuple[str, ...], is_dense: bool, rows: int, **options: A
     return counted.numbers()
 
 
+def frozen(config: LlamaConfig, base: Any, adapts: bool) -> Llama:
+    """Return a model in bf16 whose base is frozen in few bits, as a run trains adapters on it."""
+    model = model_of(config)
+    if adapts:
+        lora = Lora(rank=RANK, base=base)
+        device = torch.device("cuda")
+        install_adapters(model, lora, precision=Precision("bf16"), device=device)
+    else:
+        _quantise_base(model, base, None)
+        round_frozen_weights(model, torch.bfloat16, [model.model.embed_tokens])
+    return model
+
+
+def frozen_step(config: LlamaConfig, base: Any, adapts: bool, by_kernels: bool = True) -> Numbers:
+    """Return the counts of a decode step of one row under autocast, as a run samples from its weights.
+
+    It is computed by the kernels, or by the model's own forward pass.
+    """
+    gc.collect()
+    torch._dynamo.reset()
+    model = frozen(config, base, adapts)
+    with ExitStack() as stack:
+        stack.enter_context(torch.autocast("cuda", torch.bfloat16))
+        if not by_kernels:
+            kernels = "monograph.decode.fast_forward.fast_forward"
+            stack.enter_context(mock.patch(kernels, lambda *_: None))
+        # A prompt of one token has nothing to read.
+        _, step = decode_step(model, 1, 1)
+        step()  # reads more blocks of the cache than the steps before it, which is compiled anew
+        with pretended.Counted() as counted:
+            step()
+        with pretended.Products() as products:
+            step()
+    weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
+    return counted.numbers() | {"product_bytes": products.bytes, "weight_bytes": weights}
+
+
+def frozen_steps(layers: int) -> dict[str, Numbers]:
+    """Return the counts of steps of 1b with this number of layers, by how it is frozen."""
+    config = LlamaConfig.preset("1b", num_hidden_layers=layers)
+    found = {}
+    for base in ("int8", "nf4"):
+        for adapts in (False, True):
+            name = f"{base} with adapters" if adapts else base
+            found[name] = frozen_step(config, base, adapts)
+            found[f"{name}, own forward pass"] = frozen_step(config, base, adapts, False)
+            print(layers, name, flush=True)
+    return found
+
+
 def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     """Return the counts of a decode step with the full chain of filters, and of its sampler alone."""
     model = model_of(config).to(torch.bfloat16)
@@ -303,6 +360,18 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
     return times
 
 
+def measured_frozen() -> dict[str, Any]:
+    """Count decode steps of a base that is frozen in few bits."""
+    layers = LlamaConfig.preset("1b").num_hidden_layers
+    few, many = map(frozen_steps, FROZEN_LAYERS)
+    return {
+        "case": FROZEN_NAME,
+        "layers": layers,
+        "compiled_layers": FROZEN_LAYERS,
+        "counts": extrapolated(few, many, FROZEN_LAYERS, layers),
+    }
+
+
 def measured_hybrid() -> dict[str, Any]:
     """Count the layers of a hybrid, by their kernels and by the model's own forward pass."""
     by_torch = hybrid_layers(1, ["delta net"], impl="reference")
@@ -316,6 +385,8 @@ def measured(name: str, args: Namespace) -> dict[str, Any]:
     """Count one case at its depth."""
     if name == HYBRID_NAME:
         return measured_hybrid()
+    if name == FROZEN_NAME:
+        return measured_frozen()
     case = CASES[name]
     if args.smoke:
         case = case._replace(rows=2, length=64)
@@ -382,6 +453,10 @@ def show(result: dict[str, Any]) -> None:
         print(f"\n{HYBRID_NAME}, a layer of a compiled decode step, bf16, sm_90:")
         harness.print_table(HEADERS, [row(*counted) for counted in result["counts"].items()])
         return
+    if result["case"] == FROZEN_NAME:
+        print(f"\n{FROZEN_NAME}, a compiled decode step of one row, bf16, sm_90:")
+        harness.print_table(HEADERS, [row(*counted) for counted in result["counts"].items()])
+        return
     few, many = result["compiled_layers"]
     kind = "packed" if result["packed"] else "one document a row"
     print(f"\n{result['case']}, {result['rows']} x {result['length']}, {kind}, bf16, sm_90:")
@@ -417,7 +492,8 @@ def main() -> None:
     """Count and print; see `--help`."""
     parser = harness.arguments(__doc__)
     names = [*CASES, HYBRID_NAME]
-    parser.add_argument("--cases", nargs="+", choices=names, default=names)
+    # The frozen case has a file of results of its own.
+    parser.add_argument("--cases", nargs="+", choices=[*names, FROZEN_NAME], default=names)
     parser.add_argument(
         "--layers", nargs=2, type=int, metavar="N", help="the two depths that are compiled"
     )

@@ -34,6 +34,7 @@ def pages() -> dict[Path, list[str]]:
         "docs/distributed.md": [tables.sharing()],
         "docs/gpu.md": [
             tables.launching(),
+            tables.freezing(),
             tables.limiting(),
             tables.assembling(),
             tables.taking(),

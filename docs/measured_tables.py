@@ -192,6 +192,29 @@ def launching() -> str:
     return "\n".join(lines)
 
 
+def freezing() -> str:
+    """Return what a decode step of a frozen base in few bits launches and moves, by the kernels for it
+    and by the model's own forward pass, by benchmarks/launches.py.
+    """
+    [case] = result("launches_frozen")["cases"]
+    counts = case["counts"]
+    lines = [
+        "| 1b, one row | weights | launches | moved | by its own forward pass: launches | moved |",
+        "|---" * 6 + "|",
+    ]
+    for part, count in counts.items():
+        own = counts.get(f"{part}, own forward pass")
+        if own is None:
+            continue
+        cells = [part, f"{count['weight_bytes'] / 1e9:.3g} GB"]
+        for of in (count, own):
+            moved = of["product_bytes"] + of["triton_bytes"] + of["again_bytes"]
+            share = moved / of["weight_bytes"]
+            cells += [f"{of['launches']:,.0f}", f"{share:.3g} x the weights"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def limiting() -> str:
     """Return the roofline of benchmarks/launches.py by card."""
     cards = list(result("launches")["cases"][0]["roofline"])

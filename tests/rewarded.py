@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from batches import tiny_llama
+from monograph.graph.lora import Lora
+from monograph.model.adapter import install_adapters
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.rl.arrange import RolloutOptions
@@ -71,6 +73,7 @@ def drawer(
     layers: int = 2,
     shape: dict[str, Any] | None = None,
     texts: Sequence[str] = ("2+2=", "a", "the longest of them", "7"),
+    lora: Lora | None = None,
     **engine: Any,
 ) -> Drawer:
     """An engine of a model whose distributions are far from even, with a drawer of its answers."""
@@ -80,6 +83,8 @@ def drawer(
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(4.0 if weight.ndim > 1 else 1.0)
+    if lora:
+        install_adapters(model, lora, precision=engine.get("precision"))
     engine.setdefault("optim", AdamW(lr=0.03))
     engine.setdefault("loss", PolicyLoss(options.temperature))
     engine["loss"] = engine["loss"].to(device)

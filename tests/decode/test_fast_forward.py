@@ -6,6 +6,7 @@ same bits beside any others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
-from monograph.graph.lora import Lora, adapt
+from monograph.graph.lora import Lora, adapt, adapted_layers, merge, round_frozen_weights
 from monograph.graph.siblings import fuse_known, unfuse_siblings
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
@@ -81,6 +82,28 @@ def model_of(family: str, dtype: torch.dtype = torch.float32) -> Llama:
     return tiny_llama(**SHAPE, **FAMILIES[family]).cuda().to(dtype)
 
 
+def adapted(base: Any, dtype: torch.dtype = torch.float32, family: str = "biases") -> Llama:
+    """Return a model with adapters that are not zero, on a base whose head is in `dtype`."""
+    # The blocks of nf4 need widths that are multiples of 64.
+    config = SHAPE | FAMILIES[family] | {"intermediate_size": 128}
+    model = tiny_llama(**config).cuda()
+    # No adapter on the keys: a product whose layers do not all have one.
+    targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    adapt(model, Lora(rank=3, base=base, targets=targets, rslora=True))
+    round_frozen_weights(model, dtype, [model.model.embed_tokens])
+    change_adapters(model, 1)
+    return model
+
+
+def change_adapters(model: Llama, seed: int) -> None:
+    """Write random numbers into the adapters' second matrices, in place, as an update does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            b = layer.lora_B.weight
+            b.copy_(0.2 * torch.randn(b.shape, generator=generator))
+
+
 def written(
     model: Llama, rows: int = 3, order: int = 1, **options: Any
 ) -> list[tuple[list[int], list[Any]]]:
@@ -93,8 +116,13 @@ def written(
         vocabulary=259,
         **{"mode": "captured", "pace": 16} | options,
     )
+    return texts_of(machine, list(range(5))[::order])
+
+
+def texts_of(machine: Generator, seeds: Sequence[int]) -> list[tuple[list[int], list[Any]]]:
+    """Return tokens and log-probabilities of texts, by seed; that of seed 2 has a longer prompt."""
     found: dict[int, tuple[int, list[int], list[Any]]] = {}
-    for seed in list(range(5))[::order]:
+    for seed in seeds:
         prompt = (*(LONGROPE if seed == 2 else SHORT), seed + 9)
         sampling = Sampling(0.9, seed=seed, logprobs=1)
         found[machine.submit(Request(prompt, sampling, 12, ()))] = seed, [], []
@@ -110,12 +138,31 @@ def test_an_adapter_that_the_kernels_would_leave_out_is_an_obstacle(target: str)
     from monograph.decode.fast_forward import obstacle
 
     model = model_of("llama")
+    adapt(model, Lora(rank=2, targets=[target], dora=True))
+    fuse_known(model)
+    assert "DoRA" in (obstacle(model) or "")
+
+
+def test_more_rows_than_a_tile_are_an_obstacle_for_adapters_on_dense_weights_alone() -> None:
+    from monograph.decode.fast_forward import obstacle
+
+    assert obstacle(model_of("llama"), rows=17) is None
+    assert obstacle(adapted("int8"), rows=17) is None
+    model = adapted("auto")
+    assert obstacle(model, rows=16) is None
+    assert "at most 16 rows" in (obstacle(model, rows=17) or "")
+
+
+@pytest.mark.parametrize("base", ["auto", "nf4"])
+def test_a_model_with_merged_adapters_has_no_obstacle(base: Any) -> None:
+    """Commands merge the adapters of a run before they decode."""
+    from monograph.decode.fast_forward import obstacle
+
+    model = model_of("llama")
+    adapt(model, Lora(rank=2, base=base, tokens=(3,)))
+    merge(model)
     fuse_known(model)
     assert obstacle(model) is None
-    unfuse_siblings(model)
-    adapt(model, Lora(rank=2, targets=[target]))
-    fuse_known(model)
-    assert "adapter" in (obstacle(model) or "")
 
 
 def test_a_head_with_a_hook_is_an_obstacle() -> None:
@@ -191,6 +238,35 @@ def test_log_probabilities_have_the_same_bits_in_any_batch_order_and_block(
     assert written(model, rows=1) == three
     assert written(model, rows=5, order=-1) == three
     assert written(model, pace=3) == three
+
+
+@pytest.mark.parametrize("base", ["auto", "int8", "nf4"])
+def test_adapters_are_in_what_it_writes(base: Any) -> None:
+    """A wrong adapter, or a wrong scale of a block of codes, writes other tokens."""
+    model = adapted(base)
+    ours = written(model, mode="eager")
+    reference = written(model, mode="eager", impl="reference")
+    same = sum(a[0] == b[0] for a, b in zip(ours, reference, strict=True))
+    assert same >= 4, "one near tie may part two ways to compute"
+
+
+def test_a_captured_step_reads_the_adapters_of_the_last_update() -> None:
+    """In 16 bits: adapters are fp32 there, and the rest of the model is not."""
+    model = adapted("nf4", torch.bfloat16)
+    seeds = (0, 1)
+
+    def machine(rows: int, mode: Any) -> Generator:
+        chain = chain_of([Sampling(0.9, logprobs=1)])
+        return Generator(model, chain, rows=rows, slots=64, vocabulary=259, mode=mode, pace=4)
+
+    kept = machine(2, "captured")
+    before = texts_of(kept, seeds)
+    change_adapters(model, 2)
+    kept.forget()
+    after = texts_of(kept, seeds)
+    assert after != before
+    # A new generator, which has never read the old adapters, with other rows.
+    assert after == texts_of(machine(1, "eager"), seeds)
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if "delta" in family])

@@ -63,6 +63,7 @@ KERNELS = "tests/ops/test_attention_kernels.py tests/ops/test_attention.py -m gp
 COUNTS = "tests/pretended_gpu/test_counts.py"
 PARTS = "tests/predict/test_footprint.py -k one_product"
 PLANNED = "tests/laws/test_planned_is_measured.py -m gpu"
+LAYERS = "tests/ops/test_layer_kernels.py -m gpu"
 CAPTURED = "tests/laws/test_replayed_on_a_gpu.py -m gpu -k 'another_shape or reads_is or that_fails or running_means'"
 DELTA = "tests/ops/test_delta_net_kernels.py -m gpu"
 DELTA_NET = f"{DELTA} -k 'by_the_layer and float32 and three and next'"
@@ -157,6 +158,15 @@ FAULTS = [
     Fault("model/llama.py", "seen & (query - key < window)", "seen & (query - key <= window)", PACKED),
     Fault("model/llama.py", "MIN_FLEX_HEAD_DIM = 16", "MIN_FLEX_HEAD_DIM = 1", f"{REPLAYED} -k one_launch"),
     Fault("model/llama.py", "high_BN = blocks_BNX.amax(dim=-1)", "high_BN = low_BN", MASKS),
+    # Weights in few bits, and adapters: the scale of another block, and what belongs to another layer.
+    Fault("ops/layer_kernels.py", "column_O1 * (K // 64) + begin // 64", "column_O1 * (K // 64)", LAYERS),
+    Fault("ops/layer_kernels.py", "steps + block_OG // 256", "steps + block_OG // 512", LAYERS),
+    Fault("ops/layer_kernels.py", "mean = tl.load(_of_layer(layer, mean_0, mean_1, mean_2, CHOICES))",
+          "mean = tl.load(mean_0)", LAYERS),
+    Fault("ops/layer_kernels.py", "scales = _of_layer(layer, scales_0, scales_1, scales_2, CHOICES)",
+          "scales = scales_0", LAYERS),
+    Fault("ops/layer_kernels.py", "b = _of_layer(layer, b_0, b_1, b_2, CHOICES)", "b = b_0", LAYERS),
+    Fault("ops/layer_kernels.py", "is_column_O1 & ((ADAPTED >> layer) % 2 == 1)", "is_column_O1", LAYERS),
     # Launches, and memory that a plan counts on.
     Fault("graph/capture.py", 'compat.split_cat_options() if step.device.type == "cuda" else {}', "{}", COUNTS),
     Fault("step/on_device.py", "return device_can and reads_no_gradients", "return False", COUNTS),

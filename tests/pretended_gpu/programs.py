@@ -233,6 +233,12 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
     ) -> Numbers:
         return _typed(op(a.data, b.data, c.data), c.dtype)
 
+    def create_select(self, condition: Numbers, left: Numbers, right: Numbers) -> Numbers:
+        # `Memory` is one piece, so programs that choose different tensors go on apart.
+        if left.dtype.is_ptr() and condition.data.size == len(condition.data):
+            condition.one()
+        return super().create_select(condition, left, right)
+
     def create_idiv(self, left: Numbers, right: Numbers) -> Numbers:
         # The quotient is rounded towards 0. numpy's is rounded down, and fast for a constant
         # divisor.

@@ -10,21 +10,31 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from monograph.decode.cache import KVCache
+from monograph.model.config import LlamaConfig
+from monograph.ops.attention import BLOCK
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KEPT = BENCHMARKS / "results" / "launches.json"
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, dict[str, float]]:
+def launches() -> Any:
     sys.path.insert(0, str(BENCHMARKS))
     import launches
     import pretended
 
     pretended.watch()
+    return launches
+
+
+@pytest.fixture(scope="module")
+def counted(launches: Any) -> dict[str, dict[str, float]]:
     return launches.counts(launches.CASES["nano"], None, Namespace(unpacked=False, smoke=False))
 
 
@@ -41,9 +51,7 @@ def test_a_step_launches_no_more_and_moves_no_more_bytes_than_was_written_down(c
     assert not grown
 
 
-def test_a_decode_step_is_five_launches_a_layer_and_waits_for_nothing(counted) -> None:
-    import launches
-
+def test_a_decode_step_is_five_launches_a_layer_and_waits_for_nothing(launches) -> None:
     config = launches.shape_of(launches.CASES["nano"], layers=2).config
     step, sampler, chunk = launches.decoding(config, 1).values()
     # Beside the layer: the embedding, the rotary tables (2), and the last norm with the head.
@@ -57,12 +65,36 @@ def test_a_decode_step_is_five_launches_a_layer_and_waits_for_nothing(counted) -
     assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler, chunk))
 
 
+@pytest.mark.parametrize(("base", "adapts", "of_a_layer"), [("int8", False, 5), ("nf4", True, 9)])
+def test_a_frozen_base_is_read_once_and_adapters_are_a_launch_for_each_product(
+    launches, base: str, adapts: bool, of_a_layer: int
+) -> None:
+    # Wide enough that the weights are most of what a step reads.
+    config = LlamaConfig.preset(
+        "nano",
+        num_hidden_layers=2,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    step = launches.frozen_step(config, base, adapts)
+    # Beside the layers: the four launches around them, and the sampler's three.
+    assert step["launches"] == 2 * of_a_layer + 4 + 3
+    assert step["cublas"] == 0
+    assert step["waits"] == step["waiting_copies"] == 0
+    # Beside the weights: the cache, and the hidden states of one row.
+    moved = step["triton_bytes"] + step["again_bytes"]
+    slots = launches.PROMPT + launches.TOKENS
+    cache_bytes = KVCache.bytes_per_row(config, slots, torch.bfloat16, BLOCK)
+    assert moved - cache_bytes <= 1.02 * step["weight_bytes"]
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_delta_net_is_four_launches_in_a_decode_step_and_waits_for_nothing(
-    counted, rows: int
+    counted, launches, rows: int
 ) -> None:
-    import launches
-
     layers = launches.hybrid_layers(rows, mode="captured")
     # Gated attention takes five launches, a feed-forward layer two, and a mixture with a shared
     # expert eight.

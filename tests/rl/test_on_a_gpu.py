@@ -13,6 +13,7 @@ import torch
 from batches import tiny_llama
 from laws import test_preference_is_its_equation as pairs
 from monograph.evaluation import evaluate
+from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW
 from monograph.resident import Resident
@@ -109,3 +110,41 @@ def test_answers_are_drawn_from_what_was_learned(precision: str, captured: bool)
     assert [generator.compiled for _, generator in [rollouts.drawer._cached_generator]] == [
         captured
     ]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_answers_are_drawn_by_kernels_from_the_adapters_of_the_last_update(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a base in 4 bits; bf16 is autocast's, and in fp32 the steps are captured."""
+    from monograph.decode import fast_forward
+
+    multiplied, multiply = [], fast_forward.multiply
+    monkeypatch.setattr(
+        fast_forward, "multiply", lambda *given: multiplied.append(given) or multiply(*given)
+    )
+    options = replace(OPTIONS, exact=False, packed=True, length=64, prompts=2, group=3)
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
+    rollouts = windows(
+        options,
+        device="cuda",
+        shape=shape,
+        lora=Lora(rank=2, base="nf4"),
+        precision=Precision(precision),
+        micro_batch=2,
+    )
+    engine = rollouts.drawer.engine
+    for _ in range(2):
+        engine.accumulate(next(rollouts))
+        largest, number = apart(rollouts)
+        assert number > 10 and largest < (1e-4 if precision == "fp32" else 0.5)
+        assert int(engine.update().skipped) == 0
+    assert multiplied
+    [(mode, _)] = [rollouts.drawer._cached_generator]
+    assert mode == ("captured" if precision == "fp32" else "eager")

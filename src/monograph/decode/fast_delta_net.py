@@ -10,11 +10,13 @@ any number of channels.
 from collections.abc import Callable
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from monograph.decode.fast_projections import (
     NOT_PLAIN,
     NOT_SIDE_BY_SIDE,
+    SEVERAL_DTYPES,
     are_side_by_side,
     family_weights,
     is_plain,
@@ -33,8 +35,8 @@ from monograph.ops.delta_net_kernels import (
 )
 
 
-def obstacle_of_delta_net(delta_net: GatedDeltaNet) -> str | None:
-    """Return why the kernels cannot compute a delta net, or None if they can."""
+def obstacle_of_delta_net(delta_net: GatedDeltaNet, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot compute a delta net in this dtype, or None if they can."""
     if max(delta_net.key_dim, delta_net.value_dim) > MAX_HEAD:
         return (
             f"the kernels of delta nets need heads of at most {MAX_HEAD} channels, "
@@ -48,7 +50,10 @@ def obstacle_of_delta_net(delta_net: GatedDeltaNet) -> str | None:
         return f"the kernels need widths that are multiples of 16, not {output.in_features}"
     if not are_side_by_side(_projections(delta_net)):
         return NOT_SIDE_BY_SIDE
-    return None if is_plain(output) else NOT_PLAIN
+    if not is_plain(output):
+        return NOT_PLAIN
+    are_of_dtype = all(parameter.dtype == dtype for parameter in delta_net.parameters())
+    return None if are_of_dtype else SEVERAL_DTYPES
 
 
 def delta_net_step(

@@ -12,9 +12,11 @@ for up to 16 rows:
 | a mixture of experts | 4 | |
 | | 8 | a shared expert |
 
-The kernels read the weights once for every 16 rows, so with more rows torch's matrix products are
-used, which are faster then. Attention remains one launch, and a layer of attention and a feed-forward
-layer takes nine.
+One launch more computes x A^T for each product with adapters. The kernels read the weights once for
+every 16 rows, so with more rows torch's matrix products are used, which are faster then. Attention
+remains one launch, and a layer of attention and a feed-forward layer takes nine. Weights in 8 or 4
+bits, and adapters on them, are multiplied by kernels for any number of rows; adapters on dense weights
+are only for up to 16.
 
 `obstacle` says why the kernels cannot compute a model. The model's own forward pass is then used. It
 is also the reference against which this one is tested.
@@ -31,20 +33,23 @@ from torch import Tensor, nn
 
 from monograph.decode.fast_delta_net import delta_net_step, obstacle_of_delta_net
 from monograph.decode.fast_projections import (
-    NOT_PLAIN,
-    NOT_SIDE_BY_SIDE,
-    are_side_by_side,
+    SEVERAL_DTYPES,
     family_weights,
+    has_hooks,
     is_plain,
+    joined,
     norm_of,
+    obstacle_of_product,
+    tensors_of,
     torch_project,
     torch_project_gated,
 )
 from monograph.graph.experts import ExpertLinear
+from monograph.graph.lora import LoraLinear
 from monograph.graph.siblings import fuse_known
 from monograph.model.delta_net import DeltaNetState, GatedDeltaNet
 from monograph.model.families import NormNames
-from monograph.model.layers import MLP, Attention, CentredRMSNorm, RMSNorm
+from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, RMSNorm
 from monograph.model.llama import Block, Llama
 from monograph.model.mixture import Mixture
 from monograph.model.rope import cos_sin
@@ -61,6 +66,7 @@ from monograph.ops.decode_kernels import (
 )
 from monograph.ops.expert_kernels import Combination, expert_inner, expert_sum, route
 from monograph.ops.gated_heads_kernels import multiply_by_gate, multiply_by_gates, prepare_heads
+from monograph.ops.layer_kernels import multiply, multiply_gated
 
 if TYPE_CHECKING:
     from monograph.decode.cache import KVCache
@@ -71,8 +77,13 @@ _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gel
 MIN_HEAD = 32  # channels of a head: its halves are multiplied by tensor cores, 16 at a time
 
 
-def obstacle(model: Llama) -> str | None:
-    """Return why the kernels cannot compute decode steps of this model, or None if they can."""
+def obstacle(model: Llama, rows: int = 1) -> str | None:
+    """Return why the kernels cannot compute decode steps of this model, or None if they can.
+
+    Args:
+        model: the model.
+        rows: the number of rows of a step.
+    """
     weight = model.lm_head.weight
     config = model.config
     if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) < (8, 0):
@@ -95,56 +106,50 @@ def obstacle(model: Llama) -> str | None:
         return "the kernels do not have this family's activation"
     if not isinstance(model.scale_last, nn.Identity):
         return "this family scales its logits"
-    # The input sizes of the projections.
-    input_sizes = [config.hidden_size, config.num_attention_heads * config.head_dim]
-    if dense:
-        input_sizes.append(config.intermediate_size)
     if not is_plain(model.lm_head):
-        return "the head has an adapter or hooks"
-    if any(parameter.dtype != weight.dtype for parameter in model.parameters()):
-        return "the weights have several dtypes"
-    if not all(map(channels_at_once, input_sizes)):
-        return f"the kernels need widths that are multiples of 16, not {', '.join(map(str, input_sizes))}"
-    reasons = (_obstacle_of_block(cast(Block, block)) for block in model.model.layers)
+        return "the head has trained rows, an adapter or hooks"
+    if model.model.embed_tokens.weight.dtype != weight.dtype:
+        return SEVERAL_DTYPES
+    if rows > ROWS and any(type(module) is LoraLinear for module in model.modules()):
+        return f"the kernels compute adapters on dense weights for at most {ROWS} rows"
+    reasons = (_obstacle_of_block(cast(Block, block), weight.dtype) for block in model.model.layers)
     return next((reason for reason in reasons if reason), None)
 
 
-def _obstacle_of_block(block: Block) -> str | None:
-    """Return why the kernels cannot compute a block, or None if they can."""
+def _obstacle_of_block(block: Block, dtype: torch.dtype) -> str | None:
+    """Return why the kernels cannot compute a block in this dtype, or None if they can."""
     mixer, mlp, *_ = _modules_of(block)
     if not isinstance(block.scale_branch, nn.Identity):
         return _SCALES
     reason: str | None
     if isinstance(mixer, GatedDeltaNet):
-        reason = obstacle_of_delta_net(mixer)
+        reason = obstacle_of_delta_net(mixer, dtype)
     elif isinstance(mixer, Attention):
-        reason = _obstacle_of_attention(mixer)
+        reason = _obstacle_of_attention(mixer, dtype)
     else:
         reason = "the kernels compute attention and delta nets, and some layers are neither"
     # A mixture that the kernels cannot compute is called as a module.
     if reason or isinstance(mlp, Mixture):
         return reason
-    return _obstacle_of_mlp(mlp)
+    return _obstacle_of_mlp(mlp, dtype)
 
 
-def _obstacle_of_attention(attention: Attention) -> str | None:
+def _obstacle_of_attention(attention: Attention, dtype: torch.dtype) -> str | None:
     if attention.norms_over_all_heads or attention.clip is not None:
         return "this family changes queries and keys in a way that the kernels do not"
     if not isinstance(attention.scale_query, nn.Identity):
         return _SCALES
-    if not are_side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]):
-        return NOT_SIDE_BY_SIDE
-    return None if is_plain(attention.o_proj) else NOT_PLAIN
+    inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
+    return obstacle_of_product(inputs, dtype) or obstacle_of_product([attention.o_proj], dtype)
 
 
-def _obstacle_of_mlp(mlp: MLP) -> str | None:
-    if not are_side_by_side([mlp.gate_proj, mlp.up_proj]):
-        return NOT_SIDE_BY_SIDE
-    return None if is_plain(mlp.down_proj) else NOT_PLAIN
+def _obstacle_of_mlp(mlp: MLP, dtype: torch.dtype) -> str | None:
+    inputs = [mlp.gate_proj, mlp.up_proj]
+    return obstacle_of_product(inputs, dtype) or obstacle_of_product([mlp.down_proj], dtype)
 
 
-def _has_kernels(mixture: nn.Module) -> bool:
-    """Return whether a module is a mixture of experts that the kernels can compute."""
+def _has_kernels(mixture: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a module is a mixture of experts that the kernels can compute in this dtype."""
     if not isinstance(mixture, Mixture):
         return False
     experts = mixture.experts
@@ -153,16 +158,17 @@ def _has_kernels(mixture: nn.Module) -> bool:
     input_sizes = [experts.down_proj.in_features]
     if mixture.has_shared_expert:
         shared = mixture.shared_expert
-        if _obstacle_of_mlp(shared) or not is_plain(mixture.shared_expert_gate):
+        has_plain_layers = joined([shared.gate_proj, shared.up_proj]) and is_plain(shared.down_proj)
+        if not has_plain_layers or not is_plain(mixture.shared_expert_gate):
             return False
         modules.append(shared)
         input_sizes.append(shared.down_proj.in_features)
-    has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in modules)
     are_plain = all(type(each) is ExpertLinear for each in projections)
     return (
         are_plain
         and mixture.impl == "grouped"
-        and not has_hooks
+        and not any(map(has_hooks, modules))
+        and all(parameter.dtype == dtype for parameter in mixture.parameters())
         and all(map(channels_at_once, input_sizes))
     )
 
@@ -186,17 +192,23 @@ class FastForward:
     """Decode steps of one model.
 
     The weights are read from the model's parameters at each call, so they may change between calls.
+
+    Attributes:
+        model: the model.
+        dtype: the dtype of the hidden states.
     """
 
     def __init__(self, model: Llama, rows: int) -> None:
         """Prepare steps of this number of rows, of a model without an `obstacle`."""
         self.model = model
+        self.dtype = model.lm_head.weight.dtype
         key_heads = model.config.num_key_value_heads
         # They are zero before and after each launch. All layers share them, because they run one after
         # another.
         self._counters_BJ = torch.zeros(
             rows, key_heads, dtype=torch.int32, device=model.lm_head.weight.device
         )
+        self._has_delta_nets = any(isinstance(module, GatedDeltaNet) for module in model.modules())
         family = model.config.family
         _, activation = family.activation
         self._activation = _ACTIVATIONS[activation]
@@ -208,7 +220,7 @@ class FastForward:
         self._kernel_mixtures = frozenset(
             layer
             for layer, block in enumerate(model.model.layers)
-            if is_one_tile and _has_kernels(cast(Block, block).mlp)
+            if is_one_tile and _has_kernels(cast(Block, block).mlp, self.dtype)
         )
         self._project = project if is_one_tile else torch_project
         self._project_gated = project_gated if is_one_tile else torch_project_gated
@@ -230,6 +242,44 @@ class FastForward:
                 hidden_BD, index, cast(Block, block), rotations, position_B, cache, blocks
             )
         return self._project(hidden_BD, model.lm_head.weight, norm_of(model.model.norm))
+
+    def computes(self, device_type: str) -> bool:
+        """Return whether the kernels compute in the dtypes that the model's own forward pass has now.
+
+        Under autocast, products are in its dtype, in which the weights may not be, and delta nets have
+        operators in fp32, which their kernels have not.
+        """
+        if not torch.is_autocast_enabled(device_type):
+            return True
+        is_same = torch.get_autocast_dtype(device_type) == self.dtype
+        return is_same and not self._has_delta_nets
+
+    def _multiply(
+        self,
+        x_BK: Tensor,
+        layers: list[Linear],
+        norm: Norm | None = None,
+        residual_BN: Tensor | None = None,
+    ) -> Tensor:
+        """Return the outputs of layers one after another, of a norm's output and added to a residual."""
+        side_by_side = joined(layers)
+        if side_by_side is not None:
+            weight_NK, bias_N = side_by_side
+            return self._project(x_BK, weight_NK, norm, bias_N, residual_BN)
+        columns = [layer.out_features for layer in layers]
+        is_narrow = torch.is_autocast_enabled("cuda")
+        return multiply(x_BK, list(map(tensors_of, layers)), columns, norm, residual_BN, is_narrow)
+
+    def _multiply_gated(self, x_BD: Tensor, mlp: MLP, norm: Norm) -> Tensor:
+        """Return act(gate(norm(x))) * up(norm(x)) of a gated layer."""
+        layers = [mlp.gate_proj, mlp.up_proj]
+        side_by_side = joined(layers)
+        if side_by_side is not None:
+            return self._project_gated(x_BD, side_by_side[0], norm, self._activation)
+        gate, up = map(tensors_of, layers)
+        is_narrow = torch.is_autocast_enabled("cuda")
+        columns = mlp.gate_proj.out_features
+        return multiply_gated(x_BD, gate, up, columns, norm, self._activation, is_narrow)
 
     def _rotations(self, position_B: Tensor) -> list[tuple[Tensor, Tensor] | tuple[None, None]]:
         """Return each layer's cosines and sines, [B, F]; (None, None) if it does not rotate."""
@@ -276,11 +326,8 @@ class FastForward:
                 return self._mixture(hidden_BD, mlp, norm_before_mlp)
             mixture_BD: Tensor = mlp(norm_before_mlp(hidden_BD))
             return hidden_BD + mixture_BD
-        gate_up_weight, _ = family_weights(mlp.gate_proj)
-        inner_BM = self._project_gated(
-            hidden_BD, gate_up_weight, norm_of(norm_before_mlp), self._activation
-        )
-        return self._project(inner_BM, mlp.down_proj.weight, residual_BN=hidden_BD)
+        inner_BM = self._multiply_gated(hidden_BD, mlp, norm_of(norm_before_mlp))
+        return self._multiply(inner_BM, [mlp.down_proj], residual_BN=hidden_BD)
 
     def _attention(
         self,
@@ -301,8 +348,8 @@ class FastForward:
         norms = None
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
             norms = norm_of(q_norm), norm_of(k_norm)
-        weight, bias = family_weights(attention.q_proj)
-        projected_BX = self._project(hidden_BD, weight, norm, bias)
+        inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
+        projected_BX = self._multiply(hidden_BD, inputs, norm)
         cos_BF, sin_BF = rotation
         qkv_BX = projected_BX
         cos_BF, sin_BF = rotation
@@ -333,10 +380,7 @@ class FastForward:
         )
         if attention.is_gated:
             mixed_BX = multiply_by_gates(mixed_BX, projected_BX, heads)
-        output = attention.o_proj
-        return self._project(
-            mixed_BX, output.weight, norm=None, bias_N=output.bias, residual_BN=hidden_BD
-        )
+        return self._multiply(mixed_BX, [attention.o_proj], residual_BN=hidden_BD)
 
     def _mixture(self, hidden_BD: Tensor, mixture: Mixture, norm_before: RMSNorm) -> Tensor:
         """Return the hidden states after a mixture of experts, computed by the kernels."""
@@ -374,4 +418,4 @@ def fast_forward(model: Llama, rows: int) -> FastForward | None:
     faster.
     """
     fuse_known(model)
-    return FastForward(model, rows) if obstacle(model) is None else None
+    return FastForward(model, rows) if obstacle(model, rows) is None else None

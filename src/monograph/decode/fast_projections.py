@@ -6,17 +6,33 @@ Shapes: B rows, K input and N output channels, M channels inside a feed-forward 
 
 from typing import cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.fused_linears import Sibling
+from monograph.graph.lora import Adapted, LoraInt8Linear, LoraLinear, LoraNF4Linear
 from monograph.model.layers import CentredRMSNorm, Linear, RMSNorm
 from monograph.ops.decode_kernels import Activation, Norm
+from monograph.ops.layer_kernels import Form, Layer, LowRank, fits
 from monograph.ops.rms_norm import rms_norm
 
 # Why the kernels cannot compute some projections.
 NOT_SIDE_BY_SIDE = "some projections do not lie side by side, because of adapters or hooks"
 NOT_PLAIN = "some projections have adapters or hooks"
+SEVERAL_DTYPES = "the weights have several dtypes"
+# The forms of the weights of projections that the kernels can compute, by class.
+FORMS: dict[type[nn.Module], Form] = {
+    Linear: "dense",
+    nn.Linear: "dense",  # a layer whose adapter was merged
+    Sibling: "dense",
+    LoraLinear: "dense",
+    Int8Linear: "int8",
+    LoraInt8Linear: "int8",
+    NF4Linear: "nf4",
+    LoraNF4Linear: "nf4",
+}
 
 
 def are_side_by_side(layers: list[Linear]) -> bool:
@@ -32,8 +48,59 @@ def are_side_by_side(layers: list[Linear]) -> bool:
 
 def is_plain(layer: nn.Linear) -> bool:
     """Return whether a layer's output is W x + b and no more."""
-    has_hooks = layer._forward_hooks or layer._forward_pre_hooks
-    return type(layer) is Linear and "forward" not in vars(layer) and not has_hooks
+    # A layer whose adapter was merged is an `nn.Linear`.
+    return type(layer) in (Linear, nn.Linear) and not has_hooks(layer)
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Return whether a layer computes more than its class says."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+
+
+def obstacle_of_product(layers: list[Linear], dtype: torch.dtype) -> str | None:
+    """Return why one launch cannot compute these layers, which read the same tensor."""
+    forms = {FORMS.get(type(layer)) for layer in layers}
+    if None in forms or any(map(has_hooks, layers)):
+        return "some projections have hooks or a forward pass of their own"
+    if len(forms) > 1:
+        return "some projections that read the same tensor are stored in different forms"
+    form = cast(Form, forms.pop())
+    summed = layers[0].in_features
+    if not fits(form, summed):
+        multiple = 64 if form == "nf4" else 16
+        return f"the kernels need widths that are multiples of {multiple}, not {summed}"
+    if form == "dense" and any(layer.weight.dtype != dtype for layer in layers):
+        return SEVERAL_DTYPES
+    adapters = [layer for layer in layers if isinstance(layer, Adapted)]
+    if any(layer.lora_magnitude_vector is not None for layer in adapters):
+        return "the kernels do not have adapters with magnitudes (DoRA)"
+    are_alike = (
+        len({layer.bias is None for layer in layers}) == 1
+        and len({(a.scale, a.lora_A.weight.shape, a.lora_A.weight.dtype) for a in adapters}) <= 1
+    )
+    return None if are_alike else "some adapters or biases of the same product are not alike"
+
+
+def joined(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:
+    """Return the weights and biases of these layers, one after another in memory.
+
+    Returns:
+        None if they do not lie so, or if a layer has an adapter or few bits.
+    """
+    first = layers[0]
+    if len(layers) == 1:
+        return (first.weight, first.bias) if is_plain(first) else None
+    return family_weights(first) if are_side_by_side(layers) else None
+
+
+def tensors_of(layer: nn.Linear) -> Layer:
+    """Return the tensors of a layer as the kernels take them."""
+    form = FORMS[type(layer)]
+    stored = layer.stored_tensors() if isinstance(layer, FrozenWeight) else (layer.weight,)
+    adapter = None
+    if isinstance(layer, Adapted):
+        adapter = LowRank(layer.lora_A.weight, layer.lora_B.weight, layer.scale)
+    return Layer(form, stored, layer.bias, adapter)
 
 
 def family_weights(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:

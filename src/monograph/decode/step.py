@@ -388,10 +388,9 @@ class DecodeStep:
 
     def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
         state = self.state
-        # Autocast computes in another dtype than that of the weights, which the kernels read.
-        is_cast = torch.is_autocast_enabled("cuda")
-        if hidden_BD is None and self.forward_kernels is not None and not is_cast:
-            return self.forward_kernels.logits(state.token_B, state.position_B, self.cache, blocks)
+        kernels = self.forward_kernels
+        if hidden_BD is None and kernels is not None and kernels.computes("cuda"):
+            return kernels.logits(state.token_B, state.position_B, self.cache, blocks)
         if hidden_BD is None:
             tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
             hidden_BD = self.model(

@@ -38,12 +38,44 @@ Activation = Literal["silu", "gelu"]
 
 
 @triton.jit
-def _normalised(x_RS, gain, scale_R, offset_S, CENTRED: tl.constexpr, dtype: tl.constexpr):
+def row_scale(
+    x,
+    row_R,
+    row_count,
+    EPS: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Return 1 / rms of rows of x, [R]; `normalised` multiplies by it."""
+    offset_S = tl.arange(0, STEP)
+    squares_RS = tl.zeros((ROWS, STEP), tl.float32)
+    for begin in range(0, K, STEP):
+        x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
+        x_RS = tl.load(x_at_RS, mask=(row_R < row_count)[:, None], other=0.0).to(tl.float32)
+        squares_RS += x_RS * x_RS
+    return tl.rsqrt(tl.sum(squares_RS, 1) / K + EPS)
+
+
+@triton.jit
+def normalised(x_RS, gain, scale_R, offset_S, CENTRED: tl.constexpr, dtype: tl.constexpr):
     """Return x * scale * gain, rounded as `rms_norm` rounds it."""
     gain_S = tl.load(gain + offset_S).to(tl.float32)
     if CENTRED:
         gain_S += 1
     return (x_RS.to(tl.float32) * scale_R[:, None] * gain_S[None, :]).to(dtype)
+
+
+@triton.jit
+def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
+    """Return act(gate) * up; both are rounded first, as two linear layers would round them."""
+    gate_RO = gate_RO.to(dtype).to(tl.float32)
+    if GELU:  # by its tanh approximation
+        inner_RO = 0.7978845608028654 * (gate_RO + 0.044715 * gate_RO * gate_RO * gate_RO)
+        activated_RO = gate_RO / (1 + tl.exp(-2 * inner_RO))
+    else:
+        activated_RO = gate_RO / (1 + tl.exp(-gate_RO))
+    return activated_RO.to(dtype).to(tl.float32) * up_RO.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -82,19 +114,14 @@ def _project(
     product_dtype: tl.constexpr = weight.dtype.element_ty
     scale_R = tl.full((ROWS,), 1.0, tl.float32)
     if NORM:
-        squares_RS = tl.zeros((ROWS, STEP), tl.float32)
-        for begin in range(0, K, STEP):
-            x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
-            x_RS = tl.load(x_at_RS, mask=is_row_R1, other=0.0).to(tl.float32)
-            squares_RS += x_RS * x_RS
-        scale_R = tl.rsqrt(tl.sum(squares_RS, 1) / K + EPS)
+        scale_R = row_scale(x, row_R, row_count, EPS, K, ROWS, STEP)
     total_RO = tl.zeros((ROWS, COLUMNS), tl.float32)
     up_RO = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(0, K, STEP):
         x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
         factor_RS = tl.load(x_at_RS, mask=is_row_R1, other=0.0)
         if NORM:
-            factor_RS = _normalised(
+            factor_RS = normalised(
                 factor_RS, gain + begin, scale_R, offset_S, CENTRED, product_dtype
             )
         weight_at_OS = weight + column_O[:, None].to(tl.int64) * K + begin + offset_S[None, :]
@@ -109,14 +136,7 @@ def _project(
         bias_O = tl.load(bias + column_O, mask=is_column_O, other=0.0)
         total_RO += bias_O.to(tl.float32)[None, :]
     if GATED:
-        # Both products are rounded first, as two linear layers would round them.
-        gate_RO = total_RO.to(dtype).to(tl.float32)
-        if GELU:  # by its tanh approximation
-            inner_RO = 0.7978845608028654 * (gate_RO + 0.044715 * gate_RO * gate_RO * gate_RO)
-            total_RO = gate_RO / (1 + tl.exp(-2 * inner_RO))
-        else:
-            total_RO = gate_RO / (1 + tl.exp(-gate_RO))
-        total_RO = total_RO.to(dtype).to(tl.float32) * up_RO.to(dtype).to(tl.float32)
+        total_RO = gated(total_RO, up_RO, dtype, GELU)
     out_offset_RO = row_R[:, None] * N + column_O[None, :]
     is_output_RO = is_row_R1 & is_column_O[None, :]
     result_RO = total_RO.to(dtype)
@@ -259,10 +279,10 @@ def _attend(
         if NORM:
             q_scale = _head_scale(q1, q2, E, EPS)
             k_scale = _head_scale(k1, k2, E, EPS)
-            q1 = _normalised(q1, q_gain, q_scale, channel_F, CENTRED, dtype).to(tl.float32)
-            q2 = _normalised(q2, q_gain + F, q_scale, channel_F, CENTRED, dtype).to(tl.float32)
-            k1 = _normalised(k1, k_gain, k_scale, channel_F, CENTRED, dtype).to(tl.float32)
-            k2 = _normalised(k2, k_gain + F, k_scale, channel_F, CENTRED, dtype).to(tl.float32)
+            q1 = normalised(q1, q_gain, q_scale, channel_F, CENTRED, dtype).to(tl.float32)
+            q2 = normalised(q2, q_gain + F, q_scale, channel_F, CENTRED, dtype).to(tl.float32)
+            k1 = normalised(k1, k_gain, k_scale, channel_F, CENTRED, dtype).to(tl.float32)
+            k2 = normalised(k2, k_gain + F, k_scale, channel_F, CENTRED, dtype).to(tl.float32)
         if ROTATE:
             q1, q2 = q1 * cos_1F - q2 * sin_1F, q2 * cos_1F + q1 * sin_1F
             k1, k2 = k1 * cos_1F - k2 * sin_1F, k2 * cos_1F + k1 * sin_1F
@@ -381,7 +401,7 @@ def attend_fits(device: torch.device, slots: int, head_dim: int, dtype: torch.dt
     return bool(needed_bytes <= card.shared_memory_per_block_optin)
 
 
-def _precision(dtype: torch.dtype) -> str:
+def product_precision(dtype: torch.dtype) -> str:
     """Return how `tl.dot` multiplies: "ieee" for exact products of fp32; it ignores 16-bit operands."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
@@ -418,7 +438,7 @@ class Tile(NamedTuple):
 # products take 850 us, and 1,240 us with the tile for small shared memory. They need up to 144 KiB of
 # shared memory, if the product is gated. From the narrowest to the widest:
 _TILES = (Tile(16, 512, 2, 4), Tile(32, 256, 4, 4), Tile(64, 128, 8, 4))
-_SHARED_BYTES_OF_TILES = 147_456
+SHARED_BYTES_OF_TILES = 147_456
 # For cards with less shared memory.
 _SMALL_TILE = Tile(16, 256, 4, 4)
 # Four stages of fp32 tiles are 115 KiB, and consumer cards have 99.
@@ -435,7 +455,7 @@ def tile_of(columns: int, dtype: torch.dtype, device: torch.device) -> Tile:
     card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute
     if dtype == torch.float32:
         return _SMALL_TILE_FP32
-    if card.shared_memory_per_block_optin < _SHARED_BYTES_OF_TILES:
+    if card.shared_memory_per_block_optin < SHARED_BYTES_OF_TILES:
         return _SMALL_TILE
     for tile in _TILES:
         if triton.cdiv(columns, tile.columns) <= card.multi_processor_count:
@@ -578,7 +598,7 @@ def _launch(
         ROWS=ROWS,
         COLUMNS=tile.columns,
         STEP=channels_at_once(summed, tile.channels),
-        PRECISION=_precision(x_BK.dtype),
+        PRECISION=product_precision(x_BK.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -726,7 +746,7 @@ def attend(
         ROTATE=cos_BF is not None,
         SINKS=sink_H is not None,
         WINDOW=window is not None,
-        PRECISION=_precision(qkv_BX.dtype),
+        PRECISION=product_precision(qkv_BX.dtype),
         FEW=form.few_blocks,
         num_warps=_ATTEND_WARPS,
         num_stages=form.stages,

@@ -1,0 +1,190 @@
+"""Run: pytest tests/ops/test_layer_kernels.py (needs a CUDA device)
+
+The kernels for adapters, and for weights in 8 and 4 bits, are as exact as the modules whose products
+they compute, and a row has the same bits alone as among others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monograph.graph.frozen import FrozenWeight
+from monograph.graph.lora import Adapted, Lora, adapt
+from monograph.ops.rms_norm import rms_norm
+
+pytestmark = pytest.mark.gpu
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+BASES = pytest.mark.parametrize("base", ["auto", "int8", "nf4"])
+EPS = 1e-5
+# Three blocks of nf4, so three programs share the sum of an adapter; 100 columns are two groups.
+SUMMED = 192
+ROWS = 67  # two tiles, or five of 16 rows
+
+
+def kernels() -> Any:
+    """Return the module; Triton, which it imports, is only where a card is."""
+    from monograph.ops import layer_kernels
+
+    return layer_kernels
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found.cpu().double() - exact).norm() / exact.norm()).item()
+
+
+class Case:
+    """Linear layers that read one input, with adapters on a base, on the CPU."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        base: Any,
+        columns: tuple[int, ...] = (100, 16, 24),
+        bias: bool = True,
+        rank: int = 3,
+        targets: Any = "all-linear",
+    ):
+        self.dtype, self.columns = dtype, columns
+        self.x = normal(ROWS, SUMMED, seed=0).to(dtype)
+        # Gains of an fp32 model whose products are in 16 bits keep their precision.
+        self.gain = (1 + 0.2 * normal(SUMMED, seed=1)).float()
+        self.residual = normal(ROWS, sum(columns), seed=2).to(dtype)
+        self.layers = nn.ModuleList(nn.Linear(SUMMED, each, bias=bias) for each in columns)
+        for index, layer in enumerate(self.layers):
+            # Layers and rows of different sizes, so that one's scale is not another's.
+            size_N1 = 3.0**index * torch.linspace(0.2, 2, len(layer.weight))[:, None]
+            layer.weight.data = size_N1 * normal(*layer.weight.shape, seed=3 + index).float() / 14
+            if bias:
+                layer.bias.data = normal(len(layer.bias), seed=6 + index).to(dtype)
+        adapt(self.layers, Lora(rank=rank, base=base, targets=targets, alpha=2.0 * rank))
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, Adapted):
+                layer.lora_B.weight.data = normal(
+                    *layer.lora_B.weight.shape, seed=9 + index
+                ).float()
+            if base == "auto":
+                layer.weight.data = layer.weight.data.to(dtype)
+
+    def outputs(self, norm: bool) -> list[Tensor]:
+        """Return each layer's output by the modules, in the case's dtype."""
+        x = rms_norm(self.x, self.gain, EPS) if norm else self.x
+        with torch.no_grad():
+            return [layer(x) for layer in self.layers]
+
+    def exact_outputs(self, norm: bool) -> list[Tensor]:
+        """Return each layer's output in fp64, by its equation."""
+        x = self.x.double()
+        x = rms_norm(x, self.gain.double(), EPS) if norm else x
+        outputs = []
+        for layer in self.layers:
+            weight = layer.dense() if isinstance(layer, FrozenWeight) else layer.weight
+            output = x @ weight.double().T
+            if layer.bias is not None:
+                output = output + layer.bias.double()
+            if isinstance(layer, Adapted):
+                a, b = layer.lora_A.weight.double(), layer.lora_B.weight.double()
+                output = output + layer.scale * (x @ a.T) @ b.T
+            outputs.append(output.detach())
+        return outputs
+
+    def tensors(self) -> list[Any]:
+        """Return the layers as the kernels take them, on the card."""
+        from monograph.decode.fast_projections import tensors_of
+
+        return [tensors_of(layer) for layer in self.layers.cuda()]
+
+    def norm(self) -> Any:
+        from monograph.ops.decode_kernels import Norm
+
+        return Norm(self.gain.cuda(), EPS)
+
+
+@DTYPES
+@BASES
+@pytest.mark.parametrize("targets", ["all-linear", ["1", "2"]], ids=["all", "not the first"])
+def test_layers_are_as_exact_as_their_modules(dtype: torch.dtype, base: Any, targets: Any) -> None:
+    case = Case(dtype, base, targets=targets)
+    exact = torch.cat(case.exact_outputs(norm=True), 1)
+    modules = torch.cat(case.outputs(norm=True), 1)
+    found = kernels().multiply(case.x.cuda(), case.tensors(), case.columns, case.norm())
+    starts = [0, 100, 116, 140]
+    for begin, end in zip(starts, starts[1:], strict=False):
+        part = slice(begin, end)
+        assert error(found[:, part], exact[:, part]) <= 2 * error(modules[:, part], exact[:, part])
+
+
+@DTYPES
+@BASES
+def test_a_layer_with_a_residual_is_as_exact_as_its_module(dtype: torch.dtype, base: Any) -> None:
+    case = Case(dtype, base, columns=(40,), bias=False, rank=70)
+    exact = case.exact_outputs(norm=False)[0] + case.residual.double()
+    module = case.outputs(norm=False)[0] + case.residual
+    residual = case.residual.cuda()
+    found = kernels().multiply(case.x.cuda(), case.tensors(), case.columns, None, residual)
+    assert error(found, exact) <= 2 * error(module, exact)
+
+
+@DTYPES
+@BASES
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_gated_product_is_as_exact_as_its_modules(
+    dtype: torch.dtype, base: Any, activation: Any
+) -> None:
+    def combined(gate: Tensor, up: Tensor) -> Tensor:
+        return (F.gelu(gate, approximate="tanh") if activation == "gelu" else F.silu(gate)) * up
+
+    case = Case(dtype, base, columns=(40, 40), bias=False)
+    exact, modules = combined(*case.exact_outputs(True)), combined(*case.outputs(True))
+    gate, up = case.tensors()
+    found = kernels().multiply_gated(case.x.cuda(), gate, up, 40, case.norm(), activation)
+    assert error(found, exact) <= 2 * error(modules, exact)
+
+
+def test_adapters_are_rounded_as_autocast_rounds_them() -> None:
+    case = Case(torch.bfloat16, "int8", bias=False)
+    exact = torch.cat(case.exact_outputs(norm=True), 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        modules = torch.cat(case.outputs(norm=True), 1)
+    x, layers, norm = case.x.cuda(), case.tensors(), case.norm()
+    narrow = kernels().multiply(x, layers, case.columns, norm, is_narrow=True)
+    assert error(narrow, exact) <= 2 * error(modules, exact)
+    wide = kernels().multiply(x, layers, case.columns, norm)
+    assert not torch.equal(narrow, wide)
+
+
+@DTYPES
+@BASES
+def test_one_of_up_to_16_rows_has_the_same_bits_in_any_batch(dtype: torch.dtype, base: Any) -> None:
+    case = Case(dtype, base, columns=(40, 40), bias=False)
+    x, layers, norm = case.x.cuda(), case.tensors(), case.norm()
+
+    def computed(rows: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            kernels().multiply(rows, layers, case.columns, norm),
+            kernels().multiply_gated(rows, *layers, 40, norm, "silu"),
+        )
+
+    of_all = computed(x[:16].contiguous())
+    for order in ([0], [3, 1], [15, *range(9)], list(range(15, -1, -1))):
+        of_some = computed(x[order].contiguous())
+        assert all(torch.equal(a[order], b) for a, b in zip(of_all, of_some, strict=True))
+
+
+def test_a_dense_weight_has_the_bits_of_the_kernel_for_layers_side_by_side() -> None:
+    from monograph.ops.decode_kernels import project
+
+    case = Case(torch.bfloat16, "auto", targets=["0"])
+    layers = [layer._replace(adapter=None) for layer in case.tensors()]
+    weight = torch.cat([layer.stored[0] for layer in layers])
+    bias = torch.cat([layer.bias_N for layer in layers])
+    joined = project(case.x.cuda(), weight, case.norm(), bias)
+    assert torch.equal(kernels().multiply(case.x.cuda(), layers, case.columns, case.norm()), joined)
