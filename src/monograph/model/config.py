@@ -23,7 +23,7 @@ from monograph.model.scaling import Scaling
 # The ends of names of files that torch.save writes. They are here, not in `torch_file` which reads such
 # files, because importing this module does not import torch.
 TORCH_FILE_SUFFIXES = (".pth", ".pt")
-# The sizes that every config.json must have, and all sizes, which are whole numbers above 0.
+# The sizes that every config.json must have.
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -31,6 +31,7 @@ _REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+# The sizes that every model has, whole numbers above 0. They are in the order of `PRESETS`.
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 
 

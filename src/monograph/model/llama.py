@@ -277,9 +277,9 @@ class Llama(nn.Module):
 
     Initial weights: every matrix ~ N(0, initializer_range^2). The matrices that end a residual
     branch (o_proj, out_proj, down_proj) are then divided by sqrt(2 * num_hidden_layers). Norms
-    multiply by 1 at first, and biases and sinks are 0. Source: Radford et al. 2019, "Language Models are Unsupervised
-    Multitask Learners", section 2.3. A mixer may give its own parameters other values
-    (`Mixer.initial_values`).
+    multiply by 1 at first, and biases and sinks are 0. A mixer may give its own parameters other
+    values (`Mixer.initial_values`). Source: Radford et al. 2019, "Language Models are Unsupervised
+    Multitask Learners", section 2.3.
 
     Each parameter has its own random stream, which is keyed by the seed and the parameter's name and
     sampled in fp32 on the CPU. So initial weights depend neither on the device nor on other
