@@ -170,7 +170,7 @@ def stream_candidates(
         distinct, key=lambda candidate: (candidate.bottleneck is None, candidate.update_s)
     )
     ways = {(way.work, way.placement(resident)): way for way, resident in fitting}
-    too_large = []
+    too_large: list[StreamCandidate] = []
     for place, candidate in enumerate(ranked[:MOST_TRACES]):
         best = _with_trace(ways[candidate.work, candidate.placement], candidate, limits)
         if best:

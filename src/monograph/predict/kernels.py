@@ -434,10 +434,11 @@ def _is_own_result(node: Node) -> bool:
     """Return whether a node selects what a call returns besides the tensors that it changes."""
     if node.target is not operator.getitem or not _changed_in_place(node.all_input_nodes[0]):
         return False
-    return node.args[1] == 0
+    _, index = node.args
+    return isinstance(index, int) and index == 0
 
 
-def _own_result_name(call: Node) -> BufferName:
+def _own_result_name(call: Node) -> str:
     """Return the name of the buffer that a call returns besides the tensors that it changes."""
     return f"{call.name}'s own result"
 
