@@ -36,7 +36,7 @@ from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
-from monograph.predict.roofline import flops_per_token
+from monograph.predict.roofline import matmul_parameters, training_flops
 from monograph.resident import Resident
 
 Numbers = dict[str, float]
@@ -229,8 +229,8 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
     width = config.num_attention_heads * config.head_dim
     # Forward and backward, a pair of a query and a key takes 12 FLOPs for each channel.
     attended = 12 * config.num_hidden_layers * width * micro["pairs"]
-    causal = 6 * config.num_hidden_layers * width * case.length * tokens
-    model_flops = flops_per_token(config, case.length) * tokens - causal + attended
+    visible_positions = [micro["pairs"] / tokens] * config.num_hidden_layers
+    model_flops = tokens * training_flops(matmul_parameters(config), width, visible_positions)
     times = {}
     for name in CARDS:
         peak = card_device(name).peak_flops["bf16"]

@@ -246,6 +246,8 @@ def slower_text(ratio: float) -> str:
 def speed(work: Work, update_s: float, device: Device) -> tuple[float, float | None]:
     """Return the tokens per second of an update that takes `update_s`, and its share of the
     datasheet's FLOP/s (None on a device without a datasheet).
+
+    A plan reads no text, so the share is that of rows which each hold one document.
     """
     tokens_per_s = work.window_rows * work.length / update_s
     peak_flops = device.peak_flops.get(work.precision)

@@ -10,13 +10,14 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from monograph.data.piece_lengths import PieceLengths
 from monograph.device import Device, clock, default_device, measured_matmul_flops
 from monograph.errors import InputRefused, Unreadable
 from monograph.graph.precision import Precision
@@ -45,62 +46,67 @@ def matmul_parameters(config: LlamaConfig) -> int:
 
 
 def training_flops(
-    matmul_parameters: int, layers: int, attention_width: int, sequence_length: int
-) -> int:
-    """Count the FLOPs of a token's forward and backward pass in any decoder with causal attention
-    over whole rows.
+    matmul_parameters: int, attention_width: int, visible_positions: Iterable[float]
+) -> float:
+    """Count the FLOPs of a token's forward and backward pass in any decoder with causal attention.
 
-        6 · N_matmul + 6 · L · d_attn · T
+        6 · N_matmul + 12 · d_attn · sum over layers of P_layer
 
     A multiply-add is 2 operations, and the backward pass costs twice the forward pass, hence 6 per
     parameter (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Scores and mixing cost 4·d_attn
-    per visible position forward, 12·d_attn with the backward pass (Chowdhery et al. 2022, arXiv
-    2204.02311, appendix B), and causal attention sees T/2 positions on average.
+    per pair of a token and a position that it attends to, 12·d_attn with the backward pass
+    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). P is the mean number of these positions:
+    (T + 1) / 2 in a row of T tokens of one document, and fewer if rows hold several documents or
+    if the layer has an attention window.
 
     Not counted: softmax, norms, rotary embedding, activation functions, loss and optimizer (they
-    are elementwise), recomputation (it is not work of the model), and that packed documents have
-    shorter attention. Other tools count attention as if it were not causal, 12·L·d_attn·T, which
-    gives a higher figure for the same run.
+    are elementwise), recomputation (it is not work of the model), and what a kernel computes of
+    pairs that are masked. Other tools count attention over whole rows of one document, 6·L·d_attn·T,
+    or as if it were not causal, 12·L·d_attn·T, which gives a higher figure for the same run.
 
     Args:
         matmul_parameters: N_matmul, see the function of that name.
-        layers: L.
         attention_width: d_attn, heads · head_dim.
-        sequence_length: T.
+        visible_positions: P of each layer with attention.
     """
-    return 6 * matmul_parameters + 6 * layers * attention_width * sequence_length
+    return 6 * matmul_parameters + 12 * attention_width * sum(visible_positions)
 
 
 @functools.lru_cache(maxsize=256)  # a plan asks for each way to train the same model
-def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameters: int = 0) -> int:
-    """Return `training_flops` of `config` on rows of `sequence_length` tokens. Unit: FLOPs per
-    token.
+def flops_per_token(
+    config: LlamaConfig, documents: int | PieceLengths, adapter_parameters: int = 0
+) -> float:
+    """Return `training_flops` of `config` on documents of these lengths. Unit: FLOPs per token.
+
+    Every MFU is made of it: of runs, plans and benchmarks.
 
     With adapters of A parameters next to frozen weights, 4 · N_matmul + 6 · A replaces 6 ·
     N_matmul: the gradient of a weight costs as much as the forward pass, and a frozen weight has
-    no gradient.
+    no gradient. A gated delta net has for each head a matrix of E key times V value channels, which
+    it reads, corrects and reads again: 18·heads·E·V for the layer.
 
-    A layer with an attention window w < T sees w · (1 - w / 2T) positions on average, as many as
-    causal attention over rows of w · (2 - w / T) tokens. This length, rounded down, counts for the
-    layer instead of T. A gated delta net has for each head a matrix of E key times V value
-    channels, which it reads, corrects and reads again: 18·heads·E·V for the layer.
+    Args:
+        config: the model's shape.
+        documents: the lengths of the documents in the rows; a number is the length of all of them.
+        adapter_parameters: A; 0 if the model itself is trained.
     """
-    attending = [
-        layer for layer in range(config.num_hidden_layers) if not config.is_delta_net(layer)
-    ]
-    windows = [min(config.window(layer) or sequence_length, sequence_length) for layer in attending]
-    length_of_all_layers = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)
+    pieces = documents
+    if isinstance(pieces, int):
+        pieces = PieceLengths.of_whole_rows(pieces)
+    layers = range(config.num_hidden_layers)
+    attending = [layer for layer in layers if not config.is_delta_net(layer)]
+    seen_by_window = {
+        window: pieces.visible_positions(window) for window in set(map(config.window, attending))
+    }
+    seen = [seen_by_window[config.window(layer)] for layer in attending]
     width = config.num_attention_heads * config.head_dim
     matrices = matmul_parameters(config)
     not_computed = 2 * matrices - 6 * adapter_parameters if adapter_parameters else 0
     state = (
         config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
     )
-    delta_nets = config.num_hidden_layers - len(attending)
-    state_flops = 18 * delta_nets * state
-    # One layer of the summed length costs as much as all layers.
-    flops = training_flops(matrices, 1, width, length_of_all_layers)
-    return flops + state_flops - not_computed
+    state_flops = 18 * (len(layers) - len(attending)) * state
+    return training_flops(matrices, width, seen) + state_flops - not_computed
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:

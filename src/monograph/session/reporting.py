@@ -442,9 +442,10 @@ class Reporter:
         rate = statistics.median(rates) if rates else None
         config = session.model_config
         peak_flops = machine.peak_flops.get(session.plan.training.precision)
+        piece_lengths = session.task.piece_lengths
         utilization = None
-        if rate and config and peak_flops:
-            flops = flops_per_token(config, session.plan.training.length, session.adapter_params)
+        if rate and config and peak_flops and piece_lengths:
+            flops = flops_per_token(config, piece_lengths, session.adapter_params)
             utilization = mfu(rate, flops, peak_flops * session.world.size)
         return {
             "schema": "monograph.train/1",
