@@ -34,6 +34,9 @@ IGNORE = -100  # torch's default ignore_index
 # The name of a batch's tensor with each target's factor in the differentiated loss. Models that balance
 # their experts need it.
 SHARES = "token_shares"
+# The name of a batch's tensor with the factor by which the loss is multiplied before it is
+# differentiated. A step adds it where the head's products add to the gradients themselves.
+FACTOR = "loss_factor"
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
@@ -63,7 +66,8 @@ class TokenLoss:
 
     The batch holds `tokens` and `targets` [B, T] int64, and for packed rows `segments` and
     `positions` [B, T] int64. For a model that balances its experts, a step adds `token_shares`, the
-    argument `shares` of `Llama.forward`.
+    argument `shares` of `Llama.forward`. Where products add to the gradients, it adds `loss_factor`,
+    the argument `factor` of `monograph.ops.cross_entropy.linear_cross_entropy`.
     """
 
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
@@ -80,7 +84,10 @@ class TokenLoss:
         hidden_ND, head = hidden_of(model, batch, **shares)
         targets_N = batch["targets"].flatten()
         rows = trained_rows(head)
-        return self.head(hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **teaching)
+        factor = {"factor": batch[FACTOR]} if FACTOR in batch else {}
+        return self.head(
+            hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **teaching, **factor
+        )
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:
         """Return further arguments of `head`, which a loss with teachers has; here there are none."""

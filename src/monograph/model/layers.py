@@ -226,8 +226,10 @@ class Attention(nn.Module):
             query_BHTE = self.q_norm(query_BHTE)
             key_BKTE = self.k_norm(key_BKTE)
         if cos_sin_B1TF is not None:
-            query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type)
-            key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type)
+            # What is computed in between is fused with a rotation by operators.
+            of_product = isinstance(self.q_norm, nn.Identity) and self.clip is None
+            query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type, of_product=of_product)
+            key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type, of_product=of_product)
         heads = self.scale_query(query_BHTE), key_BKTE, value_BKTE
         if cache is None:
             mixed_BHTE = attention(*heads, mask, self.impl, self.kernel, self.sinks)

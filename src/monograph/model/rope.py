@@ -12,9 +12,11 @@ import math
 import torch
 from torch import Tensor
 
+from monograph import compat
 from monograph.model.config import LlamaConfig
 from monograph.model.scaling import LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 from monograph.ops.materialize import materialize
+from monograph.ops.rotation import rotate_by_operators, rotate_heads, rotates_heads
 
 CosSin = tuple[Tensor, Tensor]  # cosine and sine of the angles, as `cos_sin` returns them
 
@@ -140,7 +142,9 @@ def cos_sin(
     return materialize(cos_B1TF), materialize(sin_B1TF)
 
 
-def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> Tensor:
+def rotate(
+    heads_BHTD: Tensor, cos_sin_B1TF: CosSin, device_type: str = "", *, of_product: bool = False
+) -> Tensor:
     """Rotate each pair (x[i], x[i + D/2]) of every head by its angle, position * frequency i.
 
         y[i]       = x[i] cos - x[i + D/2] sin
@@ -154,6 +158,8 @@ def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
         heads_BHTD: x.
         cos_sin_B1TF: cosine and sine of the angles.
         device_type: the type of the device whose operators are used; "": that of the heads.
+        of_product: whether the heads are the output of a matrix product. A GPU's compiled step then
+            rotates them by a kernel of its own.
 
     Returns:
         [B, H, T, D] in the dtype of the heads. The rotation is computed in the cosine's dtype and
@@ -167,7 +173,8 @@ def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
         # The outputs of projections have the order [B, T, H, D]. If the rotation keeps it, the
         # result of attention has it too, and the projection after attention needs no copy.
         cos_BT1F, sin_BT1F = (tensor.transpose(1, 2) for tensor in cos_sin_B1TF)
-        return _rotate_on_cuda(heads_BHTD.transpose(1, 2), cos_BT1F, sin_BT1F).transpose(1, 2)
+        heads_BTHD = heads_BHTD.transpose(1, 2)
+        return _rotate_on_cuda(heads_BTHD, cos_BT1F, sin_BT1F, of_product).transpose(1, 2)
     cos_B1TF, sin_B1TF = cos_sin_B1TF
     first_BHTF, second_BHTF = heads_BHTD.chunk(2, dim=-1)
     rotated = (
@@ -177,16 +184,14 @@ def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
     return torch.cat(rotated, dim=-1).to(heads_BHTD.dtype)
 
 
-def _rotate_on_cuda(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) -> Tensor:
-    """Rotate heads as `rotate` does, by elementwise operators only.
-
-    A compiler can fuse their backward pass with the operator that reads its result.
-    """
-    pairs_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
-    first_21 = torch.arange(2, device=heads_BTHD.device).unsqueeze(-1) == 0
-    cos_BT11F = cos_BT1F.unsqueeze(-2)
-    sin_BT11F = sin_BT1F.unsqueeze(-2)
-    rotated_BTH2F = pairs_BTH2F * cos_BT11F + pairs_BTH2F.flip(-2) * torch.where(
-        first_21, -sin_BT11F, sin_BT11F
-    )
-    return rotated_BTH2F.flatten(-2).to(heads_BTHD.dtype)
+def _rotate_on_cuda(
+    heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor, of_product: bool
+) -> Tensor:
+    """Rotate heads as `rotate` does, in the order of the outputs of projections."""
+    # Without gradients, as in decoding, a compiler fuses operators with what reads their result.
+    is_in_step = torch.compiler.is_compiling() and torch.is_grad_enabled()
+    has_kernel = rotates_heads(heads_BTHD, cos_BT1F) and not compat.in_transform()
+    if of_product and is_in_step and has_kernel:
+        rotated: Tensor = rotate_heads(heads_BTHD, cos_BT1F.squeeze(2), sin_BT1F.squeeze(2))
+        return rotated
+    return rotate_by_operators(heads_BTHD, cos_BT1F, sin_BT1F)

@@ -33,17 +33,16 @@ class OnDevice(Parameters):
         """
         super().__init__()
         self._asked_to_fuse = fused
-        self._fuses_gradients = False  # the choice, known from `place` on
 
     def place(self, step: Step) -> list[Plane]:
         """Move the trainable parameters into planes on their own device."""
         self.step = step
         on_cuda = any(p.is_cuda for p in step.model.parameters())
         if self._asked_to_fuse is None:
-            self._fuses_gradients = can_fuse_gradients(step, on_cuda)
+            self.adds_in_products = can_fuse_gradients(step, on_cuda)
         else:
-            self._fuses_gradients = self._asked_to_fuse
-        if self._fuses_gradients:
+            self.adds_in_products = self._asked_to_fuse
+        if self.adds_in_products:
             siblings.fuse_known(step.model)
         # Siblings are multiplied as one matrix, so their parameters must lie side by side in a plane.
         ordered_parameters = siblings.in_family_order(step.model, trainable(step.model))
@@ -57,7 +56,7 @@ class OnDevice(Parameters):
         siblings.split_separated_families(step.model)
         for plane in new_planes:
             step.prepare_plane(plane)
-        if self._fuses_gradients:
+        if self.adds_in_products:
             # Without recomputation, autograd keeps all rounded weights for the backward pass anyway.
             # So rounding each weight once a window, into `plane.rounded`, takes no more memory.
             can_round_once = isinstance(step.remat, Remat.Off)
@@ -74,7 +73,7 @@ class OnDevice(Parameters):
 
     def fused_gradients(self) -> AbstractContextManager[None]:
         """Let matrix products in the block add gradients to the planes, if `place` chose that."""
-        return _fused_gradients(self.step.planes) if self._fuses_gradients else nullcontext()
+        return _fused_gradients(self.step.planes) if self.adds_in_products else nullcontext()
 
     def accumulate(self, batches: Sequence[object]) -> None:
         """Add the gradient of each micro-batch to the planes."""

@@ -22,7 +22,7 @@ from monograph.graph.inspect import buffers_kept, modes_kept, unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
-from monograph.loss import IGNORE, SHARES, Loss, has_count, token_loss
+from monograph.loss import FACTOR, IGNORE, SHARES, Loss, has_count, token_loss
 from monograph.optim import (
     AdamW,
     Optimizer,
@@ -374,7 +374,9 @@ class Step:
     # `forward` is `_forward`, compiled after a capture (`Parameters.captured` lists what a capture
     # compiles). It is called in the step's context: if a compiled function entered autocast itself,
     # torch would not cache it between runs.
-    def _forward(self, batch: object, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward(self, batch: Any, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.parameters.adds_in_products:
+            batch = {**batch, FACTOR: loss_factor}
         loss_sum, count = self.parameters.sums(batch)
         return self.scaled_loss(loss_sum, loss_factor), loss_sum.detach(), count
 
