@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph.fp8 import Float8Head
 from monograph.graph.token_rows import trained_rows
 from monograph.ops.cross_entropy import linear_cross_entropy, token_log_probabilities
 from monograph.ops.mixture import mixture_cross_entropy
@@ -34,9 +35,6 @@ IGNORE = -100  # torch's default ignore_index
 # The name of a batch's tensor with each target's factor in the differentiated loss. Models that balance
 # their experts need it.
 SHARES = "token_shares"
-# The name of a batch's tensor with the factor by which the loss is multiplied before it is
-# differentiated. A step adds it where the head's products add to the gradients themselves.
-FACTOR = "loss_factor"
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
@@ -66,8 +64,7 @@ class TokenLoss:
 
     The batch holds `tokens` and `targets` [B, T] int64, and for packed rows `segments` and
     `positions` [B, T] int64. For a model that balances its experts, a step adds `token_shares`, the
-    argument `shares` of `Llama.forward`. Where products add to the gradients, it adds `loss_factor`,
-    the argument `factor` of `monograph.ops.cross_entropy.linear_cross_entropy`.
+    argument `shares` of `Llama.forward`.
     """
 
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
@@ -84,9 +81,9 @@ class TokenLoss:
         hidden_ND, head = hidden_of(model, batch, **shares)
         targets_N = batch["targets"].flatten()
         rows = trained_rows(head)
-        factor = {"factor": batch[FACTOR]} if FACTOR in batch else {}
+        more = {"in_fp8": True} if isinstance(head, Float8Head) else {}
         return self.head(
-            hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **teaching, **factor
+            hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **teaching, **more
         )
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:

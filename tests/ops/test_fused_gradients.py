@@ -27,6 +27,7 @@ from monograph.loss import TokenLoss, token_loss
 from monograph.model.llama import Llama
 from monograph.model.rope import rotate
 from monograph.ops.cross_entropy import (
+    HeadWeight,
     _traced_gradients,
     _traced_gradients_on_cuda,
     linear_cross_entropy,
@@ -190,30 +191,6 @@ def test_only_matrices_are_fused_and_only_in_a_micro_step():
     assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_factor_that_is_known_adds_the_head_s_gradient_without_a_buffer(dtype):
-    """The products of the chunks add it; fp16, which may not hold scaled gradients, has the buffer."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(9, 6, generator=generator), torch.randn(50, 6, generator=generator)
-    targets = torch.tensor([3, -100, 49, 0, 7, -100, 7, 1, 2])
-    factor = torch.tensor([0.7], dtype=torch.float64)
-    found = []
-    for given, precision in (factor, dtype), (None, dtype), (None, torch.float64):
-        hidden, weight = (
-            tensor.to(dtype).to(precision).detach().clone().requires_grad_() for tensor in drawn
-        )
-        total = torch.ones_like(weight, dtype=torch.promote_types(precision, torch.float32))
-        weight.fused_gradient = FusedGradient(weight.detach(), total)
-        with fused_gradients():
-            loss, _ = linear_cross_entropy(hidden, weight, targets, chunks=3, factor=given)
-        was_added = bool((total != 1).any())
-        assert was_added == (given is not None and dtype != torch.float16)
-        (loss * factor[0]).backward()
-        found.append((loss.detach(), hidden.grad, total))
-    for ours, without, exact in zip(*found, strict=True):
-        assert error_within(ours, without, exact)
-
-
 def test_rows_of_padding_and_repeated_tokens():
     tokens, weight = torch.tensor([[0, 2, 2], [1, 0, 4]]), torch.randn(5, 3, requires_grad=True)
     factor = torch.arange(18.0).view(2, 3, 3)
@@ -257,11 +234,9 @@ def test_forms_for_a_gpu_equal_those_for_a_cpu():
     assert torch.equal(ours, rotate(heads, (angles.cos(), angles.sin())))
     hidden, weight, targets = drawn(6, 4), drawn(9, 4), torch.tensor([0, 8, 3, 3, 0, 1])
     weights = torch.tensor([1.0, 1, 1, 0, 1, 1], dtype=torch.float64)
-    factor = torch.tensor(0.3, dtype=torch.float64)
-    losses, grad = _traced_gradients(hidden, weight, targets, torch.float64, None, factor)
-    our_losses, our_grad = _traced_gradients_on_cuda(
-        hidden, weight, targets, weights, weights * factor
-    )
+    head = HeadWeight(weight)
+    losses, grad = _traced_gradients(hidden, head, targets, torch.float64, None)
+    our_losses, our_grad = _traced_gradients_on_cuda(hidden, head, targets, weights)
     # The sums have at most nine terms near 1, and what is rounded are fp64 numbers.
     assert relative_error(our_losses, losses * weights) < 32 * torch.finfo(torch.float64).eps
     assert relative_error(our_grad, grad * weights[:, None]) < 32 * torch.finfo(torch.float64).eps

@@ -3,9 +3,8 @@
 The tokens are cut into chunks. Only the logits of one chunk are in memory at a time.
 
 A frozen weight may have trained rows (`ReplacementRows`), which replace some of its own rows. A fused weight
-(`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`, to which the weight's gradient is
-added instead of being returned: by the backward pass, or, if the factor of the loss is known, by the
-products of the forward pass.
+(`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`, to which the backward pass adds
+the weight's gradient instead of returning it.
 
 Shapes: N tokens, C tokens of a chunk, R tokens of a block (the part of a chunk whose softmax is
 computed at once), D hidden size, V vocabulary, K trained rows of a frozen weight.
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from monograph import compat
+from monograph.ops.fp8 import Float8Weight
 from monograph.ops.fused_gradients import add_product_, block_rows, fused_gradient_of
 from monograph.ops.logits_gradient import replace_logits_, replaces_logits
 from monograph.ops.token_rows import ReplacementRows, row_differences, with_replaced_rows
@@ -40,13 +40,11 @@ class TokenChunk(NamedTuple):
         hidden_CD: their hidden states.
         targets_C: their targets.
         mask_C: 1 for a target, 0 for an ignored one.
-        scale_C: the factor of each token's gradient: 0 for an ignored target.
     """
 
     hidden_CD: Tensor
     targets_C: Tensor
     mask_C: Tensor
-    scale_C: Tensor
 
 
 def linear_cross_entropy(
@@ -58,7 +56,7 @@ def linear_cross_entropy(
     impl: Literal["chunked", "reference"] = "chunked",
     rows: ReplacementRows | None = None,
     device_type: str | None = None,
-    factor: Tensor | None = None,
+    in_fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropies of a linear classifier and the number of targets.
 
@@ -83,10 +81,10 @@ def linear_cross_entropy(
         device_type: "cpu" or "cuda": the device whose limits decide how the tokens are cut. The
             planner names it, because its fake tensors may be on another device. None: the device of the
             tensors.
-        factor: the factor, of one element, by which the caller multiplies the loss before it
-            differentiates it; None: it is not known yet. With it, the gradient of a fused weight
-            needs no buffer of its own, unless the products are in fp16, which cannot hold the
-            scaled gradients of all logits. Without a fused weight it is not used.
+        in_fp8: whether, for bf16 hidden states and gradients, the logits and the gradient of the hidden
+            states are products of operands that are rounded to fp8 (`Float8Weight`). The weight's
+            gradient stays a product in bf16, which adds to fp32 sums; no fp8 product does. V and D
+            must be multiples of 16, and there are no `rows`.
 
     Returns:
         loss: 0-d fp32 (fp64 for fp64 input), the sum in nats, differentiable.
@@ -111,23 +109,20 @@ def linear_cross_entropy(
         # Inside a transform of torch.func, `requires_grad` is False even for a trained weight.
         trains_weight = rows is None and (weight_VD.requires_grad or compat.in_transform())
         fused_VD, total_VD = fused_gradient_of(weight_VD) or (None, None)
-        if total_VD is None or hidden_ND.dtype == torch.float16:
-            factor = None
         values_KD, index_K, slot_V = rows or (None, None, None)
         # An autograd.Function takes no keyword arguments, and does not see tensors inside of tuples. Only
-        # the three settings are packed.
+        # the four settings are packed.
         loss, _, _ = _ChunkedLoss.apply(
             hidden_ND,
             weight_VD,
             valid_targets_N,
             mask_N,
-            (chunks, device_type, trains_weight),
+            (chunks, device_type, trains_weight, in_fp8),
             values_KD,
             index_K,
             slot_V,
             fused_VD,
             total_VD,
-            factor,
         )
         return loss, count
     return _loss_only(hidden_ND, weight_VD, valid_targets_N, mask_N, chunks, rows), count
@@ -145,11 +140,40 @@ def _differences(weight_VD: Tensor, rows: ReplacementRows | None) -> Replacement
     return None if rows is None else rows._replace(values_KD=row_differences(weight_VD, rows))
 
 
+class HeadWeight(NamedTuple):
+    """A classifier's weight as its products read it.
+
+    Attributes:
+        weight_VD: the weight, in the dtype of the hidden states.
+        rounded: the weight in fp8, if the products are in fp8.
+    """
+
+    weight_VD: Tensor
+    rounded: Float8Weight | None = None
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """Return x W^T, [C, V]."""
+        if self.rounded is None:
+            return hidden_CD @ self.weight_VD.T
+        return self.rounded.logits(hidden_CD)
+
+    def hidden_gradient(self, grad_CV: Tensor) -> Tensor:
+        """Return dz W, [C, D], for dz = softmax - onehot, whose elements are from -1 to 1."""
+        if self.rounded is None:
+            return grad_CV @ self.weight_VD
+        return self.rounded.hidden_gradient(grad_CV, largest=1.0)
+
+
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, differences: ReplacementRows | None) -> Tensor:
     """Return the logits, [C, V], by a weight to whose rows `differences` are added."""
     logits_CV = hidden_CD @ weight_VD.T
     if differences is None:
         return logits_CV
+    return _add_differences(logits_CV, hidden_CD, differences)
+
+
+def _add_differences(logits_CV: Tensor, hidden_CD: Tensor, differences: ReplacementRows) -> Tensor:
+    """Add the change of some rows of the weight to the logits, in place, and return them."""
     return logits_CV.index_add_(-1, differences.index_K, hidden_CD @ differences.values_KD.T)
 
 
@@ -157,7 +181,7 @@ def _chunk_loss(
     chunk: TokenChunk, weight_VD: Tensor, differences: ReplacementRows | None
 ) -> Tensor:
     """Return the sum of a chunk's cross-entropies."""
-    hidden_CD, targets_C, mask_C, _scale_C = chunk
+    hidden_CD, targets_C, mask_C = chunk
     logits_CV = _logits(hidden_CD, weight_VD, differences).to(mask_C.dtype)
     target_logit_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
     return ((logits_CV.logsumexp(-1) - target_logit_C) * mask_C).sum()
@@ -176,16 +200,14 @@ def _loss_only(
     return torch.stack(
         [
             _chunk_loss(chunk, weight_VD, differences)
-            for chunk in _split(hidden_ND, targets_N, mask_N, mask_N, chunks)
+            for chunk in _split(hidden_ND, targets_N, mask_N, chunks)
         ]
     ).sum()
 
 
-def _split(
-    hidden_ND: Tensor, targets_N: Tensor, mask_N: Tensor, scale_N: Tensor, chunks: int
-) -> list[TokenChunk]:
+def _split(hidden_ND: Tensor, targets_N: Tensor, mask_N: Tensor, chunks: int) -> list[TokenChunk]:
     """Return the chunks of the tokens."""
-    pieces = (tensor.tensor_split(chunks) for tensor in (hidden_ND, targets_N, mask_N, scale_N))
+    pieces = (tensor.tensor_split(chunks) for tensor in (hidden_ND, targets_N, mask_N))
     return [TokenChunk(*of_chunk) for of_chunk in zip(*pieces, strict=True)]
 
 
@@ -197,8 +219,8 @@ class _ChunkGradients(NamedTuple):
         hidden_grad_CD: the gradient of the hidden states.
         hidden_CD: the hidden states, a factor of the weight's gradient logits_grad_CV^T hidden_CD.
             Except on CUDA in a graph, they are zero for ignored tokens.
-        logits_grad_CV: (softmax - onehot) times the factor of the loss, if that is known; the other
-            factor. On CUDA in a graph, it is zero for ignored tokens.
+        logits_grad_CV: softmax - onehot, the other factor. On CUDA in a graph, it is zero for
+            ignored tokens.
     """
 
     loss: Tensor
@@ -208,38 +230,30 @@ class _ChunkGradients(NamedTuple):
 
 
 def _chunk_gradients(
-    chunk: TokenChunk,
-    weight_VD: Tensor,
-    device_type: str,
-    differences: ReplacementRows | None,
-    factor: Tensor | None,
+    chunk: TokenChunk, head: HeadWeight, device_type: str, differences: ReplacementRows | None
 ) -> _ChunkGradients:
-    """Return a chunk's loss, and the gradients of the loss times `factor`; None: times 1.
+    """Return a chunk's loss and gradients.
 
     It is a separate function so that no tensor of a chunk is still alive in the next one.
     """
-    hidden_CD, targets_C, mask_C, scale_C = chunk
+    hidden_CD, targets_C, mask_C = chunk
     is_traced = torch.compiler.is_compiling()
     if is_traced and device_type == "cuda" and differences is None:
-        losses_C, grad_CV = _traced_gradients_on_cuda(
-            hidden_CD, weight_VD, targets_C, mask_C, scale_C
-        )
-        return _ChunkGradients(losses_C, grad_CV @ weight_VD, hidden_CD, grad_CV)
+        losses_C, grad_CV = _traced_gradients_on_cuda(hidden_CD, head, targets_C, mask_C)
+        return _ChunkGradients(losses_C, head.hidden_gradient(grad_CV), hidden_CD, grad_CV)
     # The hidden states of ignored tokens become zero, so that they add nothing to the weight's
     # gradient. Under vmap the product is batched if the targets are batched. The logits are then
     # batched, too, and `_eager_gradients` can write to them in place.
     mask_C1 = mask_C.unsqueeze(-1).to(hidden_CD.dtype)
     hidden_CD = hidden_CD * mask_C1
     if is_traced:
-        losses_C, grad_CV = _traced_gradients(
-            hidden_CD, weight_VD, targets_C, mask_C.dtype, differences, factor
-        )
+        losses_C, grad_CV = _traced_gradients(hidden_CD, head, targets_C, mask_C.dtype, differences)
     else:
-        block = block_rows(device_type, weight_VD.shape[0])
+        block = block_rows(device_type, head.weight_VD.shape[0])
         losses_C, grad_CV = _eager_gradients(
-            hidden_CD, weight_VD, targets_C, mask_C.dtype, differences, factor, block
+            hidden_CD, head, targets_C, mask_C.dtype, differences, block
         )
-    grad_CD = grad_CV @ weight_VD
+    grad_CD = head.hidden_gradient(grad_CV)
     if differences is not None:
         grad_CD = grad_CD + grad_CV.index_select(-1, differences.index_K) @ differences.values_KD
     return _ChunkGradients((losses_C * mask_C).sum(), grad_CD * mask_C1, hidden_CD, grad_CV)
@@ -247,17 +261,16 @@ def _chunk_gradients(
 
 def _traced_gradients(
     hidden_CD: Tensor,
-    weight_VD: Tensor,
+    head: HeadWeight,
     targets_C: Tensor,
     dtype: torch.dtype,
     differences: ReplacementRows | None,
-    factor: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [C], and (softmax - onehot) times `factor` [C, V] in the dtype of `hidden_CD`.
+    """Return losses [C] and softmax - onehot [C, V] in the dtype of `hidden_CD`.
 
     Nothing is written in place, so that a compiler can fuse the operations.
     """
-    logits_CV = (hidden_CD @ weight_VD.T).to(dtype)
+    logits_CV = head.logits(hidden_CD).to(dtype)
     if differences is not None:
         # slot_V has each row's position in `values_KD`, and -1 for a row that is not replaced.
         added_CK = (hidden_CD @ differences.values_KD.T).to(dtype)
@@ -266,53 +279,53 @@ def _traced_gradients(
     lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
     target_C1 = targets_C.unsqueeze(-1)
     softmax_CV = (logits_CV - lse_C1).exp()
-    classes_V = torch.arange(weight_VD.shape[0], device=weight_VD.device)
+    classes_V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)
     grad_CV = torch.where(classes_V == target_C1, softmax_CV - 1, softmax_CV)
-    if factor is not None:
-        grad_CV = grad_CV * factor
     return (lse_C1 - logits_CV.gather(-1, target_C1)).squeeze(-1), grad_CV.to(hidden_CD.dtype)
 
 
 def _traced_gradients_on_cuda(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, mask_C: Tensor, scale_C: Tensor
+    hidden_CD: Tensor, head: HeadWeight, targets_C: Tensor, mask_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [C] and (softmax - onehot) * scale [C, V], both zero for ignored tokens.
+    """Return losses [C] and softmax - onehot [C, V], both zero for ignored tokens.
 
     In the form for fp64 and for transforms of torch.func, Inductor needs only two passes over the
     logits. On a CPU this form would not be faster, because it computes the exponentials twice.
     """
-    logits_CV = hidden_CD @ weight_VD.T
+    logits_CV = head.logits(hidden_CD)
     if replaces_logits(logits_CV) and not compat.in_transform():
-        losses_C = replace_logits_(logits_CV, targets_C, mask_C, scale_C)
+        losses_C = replace_logits_(logits_CV, targets_C, mask_C)
         return losses_C, logits_CV
     logits_CV = logits_CV.to(mask_C.dtype)
     largest_C1 = logits_CV.amax(-1, keepdim=True)
     exp_CV = (logits_CV - largest_C1).exp()
     sum_C1 = exp_CV.sum(-1, keepdim=True)
-    classes_V = torch.arange(weight_VD.shape[0], device=weight_VD.device)
+    classes_V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)
     is_target_CV = classes_V == targets_C.unsqueeze(-1)
     # The target's logit is a sum over the row, because a gather would be a separate kernel.
     target_logit_C1 = torch.where(is_target_CV, logits_CV, 0.0).sum(-1, keepdim=True)
     losses_C1 = sum_C1.log() + largest_C1 - target_logit_C1
-    grad_CV = (exp_CV / sum_C1 - is_target_CV.to(exp_CV.dtype)) * scale_C.unsqueeze(-1)
-    return (losses_C1 * mask_C.unsqueeze(-1)).squeeze(-1), grad_CV.to(hidden_CD.dtype)
+    mask_C1 = mask_C.unsqueeze(-1)
+    grad_CV = (exp_CV / sum_C1 - is_target_CV.to(exp_CV.dtype)) * mask_C1
+    return (losses_C1 * mask_C1).squeeze(-1), grad_CV.to(hidden_CD.dtype)
 
 
 def _eager_gradients(
     hidden_CD: Tensor,
-    weight_VD: Tensor,
+    head: HeadWeight,
     targets_C: Tensor,
     dtype: torch.dtype,
     differences: ReplacementRows | None,
-    factor: Tensor | None,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return losses [C] and (softmax - onehot) times `factor` [C, V], as `_traced_gradients` does.
+    """Return losses [C] and softmax - onehot [C, V], as `_traced_gradients` does.
 
     The logits are overwritten, those of `block` tokens at a time, because on a CPU the allocation of
     a new [C, V] tensor takes longer than the arithmetic.
     """
-    logits_CV = _logits(hidden_CD, weight_VD, differences)
+    logits_CV = head.logits(hidden_CD)
+    if differences is not None:
+        logits_CV = _add_differences(logits_CV, hidden_CD, differences)
     losses: list[Tensor] = []
     for logits_RV, targets_R in zip(logits_CV.split(block), targets_C.split(block), strict=True):
         log_softmax_RV = logits_RV.to(dtype).log_softmax(-1)
@@ -321,9 +334,7 @@ def _eager_gradients(
         losses.append(losses_R1.squeeze(-1))
         grad_RV = log_softmax_RV.exp_()
         grad_RV.scatter_add_(-1, target_R1, torch.full_like(losses_R1, -1.0))
-        if factor is not None:
-            grad_RV.mul_(factor)
-        logits_RV.copy_(grad_RV)
+        logits_RV.copy_(grad_RV)  # softmax - onehot
     return torch.cat(losses), logits_CV
 
 
@@ -337,9 +348,6 @@ class _ChunkedLoss(torch.autograd.Function):
 
     A frozen weight gets no gradient, which saves a third of the arithmetic and one [V, D] tensor.
     The gradient of trained rows is the sum over chunks of (softmax - onehot)[:, index].T @ hidden.
-
-    If `factor` is given, the gradients are those of the loss times the factor, and the products of the
-    chunks add the weight's to `total`. Otherwise the backward pass multiplies them by its argument.
     """
 
     generate_vmap_rule = True
@@ -356,12 +364,12 @@ class _ChunkedLoss(torch.autograd.Function):
         slot_V,
         fused_VD,
         total_VD,
-        factor,
     ):
-        chunks, device_type, trains_weight = settings
+        chunks, device_type, trains_weight, in_fp8 = settings
         # If the weight were cast outside of this Function, autograd would round its gradient to the
         # dtype of the hidden states.
         weight_VD = (weight_VD if fused_VD is None else fused_VD).to(hidden_ND.dtype)
+        head = HeadWeight(weight_VD, Float8Weight.of(weight_VD) if in_fp8 else None)
         differences = None
         if values_KD is not None:
             differences = _differences(weight_VD, ReplacementRows(values_KD, index_K, slot_V))
@@ -369,16 +377,11 @@ class _ChunkedLoss(torch.autograd.Function):
         # for trained rows it begins as zeros, otherwise as the first chunk's product.
         like = total_VD if differences is None else differences.values_KD
         grad = None if like is None else torch.zeros_like(like, dtype=mask_N.dtype)
-        scale_N = mask_N
-        if factor is not None:
-            grad = total_VD
-            factor = factor.to(mask_N.dtype)
-            scale_N = mask_N * factor
         losses: list[Tensor] = []
         hidden_grads: list[Tensor] = []
-        for chunk in _split(hidden_ND, targets_N, mask_N, scale_N, chunks):
+        for chunk in _split(hidden_ND, targets_N, mask_N, chunks):
             loss, hidden_grad_CD, hidden_CD, logits_grad_CV = _chunk_gradients(
-                chunk, weight_VD, device_type, differences, factor
+                chunk, head, device_type, differences
             )
             losses.append(loss)
             hidden_grads.append(hidden_grad_CD)
@@ -394,7 +397,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # In a graph on a GPU a loss has the losses [C] of a chunk, so that one kernel adds up the
         # losses of all chunks.
         total_loss = torch.cat([loss.view(-1) for loss in losses]).sum()
-        return total_loss, torch.cat(hidden_grads), None if factor is not None else grad
+        return total_loss, torch.cat(hidden_grads), grad
 
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -403,8 +406,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # Otherwise both unused outputs get a full-size gradient of zeros.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*grads)
-        _, weight_VD, _, _, (_, _, trains_weight), values_KD, _, _, _, total_VD, factor = inputs
-        ctx.is_scaled = factor is not None
+        _, weight_VD, _, _, (_, _, trains_weight, _), values_KD, _, _, _, total_VD = inputs
         ctx.trains_weight = trains_weight
         ctx.total_VD = total_VD
         # The gradient's dtype; None if neither the weight nor a row is trained.
@@ -413,11 +415,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_grad, _hidden_grad, _grad):  # type: ignore[no-untyped-def]
         if loss_grad is None:  # nothing depends on the loss
-            return (None,) * 11  # one for each argument of `forward`
-        hidden_grad_ND, *grads = ctx.saved_tensors
-        if ctx.is_scaled:
-            return hidden_grad_ND, *(None,) * 10
-        (grad,) = grads
+            return (None,) * 10  # one for each argument of `forward`
+        hidden_grad_ND, grad = ctx.saved_tensors
         hidden_grad_ND = (hidden_grad_ND * loss_grad).to(hidden_grad_ND.dtype)
         if ctx.total_VD is not None:
             ctx.total_VD.add_(grad * loss_grad)
@@ -425,7 +424,7 @@ class _ChunkedLoss(torch.autograd.Function):
         elif grad is not None:
             grad = (grad * loss_grad).to(ctx.dtype)
         weight_grad, rows_grad = (grad, None) if ctx.trains_weight else (None, grad)
-        return hidden_grad_ND, weight_grad, None, None, None, rows_grad, *(None,) * 5
+        return hidden_grad_ND, weight_grad, None, None, None, rows_grad, None, None, None, None
 
 
 def token_log_probabilities(

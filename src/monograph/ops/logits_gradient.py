@@ -24,20 +24,16 @@ def replaces_logits(logits_CV: Tensor) -> bool:
 @torch.library.custom_op(
     "monograph::replace_logits_", mutates_args=("logits_CV",), tags=[torch.Tag.flexible_layout]
 )
-def replace_logits_(
-    logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor, scale_C: Tensor
-) -> Tensor:
+def replace_logits_(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor) -> Tensor:
     """Replace logits by the gradient of their cross-entropy, and return the cross-entropies.
 
     loss[c] = mask[c] (logsumexp(z[c]) - z[c, target[c]])
-    z[c] becomes scale[c] (softmax(z[c]) - onehot(target[c]))
+    z[c] becomes mask[c] (softmax(z[c]) - onehot(target[c]))
 
     Args:
         logits_CV: [C, V] bf16, fp16 or fp32. It is read as fp32, and a gradient has its dtype.
         targets_C: [C] int64, in [0, V).
         mask_C: [C] fp32, 0 for tokens without a target.
-        scale_C: [C] fp32, the mask times a factor of the gradient; the mask itself for the gradient
-            of the losses' sum.
 
     Returns:
         [C] fp32, in nats.
@@ -46,23 +42,21 @@ def replace_logits_(
         from monograph.ops.logits_kernel import launch
 
         losses_C = torch.empty_like(mask_C)
-        launch(logits_CV, targets_C, mask_C, scale_C, losses_C, COLUMNS)
+        launch(logits_CV, targets_C, mask_C, losses_C, COLUMNS)
         return losses_C
-    return _replace_slowly(logits_CV, targets_C, mask_C, scale_C)
+    return _replace_slowly(logits_CV, targets_C, mask_C)
 
 
 @replace_logits_.register_fake
-def _(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor, scale_C: Tensor) -> Tensor:
+def _(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor) -> Tensor:
     return torch.empty_like(mask_C)
 
 
-def _replace_slowly(
-    logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor, scale_C: Tensor
-) -> Tensor:
+def _replace_slowly(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor) -> Tensor:
     """Compute the same by PyTorch's operators."""
     log_CV = logits_CV.to(mask_C.dtype).log_softmax(-1)
     target_C1 = targets_C.unsqueeze(-1)
     losses_C = -log_CV.gather(-1, target_C1).squeeze(-1) * mask_C
     onehot_CV = torch.zeros_like(log_CV).scatter_(-1, target_C1, 1.0)
-    logits_CV.copy_((log_CV.exp() - onehot_CV) * scale_C.unsqueeze(-1))
+    logits_CV.copy_((log_CV.exp() - onehot_CV) * mask_C.unsqueeze(-1))
     return losses_C

@@ -2,8 +2,7 @@
 
 It computes what `monograph.ops.logits_gradient.replace_logits_` says. A row is one program. Its first
 loop reads the logits for their largest value and the sum of exponentials, its second loop reads them
-again, from the cache, and writes the gradients. The first columns stay in registers, and are not read
-again. PyTorch's compiler makes two loops of it, too, but
+again, from the cache, and writes the gradients. PyTorch's compiler makes two loops of it, too, but
 has about three times as many instructions for each logit, which take longer than the memory does.
 
 Shapes: C rows (tokens), V columns (the vocabulary), T columns that a program reads at once.
@@ -20,9 +19,6 @@ from torch import Tensor
 # spilled where the vocabulary is odd.
 _COLUMNS_OF_THREAD: Final = 16
 _THREADS_OF_WARP: Final = 32
-# So many times the columns that a program reads at once stay in registers. With more, too few programs
-# would run at the same time.
-MOST_KEPT: Final = 4
 # exp(x) = 2^(x log2 e): a GPU has an instruction for powers of two.
 _LOG2_E: Final = tl.constexpr(1.4426950408889634)
 _LN_2: Final = tl.constexpr(0.6931471805599453)
@@ -39,49 +35,26 @@ def _add_columns(values_T, largest, total):
 
 
 @triton.jit
-def _write_gradients(
-    line, values_T, columns_T, target, largest, scale, factor, V, MASKED: tl.constexpr
-):
-    """Write scale * (softmax - onehot) over the logits in these columns."""
-    powers_T = tl.exp2((values_T.to(tl.float32) - largest) * _LOG2_E)
-    gradients_T = powers_T * factor - tl.where(columns_T == target, scale, 0.0)
-    gradients_T = gradients_T.to(line.dtype.element_ty)
-    if MASKED:
-        tl.store(line + columns_T, gradients_T, mask=columns_T < V)
-    else:
-        tl.store(line + columns_T, gradients_T)
+def _gradients(values_T, columns_T, target, largest, mask, factor):
+    """Return mask * (softmax - onehot)."""
+    powers_T = tl.exp2((values_T - largest) * _LOG2_E)
+    return powers_T * factor - tl.where(columns_T == target, mask, 0.0)
 
 
 @triton.jit
-def _replace_row(
-    logits, targets, masks, scales, losses, stride, V, T: tl.constexpr, KEPT: tl.constexpr
-):
+def _replace_row(logits, targets, masks, losses, stride, V, T: tl.constexpr):
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
     column_T = tl.arange(0, T)
     target, mask = tl.load(targets + row).to(tl.int32), tl.load(masks + row)
-    scale = tl.load(scales + row)
     # It is read before the first reduction, which all threads of a program wait for, because the
     # second loop overwrites it.
     target_logit = tl.load(line + target).to(tl.float32)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
-    # Triton has no list of tensors, so each kept part has a name.
-    if KEPT > 0:
-        kept_0 = tl.load(line + column_T)
-        largest, total = _add_columns(kept_0.to(tl.float32), largest, total)
-    if KEPT > 1:
-        kept_1 = tl.load(line + T + column_T)
-        largest, total = _add_columns(kept_1.to(tl.float32), largest, total)
-    if KEPT > 2:
-        kept_2 = tl.load(line + 2 * T + column_T)
-        largest, total = _add_columns(kept_2.to(tl.float32), largest, total)
-    if KEPT > 3:
-        kept_3 = tl.load(line + 3 * T + column_T)
-        largest, total = _add_columns(kept_3.to(tl.float32), largest, total)
     # Only the last columns need a mask. Without one, a load has several columns.
     whole = V // T * T
-    for begin in range(KEPT * T, whole, T):
+    for begin in range(0, whole, T):
         values_T = tl.load(line + begin + column_T, eviction_policy="evict_last").to(tl.float32)
         largest, total = _add_columns(values_T, largest, total)
     rest_T = whole + column_T
@@ -89,31 +62,20 @@ def _replace_row(
         values_T = tl.load(line + rest_T, mask=rest_T < V, other=float("-inf")).to(tl.float32)
         largest, total = _add_columns(values_T, largest, total)
     tl.store(losses + row, (tl.log2(total) * _LN_2 + (largest - target_logit)) * mask)
-    factor = scale / total
-    if KEPT > 0:
-        _write_gradients(line, kept_0, column_T, target, largest, scale, factor, V, False)
-    if KEPT > 1:
-        _write_gradients(line, kept_1, T + column_T, target, largest, scale, factor, V, False)
-    if KEPT > 2:
-        _write_gradients(line, kept_2, 2 * T + column_T, target, largest, scale, factor, V, False)
-    if KEPT > 3:
-        _write_gradients(line, kept_3, 3 * T + column_T, target, largest, scale, factor, V, False)
-    for begin in range(KEPT * T, whole, T):
+    factor = mask / total
+    for begin in range(0, whole, T):
         at_T = begin + column_T
-        values_T = tl.load(line + at_T, eviction_policy="evict_first")
-        _write_gradients(line, values_T, at_T, target, largest, scale, factor, V, False)
+        values_T = tl.load(line + at_T, eviction_policy="evict_first").to(tl.float32)
+        gradients_T = _gradients(values_T, at_T, target, largest, mask, factor)
+        tl.store(line + at_T, gradients_T.to(logits.dtype.element_ty))
     if whole < V:
-        values_T = tl.load(line + rest_T, mask=rest_T < V, other=0.0)
-        _write_gradients(line, values_T, rest_T, target, largest, scale, factor, V, True)
+        values_T = tl.load(line + rest_T, mask=rest_T < V, other=0.0).to(tl.float32)
+        gradients_T = _gradients(values_T, rest_T, target, largest, mask, factor)
+        tl.store(line + rest_T, gradients_T.to(logits.dtype.element_ty), mask=rest_T < V)
 
 
 def launch(
-    logits_CV: Tensor,
-    targets_C: Tensor,
-    mask_C: Tensor,
-    scale_C: Tensor,
-    losses_C: Tensor,
-    most_columns: int,
+    logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor, losses_C: Tensor, most_columns: int
 ) -> None:
     """Launch the kernel; see `monograph.ops.logits_gradient.replace_logits_`.
 
@@ -121,7 +83,6 @@ def launch(
         logits_CV: see there.
         targets_C: see there.
         mask_C: see there.
-        scale_C: see there.
         losses_C: receives the losses.
         most_columns: how many columns a program reads at once, at most; a power of two.
     """
@@ -134,11 +95,9 @@ def launch(
         logits_CV,
         targets_C,
         mask_C,
-        scale_C,
         losses_C,
         logits_CV.stride(0),
         columns,
         T=at_once,
-        KEPT=min(MOST_KEPT, columns // at_once),
         num_warps=warps,
     )

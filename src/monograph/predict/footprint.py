@@ -50,7 +50,8 @@ class Training:
         rows: rows of a micro-batch.
         length: tokens of a row.
         optim: the optimizer.
-        precision: the compute precision, as in the settings: "fp32", "bf16", "fp16" or "fp8".
+        precision: the compute precision, as in the settings: "fp32", "bf16",
+            "fp16", "fp8" or "fp8_head".
         compile: what one graph holds: the "whole" step; each of the "blocks", the loss and the
             update; or "none".
         remat: which activations the backward pass recomputes, as in the settings: "none";
@@ -123,7 +124,7 @@ class Work(Training):
         """Return whether products add their results to the gradients, as
         `monograph.step.on_device.fuses` decides for the engine.
         """
-        computes_in_16_bits = self.device_type == "cuda" and self.precision in ("bf16", "fp16")
+        computes_in_16_bits = self.device_type == "cuda" and self.precision in ("bf16", "fp16", "fp8_head")
         # The losses of answers read gradients of their own.
         return computes_in_16_bits and not self.answer_scoring
 

@@ -223,7 +223,8 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
 
     Here e is the share of the FLOP/s that large products reach, m the tokens of a micro-batch, and
     m_half the tokens at which products reach half of that share. With adapters of A parameters 4
-    N_matmul + 6 A replaces 6 N_matmul. A stored number is written once and read twice; if blocks
+    N_matmul + 6 A replaces 6 N_matmul. With a head in fp8 two of its three products take the time of
+    the datasheet's rate of fp8. A stored number is written once and read twice; if blocks
     recompute products, or eager code recomputes anything, the traffic of numbers is a third more.
     Weights are dequantised in each pass of a micro-batch.
     """
@@ -271,6 +272,12 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         * micro_batch_tokens
         / (micro_batch_tokens + shares.saturating_tokens)
     )
+    if work.precision == "fp8_head":
+        # The head's logits, and the gradient of the hidden states, are products in fp8.
+        head_flops = 4 * config.vocab_size * config.hidden_size
+        rates = device.peak_flops
+        gain = rates["fp8"] / rates["bf16"] if {"fp8", "bf16"} <= rates.keys() else 1.0
+        flops -= head_flops * (1 - 1 / gain)
     dense_bytes = dequantising_passes * micro_batches * estimate.dense_bytes(work)
     kernels = KERNELS[captured] * layers * micro_batches
     trained = estimate.trained_numbers(config, work.lora, work.precision)
@@ -513,6 +520,7 @@ def peak_flops(device: Device, precisions: tuple[str, ...]) -> Mapping[str, floa
     rates = dict(device.peak_flops)
     if "bf16" in rates:
         rates.setdefault("fp16", rates["bf16"])
+        rates.setdefault("fp8_head", rates["bf16"])  # of all products but the head's
     threads = torch.get_num_threads()
     for name in precisions:
         if name not in rates:

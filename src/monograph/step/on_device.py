@@ -33,16 +33,17 @@ class OnDevice(Parameters):
         """
         super().__init__()
         self._asked_to_fuse = fused
+        self._fuses_gradients = False  # the choice, known from `place` on
 
     def place(self, step: Step) -> list[Plane]:
         """Move the trainable parameters into planes on their own device."""
         self.step = step
         on_cuda = any(p.is_cuda for p in step.model.parameters())
         if self._asked_to_fuse is None:
-            self.adds_in_products = can_fuse_gradients(step, on_cuda)
+            self._fuses_gradients = can_fuse_gradients(step, on_cuda)
         else:
-            self.adds_in_products = self._asked_to_fuse
-        if self.adds_in_products:
+            self._fuses_gradients = self._asked_to_fuse
+        if self._fuses_gradients:
             siblings.fuse_known(step.model)
         # Siblings are multiplied as one matrix, so their parameters must lie side by side in a plane.
         ordered_parameters = siblings.in_family_order(step.model, trainable(step.model))
@@ -56,7 +57,7 @@ class OnDevice(Parameters):
         siblings.split_separated_families(step.model)
         for plane in new_planes:
             step.prepare_plane(plane)
-        if self.adds_in_products:
+        if self._fuses_gradients:
             # Without recomputation, autograd keeps all rounded weights for the backward pass anyway.
             # So rounding each weight once a window, into `plane.rounded`, takes no more memory.
             can_round_once = isinstance(step.remat, Remat.Off)
@@ -73,7 +74,7 @@ class OnDevice(Parameters):
 
     def fused_gradients(self) -> AbstractContextManager[None]:
         """Let matrix products in the block add gradients to the planes, if `place` chose that."""
-        return _fused_gradients(self.step.planes) if self.adds_in_products else nullcontext()
+        return _fused_gradients(self.step.planes) if self._fuses_gradients else nullcontext()
 
     def accumulate(self, batches: Sequence[object]) -> None:
         """Add the gradient of each micro-batch to the planes."""
@@ -115,7 +116,7 @@ def can_fuse_gradients(step: Step, on_cuda: bool) -> bool:
     See `monograph.ops.fused_gradients`.
     """
     # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers.
-    device_can = on_cuda and step.precision.name in ("bf16", "fp16")
+    device_can = on_cuda and step.precision.name in ("bf16", "fp16", "fp8_head")
     # A caller's own model, loss or hooks may read gradients that autograd does not get then.
     reads_no_gradients = type(step.loss) is TokenLoss and vars(type(step.model)).get("fuses", False)
     has_hooks = any(

@@ -44,8 +44,6 @@ class Parameters(ABC):
         device: the device that computes; None: the planes' device.
         staged: whether a pass goes through the model stage by stage, so that the whole model is
             never on the device.
-        adds_in_products: whether matrix products add gradients to the planes themselves, see
-            `monograph.ops.fused_gradients`.
         replays: whether a recorded micro-step may be replayed.
         replays_update: whether a captured update is recorded and replayed, too. That pays where the
             device computes it faster than the host launches its kernels.
@@ -57,7 +55,6 @@ class Parameters(ABC):
     step: Step
     device: torch.device | None = None
     staged = False
-    adds_in_products = False
     replays = True
     replays_update = False
     differentiable = True

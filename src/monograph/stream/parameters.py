@@ -61,6 +61,9 @@ class InStages(Parameters):
         self._lanes = lanes
         self._sum_over_ranks = sum_over_ranks
         self._passes = passes
+        self._fuses_gradients = (
+            False  # whether matrix products add gradients; known from `place` on
+        )
 
     @functools.cached_property
     def walk(self) -> Walk:
@@ -73,8 +76,8 @@ class InStages(Parameters):
     def place(self, step: Step) -> list[Plane]:
         """Move the planes of all stages to their homes."""
         self.step = step
-        self.adds_in_products = can_fuse_gradients(step, self.placement.device.type == "cuda")
-        if self.adds_in_products:
+        self._fuses_gradients = can_fuse_gradients(step, self.placement.device.type == "cuda")
+        if self._fuses_gradients:
             siblings.fuse_known(step.model)
         kinds = step.optim.kinds(step.model)
         rounds_weights = step.precision.rounds_weights
@@ -93,7 +96,7 @@ class InStages(Parameters):
         """Make matrix products within the `with` block add gradients to the planes, if `place` chose
         that.
         """
-        return fused_gradients() if self.adds_in_products else nullcontext()
+        return fused_gradients() if self._fuses_gradients else nullcontext()
 
     def accumulate(self, batches: Sequence[object]) -> None:
         """Walk through the stages with all micro-batches."""
