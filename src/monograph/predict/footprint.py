@@ -124,7 +124,11 @@ class Work(Training):
         """Return whether products add their results to the gradients, as
         `monograph.step.on_device.fuses` decides for the engine.
         """
-        computes_in_16_bits = self.device_type == "cuda" and self.precision in ("bf16", "fp16", "fp8_head")
+        computes_in_16_bits = self.device_type == "cuda" and self.precision in (
+            "bf16",
+            "fp16",
+            "fp8_head",
+        )
         # The losses of answers read gradients of their own.
         return computes_in_16_bits and not self.answer_scoring
 

@@ -240,7 +240,9 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     # Frozen weights have no gradients: 4 FLOPs per token instead of 6.
     adapters = estimate.trained_adapters(work)
     flops_per_weight = 4 if adapters else 6
-    flops = flops_per_weight * matmul_parameters(config) + 6 * adapters + layers * recomputed_linear
+    flops: float = (
+        flops_per_weight * matmul_parameters(config) + 6 * adapters + layers * recomputed_linear
+    )
     attention_flops = layers * (
         6 * config.num_attention_heads * config.head_dim * work.length + recomputed_attention
     )
