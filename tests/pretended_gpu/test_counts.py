@@ -24,7 +24,9 @@ def counted() -> dict[str, dict[str, float]]:
     import pretended
 
     pretended.watch()
-    return launches.counts(launches.CASES["nano"], None, Namespace(unpacked=False, smoke=False))
+    return launches.counts(
+        launches.CASES["nano"], None, Namespace(unpacked=False, smoke=False, precision="bf16")
+    )
 
 
 def test_a_step_launches_no_more_and_moves_no_more_bytes_than_was_written_down(counted) -> None:
