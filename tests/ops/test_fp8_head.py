@@ -57,7 +57,10 @@ def product_bound(left: Tensor, off_left: Tensor, right: Tensor, off_right: Tens
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_loss_and_gradients_are_within_the_bound_of_what_is_rounded(fused: bool) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_loss_and_gradients_are_within_the_bound_of_what_is_rounded(
+    fused: bool, device: str
+) -> None:
     """Of logits that are off by at most e, the softmax is off by at most a factor of exp(2 e), and
     a loss by 2 e. The gradients of the logits are then rounded to bf16 and, for the hidden states, to e5m2.
     """
@@ -68,12 +71,13 @@ def test_loss_and_gradients_are_within_the_bound_of_what_is_rounded(fused: bool)
     kept = (targets != -100).double()[:, None]
     scale = 0.003  # by which the step multiplies the loss
 
-    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
-    total = torch.zeros(VOCABULARY, WIDTH)
+    leaves = [tensor.to(device, copy=True).requires_grad_() for tensor in (hidden, weight)]
+    total = torch.zeros(VOCABULARY, WIDTH, device=device)
     if fused:
-        leaves[1].fused_gradient = FusedGradient(weight, total)  # type: ignore[attr-defined]
+        leaves[1].fused_gradient = FusedGradient(weight.to(device), total)  # type: ignore[attr-defined]
     with fused_gradients():
-        loss, _ = linear_cross_entropy(*leaves, targets, chunks=CHUNKS, in_fp8=True)
+        on_device = targets.to(device)
+        loss, _ = linear_cross_entropy(*leaves, on_device, chunks=CHUNKS, in_fp8=True)
     (loss * scale).backward()
     hidden_grad = leaves[0].grad
     weight_grad = total if fused else leaves[1].grad
@@ -87,7 +91,7 @@ def test_loss_and_gradients_are_within_the_bound_of_what_is_rounded(fused: bool)
     off_hidden = torch.cat([off(part, FORWARD_DTYPE) for part in hidden.tensor_split(CHUNKS)])
     off_logits = product_bound(hidden, off_hidden, weight.T, off_weight.T)
     off_loss_N1 = 2 * off_logits.amax(1, keepdim=True)
-    assert (loss - exact).abs() <= (off_loss_N1 * kept).sum() + 1e-6 * exact
+    assert (loss.cpu() - exact).abs() <= (off_loss_N1 * kept).sum() + 1e-6 * exact
     onehot = nn.functional.one_hot(targets.clamp_min(0), VOCABULARY).double()
     softmax = (hidden.double() @ weight.double().T).softmax(-1)
     grad = (softmax - onehot) * kept
@@ -105,7 +109,7 @@ def test_loss_and_gradients_are_within_the_bound_of_what_is_rounded(fused: bool)
         (hidden_grad, exact_leaves[0].grad, hidden_bound),
         (weight_grad, exact_leaves[1].grad, weight_bound),
     ):
-        error = (found.double() - true).abs()
+        error = (found.cpu().double() - true).abs()
         assert (error <= bound).all()
         assert bound.norm() < true.norm(), "twice the gradient, or none, would be seen"
 
