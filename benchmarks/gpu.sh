@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measures one part on the GPU of this machine and writes its numbers as JSON: benchmarks/gpu.sh PART [ARGUMENTS...]
-#   PART: all, or laws, train, kernels, memory, generate, stream, streamspeed or ensemble; each takes at most 9 minutes.
+#   PART: all, or laws, train, kernels, memory, generate, stream, streamspeed, ensemble or speedrun; each takes at most 9
+#         minutes.
 #         all: as many of the others, in this order, as fit in 9 minutes; the same command goes on with those that are
 #         left, then prints what was predicted without a GPU next to what was measured. What fails is written, too.
 #         laws: the tests that need a GPU, then all laws. train: benchmarks/train.py, which needs neither pydantic nor a
@@ -12,6 +13,8 @@
 #         streamspeed (not in all): benchmarks/stream_speed.py, how fast streaming is beside resident.
 #         generate: benchmarks/generate_peers.py, beside transformers where that is installed.
 #         ensemble: benchmarks/ensemble_peers.py, beside loops and torch.func, also as CUDA graphs.
+#         speedrun (not in all): the first minutes of benchmarks/speedrun/run.py, and the time of its whole schedule at
+#         that speed. It needs FineWeb's tokens: gpu.sh speedrun --data FOLDER, with two of its files for training.
 #   ARGUMENTS: for the part's script, for example: benchmarks/gpu.sh train --models 124m --micro-batch 64
 #   OUT:  the folder for the JSON (default benchmarks/results; of `all` benchmarks/results/gpu).
 #   PYTHON: the interpreter (default .venv's, else python3).
@@ -96,17 +99,23 @@ every() {
 case $part in
   all) every ;;
   laws) laws ;;
-  train | kernels | memory | stream | streamspeed | generate | ensemble)
+  train | kernels | memory | stream | streamspeed | generate | ensemble | speedrun)
     script="benchmarks/$part.py"
     [ "$part" = generate ] && script=benchmarks/generate_peers.py
     [ "$part" = memory ] && script=benchmarks/plan.py
     [ "$part" = streamspeed ] && script=benchmarks/stream_speed.py
     [ "$part" = ensemble ] && script=benchmarks/ensemble_peers.py
     [ "$part" = train ] && set -- --seconds $((limit - 40)) "$@"
+    if [ "$part" = speedrun ]; then
+      script=benchmarks/speedrun/run.py
+      rm -f "$out/speedrun.txt"
+      # A minute and a half is left for the score that may be due at the end.
+      set -- --minutes $(((limit - 90) / 60)) --checkpoints none "$@"
+    fi
     timeout "$limit" "$PYTHON" "$script" --out "$out/$part.json" "$@"
     ;;
   *)
-    echo "usage: benchmarks/gpu.sh all|laws|train|kernels|memory|generate|stream|streamspeed|ensemble" >&2
+    echo "usage: benchmarks/gpu.sh all|laws|train|kernels|memory|generate|stream|streamspeed|ensemble|speedrun" >&2
     exit 2
     ;;
 esac

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from argparse import Namespace
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import harness
@@ -59,6 +60,15 @@ CASES = {
     "nano": Case("nano", 64, 256, (1, 3)),
 }
 BATCHES, PROMPT, TOKENS = (1, 64), 512, 64  # of decoding
+HYBRID_NAME = "qwen3-next"
+# The layers of Qwen3-Next 80B, of which a few are compiled.
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_next", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5120,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.25, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
 
 
 def shape_of(case: Case, layers: int | None = None) -> Shape:
@@ -131,32 +141,80 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
     }
 
 
-def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
-    """Return the counts of a decode step with the full chain of filters, and of its sampler alone."""
-    model = model_of(config).to(torch.bfloat16)
+def decode_step(
+    model: Llama, rows: int, prompt: int, **options: Any
+) -> tuple[Generator, Callable[[], None]]:
+    """Return a generator whose rows have read prompts, and its decode step, which has been compiled."""
     generator = Generator(
         model,
         chain_of([FULL]),
         rows=rows,
         slots=PROMPT + TOKENS,
-        vocabulary=config.vocab_size,
-        mode="compiled",
+        vocabulary=model.config.vocab_size,
+        **{"mode": "compiled"} | options,
     )
     for seed in range(rows):
         sampling = dataclasses.replace(FULL, seed=seed)
-        generator.submit(Request((5,) * PROMPT, sampling, TOKENS))
+        generator.submit(Request((5,) * prompt, sampling, TOKENS))
     # Not `run`, which would wait for the end of a text: no token is drawn here.
     generator.advance()
     # The step of that block, which follows no automata: another one would be compiled while it is
     # counted.
-    step, arguments = (
-        generator.steps.step_for(generator.chain),
-        (generator.cache.block_count_for(PROMPT + TOKENS), "window", False),
+    called = generator.steps.step_for(generator.chain)
+    blocks = generator.cache.block_count_for(PROMPT + TOKENS)
+    return generator, lambda: called(blocks, "window", False)
+
+
+MIXERS = {"delta net": "linear", "gated attention": "full"}
+
+
+def hybrid_layers(rows: int, mixers: Iterable[str] = MIXERS, **options: Any) -> dict[str, Numbers]:
+    """Return the counts of the layers of a hybrid in a decode step, by kind.
+
+    A kind's counts are those of a step of a model with one more layer of it, less those of a step of
+    the model without.
+    """
+    found = {}
+    for kind, is_dense in (("mixture", False), ("feed-forward layer", True)):
+        smaller = hybrid_step(("linear", "full"), is_dense, rows, **options)
+        for mixer in mixers:
+            layer = MIXERS[mixer]
+            larger = hybrid_step(("linear", layer, "full"), is_dense, rows, **options)
+            found[f"{mixer} and {kind}, a step of batch {rows}"] = {
+                name: max(number, smaller[name])
+                if name in pretended.LARGEST
+                else number - smaller[name]
+                for name, number in larger.items()
+            }
+    return found
+
+
+def hybrid_step(mixers: tuple[str, ...], is_dense: bool, rows: int, **options: Any) -> Numbers:
+    """Return the counts of a decode step of Qwen3-Next with layers of these kinds."""
+    gc.collect()
+    torch._dynamo.reset()
+    config = LlamaConfig(
+        **HYBRID,
+        num_hidden_layers=len(mixers),
+        layer_types=tuple(f"{mixer}_attention" for mixer in mixers),
+        mlp_only_layers=tuple(range(len(mixers))) if is_dense else (),
     )
+    # A prompt of one token has nothing to read: cuBLAS' triangular solver, by which delta nets read
+    # prompts, cannot be pretended.
+    _, step = decode_step(model_of(config).to(torch.bfloat16), rows, 1, **options)
+    with pretended.Counted() as counted:
+        step()
+    return counted.numbers()
+
+
+def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
+    """Return the counts of a decode step with the full chain of filters, and of its sampler alone."""
+    model = model_of(config).to(torch.bfloat16)
+    generator, step = decode_step(model, rows, PROMPT)
     with pretended.Counted() as whole:
-        step(*arguments)
+        step()
     with pretended.Products() as products:
-        step(*arguments)
+        step()
     # The sampler follows the product with the head.
     head = max(
         place
@@ -251,8 +309,19 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
     return times
 
 
+def measured_hybrid() -> dict[str, Any]:
+    """Count the layers of a hybrid, by their kernels and by the model's own forward pass."""
+    by_torch = hybrid_layers(1, ["delta net"], impl="reference")
+    counts = hybrid_layers(1) | {
+        f"{part}, without kernels": numbers for part, numbers in by_torch.items()
+    }
+    return {"case": HYBRID_NAME, "packed": False, "counts": counts}
+
+
 def measured(name: str, args: Namespace) -> dict[str, Any]:
     """Count one case at its depth."""
+    if name == HYBRID_NAME:
+        return measured_hybrid()
     case = CASES[name]
     if args.smoke:
         case = case._replace(rows=2, length=64)
@@ -316,6 +385,10 @@ def row(name: str, numbers: Numbers) -> list[str]:
 
 def show(result: dict[str, Any]) -> None:
     """Print a case's tables."""
+    if result["case"] == HYBRID_NAME:
+        print(f"\n{HYBRID_NAME}, a layer of a compiled decode step, bf16, sm_90:")
+        harness.print_table(HEADERS, [row(*counted) for counted in result["counts"].items()])
+        return
     few, many = result["compiled_layers"]
     kind = "packed" if result["packed"] else "one document a row"
     precision = result["precision"]
@@ -351,7 +424,8 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     """Count and print; see `--help`."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    names = [*CASES, HYBRID_NAME]
+    parser.add_argument("--cases", nargs="+", choices=names, default=names)
     parser.add_argument(
         "--layers", nargs=2, type=int, metavar="N", help="the two depths that are compiled"
     )

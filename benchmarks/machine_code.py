@@ -192,7 +192,11 @@ def streaming(**placed: Any) -> Found:
 
 
 def decoding(
-    shape: Shape, sampling: Sampling, rows: int, machines: Sequence[Automaton] = ()
+    shape: Shape,
+    sampling: Sampling,
+    rows: int,
+    machines: Sequence[Automaton] = (),
+    prompt: int = 300,
 ) -> Found:
     """Decode by blocks of steps, which are replayed, and call the step with both ways to narrow the
     tokens.
@@ -204,7 +208,7 @@ def decoding(
     for row in range(rows):
         machine = machines[row % len(machines)] if machines else None
         generator.submit(
-            Request((5,) * 300, dataclasses.replace(sampling, seed=row), 64, (1,), machine)
+            Request((5,) * prompt, dataclasses.replace(sampling, seed=row), 64, (1,), machine)
         )
     # Not `run`, which would wait for the end of a text: no token is drawn here.
     generator.advance()
@@ -221,6 +225,18 @@ def decoding(
     return Found(
         parts=parts, said=[], eager=None, captured=generator.replays.graph_count > 0, attention=None
     )
+
+
+def hybrid() -> Found:
+    """Decode with delta nets, whose heads have the sizes of Qwen3-Next's, and gated attention."""
+    shape = small(
+        num_hidden_layers=2, layer_types=("linear_attention", "full_attention"), model_type="qwen3_next",
+        head_dim=128, partial_rotary_factor=0.25, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=128, linear_value_head_dim=128, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=64, shared_expert_intermediate_size=64,
+    )  # fmt: skip
+    # cuBLAS' triangular solver, by which delta nets read prompts, cannot be pretended.
+    return decoding(shape, Sampling(0.8), 2, prompt=1)
 
 
 def constrained(rows: int) -> Found:
@@ -284,6 +300,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "decoding, batch 64": lambda: constrained(64),
     "decoding, no filter": lambda: decoding(small(), Sampling(0.8), 2),
     "decoding, every stage": lambda: decoding(small(), EVERY, 2),
+    "decoding, delta nets": hybrid,
 }
 
 

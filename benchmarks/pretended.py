@@ -233,6 +233,11 @@ def _own_kernel(
         for name in ("keys", "values"):
             cache = tensors[name]
             sizes[cache.data_ptr()] = cache[: keywords["BLOCKS"]].nbytes
+    # A kernel of a mixture reads an expert's weights once for each token that has chosen it.
+    for name in ("gate_weight", "up_weight", "down_weight"):
+        if name in tensors:
+            weight = tensors[name]
+            sizes[weight.data_ptr()] = weight[0].nbytes * tensors["experts"].numel()
     again, instructions = 0, 0.0
     if function.fn.__name__ == "_replace_row":  # reads the logits twice, and writes over them
         logits = tensors["logits"]

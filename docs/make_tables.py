@@ -27,7 +27,7 @@ CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
 PACKAGE = Path(monograph.__file__).parent
 # Files of `session` that only refuse settings, take them over from another run, make other runs of
 # them, or suppose them for a plan alone.
-NOT_DECIDING = {"requirements", "recorded", "evaluated_model", "ladder", "supposed"}
+NOT_DECIDING = {"requirements", "recorded", "locked_run", "evaluated_model", "ladder", "supposed"}
 REFUSING = ("require", "_require")  # how functions begin that refuse settings
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
 ACCUMULATED, COMPILED = (

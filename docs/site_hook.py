@@ -27,7 +27,7 @@ NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n"
 
 
 def navigation() -> list[dict[str, Any]]:
-    """The tour's headings, and under each the pages of its table."""
+    """The overview's headings, and under each the pages of its table."""
     groups: list[dict[str, Any]] = [{"Overview": "README.md"}]
     for part in re.split(r"^## ", (ROOT / "docs/README.md").read_text(), flags=re.M)[1:]:
         title, _, text = part.partition("\n")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from batches import tiny_llama
-from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.rl.arrange import RolloutOptions
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
-from monograph.rl.rewards import Answer
+from monograph.rl.rewards import Answer, Reward
 from monograph.rl.rollouts import Drawer, Rollouts
 from monograph.text.tokenizer import Tokenizer
 
@@ -34,24 +32,14 @@ OPTIONS = RolloutOptions(
 )
 
 
-class Scored:
+class Scored(Reward):
     """A reward that is a function of an answer's text."""
-
-    file: Path | None = None
-    teacher: Llama | None = None
 
     def __init__(self, function: Callable[[str], float]):
         self.function = function
 
-    def require(self, record: Any, where: str) -> None: ...
-
     def score(self, answers: Sequence[Answer]) -> list[float]:
         return [self.function(answer.completion) for answer in answers]
-
-    def parts(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None: ...
 
 
 @functools.cache

@@ -43,7 +43,15 @@ def test_each_page_is_in_the_navigation_once() -> None:
 
 def test_the_navigation_tells_the_kinds_of_pages_apart() -> None:
     groups = [title for group in SITE.navigation() for title in group]
-    assert groups == ["Overview", "Start", "How to", "Reference", "Why", "The repository"]
+    assert groups == [
+        "Overview",
+        "Start",
+        "How to",
+        "Reference",
+        "Why",
+        "The code",
+        "The repository",
+    ]
     rows = re.findall(r"^\| \[.*$", (ROOT / "docs/README.md").read_text(), re.M)
     assert not [
         row for row in rows if not re.fullmatch(r"\| \[(\w+)\]\(\1\.md\) \| [A-Z][^|]*\. \|", row)

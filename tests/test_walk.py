@@ -40,8 +40,8 @@ def test_train_reads_its_settings_at_the_door_and_does_not_carry_them_through_th
     """A Job (session/job.py) has what is below the door: more stops or climbs mean that settings
     are passed on again.
 
-    It takes 33 stops and 5 climbs, of which 12 and 2 are the objectives', which read their own
-    keys.
+    It takes 35 stops and 3 climbs. Of these 8 and 2 are the objectives', which read their own keys,
+    and 3 are in model/torch_file.py, whose `settings` are the sizes that a user gave.
     """
     found = package()
     reached = stops(found)

@@ -5,12 +5,14 @@ the number of targets or the sum of their weights. It may have three more attrib
 
 - `count(batch)` returns the number of a batch's targets without a forward pass, so that the number
   of an update's targets is known before its first backward pass.
-- `fill` is a dict of numbers by tensor name. It promises that a row with these values, and zeros in
-  all other tensors, adds nothing to sum and count. Short micro-batches are padded with such rows.
-- `update_of(index, batches, score, sum_over_ranks)` is a context manager. In its `with` block the
-  gradient of update `index` is computed. With it the loss of a row may depend on all rows of the
-  update: `score(batches)` passes micro-batches through the loss without gradients, and
-  `sum_over_ranks` sums a 0-d tensor over all ranks.
+- `fill` is a dict of numbers by the names of a batch's tensors. It promises that a row adds nothing to
+  sum and count if it has these values, and zeros in all other tensors. A micro-batch that has fewer
+  rows than the others of its update is padded with such rows.
+- `update_of(index, batches, score, sum_over_ranks)` is a context manager. The gradient of update
+  `index` is computed in its `with` block. A loss needs it if the loss of a row depends on other rows
+  of the update, which may be in other micro-batches. `score(batches)` passes micro-batches through
+  the loss without gradients. `sum_over_ranks` sums a 0-d tensor over all ranks, which are the
+  processes of distributed training.
 
 Shapes: B rows, T positions, N = B * T positions of all rows, D hidden size, V vocabulary.
 """
@@ -32,8 +34,9 @@ from monograph.ops.mixture import mixture_cross_entropy
 from monograph.ranges import NOT_NEGATIVE
 
 IGNORE = -100  # torch's default ignore_index
-# The name of a batch's tensor with each target's factor in the differentiated loss. Models that balance
-# their experts need it.
+# The name of a tensor that a step adds to a batch: for each position, the factor of its loss in the
+# number that is differentiated. Only a model that balances its experts reads it, because it adds the
+# gradient of its balance to that of the loss, and needs the same factors for this.
 SHARES = "token_shares"
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
@@ -62,9 +65,14 @@ class TokenLoss:
 
     sum = sum over positions with targets != -100 of -log softmax(hidden @ head.T)[target],   in nats
 
-    The batch holds `tokens` and `targets` [B, T] int64, and for packed rows `segments` and
-    `positions` [B, T] int64. For a model that balances its experts, a step adds `token_shares`, the
-    argument `shares` of `Llama.forward`.
+    The batch holds `tokens` and `targets` [B, T] int64. For packed rows, which have several documents
+    each, it also holds `segments` and `positions` [B, T] int64. For a model that balances its experts,
+    a step adds `token_shares`, the argument `shares` of `Llama.forward`.
+
+    Attributes:
+        impl: see `__init__`.
+        head: the function that computes the sum and the count from hidden states, the weight of the
+            model's `lm_head`, and targets.
     """
 
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
@@ -78,16 +86,17 @@ class TokenLoss:
         """Return the sum in nats and the number of targets; see the class."""
         shares = {"shares": batch[SHARES]} if SHARES in batch else {}
         teaching = self.teaching_arguments(batch)
-        hidden_ND, head = hidden_of(model, batch, **shares)
+        hidden_ND, lm_head = hidden_of(model, batch, **shares)
         targets_N = batch["targets"].flatten()
-        rows = trained_rows(head)
-        more = {"in_fp8": True} if isinstance(head, Float8Head) else {}
+        # The rows of single tokens that are trained in place of those of a frozen weight, or None.
+        rows = trained_rows(lm_head)
+        more = {"in_fp8": True} if isinstance(lm_head, Float8Head) else {}
         return self.head(
-            hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **teaching, **more
+            hidden_ND, lm_head.weight, targets_N, impl=self.impl, rows=rows, **teaching, **more
         )
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:
-        """Return further arguments of `head`, which a loss with teachers has; here there are none."""
+        """Return further arguments of `head`: none here. A subclass that has teachers has some."""
         return {}
 
     def count(self, batch: Batch) -> Tensor:
@@ -99,7 +108,7 @@ token_loss = TokenLoss()
 
 
 def hidden_of(model: nn.Module, batch: Batch, **model_arguments: Tensor) -> tuple[Tensor, Any]:
-    """Return a model's hidden states at all positions of a batch, [N, D], and its head module."""
+    """Return a model's hidden states at all positions of a batch, [N, D], and its module `lm_head`."""
     hidden_BTD = model(
         batch["tokens"],
         segments=batch.get("segments"),
@@ -117,27 +126,29 @@ def target_log_probabilities(
 ) -> Tensor:
     """Return the log-probability of each target, [N].
 
-    Where there is no target it is that of token 0. `temperature` and `among` are arguments of
+    A position without a target has the log-probability of token 0. `temperature` divides the logits,
+    and `among` leaves out the tokens that a grammar does not allow; see
     `monograph.ops.cross_entropy.token_log_probabilities`.
     """
-    hidden_ND, head = hidden_of(model, batch)
-    tokens_N = batch["targets"].flatten()
-    tokens_N = torch.where(tokens_N != IGNORE, tokens_N, 0)
+    hidden_ND, lm_head = hidden_of(model, batch)
+    targets_N = batch["targets"].flatten()
+    tokens_N = torch.where(targets_N != IGNORE, targets_N, 0)
     return token_log_probabilities(
-        hidden_ND, head.weight, tokens_N, temperature, rows=trained_rows(head), among=among
+        hidden_ND, lm_head.weight, tokens_N, temperature, rows=trained_rows(lm_head), among=among
     )
 
 
 class MixtureLoss(TokenLoss):
-    """The loss of a model that learns from its text and from the mean of other models'
-    probabilities; see `TokenLoss`.
+    """The loss of distillation: a model learns from its text, and from the probabilities of other
+    models, its teachers.
 
-    sum = sum over targets of share * -log q(target) + (1 - share) * KL(m || q),   m = mean over teachers of p
+    sum = sum over targets of share * -log q(target) + (1 - share) * KL(m || q)
 
-    Without gradients the sum is that of `TokenLoss`, so that scores are comparable with any other
-    model's. The teachers run one after another, without gradients, in the caller's precision. If the
-    step is captured in scope "blocks", they run uncompiled; in scope "whole" they are part of the
-    graph.
+    q are the model's probabilities, and m is the mean of the teachers' probabilities. If gradients are
+    off, as in evaluation, the sum is that of `TokenLoss`, so that the scores of this model can be
+    compared with those of any other. The teachers run one after another, without gradients, in the
+    caller's precision. If the step is compiled block by block (`compile` is "blocks"), the teachers run
+    uncompiled. If it is compiled as a whole ("whole"), they are part of the graph.
 
     Attributes:
         teachers: models with the same vocabulary, on the same device.
@@ -158,13 +169,13 @@ class MixtureLoss(TokenLoss):
         with torch.no_grad():
             pairs = [hidden_of(teacher, batch) for teacher in self.teachers]
             return {
-                "teachers": [(hidden_ND, head.weight) for hidden_ND, head in pairs],
+                "teachers": [(hidden_ND, lm_head.weight) for hidden_ND, lm_head in pairs],
                 "share": self.share,
             }
 
 
 def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
-    """Return the loss's `fill`, the values of a row without targets; None if the loss has no `fill`.
+    """Return the loss's `fill`, the values of a row without targets, or None if it has no `fill`.
 
     Raises:
         UsageError: `fill` names a tensor that is not in the batch, or has a value that is not a
@@ -212,7 +223,9 @@ _EXPECTED = "the loss must return (sum of the losses, number of targets): loss(m
 
 
 def check_result(result: object) -> tuple[Tensor, Tensor]:
-    """Check a loss's result, and return its sum and its count, a tensor that `count_tensor` returns.
+    """Check the result of a loss, and return its sum and its count.
+
+    The count becomes a tensor, as `count_tensor` makes it.
 
     Raises:
         UsageError: the result is not a pair of a real 0-d tensor and a count.
@@ -238,16 +251,16 @@ def check_result(result: object) -> tuple[Tensor, Tensor]:
 def count_tensor(count: Any, device: torch.device) -> Tensor:
     """Return a count of targets, or a sum of their weights, as a 0-d fp64 tensor.
 
-    The host does not read a tensor's value. If it is below 0 it becomes NaN, so that the device
-    refuses the update.
+    The host does not read the value of a tensor, because it would have to wait for the device. So a
+    tensor below 0 is not refused here. It becomes NaN, which makes the device skip the update.
 
     Args:
         count: a number of Python or numpy, or a 0-d tensor, integer, fp32 or fp64.
         device: the result's device.
 
     Raises:
-        UsageError: the count is of another type, a number below 0 or not finite, or a tensor that
-            depends on the parameters.
+        UsageError: the count has another type, is a number that is negative or not finite, or is a
+            tensor that depends on the parameters.
     """
     # Dynamo traces numpy's scalars and 0-d arrays as tensors, whose value must not be read in a graph.
     if isinstance(count, (np.generic, np.ndarray)) and not count.ndim:

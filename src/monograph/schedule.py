@@ -128,6 +128,9 @@ def _decaying(
 def cool_down(schedule: Schedule, first: int, total: int, final: float) -> Schedule:
     """Follow another schedule up to update `first`, then decay linearly to `final` at `total`.
 
+    A run with a time limit uses this if it turns out that it is too slow for the planned number of
+    updates.
+
     Args:
         schedule: the schedule to follow.
         first: the first update of the decay.
@@ -138,13 +141,16 @@ def cool_down(schedule: Schedule, first: int, total: int, final: float) -> Sched
     def factor(index: int) -> float:
         if index < first:
             return schedule(index)
+        # The decay begins at the last factor before it, with progress 0 at update `first` - 1.
+        factor_before = schedule(max(0, first - 1))
         progress = min(1.0, (index - first + 1) / max(1, total - first + 1))
-        return schedule(max(0, first - 1)) * (1.0 - progress) + final * progress
+        return factor_before * (1.0 - progress) + final * progress
 
     return factor
 
 
 def _require(**numbers: float) -> None:
+    """Refuse numbers that are negative or not finite. The message has the name of the argument."""
     for name, value in numbers.items():
         NOT_NEGATIVE.require(name, value)
 
@@ -154,8 +160,8 @@ class NamedSchedule(NamedTuple):
 
     Attributes:
         meaning: what the learning rate does after the warm-up, in the words of pages and errors.
-        make: gets the number of updates of the warm-up, the number of all updates, and the factor at
-            the end, and returns the schedule of a run.
+        make: a function of three numbers that returns the schedule of a run: the number of updates of
+            the warm-up, the number of all updates, and the factor at the end.
         falls: whether it falls to the factor at the end. If not, `optim.min_lr_ratio` has no effect.
     """
 

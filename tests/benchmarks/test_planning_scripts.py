@@ -9,7 +9,22 @@ import pytest
 import torch
 import torch._functorch.config
 
-from scripts import smoke
+from scripts import ROOT, smoke
+
+
+def test_stream_clock(script, monkeypatch, tmp_path):
+    found = smoke(script("stream_clock"), monkeypatch, tmp_path / "found.json")
+    assert [case["card"] for case in found["cases"]] == ["4090", "H100"]
+    for case in found["cases"]:
+        times = [way["closed_form_s"] for way in case["ways"]]
+        assert len(times) > 10 and times == sorted(times)
+        assert all(way["clock_s"] >= 0.999 * way["closed_form_s"] for way in case["ways"])
+
+
+def test_the_reasons_say_of_the_clock_what_the_script_found(script):
+    found = json.loads((ROOT / "benchmarks" / "results" / "stream_clock.json").read_text())
+    page = " ".join((ROOT / "docs" / "reasons.md").read_text().split())
+    assert script("stream_clock").sentence(found["cases"]) in page
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clocks import least_s
-from monograph.data.rows import RowShare, rows_at, share, weighted_rows_at
+from monograph.data.rows import RowShare, row_share, rows_at, weighted_rows_at
 
 SEEDS = st.integers(-(2**70), 2**70)
 
@@ -34,7 +34,7 @@ def test_the_order_does_not_depend_on_how_it_is_asked_for(rows, seed, start, cou
 
 
 WEIGHTS = st.sampled_from([0.001, 0.1, 0.25, 0.5, 1, 1.5, 2, 7.3])
-SHARES = st.lists(st.builds(share, st.integers(1, 40), WEIGHTS), min_size=1, max_size=4)
+SHARES = st.lists(st.builds(row_share, st.integers(1, 40), WEIGHTS), min_size=1, max_size=4)
 
 
 @given(shares=SHARES, seed=SEEDS, epochs=st.integers(1, 9))
@@ -73,13 +73,13 @@ def test_shares_do_not_depend_on_how_they_are_asked_for(shares, seed, start, cou
 @given(rows=st.integers(1, 3000), seed=SEEDS, start=st.integers(0, 10**6))
 def test_without_weights_the_order_is_the_rows_own(rows, seed, start):
     assert (
-        weighted_rows_at(start, 50, [share(rows, 1.0)], seed).tolist()
+        weighted_rows_at(start, 50, [row_share(rows, 1.0)], seed).tolist()
         == rows_at(start, 50, rows, seed).tolist()
     )
 
 
 def test_half_of_the_rows_is_another_half_in_another_order():
-    shares = [share(1000, 0.5), share(300, 1.0)]
+    shares = [row_share(1000, 0.5), row_share(300, 1.0)]
     first, second, third = weighted_rows_at(0, 2400, shares, 3).reshape(3, 800)
     halves = [set(epoch[epoch < 1000].tolist()) for epoch in (first, second, third)]
     assert halves[0] | halves[1] == set(range(1000)) and not halves[0] & halves[1]
@@ -90,7 +90,9 @@ def test_half_of_the_rows_is_another_half_in_another_order():
 
 
 def test_a_share_without_rows_is_never_visited():
-    assert sorted(weighted_rows_at(0, 4, [share(0, 2), share(2, 2), share(0, 0.5)], 0)) == [
+    assert sorted(
+        weighted_rows_at(0, 4, [row_share(0, 2), row_share(2, 2), row_share(0, 0.5)], 0)
+    ) == [
         0,
         0,
         1,

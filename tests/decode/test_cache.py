@@ -61,7 +61,7 @@ def test_memory_is_zero_and_that_of_so_many_rows(config: LlamaConfig) -> None:
     assert sum(tensor.nbytes for tensor in all_of(cache)) == 3 * KVCache.bytes_per_row(
         config, 20, torch.bfloat16, 8
     )
-    layers = [config.is_delta_net(layer) for layer in range(config.num_hidden_layers)]
+    layers = [not config.layer_type(layer).attends for layer in range(config.num_hidden_layers)]
     heads = [0 if linear else config.num_key_value_heads for linear in layers]
     assert [list(keys.shape) for keys in cache.keys] == [
         [3, 3, each, 8, config.head_dim] for each in heads

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from batches import tiny_llama
+from far_sighted import decoded, far_sighted, reported_is_full, seen_at
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.siblings import fuse_known, unfuse_siblings
-from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
+from monograph.laws.comparisons import LOG_PROBABILITY_BOUND
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
 from monograph.model.llama import Llama
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +32,14 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
+}
+HYBRID: dict[str, Any] = {
+    "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION),
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -53,6 +63,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "sliding_window": 40,
         "layer_types": (SLIDING_ATTENTION, FULL_ATTENTION),
+    },
+    "a delta net, and gated heads": {"model_type": "qwen3_5_text", **HYBRID},
+    "a delta net and a shared expert": {
+        "model_type": "qwen3_next",
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        **HYBRID,
     },
 }
 LONGROPE, SHORT = (5, 6, 7) * 50, (5, 6, 7)
@@ -116,6 +135,36 @@ def test_heads_that_no_cards_shared_memory_holds_are_an_obstacle() -> None:
     assert "shared memory" in (obstacle(model) or "")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"linear_key_head_dim": 136}, "at most 128 channels"),
+        ({"linear_conv_kernel_dim": 17}, "at most 16 tokens"),
+        ({"linear_value_head_dim": 5}, "multiples of 16"),
+    ],
+)
+def test_a_delta_net_that_the_kernels_cannot_compute_is_an_obstacle(
+    sizes: dict[str, int], reason: str
+) -> None:
+    from monograph.decode.fast_forward import obstacle
+
+    model = tiny_llama(**SHAPE | FAMILIES["a delta net, and gated heads"] | sizes).cuda()
+    fuse_known(model)
+    assert reason in (obstacle(model) or "")
+
+
+def test_an_adapter_of_a_delta_net_is_an_obstacle() -> None:
+    from monograph.decode.fast_forward import obstacle
+
+    model = model_of("a delta net, and gated heads")
+    fuse_known(model)
+    assert obstacle(model) is None
+    unfuse_siblings(model)
+    adapt(model, Lora(rank=2, targets=["in_proj_z"]))
+    fuse_known(model)
+    assert "adapter" in (obstacle(model) or "")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_writes_what_the_models_own_forward_pass_writes(family: str) -> None:
     ours = written(model_of(family), mode="eager")
@@ -124,15 +173,64 @@ def test_it_writes_what_the_models_own_forward_pass_writes(family: str) -> None:
     assert same >= 4, "one near tie may part two ways to compute"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("llama", torch.bfloat16),
+        ("a delta net and a shared expert", torch.bfloat16),
+        pytest.param("a delta net and a shared expert", torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_log_probabilities_have_the_same_bits_in_any_batch_order_and_block(
-    dtype: torch.dtype,
+    family: str, dtype: torch.dtype
 ) -> None:
-    model = model_of("llama", dtype)
+    model = model_of(family, dtype)
     three = written(model)
     assert written(model, rows=1) == three
     assert written(model, rows=5, order=-1) == three
     assert written(model, pace=3) == three
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "delta" in family])
+def test_a_hybrids_steps_have_a_full_passs_log_probabilities(family: str) -> None:
+    """Law 8: the state that a prompt's chunks leave is what the kernels go on with."""
+    sizes = SHAPE | FAMILIES[family] | {"vocab_size": 61}
+    model = far_sighted(torch.float32, **sizes).cuda()
+    sampling = Sampling(1.0, logprobs=61)
+    machine = Generator(
+        model, chain_of([sampling]), rows=2, slots=300, vocabulary=61, mode="captured", pace=4
+    )
+    prompts = (LONGROPE[:140], SHORT, (*SHORT, 9))
+    assert min(seen_at(model, prompts[0], [0, 70, 139])) > 100 * LOG_PROBABILITY_BOUND
+    requests = [Request(prompt, sampling, 6, ()) for prompt in prompts]
+    for place, events in decoded(machine, requests).items():
+        assert reported_is_full(model, requests[place], events)
+
+
+def test_a_hybrid_remembers_nothing_of_earlier_weights() -> None:
+    """Law 19."""
+    model = model_of("a delta net, and gated heads")
+    sampling = Sampling(0.9, logprobs=1)
+
+    def new_machine() -> Generator:
+        return Generator(
+            model, chain_of([sampling]), rows=2, slots=64, vocabulary=259, mode="captured", pace=4
+        )
+
+    def reported(machine: Generator) -> list[Any]:
+        texts = decoded(machine, [Request(SHORT, sampling, 6, ())])
+        return [event.logprobs for events in texts.values() for event in events]
+
+    machine = new_machine()
+    before = reported(machine)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    machine.forget()
+    after = reported(machine)
+    assert after == reported(new_machine()) != before
 
 
 @pytest.mark.slow

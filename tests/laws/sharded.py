@@ -731,6 +731,7 @@ PROGRAMS = {
         streamed,
         halved_weights,
     ),  # fmt: skip
+    "combinations": (combinations, streamed),  # a part of "equations", for pretended cards
     "halved": (halved,),
     "restarted": (restarted,),
     "captured": (captured,),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from batches import tiny_llama
 from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
-from monograph.model.layers import Mixture
+from monograph.model.mixture import Mixture
 
 CONFIG = LlamaConfig(
     model_type="qwen3_moe", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1,

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,7 +84,7 @@ def test_the_reference_with_sinks_is_the_equation():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("impl", ["sdpa", "blocks", "cached"])
 def test_sinks_take_their_share_in_every_implementation(impl, dtype, masked):
-    mask = dense_mask(_segments().clamp_min(impl == "cached")) if masked else None
+    mask = dense_mask(_segments()) if masked else None
     exact = _with_sinks("reference", torch.float64, mask)
     ours = _with_sinks(impl, dtype, mask)
     if dtype == torch.float64:
@@ -159,7 +157,7 @@ def test_sdpa_is_as_exact_as_the_reference(dtype, masked):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cache_s_arithmetic_is_as_exact_as_the_reference(dtype):
     """Over two blocks of keys, with documents; LENGTH is no multiple of a block."""
-    segments = _segments().where(_segments() > 0, 3)
+    segments = _segments()
     for mask in (None, dense_mask(segments), dense_mask(torch.ones_like(segments), 40)):
         exact = _run("reference", torch.float64, mask)
         for a, b, c in zip(
@@ -177,18 +175,50 @@ def test_no_mask_is_the_causal_mask(impl):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("run", [_run, _with_sinks])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])  # no row of "cached" sees nothing
-def test_a_query_that_sees_nothing_gets_zeros_and_passes_none_back(impl, dtype):
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks", "cached"])
+def test_a_query_that_sees_nothing_gets_zeros_and_passes_none_back(impl, dtype, run):
     mask = dense_mask(_segments())
     mask[1] = False
     mask[0, :, 5] = False
-    out, *gradients = _run(impl, dtype, mask)
+    out, *gradients = run(impl, dtype, mask)
     assert not out[1].any()
     assert not out[0, :, 5].any()
     for gradient in gradients:
         assert gradient.isfinite().all()
-        assert not gradient[1].any()
+    for gradient_of_heads in gradients[:3]:
+        assert not gradient_of_heads[1].any()
+
+
+# The leading axes of masks that broadcast to [B, H, T, S]; one has other keys for each query head.
+MASK_SHAPES = {
+    "a key": (1, LENGTH),
+    "a query": (LENGTH, 1),
+    "a row": (BATCH, 1, LENGTH, LENGTH),
+    "a head": (1, HEADS, LENGTH, LENGTH),
+    "a row and head": (BATCH, HEADS, LENGTH, LENGTH),
+}
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "cached"])  # "blocks" reads causal masks only
+@pytest.mark.parametrize("shape", MASK_SHAPES.values(), ids=MASK_SHAPES.keys())
+def test_a_mask_may_differ_by_each_axis(shape, impl):
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    exact = _run("reference", torch.float64, mask)
+    for ours, equation in zip(_run(impl, torch.float64, mask), exact, strict=True):
+        torch.testing.assert_close(ours, equation, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks", "cached"])
+def test_a_causal_mask_may_differ_by_head(impl):
+    windows = torch.tensor([3, 40, 100, LENGTH])[:, None, None]
+    distances = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    mask = ((distances >= 0) & (distances < windows))[None]
+    out = attention(*_heads(torch.float64), mask, impl)
+    for head in range(HEADS):
+        alone = attention(*_heads(torch.float64), mask[:, head : head + 1], "reference")
+        torch.testing.assert_close(out[:, head], alone[:, head], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.filterwarnings(FLEX_UNFUSED)
@@ -245,7 +275,8 @@ def test_on_a_gpu_documents_are_as_exact_as_the_reference(dtype, impl, run):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_long_documents_are_as_exact_as_the_reference(length=400, size=64):
+@pytest.mark.parametrize("size", [64, 256])
+def test_on_a_gpu_long_documents_are_as_exact_as_the_reference(size, length=400):
     """Rows as a run has them, with the heads that have options of their own. The second document
     begins inside the first block and has blocks that are seen in full, so that a query's blocks
     with a border are not neighbours.
@@ -265,15 +296,32 @@ def test_on_a_gpu_long_documents_are_as_exact_as_the_reference(length=400, size=
         assert error_within(a, b, c, k=4)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_the_tiles_of_flex_are_torch_s_where_others_were_not_measured(capability, monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "sizes"),
+    [
+        ((7, 5), set()),
+        ((8, 0), {256}),
+        ((8, 9), {256}),
+        ((9, 0), {64}),
+        ((10, 0), {64, 128, 256}),
+        ((12, 0), {256}),
+    ],
+)
+def test_only_tiles_known_to_be_worse_than_others_are_replaced_in_flex(
+    capability, sizes, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    def has_own_tiles(dtype, size, device="cuda"):
+        query = torch.empty(1, 1, 1, size, dtype=dtype, device=device)
+        return len(flex_options(query)) > 1  # FORCE_USE_FLEX_ATTENTION is always there
+
     with FakeTensorMode():
-        for dtype, size in product((torch.float32, torch.float16, torch.bfloat16), (16, 64, 128)):
-            ours = flex_options(torch.empty(1, 1, 1, size, dtype=dtype, device="cuda"))
-            is_measured = (capability, dtype, size) == ((9, 0), torch.bfloat16, 64)
-            assert (len(ours) > 1) == is_measured, "FORCE_USE_FLEX_ATTENTION is always there"
-        assert len(flex_options(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16))) == 1
+        for size in (16, 64, 128, 192, 256):
+            for dtype in (torch.float16, torch.bfloat16):
+                assert has_own_tiles(dtype, size) == (size in sizes)
+                assert not has_own_tiles(dtype, size, "cpu")
+            assert not has_own_tiles(torch.float32, size)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from batches import tiny_llama
 from monograph.graph.experts import Router
 from monograph.laws.comparisons import error_within
-from monograph.model.layers import CentredRMSNorm, Mixture, RMSNorm
+from monograph.model.layers import CentredRMSNorm, RMSNorm
+from monograph.model.mixture import Mixture
 
 pytestmark = pytest.mark.gpu
 TOKENS = 5
@@ -61,19 +62,19 @@ def by_module(norm: RMSNorm, mixture: Mixture, x_BD: Tensor, chosen_BC: Tensor) 
 
 def by_kernels(norm: RMSNorm, mixture: Mixture, x_BD: Tensor) -> tuple[Tensor, Tensor]:
     """The layer's sum on the card, and the experts that its router chose."""
-    from monograph.decode.fast_forward import _norm  # imports Triton
+    from monograph.decode.fast_projections import norm_of  # imports Triton
     from monograph.ops.decode_kernels import project
     from monograph.ops.expert_kernels import expert_inner, expert_sum, route
 
     norm, mixture, x_BD = norm.cuda(), mixture.cuda(), x_BD.cuda()
     router, experts = mixture.gate, mixture.experts
-    logits_BE = project(x_BD, router.weight, _norm(norm), router.bias)
+    logits_BE = project(x_BD, router.weight, norm_of(norm), router.bias)
     chosen_BC, weights_BC = route(logits_BE, router.top_k, router.normalised)
     gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
     biases = None if gate.bias is None else (gate.bias, up.bias)
     combination: Any = "silu" if gate.bias is None else "clamped"
     inner_BCM = expert_inner(
-        x_BD, _norm(norm), chosen_BC, (gate.weight, up.weight), biases, combination
+        x_BD, norm_of(norm), chosen_BC, (gate.weight, up.weight), biases, combination
     )
     out_BD = expert_sum(inner_BCM, chosen_BC, weights_BC, down.weight, down.bias, x_BD)
     return out_BD.cpu(), chosen_BC.cpu()

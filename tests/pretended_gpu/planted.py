@@ -64,6 +64,9 @@ COUNTS = "tests/pretended_gpu/test_counts.py"
 PARTS = "tests/predict/test_footprint.py -k one_product"
 PLANNED = "tests/laws/test_planned_is_measured.py -m gpu"
 CAPTURED = "tests/laws/test_replayed_on_a_gpu.py -m gpu -k 'another_shape or reads_is or that_fails or running_means'"
+DELTA = "tests/ops/test_delta_net_kernels.py -m gpu"
+DELTA_NET = f"{DELTA} -k 'by_the_layer and float32 and three and next'"
+GATED = "tests/ops/test_gated_heads_kernels.py -m gpu -k float32"
 LAUNCHED = "tests/laws/test_replayed_on_a_gpu.py -m gpu -k one_launch"
 
 FAULTS = [
@@ -144,11 +147,11 @@ FAULTS = [
           '{"FORCE_USE_FLEX_ATTENTION": True, "BLOCKS_ARE_CONTIGUOUS": True}', f"{KERNELS} -k long_documents"),
     Fault("ops/flex_options.py", '{"FORCE_USE_FLEX_ATTENTION": True}',
           '{"FORCE_USE_FLEX_ATTENTION": True, "ROWS_GUARANTEED_SAFE": True}', f"{KERNELS} -k long_documents"),
-    Fault("ops/attention.py", "(mask is not None or not _flash_supports(query_BHTD))", "mask is not None",
+    Fault("ops/attention.py", "(mask is not None or not _flash_supports(query_BHTE))", "mask is not None",
           f"{KERNELS} -k scores_of_all"),
-    Fault("ops/attention.py", "if query_BHTD.dtype.itemsize != 2:", "if False:", f"{KERNELS} -k scores_of_all"),
-    Fault("ops/attention.py", "heads_BKSD.repeat_interleave(groups, dim=1)",
-          "heads_BKSD.repeat(1, groups, 1, 1)", f"{KERNELS} -k as_exact"),
+    Fault("ops/attention.py", "if query_BHTE.dtype.itemsize != 2:", "if False:", f"{KERNELS} -k scores_of_all"),
+    Fault("ops/attention.py", "heads_BKSE.repeat_interleave(groups, dim=1)",
+          "heads_BKSE.repeat(1, groups, 1, 1)", f"{KERNELS} -k as_exact"),
     Fault("model/llama.py", "full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)",
           "full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril()", MASKS),
     Fault("model/llama.py", "seen & (query - key < window)", "seen & (query - key <= window)", PACKED),
@@ -161,13 +164,32 @@ FAULTS = [
     Fault("step/step.py", "self.lr.fill_(lr)", "self.lr.copy_(torch.tensor(lr))", COUNTS),
     Fault("ops/cross_entropy.py", 'if is_traced and device_type == "cuda" and differences is None:',
           "if False:", COUNTS),
-    Fault("predict/footprint.py", "return computes_in_16_bits and not self.answer_scoring", "return False", PARTS),
+    Fault("predict/footprint.py", "fuses_gradients(Llama, self.loss, self.precision, self.device_type == \"cuda\")",
+          "False", PARTS),
     Fault("graph/siblings.py", "(nn.Parameter, FakeTensor)", "(nn.Parameter,)", PARTS),
     Fault("predict/footprint.py", '"repeated" if work.repeats_heads else "torch", "cuda")',
           '"repeated" if work.repeats_heads else "torch")', PARTS),
     Fault("graph/replay.py", "            if begun:", "            if False:", CAPTURED),
     Fault("predict/footprint.py", "has_flex_attention = self.device_type != \"cpu\" and self.compile != \"none\"",
           "has_flex_attention = self.device_type != \"cpu\"", PLANNED),
+    # A token of a delta net, and of gated heads.
+    Fault("ops/delta_net_kernels.py", "state_at_EV = state + (row.to(tl.int64) * H",
+          "state_at_EV = state + (row.to(tl.int64) // 2 * 2 * H", DELTA_NET),
+    Fault("ops/delta_net_kernels.py", "old_tap_K1 = tap_K[:, None] + is_added.to(tl.int32)",
+          "old_tap_K1 = tap_K[:, None]", DELTA_NET),
+    Fault("ops/delta_net_kernels.py", "other=0.0) * tl.exp(decay)", "other=0.0)", DELTA_NET),
+    Fault("ops/delta_net_kernels.py", "tl.load(count + row) + is_added.to(tl.int64)", "tl.load(count + row)",
+          DELTA_NET),
+    Fault("ops/delta_net_kernels.py", "a_column = b_column + R", "a_column = b_column", DELTA_NET),
+    Fault("ops/delta_net_kernels.py", "beta = tl.where(is_added, beta, 0.0)", "beta = beta",
+          f"{DELTA} -k 'repeated and float32 and three and next'"),
+    Fault("ops/delta_net_kernels.py", "decay = tl.where(is_added, decay, 0.0)", "decay = decay",
+          f"{DELTA} -k 'repeated and float32 and three and next'"),
+    Fault("ops/delta_net_kernels.py", "_log1p(tl.exp(-tl.abs(step)))", "tl.log(1 + tl.exp(-tl.abs(step)))",
+          f"{DELTA} -k near_one"),
+    Fault("ops/gated_heads_kernels.py", "tl.where(is_query, 2 * head, H + head)", "tl.where(is_query, head, H + head)",
+          GATED),
+    Fault("ops/gated_heads_kernels.py", "tl.where(is_first_E, -sin_E, sin_E)", "sin_E", GATED),
     # What a run keeps.
     Fault("session/random_state.py", "torch.cuda.set_rng_state(recorded_state.tensor_of(saved[\"cuda\"]), device)",
           "pass", "tests/session/test_random_state.py -m gpu"),

@@ -28,7 +28,7 @@ def law() -> None:
     """Run a program of law 13's test."""
     # Hooks ask ranks for gradients, so products add none; those of the process beside them must
     # not, either.
-    on_device.fuses = lambda step, on_cuda: False
+    on_device.can_fuse_gradients = lambda step, on_cuda: False
     with on_its_own_card():
         sharded.main()
 

@@ -58,6 +58,20 @@ def test_a_decode_step_is_five_launches_a_layer_and_waits_for_nothing(counted) -
     assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler, chunk))
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_delta_net_is_four_launches_in_a_decode_step_and_waits_for_nothing(
+    counted, rows: int
+) -> None:
+    import launches
+
+    layers = launches.hybrid_layers(rows, mode="captured")
+    # Gated attention takes five launches, a feed-forward layer two, and a mixture with a shared
+    # expert eight.
+    assert [part["launches"] for part in layers.values()] == [4 + 8, 5 + 8, 4 + 2, 5 + 2]
+    assert not any(part["cublas"] or part["aten"] for part in layers.values())
+    assert not any(part["waits"] or part["waiting_copies"] for part in layers.values())
+
+
 def test_a_replayed_micro_step_is_one_graph_and_nothing_waits(counted) -> None:
     replayed = counted["micro-step replayed"]
     assert (replayed["graphs"], replayed["launches"]) == (1, 0)

@@ -19,8 +19,8 @@ from laws.resumed import SETTINGS, start, write_inputs
 from monograph.commands import follow
 from monograph.resident import Resident
 from monograph.run.folder import Run
-from monograph.session import after_update
 from monograph.session import gauges as room
+from monograph.session import update_clock
 from monograph.session.gauges import Alarm, Gauges
 from monograph.session.reporting import Reporter
 from monograph.session.session import Session
@@ -250,7 +250,7 @@ def test_a_run_says_so_in_its_metrics_to_trackers_and_on_the_screen(
     taking(Resident, "update", lambda engine: 15.0 if engine.index < 40 else 30.0)
     taking(Reporter, "evaluate", lambda reporter: 600.0)
     taking(Session, "save", lambda session: 300.0)
-    monkeypatch.setattr(after_update, "clock", lambda: now[0])
+    monkeypatch.setattr(update_clock, "clock", lambda: now[0])
     monkeypatch.setattr(Gauges, "read", lambda gauges: NUMBERS)
     monkeypatch.setattr(Gauges, "why", lambda gauges, before, now: "the GPU is slowed by heat")
     start("run", SETTINGS | {"train.updates": 60, "train.save_every": 7})

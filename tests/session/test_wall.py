@@ -25,7 +25,7 @@ from monograph.session.start import Started, _short_time_note, _time_line
 from session.test_eager_start import BY_CLOCK, session_of
 
 TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
-CLOCKED = ("after_update", "deadline", "reporting", "session", "start", "warmup")
+CLOCKED = ("after_update", "deadline", "reporting", "session", "start", "update_clock", "warmup")
 LENGTHS = {
     "the whole alone": ({}, 88),
     "training is shorter": ({"train.minutes": 0.5}, 23),

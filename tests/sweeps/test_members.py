@@ -7,7 +7,8 @@ import pytest
 from monograph.config import load
 from monograph.config.axes import AXIS_KEYS
 from monograph.errors import UsageError
-from monograph.sweeps.spec import describe_knobs, groups_of, members_of, short_key, value_text
+from monograph.report.knobs import short_key, value_text
+from monograph.sweeps.spec import describe_knobs, groups_of, members_of
 
 SETTINGS = load(None, {"train.updates": 5}, {})
 

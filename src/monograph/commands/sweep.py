@@ -203,7 +203,7 @@ def _train_round(
     after = AfterUpdateOfRound(cohort, updates, state, block, stop)
     for update in train(cohort.engine, cohort.windows, updates):
         round_state = after.note(update)
-        with after.paused():
+        with after.since_shown.paused():
             after.evaluate(round_state)
             after.save(round_state)
         after.raise_if_stopped(round_state)

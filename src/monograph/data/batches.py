@@ -48,9 +48,9 @@ class Batches(Iterator[Batch]):
         pin: whether windows are in pinned memory, so that copies to a GPU overlap with computation;
             needs CUDA.
         skip: (begin, end) of ranges of positions to skip, in ascending order, such as rows that
-            made a run diverge (`monograph.session.rewind`). They do not count towards `epochs`.
-            Only windows that would begin in such a range are moved behind it: a window that begins
-            before the range may have rows of it.
+            made a run diverge (`monograph.session.rewind`). They do not count towards `epochs`. A
+            window that would begin inside a range begins after it instead. A window that begins
+            before a range may still have some rows of the range.
 
     Attributes:
         rows_per_window: R.
@@ -94,7 +94,7 @@ class Batches(Iterator[Batch]):
             self._end_position = epochs * rows.per_epoch + skipped
         # The position after the last prefetched window.
         self._next_position = start
-        # Each prefetched window, after the position at which it ends.
+        # For each prefetched window, the position at which it ends, and the future of the window.
         self._prefetched: deque[tuple[int, Future[Batch]]] = deque()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="monograph-batches")
 

@@ -1,7 +1,7 @@
-"""Turn a prompt and its completion, both of them texts, into tokens, of which only the completion is
-trained on.
+"""Turn prompts and completions that are plain texts into tokens. Only the completions are trained on.
 
-There is no chat template: the tokens are those of the prompt, of the completion, and the end token.
+No chat template is needed: the tokens are those of the prompt, those of the completion, and the end
+token.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,6 +51,7 @@ def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[NumberedT
 
 
 def _text_of(record: Mapping[str, Any]) -> str | Fault:
+    """Return the text of a record whose prompt and completion are texts; the fault of any other."""
     needs_template = "needs a chat template, and the model has none"
     if not are_texts(record):
         return Fault(
@@ -77,9 +78,9 @@ def prompt_and_completion(text: str) -> tuple[str, str]:
 
 
 class CompletionEncoder:
-    """A converter of prompts and completions to rows.
+    """A converter of prompts and completions, which are texts, to rows.
 
-    `monograph.data.loss_mask.ConversationConverter` is the converter of chats.
+    Chats have another converter, `monograph.data.loss_mask.ConversationConverter`.
     """
 
     def __init__(self, tokenizer: Tokenizer, answer_options: AnswerOptions) -> None:

@@ -1,8 +1,9 @@
 """Read conversations from records in any of the common forms, which `monograph.data.forms`
 declares.
 
-Until it becomes tokens, a conversation is treated as a text: the JSON that `conversation_text`
-writes.
+A record is a line of a .jsonl file or a row of a table. Until a conversation becomes tokens, it is
+treated as a text: the JSON that `conversation_text` writes. So damaged files, the split and duplicates
+are handled by the same code for texts and for conversations.
 """
 
 import json
@@ -39,11 +40,11 @@ from monograph.data.tables import first_row_with_value, table_columns, table_obj
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
-# The largest number of messages. Each answer is rendered together with all messages before it, so
-# the time grows with the square of this number.
+# The largest number of messages of a conversation. Each answer is rendered together with all messages
+# before it, so the time grows with the square of the number of messages.
 MAX_MESSAGES = 1000
-# Names that a record must not give to variables of the chat template, because they are the names of
-# other variables of the template, or of arguments of the code that renders it.
+# A record may give further variables to the chat template, but not under these names. They belong to
+# other variables of the template, or to arguments of the code that renders it.
 _RESERVED_NAMES = frozenset(
     "self template tokenizer messages chats tools documents marker marks counts add_generation_prompt".split()
 )
@@ -100,7 +101,7 @@ def keyed_records(
 ) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
     """Yield (record number from 1, record or fault) for every record of a file.
 
-    The records have only the keys that say what is trained.
+    Of each record, only the keys that say what is trained are kept.
 
     Args:
         file: the file.
@@ -119,13 +120,13 @@ def keyed_records(
             yield number, record
             continue
         try:
-            obeyed = keys.read(record)
+            record_to_train = keys.read(record)
         except Unusable as unusable:
             yield number, unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{place_of(file.path, number)}: {refused}") from None
         else:
-            yield number, obeyed
+            yield number, record_to_train
 
 
 def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
@@ -146,7 +147,7 @@ def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, A
             raise InputRefused(f"{place_of(path, row)}: {keys.unknown_column_error(name, columns)}")
     for number, record in table_objects(path, read):
         yield number, record
-        # Ignored columns are not read, so `keys` does not see them in the record.
+        # Ignored columns are not read, so `keys.read` cannot count them in the record.
         keys.counts.update(ignored)
 
 
@@ -158,9 +159,9 @@ def conversation_text(record: Mapping[str, Any]) -> str | Fault:
     try:
         conversation = read_conversation(record)
         fields: list[Any] = [conversation.messages, conversation.tools, conversation.trained_from]
-        # Variables are written only if there are some, because the hash of this text decides
-        # whether the conversation is held out. Earlier versions had no variables, and a
-        # conversation without variables must stay on its side of the split.
+        # Variables are written only if there are some. The hash of this text decides whether the
+        # conversation is held out. Earlier versions wrote no variables, and a conversation without
+        # variables must still be on the side of the split that they chose.
         if conversation.variables:
             fields.append(conversation.variables)
         text = json.dumps(fields, ensure_ascii=False)
@@ -192,7 +193,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
             "no conversation",
             f"has none of the keys messages, conversations, {PROMPT} and {COMPLETION}",
         )
-    # There is only one: `RecordKeys.read` refuses records of several forms.
+    # There is only one form, because `RecordKeys.read` has refused records of several forms.
     form = forms[0]
     if form is COMPLETED_FORM:
         prompt = _side_messages(record, PROMPT, "user")
@@ -224,9 +225,9 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
 
 
 def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
-    """Return the conversation that these messages and the values of a record's `CHAT_KEYS` make.
+    """Return the conversation of these messages and of the record's values under `CHAT_KEYS`.
 
-    All of its messages may be trained on.
+    All messages of the conversation may be trained on.
 
     Raises:
         Unusable: the value of one of these keys is bad.
@@ -249,7 +250,7 @@ def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) ->
 def require_copy(prompt: object, messages: Sequence[Mapping[str, Any]]) -> None:
     """Require that the prompt of a record that also has a whole chat is a part of the chat.
 
-    Such a prompt is not trained on, so a prompt with another text would be lost.
+    Only the chat is trained on. So a prompt that is not a part of the chat would be lost silently.
 
     Args:
         prompt: what the record has under "prompt"; None or empty: there is nothing to compare.
@@ -367,13 +368,15 @@ def _require_order(messages: Sequence[Mapping[str, Any]], place_pattern: str) ->
         place_pattern: a message's place for the error, with "{}" for its number.
 
     Raises:
-        Unusable: they are not, or a tool's message follows an assistant's that called no tool.
+        Unusable: the roles are in another order, or a tool's message follows a message of an assistant
+            that called no tool.
     """
     previous: str | None = None  # the role of the previous message
     for number, message in enumerate(messages):
         role = message["role"]
-        # The first of a tool's messages needs a call in the message before it. Further ones may
-        # follow, because an assistant's message may have several calls.
+        # A message of a tool answers a call in an assistant's message. Several messages of tools may
+        # follow each other, because an assistant's message may have several calls. So only the first
+        # of them must have a call directly before it.
         lacks_call = (
             role == "tool" and previous != "tool" and not messages[number - 1].get("tool_calls")
         )

@@ -1,6 +1,7 @@
 """Turn a source into rows to train on: `corpus()` finds the text, holds some of it out, tokenises it
 and packs it.
 
+A *row* has a fixed number of positions, which hold *pieces* of documents (`monograph.data.pack`).
 `render_row` shows a row as text, with its documents and the tokens that are trained on.
 """
 
@@ -47,13 +48,13 @@ class Stats:
 
     Attributes:
         files: number of files.
-        documents: number of texts and records; with conversations, number of
-            `monograph.data.loss_mask.MaskedRow`s. A text that the split cuts in two counts twice.
+        documents: number of texts and records. A text that the split cuts in two counts twice, and a
+            conversation counts as often as `monograph.data.loss_mask` divides it into rows.
         conversations: number of conversations in the training part, 0 for texts.
         bytes: bytes of all text; with conversations, of the text that is trained on.
         tokens: number of targets in one pass over all training rows.
-        trained_share: `tokens` / (tokens of the training part that could be targets: all but each
-            document's first).
+        trained_share: the share of the training part's tokens that are targets. The first token of a
+            document, which can never be a target, does not count.
         bytes_per_token: mean number of bytes of a token of the training part.
         packed_share: share of the training rows' positions that have an input.
         held_out_documents: number of `documents` that are held out.
@@ -108,7 +109,7 @@ class Corpus:
 
     @property
     def record_noun(self) -> str:
-        """Return the noun for a record of which only answers are trained on.
+        """Return what a message to the user calls a record of which only answers are trained on.
 
         It is "conversation", or "completion" if the tokenizer has no chat template.
         """
@@ -128,9 +129,9 @@ class Corpus:
         pin: bool = False,
         skip: Sequence[Sequence[int]] = (),
     ) -> "Batches":
-        """Return the training rows in shuffled order, in windows.
+        """Return the training rows in shuffled order, in windows: the rows of one update at a time.
 
-        `monograph.data.batches.Batches` has the arguments.
+        The arguments are those of `monograph.data.batches.Batches`.
         """
         # Importing torch takes seconds, and only training needs it here.
         from monograph.data.batches import Batches
@@ -280,8 +281,9 @@ def _rows(
     stored: StoredCorpus, weights: Sequence[float], sequence_length: int, packed: bool
 ) -> tuple[Rows, Rows]:
     """Return the rows to train on and the held-out rows."""
-    # The arrays of a large plan are stored next to the tokens, because a temporary folder may be in
-    # memory. But a cache folder may belong to another user.
+    # If the plan of the rows is large, it is kept in files. They are put next to the tokens, because
+    # the folder for temporary files may be in memory. But the folder of the tokens may belong to
+    # another user, and then it cannot be written to.
     scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
     with writing(scratch):
         train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
@@ -301,7 +303,7 @@ def _decide_reading(
     record_settings: RecordSettings,
     tokenizer: Tokenizer | int,
 ) -> ReadingPlan:
-    """Return how to read the records of these sources, after looking at a sample of the records.
+    """Decide how to read the records of the sources, after looking at a sample of the records.
 
     Args:
         sources: the files.
@@ -339,7 +341,7 @@ def _require_enough(
     """Require that there is something to train on, and enough held out.
 
     Raises:
-        InputRefused: there is not; the message begins with the source's name.
+        InputRefused: there is too little of one of them; the message begins with the source's name.
     """
     if not train.tokens:
         reason = stored.notes[0] if stored.notes else "give a file with text"
@@ -407,9 +409,8 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
     """Return one training row as text for a terminal.
 
     A ruled line above each piece names its document. Targets are green. Tokens that are only inputs
-    are dim, or in [brackets] without colour. These are a piece's first token, which may be a target
-    of the previous piece, and in a conversation everything except the answers. Special tokens
-    appear by name.
+    are dim, or in [brackets] without colour: the first token of a piece, and in a conversation all
+    tokens outside of the answers. Special tokens appear by name.
 
     Args:
         corpus: the corpus.
@@ -440,7 +441,8 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         end = piece.begin + piece.length
         place = f"tokens {piece.begin:,} to {end:,} of {piece.document_tokens:,}"
         lines.append(_paint(f"── {visible(piece.document)}, {place} ──", _RULE_COLOUR, colour))
-        # A piece's tokens are its inputs and its last target, which is always trained on.
+        # The tokens of a piece are its inputs, and its last target, which is the input of no position
+        # of this piece. It is always trained on.
         ids = [*inputs.tolist(), int(targets[-1])]
         is_target = [False, *(targets != IGNORE).tolist()]
         lines.append(_render_tokens(tokenizer, ids, is_target, colour))

@@ -30,9 +30,9 @@ from monograph.data.sources import LINE_SUFFIXES, SourceFile, place_of
 from monograph.data.tables import table_texts
 from monograph.errors import InputRefused, UsageError
 
-_KEY = b"monograph held out 1"
-# A record is in one of these buckets, by its text's hash, and a bucket is held out as a whole. So
-# the split of millions of records takes no more memory than a split of a few.
+_KEY = b"monograph held out 1"  # the key of the hash that decides the split
+# The number of buckets into which records are sorted by the hash of their text. A bucket is held out as
+# a whole, so the split of millions of records takes no more memory than a split of a few.
 BUCKETS = 1 << 16
 
 # What is held out as a whole: a group of text files (`SourceFile.group`), or a bucket of records.
@@ -43,9 +43,10 @@ class Split(NamedTuple):
     """The choice of held-out documents.
 
     Attributes:
-        cuts: for each file, the position of the first byte that is held out: a text file is held
-            out from there to its end. 0: the whole file. The file's size: nothing of it, as for
-            files of records.
+        cuts: for each file, the position of the first byte that is held out. A text file is held out
+            from there to its end: all of it if the position is 0, and nothing of it if the position is
+            the file's size. Files of records have their size here, because `held_out_buckets` decides
+            about their records.
         held_out_buckets: bool [BUCKETS], true where the bucket's records are held out.
         notes: lines for the user, if a text was cut in two, or if the share of held-out records is
             not the requested one.
@@ -87,17 +88,17 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
 
     Text files are held out in groups. A group is a package, or all files with the same bytes. A
     group is not considered if other groups have near copies of its text, unless this holds for all
-    groups. Records are held out in buckets. For groups and for buckets the budget is fraction ·
-    (their bytes). Groups are considered in the order of sha256(key, group), and buckets in the
-    order of their numbers:
+    groups. Records are held out in buckets. Groups and buckets are chosen separately, by the same
+    steps. The budget is the share `fraction` of the bytes of all groups, or of all buckets. Groups are
+    considered in the order of sha256(key, group), and buckets in the order of their numbers:
 
-    1. Each is held out if it still fits the budget.
-    2. If those fill less than half of the budget, one more is held out: the next one that is no
-       larger than the whole budget.
-    3. If step 2 finds no such group, no group is held out. Instead, the end of the largest one is
+    1. A group or bucket is held out if it still fits the budget.
+    2. If step 1 fills less than half of the budget, one more group or bucket is held out: the next
+       one that is no larger than the whole budget.
+    3. If step 2 finds no such group, no group is held out. Instead, the end of the largest group is
        held out, cut off at the end of a line.
-    4. If step 2 finds no such bucket, the buckets of step 1 are held out, or the smallest one if
-       there are none.
+    4. If step 2 finds no such bucket, only the buckets of step 1 are held out. If there are none, the
+       smallest bucket is.
 
     Args:
         files: all files; those with records are ignored.
@@ -150,9 +151,10 @@ def _split_buckets(
     total = sum(sizes.values())
     notes = tuple[str, ...]()
     held_out, is_enough = _fill_budget(order, sizes, math.floor(fraction * total))
-    # The only bucket is not held out, because nothing would be left to train on.
+    # If there is only one bucket, it is not held out, because nothing would be left to train on.
     if not is_enough and len(order) > 1:
-        held_out = held_out or {min(order, key=sizes.__getitem__)}
+        if not held_out:
+            held_out = {min(order, key=sizes.__getitem__)}
         share = sum(sizes[bucket] for bucket in held_out) / total
         notes = (
             f"held out: {share:.1%} of the records' text, not {fraction:.1%} (too few records)",
@@ -165,7 +167,13 @@ def _split_buckets(
 def _fill_budget(
     order: Sequence[Unit], sizes: Mapping[Unit, int], budget: int
 ) -> tuple[set[Unit], bool]:
-    """Return the units to hold out, and whether they fill at least half of the budget."""
+    """Return the units to hold out, and whether they fill at least half of the budget.
+
+    Args:
+        order: the groups or buckets, in the order in which they are considered.
+        sizes: the bytes of each.
+        budget: the bytes to hold out.
+    """
     held_out: set[Unit] = set()
     held_out_bytes = 0
     for unit in order:
@@ -174,8 +182,8 @@ def _fill_budget(
             held_out_bytes += sizes[unit]
     if 2 * held_out_bytes >= budget:
         return held_out, True
-    # Less than half of the budget is filled. So together with one more unit that is no larger than
-    # the budget, they exceed the budget by less than half of it.
+    # Less than half of the budget is filled. So one more unit that is no larger than the budget may be
+    # added: the sum then exceeds the budget by less than half of it.
     small_units = [unit for unit in order if unit not in held_out and sizes[unit] <= budget]
     if not small_units:
         return held_out, False
@@ -216,10 +224,10 @@ class ReadingPlan(NamedTuple):
         skip_bad: whether bad records are skipped; otherwise they are errors.
         answer_options: how conversations become rows of tokens; None if records are texts.
         ignored_keys: the keys of records that are ignored.
-        is_kind_set: whether the user asked for conversations by `text_key`. If so, keys of other
-            kinds of records are ignored.
-        without_template: whether each conversation is a prompt and a completion, both of them
-            texts, which no chat template renders.
+        is_kind_set: whether the user asked for conversations by `text_key`. If so, the keys of other
+            kinds of records are ignored; otherwise they are refused.
+        without_template: whether each conversation is a prompt and a completion that are plain texts,
+            so that they are trained on without a chat template.
     """
 
     text_key: str
@@ -238,7 +246,7 @@ class ReadingPlan(NamedTuple):
 
     @property
     def ignored_training_keys(self) -> list[str]:
-        """Return the ignored keys that would otherwise say what is trained."""
+        """Return those of the ignored keys that say what is trained if they are not ignored."""
         return self.record_settings.ignored_training_keys
 
     def keys(self) -> RecordKeys:
@@ -268,8 +276,8 @@ class Survey(NamedTuple):
 def survey(files: Sequence[SourceFile], reading: ReadingPlan, meter: Meter) -> Survey:
     """Read every record once, to find bad records and to count the bytes of each bucket.
 
-    This happens before any record is used, because damage of a compressed file or a table may show
-    only at its end.
+    All records are read before any of them is used, because a compressed file or a table may show that
+    it is damaged only at its end.
 
     Raises:
         InputRefused: a record is bad or a file is damaged, and `reading.skip_bad` is false. The
@@ -421,9 +429,9 @@ class Documents:
     def sample(self, budget_bytes: int) -> Iterator[str]:
         """Yield about `budget_bytes` of the training text, in parts.
 
-        If there is more training text than that, a share of it is taken. Text files are taken in
-        the order of sha256(name) until they fill the share of their bytes. A record is taken if its
-        hash, as a fraction of the largest hash, is below the share.
+        If there is more training text, the same share of text files and of records is taken. Text files
+        are taken in the order of sha256(name), until they have this share of the bytes of all text
+        files. A record is taken if its hash, as a fraction of the largest hash, is below the share.
         """
         share = min(1.0, budget_bytes / max(1, self.train_bytes))
         left_bytes = round(share * self._train_file_bytes)  # still to be taken from text files
@@ -460,7 +468,8 @@ class Documents:
         """Yield the records of a file that have a text and no fault."""
         if index in self.survey.damaged_files:
             return
-        # The counts of these keys are not used: `survey` has counted the ignored keys.
+        # A new reader of keys is made for this pass. Its counts of ignored keys are not used, because
+        # `survey` has counted them already.
         for number, text in _records(self.files[index], self.reading, self.reading.keys()):
             if text and not isinstance(text, Fault):
                 content = text.encode()

@@ -1,8 +1,9 @@
 """Turn documents into shards of token ids, in bounded memory, and train a tokenizer for them.
 
 A *side* is "train" or "held_out": the documents that are trained on, and those that are kept for
-evaluation. A *shard* is one of the arrays that `SideWriter` writes for each side. A document is
-encoded part by part. One thread reads parts before they are needed.
+evaluation. A *shard* is one of the arrays that `SideWriter` writes for each side. A document may be
+larger than memory, so its text is read and encoded in *parts*. One thread reads parts before they are
+needed.
 """
 
 import threading
@@ -60,23 +61,23 @@ def prefetch(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
 # longer to count.
 TOKENIZER_SAMPLE_BYTES = 1 << 27
 SIDES = ("train", "held_out")
-_BATCH_CHARS = 1 << 19
+_BATCH_CHARS = 1 << 19  # the characters of a batch of parts, which are encoded together
 _PREFETCHED = 2  # the number of batches that are prefetched
 # The number of batches that are encoded at once. While the tokenizers library converts the results
 # of one batch, in a single thread that holds Python's lock, its own threads encode the other batch.
 _ENCODERS = 2
-# The number of parts that `train_tokenizer` prefetches at once. The tokenizers library takes as
-# many texts at a time.
+# The number of parts in each list that `train_tokenizer` prefetches. The tokenizers library also takes
+# texts in lists of this length.
 _TRAINING_PARTS = 256
 
 
-class Stretch(NamedTuple):
-    """A stretch of a document's text.
+class DocumentPart(NamedTuple):
+    """A part of a document's text.
 
     Attributes:
         document: the document.
-        text: the stretch.
-        inside: whether the stretch follows another stretch of the document.
+        text: the text of the part.
+        inside: whether it is not the first part of the document.
     """
 
     document: Document
@@ -84,15 +85,15 @@ class Stretch(NamedTuple):
     inside: bool
 
 
-class StretchBatch(NamedTuple):
-    """Consecutive parts, which are encoded together.
+class PartBatch(NamedTuple):
+    """Consecutive parts, of one or several documents, which are encoded together.
 
     Attributes:
         parts: the parts, in order.
         read_bytes: bytes of text that have been read for this batch and all earlier batches.
     """
 
-    parts: list[Stretch]
+    parts: list[DocumentPart]
     read_bytes: int
 
 
@@ -116,8 +117,8 @@ def train_tokenizer(
         with closing(prefetch(lists, _PREFETCHED)) as prefetched_lists:
             for text in chain.from_iterable(prefetched_lists):
                 if stop.is_set():
-                    # Returning would only end the text, and the library would then compute merges
-                    # for seconds.
+                    # An error stops the training at once. If this function returned instead, the text
+                    # would only end here, and the library would compute merges of it for seconds.
                     raise CancelledError
                 yield text
                 read_bytes += len(text.encode())
@@ -130,7 +131,9 @@ def train_tokenizer(
         try:
             while not training.done():
                 wait([training], timeout=0.2)
-                meter.add(min(read_bytes, meter.total or 0) - meter.done)
+                # A sample may have a few more bytes than the total, so the report is capped.
+                bytes_to_report = min(read_bytes, meter.total or 0)
+                meter.add(bytes_to_report - meter.done)
         finally:
             stop.set()
     tokenizer = training.result()
@@ -138,7 +141,7 @@ def train_tokenizer(
     note = ""
     if documents.train_bytes > TOKENIZER_SAMPLE_BYTES:
         note = f"the tokenizer was trained on {TOKENIZER_SAMPLE_BYTES >> 20} MiB of the text"
-    # If both are true, this note is shown, because it says what the user did not get.
+    # If both notes apply, only this one is shown, because it says what the user did not get.
     if documents.train_bytes and tokenizer.vocab_size < vocab_size:
         reason = "the text has no more pairs to merge"
         note = f"the tokenizer has {tokenizer.vocab_size:,} entries, not {vocab_size:,}: {reason}"
@@ -152,9 +155,10 @@ class SideWriter:
     of each document's first token, and at last the number of tokens. STEM.records has D entries:
     the line or row of each document in its file, 0 for a text file.
 
-    With conversations, each `MaskedRow` counts as a document. STEM.tokens then has only the ids of the
-    rows, because the chat template writes the beginning and the end. STEM.answers has the begin and
-    the end of each trained stretch of tokens.
+    A conversation is written as one or more `MaskedRow`s, each of which counts as a document.
+    STEM.tokens then has only the ids of these rows, because the chat template writes the tokens of the
+    beginning and the end itself. STEM.answers has the index of the first token of each answer that is
+    trained on, and the index after its last token.
 
     Attributes:
         tokens: the writer of STEM.tokens.
@@ -249,8 +253,8 @@ class SideWriter:
     def _end_document(self) -> None:
         """Add the end token of the current document, and the start of the next document.
 
-        Before the first document there is no current one, so no end token is added. After the last
-        document there is no next one: the last start is the number of tokens.
+        Before the first document, only a start is added. After the last document the added start is
+        that of no document, but the number of tokens, which is the last entry of STEM.starts.
         """
         if self._document is not None:
             self._pending_tokens.append(self._eos)
@@ -294,8 +298,8 @@ def encode_documents(
         pool = stack.enter_context(
             ThreadPoolExecutor(_ENCODERS, thread_name_prefix="monograph-tokens")
         )
-        # The batches that have been submitted, with their future ids.
-        submitted: deque[tuple[StretchBatch, Future[list[list[int]]]]] = deque()
+        # The batches that the encoders work on or have finished, each with the future of its ids.
+        submitted: deque[tuple[PartBatch, Future[list[list[int]]]]] = deque()
         for batch in batches:
             _count_spellings(spellings, batch.parts, files)
             submitted.append((batch, pool.submit(_encode_parts, tokenizer, batch.parts, files)))
@@ -314,7 +318,7 @@ def _side_of(document: Document) -> str:
 
 
 def _count_spellings(
-    spellings: SpecialTokenSpellings, parts: Sequence[Stretch], files: Sequence[SourceFile]
+    spellings: SpecialTokenSpellings, parts: Sequence[DocumentPart], files: Sequence[SourceFile]
 ) -> None:
     """Count the records and text files, among these parts, that spell special tokens."""
     for part in parts:
@@ -365,8 +369,10 @@ def encode_conversations(
             except InputRefused as error:
                 # All conversations may have this fault, so they are not skipped.
                 raise InputRefused(f"{where}: {error}") from None
+            # An untagged answer is one whose text differs from what the template itself tags as the
+            # assistant's. The converter describes the first one, but does not know in which record it
+            # is. So the place is added here.
             if untagged_before == 0 and answers.counts["untagged"] > 0:
-                # `answers` does not know the place of the first untagged answer, which is here.
                 answers.first_untagged = f"{where}: {answers.first_untagged}"
             for row in rows:
                 writers[_side_of(document)].write_row(document, row)
@@ -419,15 +425,16 @@ def _encode_completions(
 
 
 def _encode_parts(
-    tokenizer: Tokenizer, parts: Sequence[Stretch], files: Sequence[SourceFile]
+    tokenizer: Tokenizer, parts: Sequence[DocumentPart], files: Sequence[SourceFile]
 ) -> list[list[int]]:
     """Return the ids of each part.
 
     Raises:
         InputRefused: as in `encode_documents`.
     """
-    # A tokenizer that puts a space before a text must not put one before a part inside a text. So
-    # the parts of the two kinds are encoded in two calls. With other tokenizers one call does.
+    # Some tokenizers put a space before a text. They must not put one before a part that is inside a
+    # text. So the first parts of documents and the other parts are encoded in two calls. With other
+    # tokenizers one call encodes all parts.
     is_inside = [part.inside and tokenizer.inserts_space for part in parts]
     ids_by_kind: dict[bool, Iterator[list[int]]] = {}
     try:
@@ -439,7 +446,7 @@ def _encode_parts(
             ]
             ids_by_kind[inside] = iter(tokenizer.encode_batch(texts, inside))
     except InputRefused as error:
-        # The error does not say in which document of the batch the text is, so look for it.
+        # The error has the text but not its document, so the document is searched for in the batch.
         changed = next(
             (part.document for part in parts if tokenizer.describe_change(part.text, part.inside)),
             None,
@@ -474,7 +481,7 @@ def _first_changed_line(tokenizer: Tokenizer, file: SourceFile) -> int:
 
 def _write_batch(
     writers: dict[str, SideWriter],
-    batch: StretchBatch,
+    batch: PartBatch,
     encoded: Future[list[list[int]]],
     meter: Meter,
 ) -> None:
@@ -486,22 +493,22 @@ def _write_batch(
     meter.add(batch.read_bytes - meter.done)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[StretchBatch]:
+def _batches(documents: Iterable[Document]) -> Iterator[PartBatch]:
     """Yield batches of parts.
 
     Batches are large enough to keep all cores busy, and small enough for bounded memory.
     """
-    parts: list[Stretch] = []
+    parts: list[DocumentPart] = []
     chars = 0
     document_begin = 0  # in bytes of the text of all documents
     for document in documents:
         for number, (text, read_bytes) in enumerate(document.parts):
-            parts.append(Stretch(document, text, inside=number > 0))
+            parts.append(DocumentPart(document, text, inside=number > 0))
             chars += len(text)
             if chars >= _BATCH_CHARS:
-                yield StretchBatch(parts, document_begin + read_bytes)
+                yield PartBatch(parts, document_begin + read_bytes)
                 parts = []
                 chars = 0
         document_begin += document.bytes
     if parts:
-        yield StretchBatch(parts, document_begin)
+        yield PartBatch(parts, document_begin)

@@ -1,8 +1,8 @@
 """Declare the forms of training records: the keys that each form needs and may have, and what they
 do.
 
-A *kind* says what a record is trained as (`RecordKind`). A *form* is one way to write a record of a kind;
-it is recognised by its keys (`Form`).
+A record is a line of a .jsonl file or a row of a table. Its *kind* says what it is trained as
+(`RecordKind`). A *form* is one way to write a record of a kind, and is recognised by its keys (`Form`).
 
 No key is dropped silently. A key of a record is one of these:
 
@@ -187,8 +187,8 @@ class RecordSettings(NamedTuple):
     def ignored_training_keys(self) -> list[str]:
         """Return the ignored keys that would otherwise say what is trained, sorted.
 
-        Ignoring one of these keys changes the tokens that are trained, and ignoring any other key
-        does not. So only these keys are part of the key of stored tokens (`monograph.data.store`).
+        If one of these keys is ignored, other tokens are trained. With any other key this is not so. So
+        only these keys are part of the hash under which tokens are stored (`monograph.data.store`).
         """
         return sorted(key for key in self.ignored_keys if _is_training_key(key))
 
@@ -209,8 +209,8 @@ IGNORE_KEY = "name it in data.ignore_keys to train without it"
 def forms_of(keys: Iterable[str], record_settings: RecordSettings) -> list[Form]:
     """Return the forms that a record with these keys may have.
 
-    These are all forms whose needed keys are there, and the form of texts if there is a text. If
-    data.text_key selects one of them, it is the only one.
+    These are all forms whose needed keys are there, and the form of texts if there is a text. If the
+    user's data.text_key selects one of these forms, only that one is returned.
     """
     return _forms_of(frozenset(keys), record_settings)
 
@@ -243,7 +243,9 @@ def needed_keys(form: Form) -> str:
 
 
 class RecordKeys:
-    """A filter of the keys of records of one kind: each is obeyed, ignored and counted, or refused.
+    """A filter of the keys of records: each key is obeyed, or ignored and counted, or refused.
+
+    All records are of one kind.
 
     Attributes:
         record_settings: what the settings say about the keys.
@@ -310,8 +312,8 @@ class RecordKeys:
             is_ignored = key in METADATA or key in other_forms_keys or value in EMPTY_VALUES
             if not is_ignored:
                 raise _unknown_key_error(key, form)
-        # This counts over `record`, because `kept` lacks the keys of data.ignore_keys. Comparing
-        # the lengths first saves time for records whose keys are all obeyed.
+        # The keys are counted in `record`, because `kept` lacks those of data.ignore_keys. If all keys
+        # are obeyed, both have the same length, and the time to count is saved.
         if len(obeyed) < len(record):
             self.counts.update(
                 key for key, value in record.items() if value is not None and key not in obeyed
@@ -359,7 +361,8 @@ class RecordKeys:
         """
         if not self._is_kind_set:
             return set()
-        # The user's settings may select one form, and all forms are needed here.
+        # The default settings are given, because the user's settings may select a single form, and all
+        # forms that the record matches are needed here.
         forms = forms_of(record, DEFAULT_SETTINGS)
         return {key for form in forms for key in form.needs}
 

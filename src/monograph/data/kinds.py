@@ -62,10 +62,10 @@ def _form_columns(path: Path, record_settings: RecordSettings) -> list[str]:
 def kind_of_records(
     paths: Sequence[Path], record_settings: RecordSettings, skip_bad: bool
 ) -> RecordKind | None:
-    """Return what the records of these files are trained as.
+    """Return the kind of the records of some files: what they are trained as.
 
-    Text files count as records of texts. The result is None if no sampled record has one of
-    `FORMS`.
+    Text files count as records of texts. The result is None if no record of the samples has one of the
+    forms of `FORMS`.
 
     Args:
         paths: text files and files of records.
@@ -121,7 +121,7 @@ def are_completions(paths: Sequence[Path], record_settings: RecordSettings, skip
 
 
 def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> RecordKind | None:
-    """Return the kind of a file's records, or None if no sampled record has one of `FORMS`."""
+    """Return the kind of a file's records, or None if no record of the sample has a form."""
     form_places: dict[Form, str] = {}  # the place of the first record of each form
     try:
         for number, record in sample_records(path, record_settings):
@@ -159,7 +159,7 @@ def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> Rec
 def _refuse_hidden_records(text_files: Sequence[Path], record_settings: RecordSettings) -> None:
     """Refuse text files that all begin with a record in JSON, whose syntax would be trained on.
 
-    If only some of them do, the others may well be meant as text, so none is refused.
+    If only some of the files begin so, they may be meant as text like the others, and none is refused.
     """
     if not text_files or not all(_begins_with_record(path, record_settings) for path in text_files):
         return

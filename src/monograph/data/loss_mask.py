@@ -70,10 +70,10 @@ class ConversationConverter:
 
     Attributes:
         stops: the ids that stop inference (`configured_stop_ids`).
-        counts: the number of "answers", and how many of them are "truncated" (turns before them
-            were left out), "split" (encoded apart from the prompt, because a token spans its end)
-            and "untagged" (the template's own tags mark another text); and also the counts of
-            `for_template`.
+        counts: the number of "answers", and how many of them are "truncated" (turns before the answer
+            were left out), "split" (the answer is encoded apart from its prompt, because otherwise a
+            token would begin in the prompt and end in the answer) and "untagged" (the template's own
+            tags mark another text as the assistant's). `for_template` adds its own counts.
         first_untagged: a description of the first untagged answer; "" if there is none.
 
     Raises:
@@ -124,7 +124,7 @@ class ConversationConverter:
         rows: list[MaskedRow] = []
         # The index of the first message, after the system message, that is in the row.
         begin = _system_count(conversation.messages)
-        # There are two renderings per answer: without and with the answer.
+        # Chats are rendered in batches. Each answer needs two renderings: without and with the answer.
         batch_answers = MAX_BATCH // 2
         for number, answer in enumerate(answer_indices):
             if number % batch_answers == 0:
@@ -132,9 +132,9 @@ class ConversationConverter:
                 self._render_ahead(conversation, next_answers, begin)
             row, begin = self._fit_row(conversation, answer, begin, marker)
             if rows:
-                # The rows are merged if this answer's prompt begins with the last row. The answer
-                # itself is not compared: in a chat that repeats itself, it may be equal to the end
-                # of the last row, which is an earlier answer.
+                # The rows are merged if this answer's prompt begins with all tokens of the last row.
+                # Only the prompt is compared, not the answer: in a chat that repeats itself, the
+                # answer may be equal to the end of the last row, which is an earlier answer.
                 answer_begin = row.spans[0][0]
                 prompt_ids = row.ids[:answer_begin]
                 last_ids = rows[-1].ids
@@ -274,7 +274,8 @@ class ConversationConverter:
                 "the chat template writes nothing before an answer: its first token has no input"
             )
         trained_ids = answer_ids[: stop_indices[0] + 1]
-        # `tagged` writes no markers, so its offsets are those of a prompt without markers.
+        # `tagged` renders the chat without markers. So its offsets fit the prompt only if that has no
+        # markers either.
         if template.tags_answers and not marker:
             tagged_chat = template.tagged(messages, (_TAG_BEGIN, _TAG_END), **variables)
             self._compare_tags(tagged_chat, prompt, trained_ids)
@@ -335,8 +336,8 @@ class ConversationConverter:
 class _Encoder:
     """An encoder of rendered chats, which reuses ids of the last chat.
 
-    Successive chats mostly begin with the same text. The ids of that text are reused up to its last
-    special token, because text after a special token does not change the tokens before it.
+    Successive chats mostly begin with the same text. The ids of the text that both have are reused up to
+    its last special token, because text after a special token does not change the tokens before it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

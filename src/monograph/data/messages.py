@@ -3,10 +3,12 @@
 Training, prompts to reward, `generate --chat` and `serve` all read messages here. A message becomes
 an object with a role, and with a content (one text), tool calls, or both:
 
-- A key whose value is null is the same as a missing key: in the message, in its parts and in its
-  calls, as in transformers and in tables. Inside the arguments of a call, a null is a value.
-- The parts of a content are joined.
-- A key that would change what is trained or sent, and that is not read, is refused by name.
+- A key whose value is null is the same as a missing key, as in transformers and in tables. This holds
+  for keys of the message, of its parts and of its calls. Inside the arguments of a call, a null is a
+  value.
+- If a content is a list of parts, their texts are joined.
+- Some keys of other programs would change what is trained or sent, and are not read here. They are
+  refused by name (`_REFUSED_KEYS`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,7 @@ _REFUSED_KEYS = {
 }
 # Keys whose values must be texts.
 _TEXT_KEYS = {"name", "tool_call_id", *THOUGHTS}
-# Keys that say whether a message is trained on. `message_of` replaces them by WEIGHT alone.
+# Keys that say whether a message is trained on. `message_of` replaces them all by the key WEIGHT.
 _TRAINING_KEYS = (WEIGHT, "train", "training")
 
 
@@ -165,7 +167,7 @@ def _replace_training_keys(message: dict[str, Any], where: str) -> None:
     """
     values = {key: message.pop(key) for key in _TRAINING_KEYS if key in message}
     for key, value in values.items():
-        # `type`, not `isinstance`: a bool is an int.
+        # True is equal to 1 and False to 0.
         if type(value) not in (bool, int, float) or value not in (0, 1):
             expected = "0 or 1" if key == WEIGHT else "true or false"
             found = value if type(value) in (int, float) else JSON_TYPES[type(value)]

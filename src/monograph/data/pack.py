@@ -1,7 +1,8 @@
 """Cut documents into pieces and pack the pieces into rows.
 
-A *piece* is at most T consecutive tokens of one document. Documents come in *parts*: a row never
-has pieces of two parts, because parts may differ in how often an epoch sees their rows.
+A *piece* is at most T consecutive tokens of one document. The documents are divided into *parts*, such
+as those of one source. A row never has pieces of two parts, because an epoch may see the rows of one
+part more often than those of another.
 
 Shape suffixes: D documents, P pieces, R rows, T positions of a row.
 """
@@ -20,8 +21,8 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 
-# The number of pieces that are packed at a time. A limit keeps memory from growing with the text,
-# and a larger one would not fill rows better.
+# The number of pieces that are packed at a time. With a limit, memory does not grow with the text. A
+# larger limit would not fill rows better.
 BLOCK_PIECES = 1 << 18
 
 
@@ -29,8 +30,8 @@ class Packing(NamedTuple):
     """The place of each piece in the rows.
 
     Attributes:
-        starts: int64 [P], the index in the shard of each piece's first input token. Pieces are
-            sorted by row.
+        starts: int64 [P], the index of each piece's first input in the shard, which is the array of
+            all tokens. Pieces are sorted by row.
         lengths: int64 [P], the number of inputs of each piece, 1..T.
         offsets: int64 [R + 1]; row r has the pieces offsets[r] .. offsets[r+1]-1.
         part_rows: the number of rows of each part.
@@ -64,8 +65,8 @@ def plan_rows(
         packed: whether to put several pieces into a row, by best fit decreasing among BLOCK_PIECES
             consecutive pieces at a time; otherwise each piece has its own row.
         part_documents: the number of documents of each part, in order.
-        folder: the folder for the arrays of a large plan, which are unnamed files and vanish with
-            the plan; None: the folder for temporary files.
+        folder: the folder for the result's arrays if they are large. They are then in files without a
+            name, which vanish with the result. None: the folder for temporary files.
     """
     part_rows = []
     total_inputs = 0
@@ -80,7 +81,8 @@ def plan_rows(
             rows_before = offsets.count - 1
             part_starts = document_starts[first_document : first_document + documents + 1]
             for starts_P, lengths_P in _pieces(part_starts, sequence_length):
-                # The end of each row among these pieces: row r ends before piece ends_R[r].
+                # `ends_R` has the end of each row, counted in these pieces: row r ends before piece
+                # ends_R[r].
                 if packed:
                     row_P = best_fit_decreasing(lengths_P, sequence_length)
                     order_P = np.argsort(row_P, kind="stable")
@@ -89,8 +91,8 @@ def plan_rows(
                     ends_R = np.cumsum(np.bincount(row_P))
                 else:
                     ends_R = np.arange(1, len(starts_P) + 1)
-                # `starts.count` is the number of earlier pieces, because these are added only
-                # below.
+                # `starts.count` is the number of earlier pieces, because the new ones are added to
+                # `starts` only below.
                 offsets.append(starts.count + ends_R)
                 starts.append(starts_P)
                 lengths.append(lengths_P)
@@ -108,9 +110,9 @@ def plan_rows(
 
 
 def _pieces(document_starts: Int64, sequence_length: int) -> Iterator[tuple[Int64, Int64]]:
-    """Yield (starts, lengths) of all pieces in order, at most BLOCK_PIECES at a time.
+    """Yield the starts and the lengths of all pieces, at most BLOCK_PIECES pieces at a time.
 
-    Both are int64 [P], as in `Packing`, but in the order of the documents.
+    They are the arrays `starts` and `lengths` of `Packing`, but in the order of the documents.
     """
     for first_document in range(0, len(document_starts) - 1, BLOCK_PIECES):
         # The start of each document of this block, and the end of the last one: [D + 1].
@@ -169,9 +171,9 @@ def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
     """Assign pieces to rows, the longest piece first, and return the row of each piece.
 
     Each piece goes into the fullest row that has room for it. Pieces of one length are placed
-    together, because a row with room c takes floor(c / length) of them before another row is the
-    best fit. So numpy does O(P) work, and the loop in Python takes only a few times `capacity`
-    rounds. A million pieces take well under a second.
+    together: a row with room c stays the best fit for them until it has taken floor(c / length). So
+    the loop in Python has only a few times `capacity` rounds, and all work that grows with the number
+    of pieces is numpy's. A million pieces take well under a second.
 
     Args:
         lengths: int64 [P], 1..capacity.

@@ -57,8 +57,8 @@ def _refuse_constant(name: str) -> None:
 
 
 # This decoder reads integers as floats, because Python refuses to read integers of thousands of
-# digits. It is for records of which only the text is used, so no number matters. Both decoders
-# refuse an object that has a key twice (`object_once`).
+# digits. It is for records of texts: only the text of such a record is used, so its numbers do not
+# matter. Both decoders refuse an object that has a key twice (`object_once`).
 _LENIENT_DECODER = json.JSONDecoder(
     object_pairs_hook=object_once, parse_int=float, parse_constant=_refuse_constant
 )
@@ -113,8 +113,8 @@ def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[st
         if line is None:
             yield number, _TOO_LONG
             continue
-        # An empty line is not `isspace`. The byte order mark is removed only here, so that a first
-        # line of nothing else is not blank: it is refused as a line that is not JSON.
+        # A blank line is skipped. (`isspace` is false for an empty line.) The byte order mark is removed
+        # only afterwards, so that a first line of nothing but this mark is refused as no JSON.
         if not line or line.isspace():
             continue
         if number == 1:
@@ -189,7 +189,7 @@ def quote(name: str) -> str:
 
 
 def list_names(names: list[str]) -> str:
-    """Return the first six of these names, quoted, and the number of the others, for a message."""
+    """Return the first six names, quoted, and the number of the others, for a message."""
     shown = ", ".join(map(quote, names[:6])) or "none"
     if len(names) > 6:
         shown += f" and {len(names) - 6} more"
@@ -199,7 +199,7 @@ def list_names(names: list[str]) -> str:
 def _lines(path: Path) -> Iterator[bytes | None]:
     """Yield the lines of a file without their line feeds.
 
-    A line of more than MAX_RECORD_BYTES is not kept in memory; None is yielded for it.
+    In place of a line of more than MAX_RECORD_BYTES, None is yielded. Such a line is not kept in memory.
     """
     line_parts: list[bytes] = []  # the parts of the line that is being read, one for each block
     line_bytes = 0  # the size of that line so far

@@ -1,8 +1,12 @@
 """Arrange one side of a corpus as rows of T positions, and give the order in which rows are visited.
 
-The order is a keyed permutation for each epoch. It has no state, so the row at any position can be
-computed directly. A *visit* is one use of a row: an epoch may visit a row several times, or not at
-all, if its source has a weight.
+A corpus has two *sides*: the documents to train on and the held-out ones. A row has one or more
+*pieces*, which are consecutive tokens of a document (`monograph.data.pack`).
+
+The order is a permutation of the rows for each epoch, which follows from the seed and the epoch alone.
+So there is no state to store, and the row at any position of the order can be computed directly. A
+*visit* is one use of a row: if its source has a weight, an epoch may visit the row several times, or
+not at all. A *share* is consecutive rows with the same weight.
 
 Shape suffixes: P pieces, R rows, T positions of a row, N inputs of all requested pieces, S shares,
 V visits to a share.
@@ -23,7 +27,12 @@ from monograph.data.piece_lengths import PieceLengths
 from monograph.data.store import Side
 from monograph.text.tokenizer import Tokenizer
 
-_ROUNDS = 8
+if TYPE_CHECKING:
+    from monograph.data.batches import Batch
+
+# The id under `targets` at positions without a target: torch's ignore_index.
+IGNORE = -100
+_ROUNDS = 8  # of the Feistel network in `_feistel`
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: the increment of splitmix64
 
 UInt64 = NDArray[np.uint64]
@@ -41,10 +50,11 @@ class RowShare(NamedTuple):
     visits: int
 
 
-def share(rows: int, weight: float) -> RowShare:
-    """Return a share with round(rows · weight) visits an epoch, but at least one if there are rows.
+def row_share(rows: int, weight: float) -> RowShare:
+    """Return the share of rows that have a weight: an epoch makes round(rows · weight) visits to it.
 
-    With the weight 1/2, for example, an epoch visits half of the rows, and the next one the others.
+    If there are rows, an epoch makes at least one visit. With the weight 1/2, for example, an epoch
+    visits half of the rows, and the next epoch visits the others.
     """
     if rows == 0:
         return RowShare(0, 0)
@@ -57,15 +67,19 @@ def weighted_rows_at(
     """Return the row at each of the positions start .. start + count - 1 of an endless sequence of
     epochs.
 
-    An epoch has W visits, the sum over all shares. Position p is in epoch e = p // W, which has the
-    permutation P_{seed,e} of 0 .. W - 1 (see `rows_at`). P_{seed,e}(p mod W) is the number of the
-    visit in the epoch. Visits are numbered share by share, so this number gives the share, and the
-    number j of the visit among the v visits of this epoch to this share.
+    The position p decides the row in two steps: which visit of the epoch it is, and which row of a
+    share this visit is to.
 
-    The visits to a share with n rows are also numbered through all epochs, q = e·v + j. Visit q is
-    to row P_{seed',q // n}(q mod n) of the share, where seed' depends on the share. If v is a
-    multiple of n, every epoch sees every row equally often, and visit q is simply to row q mod n.
-    In both cases, n consecutive visits that begin at a multiple of n see every row exactly once.
+    1. An epoch has W visits, the sum over all shares. Position p is in epoch e = p // W. This epoch
+       has the permutation P_{seed,e} of 0 .. W - 1 (see `rows_at`), and position p is its visit
+       P_{seed,e}(p mod W). The visits of an epoch are numbered share by share. So the number of a
+       visit says to which share it is, and that it is visit j of the v visits that this epoch makes
+       to the share.
+    2. The visits to a share with n rows are also numbered through all epochs, q = e·v + j. Visit q
+       is to row P_{seed',q // n}(q mod n) of the share, where seed' depends on the share. But if v
+       is a multiple of n, every epoch sees every row equally often, and visit q is simply to row
+       q mod n. In both cases, n consecutive visits that begin at a multiple of n see every row
+       exactly once.
 
     Args:
         start: first position, >= 0.
@@ -84,21 +98,22 @@ def weighted_rows_at(
     epochs = np.arange(start, start + count, dtype=np.int64) // epoch_visits
     visits = rows_at(start, count, epoch_visits, seed)
     share_indices = np.searchsorted(visit_ends_S, visits, side="right")
+    mixed_seed = _mix(np.full(1, seed % 2**64, dtype=np.uint64))
     result = np.empty(count, dtype=np.int64)
     first_row = 0  # of the share, among the rows of all shares
     for index, share in enumerate(shares):
+        if share.rows == 0:
+            continue
         positions_V = np.flatnonzero(share_indices == index)
         first_visit = visit_ends_S[index] - share.visits
         # The number q of the docstring.
         visit_V = epochs[positions_V] * share.visits + visits[positions_V] - first_visit
-        if share.visits and share.visits % share.rows:
-            share_seed = _mix(
-                _mix(np.full(1, seed % 2**64, dtype=np.uint64))
-                + np.full(1, index + 1, np.uint64) * _GOLDEN
-            )
-            row_V = _permute(visit_V.astype(np.uint64), share.rows, share_seed)
+        sees_rows_equally = share.visits % share.rows == 0
+        if sees_rows_equally:
+            row_V = visit_V % share.rows
         else:
-            row_V = visit_V % max(1, share.rows)
+            share_seed = _mix(mixed_seed + np.full(1, index + 1, np.uint64) * _GOLDEN)
+            row_V = _permute(visit_V.astype(np.uint64), share.rows, share_seed)
         result[positions_V] = first_row + row_V
         first_row += share.rows
     return result
@@ -110,12 +125,12 @@ def rows_at(start: int, count: int, rows: int, seed: int) -> NDArray[np.int64]:
 
     Position p is in epoch e = p // rows, and its row is P_{seed,e}(p mod rows), where P_{seed,e} is
     a permutation of 0..rows-1. The row does not depend on earlier calls, or on how positions are
-    grouped into updates. Checkpoints store only a position, so the arithmetic below is part of
-    their format.
+    grouped into updates. Checkpoints store only a position, so the arithmetic below must never change.
 
-    P is a Feistel network over pairs (left, right) with left < a = ceil(sqrt(rows)) and right < b =
-    ceil(rows / a). Rounds alternate between the halves, and add to one half a keyed hash of the
-    other, which is splitmix64's finaliser.
+    P is a Feistel network, which maps a pair (left, right) to another pair in rounds. Row r is the
+    pair with r = left·b + right, where left < a = ceil(sqrt(rows)) and right < b = ceil(rows / a).
+    Each round adds to one half a hash of the other half and of a key, and the next round does so with
+    the halves exchanged. The hash is splitmix64's finaliser.
 
     Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", the generalised Feistel
     cipher with cycle walking.
@@ -139,15 +154,15 @@ def _permute(positions: UInt64, rows: int, seed: UInt64) -> NDArray[np.int64]:
     Args:
         positions: uint64 [count].
         rows: rows per epoch.
-        seed: uint64 [1], a seed that `_mix` has spread over all bits.
+        seed: uint64 [1], the seed after `_mix`, which makes every bit depend on every bit.
     """
     epochs, index = np.divmod(positions, np.uint64(rows))
     keys = _mix(seed + epochs)
     left_size = math.isqrt(rows - 1) + 1
     right_size = -(-rows // left_size)  # rounded up
     result = _feistel(index, keys, left_size, right_size)
-    # At most sqrt(rows) of the a·b pairs are not rows. The network is applied again to such a
-    # result until the result is a row, which keeps the map one-to-one.
+    # At most sqrt(rows) of the a·b pairs are not rows. If the result is such a pair, the network is
+    # applied to it again, until the result is a row. This keeps the map one-to-one.
     outside = np.flatnonzero(result >= rows)
     while outside.size:
         result[outside] = _feistel(result[outside], keys[outside], left_size, right_size)
@@ -170,7 +185,7 @@ def _feistel(index: UInt64, keys: UInt64, left_size: int, right_size: int) -> UI
 
 
 def _mix(value: UInt64) -> UInt64:
-    """Apply one step of splitmix64, a bijection of 64-bit words that spreads every bit.
+    """Apply one step of splitmix64, a one-to-one map in which each bit changes about half of all bits.
 
     Source: Steele, Lea and Flood 2014.
     """
@@ -178,13 +193,6 @@ def _mix(value: UInt64) -> UInt64:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
-
-
-if TYPE_CHECKING:
-    from monograph.data.batches import Batch
-
-# The id under `targets` at positions without a target: torch's ignore_index.
-IGNORE = -100
 
 
 class DocumentPiece(NamedTuple):
@@ -211,12 +219,12 @@ class Rows:
         packed: whether a row may have several pieces. If so, batches have the keys `segments` and
             `positions`.
         shares: consecutive rows with the same weight, in order.
-        documents: number of documents; with conversations, number of
-            `monograph.data.loss_mask.MaskedRow`s.
+        documents: number of documents. A conversation is cut into one or more documents
+            (`monograph.data.loss_mask.MaskedRow`).
         conversations: number of conversations, 0 for texts.
-        inputs: number of inputs: all tokens except each document's last.
-        tokens: number of *targets*: all tokens except each document's first; with conversations,
-            only the trained tokens.
+        inputs: number of inputs: all tokens except the last one of each document.
+        tokens: number of *targets*: all tokens except the first one of each document; with
+            conversations, only the tokens that are trained on.
         bytes: bytes of the text that the targets stand for. Bits per byte are (sum of losses) / ln
             2 / bytes.
         filled_share: share of all positions that have an input.
@@ -239,7 +247,8 @@ class Rows:
             sequence_length: T.
             packed: whether a row may have several pieces.
             weights: number of times that an epoch sees each file of the side; (): once each.
-            folder: a folder for a large plan; None: the folder for temporary files.
+            folder: a folder for the plan of the rows if it is too large for memory; None: the folder
+                for temporary files.
         """
         self._side = side
         self._tokenizer = tokenizer
@@ -248,7 +257,8 @@ class Rows:
             side.starts, sequence_length, packed, [part.documents for part in parts], folder
         )
         self.shares = [
-            share(rows, part.weight) for rows, part in zip(self._plan.part_rows, parts, strict=True)
+            row_share(rows, part.weight)
+            for rows, part in zip(self._plan.part_rows, parts, strict=True)
         ]
         self.sequence_length = sequence_length
         self.packed = packed
@@ -312,8 +322,9 @@ class Rows:
         ordinal_P = _ordinals(pieces_R)
         piece_P = plan.offsets[indices_R][row_P] + ordinal_P
         lengths_P = plan.lengths[piece_P]
-        # The column of a piece in its row is the number of inputs before the piece in the window,
-        # less the number of inputs before the row's first piece.
+        # The column at which a piece begins in its row is the number of inputs between the first piece
+        # of the row and this piece. It is a difference of two numbers of inputs before a piece, both
+        # counted from the beginning of the window.
         inputs_before_P = np.cumsum(lengths_P) - lengths_P
         first_in_row_P = np.arange(len(row_P)) - ordinal_P
         column_P = inputs_before_P - inputs_before_P[first_in_row_P]
@@ -343,8 +354,9 @@ class Rows:
         answers = self._side.answers
         if answers is None:
             return targets_N
-        # `answers` is begin, end, begin, end ... of the answers, in ascending order. An index lies
-        # in an answer if an odd number of them are at or before it: then the last one is a begin.
+        # `answers` is begin, end, begin, end ... of the answers, in ascending order. An index lies in an
+        # answer if the last of these boundaries at or before the index is a begin, so if the number of
+        # such boundaries is odd.
         boundaries_before_N = np.searchsorted(answers, index_N, side="right")
         is_trained_N = boundaries_before_N % 2 == 1
         return np.where(is_trained_N, targets_N.astype(np.int64), IGNORE)
@@ -413,7 +425,7 @@ class Rows:
         return {int(ids[index]): int(counts[index]) for index in most_frequent_first}
 
     def first_prompt(self) -> list[int]:
-        """Return the ids of the first conversation that stand before its first answer."""
+        """Return the ids of the first conversation up to its first answer."""
         assert self._side.answers is not None
         ids: list[int] = self._side.tokens[: self._side.answers[0]].tolist()
         return ids
@@ -442,7 +454,10 @@ class Rows:
 
 
 class _WeightedPart(NamedTuple):
-    """A part of the documents, as `monograph.data.pack` has it: consecutive files of one weight."""
+    """The documents of consecutive files that have the same weight.
+
+    They are one of the parts that `monograph.data.pack` keeps apart: no row has pieces of two parts.
+    """
 
     documents: int
     weight: float

@@ -1,9 +1,9 @@
-"""Store flat arrays in memory-mapped files with checksums: the tokens of one side of the held-out
-split, and its indices, such as where each document starts.
+"""Store flat arrays in memory-mapped files with checksums.
 
-A file, a *shard*, has unsigned integers in little-endian order, and then one crc32 for each 1 MiB
-of them. It is not a .npy file, because numpy reads a damaged or shortened .npy file without a
-warning. The corpus's manifest.json has the `seal` of each file: a hash of these checksums.
+The arrays are the tokens of a tokenised text, and its indices, such as where each document starts. A
+file with an array is a *shard*. It has unsigned integers in little-endian order, and then one crc32 for
+each 1 MiB of the integers. It is not a .npy file, because numpy reads a damaged or shortened .npy file
+without a warning. The manifest.json of a corpus has the `seal` of each shard: a hash of its checksums.
 """
 
 import hashlib

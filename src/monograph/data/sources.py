@@ -1,9 +1,10 @@
 """Resolve a `source` to its files in a fixed order, with their hashes and weights (`find_sources`).
 
 A source is the standard library, a file, a folder, a pattern, a saved dataset, a dataset of the
-hub, or standard input. Packages of the standard library that have near copies in other packages
-(`near_duplicates`) are marked, so that they are never held out: a score on such a package would
-measure how well a model recalls its training text.
+hub, or standard input. Standard input is first copied to a file, in a folder that the caller gives, the
+*spool*. Packages of the standard library that have near copies in other packages (`near_duplicates`)
+are marked, so that they are never held out: a score on such a package would measure how well a model
+recalls its training text.
 """
 
 import hashlib

@@ -2,8 +2,8 @@
 
 Some datasets have a column of texts that are chats, already rendered by a chat template. Other
 programs turn the letters "<|im_start|>" in such a text into one special token. In Monograph the
-letters of a text never become a special token (see `Tokenizer`), so a model would learn to spell
-it.
+letters of a text never become a special token (see `Tokenizer`). So a model would learn to write the
+letters, one after the other, and not the special token.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,9 @@
 """Keep tokenised corpora in a cache.
 
-A corpus is built in a temporary folder, which is renamed when it is complete. Every file is checked
-when the corpus is opened. A `CorpusRequest` says which corpus is wanted: it has everything on which
-the tokens depend, and its hash is the name of the corpus's folder.
+A *corpus* is the text of a source as tokens, divided into two *sides*: the documents to train on, and
+those that are held out for evaluation. It is built in a temporary folder, which is renamed when it is
+complete. Every file is checked when the corpus is opened. A `CorpusRequest` says which corpus is
+wanted: it has everything on which the tokens depend, and its hash is the name of the corpus's folder.
 """
 
 import atexit
@@ -38,10 +39,9 @@ from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 _FORMAT_VERSION = 3
-# This number changes when the code reads conversations in another way, so that their tokens are
-# made again. Unlike `_FORMAT_VERSION` it is not in `CorpusRequest.document_values`, which runs
-# compare when they resume. So runs can continue, because most conversations still give the same
-# tokens.
+# This number is raised when the code begins to read conversations in another way. Their tokens are
+# then made again. Unlike `_FORMAT_VERSION` the number is not in `CorpusRequest.document_values`, which
+# a run compares when it resumes: most conversations still give the same tokens, so a run may go on.
 _CONVERSATION_READER_VERSION = 2
 
 
@@ -67,9 +67,9 @@ class CorpusRequest(NamedTuple):
         They are the files, the fraction to hold out, and how records are read if some files have
         records.
         """
-        # The values and their order are part of the format, because runs and the names of folders
-        # depend on them. So values that were introduced later are appended only if they are not
-        # empty.
+        # The values and their order must not change between versions, because runs and the names of
+        # folders depend on their hash. So a value that was introduced later is appended only if it is
+        # not empty.
         reading_values: list[Any] | None = None
         if any(file.has_records for file in self.sources.files):
             reading_values = [self.reading.text_key, self.reading.skip_bad]
@@ -80,7 +80,7 @@ class CorpusRequest(NamedTuple):
         return [_FORMAT_VERSION, self.sources.sha256, self.held_out, reading_values]
 
     def _answer_values(self, answer_options: AnswerOptions) -> list[Any]:
-        """Return the values on which the tokens of conversations depend."""
+        """Return the values on which the tokens of conversations depend, beside their messages."""
         if self.reading.without_template:
             return ["prompt and completion", answer_options.max_inputs]
         assert isinstance(self.tokenizer, Tokenizer)
@@ -119,8 +119,9 @@ class Side(NamedTuple):
     """One side of the held-out split, tokenised.
 
     Attributes:
-        tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document. With
-            conversations each `MaskedRow` counts as a document, and has the ids of the row alone.
+        tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document. A conversation
+            is stored as one or more rows (`monograph.data.loss_mask.MaskedRow`), each of which counts
+            as a document and has only its own ids, without [bos] and [eos].
         starts: int64 [D + 1], memory-mapped: index of each document's first token, and at last the
             number of tokens.
         records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a
@@ -129,10 +130,11 @@ class Side(NamedTuple):
         files: names of the files [F].
         first_documents: int64 [F + 1], index of the first document of each file, and at last the
             number of documents.
-        answers: int64 [2 S], memory-mapped, ascending: begin and end of each trained stretch of
-            tokens in conversations; None for texts, all of whose tokens are trained on.
+        answers: int64 [2 S], memory-mapped, ascending: for each answer of a conversation that is
+            trained on, the index of its first token and the index after its last one. None for
+            texts, because all of their tokens are trained on.
 
-    Shapes: D documents, F files, S trained stretches.
+    Shapes: D documents, F files, S answers that are trained on.
     """
 
     tokens: NDArray[Any]
@@ -148,10 +150,10 @@ class Side(NamedTuple):
         """Return the number of conversations, 0 for texts."""
         if self.answers is None:
             return 0
-        # Here a document is a row of a conversation, and a conversation may have several rows, all
-        # of them with the same record number. So a conversation begins where the record number
-        # changes or a file begins. A file without documents begins where the next one does, which
-        # may be after the last document: such begins are dropped.
+        # Here a document is a row of a conversation, and all rows of a conversation have the same record
+        # number. So a conversation begins where the record number changes or a file begins. A file
+        # without documents has the same begin as the next file. If no file with documents follows, this
+        # is the number of documents, which is no begin of a conversation and is dropped.
         record_begins = np.flatnonzero(np.diff(self.records)) + 1
         begins = np.concatenate([[0], record_begins, self.first_documents[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
@@ -213,7 +215,7 @@ def open_or_build(
         except InputRefused as error:
             damage_notes = (f"{error}: tokenised again",)
     root, root_notes = _writable_root(root, is_chosen)
-    # The folder is set again, because the root may now be a temporary folder.
+    # `_writable_root` may have returned a temporary folder, so the folder is set again.
     folder = root / "corpora" / request.key
     with writing(root), _locked(folder.with_suffix(".lock"), progress):
         try:
@@ -242,7 +244,7 @@ def _writable_root(root: Path, is_chosen: bool) -> tuple[Path, tuple[str, ...]]:
         atexit.register(until_exit.close)
         (temporary / "corpora").mkdir()
         return temporary, (
-            f"{error}; until then tokens are kept in {temporary} and made again next time",
+            f"{error}; tokens are kept in {temporary} for now, and made again next time",
         )
     return root, ()
 
@@ -291,8 +293,8 @@ def _write(
     """Write all files of a corpus.
 
     Returns:
-        Notes for the user that are shown only now. The other notes are in the manifest, and are
-        shown whenever the corpus is opened.
+        Notes for the user on the training of the tokenizer, which are shown only now. All other notes
+        are in the manifest, and are shown whenever the corpus is opened.
     """
     files = request.sources.files
     reading = request.reading
@@ -326,7 +328,8 @@ def _write(
             side: {"bytes": writer.bytes, "documents": writer.document_counts}
             for side, writer in encoded.writers.items()
         },
-        # The survey has skipped bad records, and the encoding those that no template can render.
+        # Bad records were skipped by the survey, the first pass over all records. Records that the chat
+        # template refuses were skipped while they were encoded.
         "skipped": dict(Counter(documents.survey.skipped) + Counter(encoded.skipped)),
         "notes": (*documents.notes, *tokenizer.notes, *encoded.notes),
         "files": digests,
@@ -422,8 +425,9 @@ def _manifest(folder: Path, key: str) -> dict[str, Any]:
 
 
 def _tokenizer(path: Path, manifest: dict[str, Any], requested: Tokenizer | int) -> Tokenizer:
-    """Return the requested tokenizer, or the one that was trained for the corpus, after checking the
-    corpus's tokenizer.json.
+    """Return the tokenizer of a corpus, after checking the corpus's tokenizer.json.
+
+    It is the requested tokenizer, or the one that was trained for the corpus.
 
     Args:
         path: the file.

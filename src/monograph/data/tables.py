@@ -1,7 +1,7 @@
 """Read the rows of .parquet and .arrow files with pyarrow, and find the files of saved datasets.
 
-Any file may be damaged, or made to exhaust memory. So sizes are checked before anything is
-unpacked, and offsets before pyarrow follows them.
+Any file may be damaged, or made to exhaust memory. So the sizes in a file are checked before anything
+is unpacked, and its offsets are checked before pyarrow follows them.
 
 A *batch* is a number of consecutive rows, which pyarrow reads at once. `pa` is the module pyarrow,
 which is optional and so imported only here, by `_read_by_pyarrow`.
@@ -77,8 +77,8 @@ def table_texts(path: Path, key: str) -> Iterator[NumberedText]:
         _require_strings(pa, path, _schema(pa, path), key)
         values = (value for column in read_columns(pa, path, key) for value in column)
         texts = (_text(value, key) for value in values)
-        # A file may store a text once for many rows, so each row counts its text's length here. A
-        # fault counts the length of its tuple, which is too small to matter.
+        # A file may store a text once for many rows. To `refuse_bombs`, each row has the length of its
+        # text. A row with a fault has the length of the tuple `Fault`, which is too small to matter.
         sized_texts = ((len(text), text) for text in texts)
         yield from enumerate(refuse_bombs(path, sized_texts), 1)
 
@@ -137,7 +137,8 @@ def _is_convertible(column: Array) -> bool:
 def _unshared_bytes(pa: ModuleType, batch: RecordBatch) -> int:
     """Return how many bytes a batch's values would take if no rows shared a value.
 
-    A dictionary or a view stores a value once for many rows. Here it counts once for each row.
+    A dictionary, or an array of views, stores a value once for many rows. Here the value counts once
+    for each row that has it.
 
     Raises:
         ArrowException: the batch is damaged.
@@ -176,8 +177,8 @@ def _value_bytes(pa: ModuleType, array: Array) -> NDArray[np.int64]:
     import numpy as np  # It is imported here, because a configuration is read without numpy.
 
     if array.type in (pa.string_view(), pa.binary_view()):
-        # Each value has a view of 16 bytes, of which the first four are its length. The buffer may
-        # be that of a larger array, from which this one is cut.
+        # Each value has a view of 16 bytes, and the first four bytes of a view are the value's length.
+        # This array may be cut from a larger one, and the buffer is then that of the larger one.
         views_4 = np.frombuffer(array.buffers()[1], dtype=np.int32).reshape(-1, 4)
         return views_4[array.offset : array.offset + len(array), 0].astype(np.int64)
     if array.type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
@@ -395,7 +396,7 @@ def _arrow_batches(pa: ModuleType, path: Path, keys: Sequence[str]) -> Iterator[
                 sizes = _stream_sizes(path, file)
             else:
                 sizes = _file_sizes(path, file)
-            # This loop checks all sizes before the first batch is unpacked.
+            # The loop has no body: `refuse_bombs` checks all sizes, before the first batch is unpacked.
             for _ in refuse_bombs(path, ((size, None) for size in sizes)):
                 pass
         batches = reader if batch_count is None else map(reader.get_batch, range(batch_count))
@@ -429,9 +430,9 @@ def _stream_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
 def _file_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
     """Check a file that has a footer, and yield the bytes that each of its messages claims.
 
-    The footer of a file lists blocks, each of which has one message. The blocks may be in any
-    order: polars, for example, writes dictionaries last. A footer may point anywhere, so blocks
-    that overlap, or whose size is not the one in the footer, are refused.
+    The footer of a file lists blocks. Each block has one message. The blocks may be in any order:
+    polars, for example, writes dictionaries last. A hostile footer may point anywhere, so blocks are
+    refused if they overlap, or if their size is not the one in the footer.
     """
     file_bytes = path.stat().st_size
     ending_bytes = 4 + len(_MAGIC.rstrip(b"\0"))  # the footer's length, and the magic once more

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from monograph.device import sent
 from monograph.model.config import LlamaConfig
-from monograph.model.layers import Recurrence
+from monograph.model.mixer import Recurrence, mixer_of
 from monograph.ops.attention import BLOCK, Heads, cached_attention
 
 if TYPE_CHECKING:
@@ -75,16 +75,22 @@ class KVCache:
         values = list[Tensor]()
         recurrences = dict[int, Recurrence]()
         for layer in range(config.num_hidden_layers):
-            is_linear = config.is_delta_net(layer)
-            heads = 0 if is_linear else config.num_key_value_heads
+            mixer = mixer_of(config, layer)
             # Blocks are the outer axis, so that the first blocks are contiguous; short texts need no
             # others. Each layer has its own tensor, since a captured graph that writes to a part of a
             # tensor copies all of it (dev/log.md).
-            shape = (math.ceil(slots / block), rows, heads, block, config.head_dim)
+            shape = (
+                math.ceil(slots / block),
+                rows,
+                mixer.key_value_heads(config),
+                block,
+                config.head_dim,
+            )
             keys.append(torch.zeros(shape, dtype=dtype, device=device))
             values.append(torch.zeros(shape, dtype=dtype, device=device))
-            if is_linear:
-                recurrences[layer] = _empty_recurrence(config, rows, dtype, device)
+            recurrence = mixer.recurrence(config, rows, dtype, device)
+            if recurrence is not None:
+                recurrences[layer] = recurrence
         return cls(keys, values, recurrences)
 
     @classmethod
@@ -195,7 +201,7 @@ class KVCache:
         """Return the tensors of all recurrences without `limit_B`, [rows, ...] each."""
         tensors = list[Tensor]()
         for recurrence in self.recurrences.values():
-            tensors += [recurrence.inputs_BKC, recurrence.state_BHEV, recurrence.count_B]
+            tensors += recurrence.tensors()
         return tensors
 
     def copy_rows(
@@ -237,25 +243,6 @@ class KVCache:
             tensor[:, row] = 0
         for tensor in self.recurrence_tensors():
             tensor[row] = 0
-
-
-def _empty_recurrence(
-    config: LlamaConfig, rows: int, dtype: torch.dtype, device: torch.device
-) -> Recurrence:
-    """Return a recurrence that has taken in no token and has no limit."""
-    key_size = config.linear_key_head_dim
-    value_size = config.linear_value_head_dim
-    heads = config.linear_num_value_heads
-    channels = 2 * config.linear_num_key_heads * key_size + heads * value_size
-    inputs_shape = (rows, config.linear_conv_kernel_dim, channels)
-    # The state is at least in fp32.
-    state_dtype = torch.promote_types(dtype, torch.float32)
-    return Recurrence(
-        torch.zeros(inputs_shape, dtype=dtype, device=device),
-        torch.zeros(rows, heads, key_size, value_size, dtype=state_dtype, device=device),
-        torch.zeros(rows, dtype=torch.int64, device=device),
-        torch.full((rows,), torch.iinfo(torch.int64).max, device=device),
-    )
 
 
 class CacheSizes(NamedTuple):

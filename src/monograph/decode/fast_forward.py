@@ -1,30 +1,52 @@
 """Compute a decode step's logits by the kernels of `monograph.ops.decode_kernels`, on a GPU.
 
-It is the forward pass of `monograph.model.llama.Llama` for one token per row. Up to 16 rows take
-five launches per layer, or seven with a mixture of experts. The kernels read the weights once for
-every 16 rows, so with more rows torch's matrix products are used, which are faster then. Attention
-remains one launch, and a layer without a mixture takes nine.
+It is the forward pass of `monograph.model.llama.Llama` for one token per row. Launches of a layer,
+for up to 16 rows:
+
+| part of a layer | launches | with |
+|---|---|---|
+| attention | 3 | |
+| | 5 | gates (`monograph.ops.gated_heads_kernels`) |
+| a delta net | 4 | (`monograph.decode.fast_delta_net`) |
+| a feed-forward layer | 2 | |
+| a mixture of experts | 4 | |
+| | 8 | a shared expert |
+
+The kernels read the weights once for every 16 rows, so with more rows torch's matrix products are
+used, which are faster then. Attention remains one launch, and a layer of attention and a feed-forward
+layer takes nine.
 
 `obstacle` says why the kernels cannot compute a model. The model's own forward pass is then used. It
 is also the reference against which this one is tested.
 
 Shape suffixes: B rows, D hidden size, V vocabulary, F half of a head's channels, J key-value heads, M
 channels inside a feed-forward layer, X any number of channels; in mixtures: E experts, C chosen
-experts of a token. In `_torch_project`: K input and N output channels.
+experts of a token.
 """
 
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monograph.decode.fast_delta_net import delta_net_step, obstacle_of_delta_net
+from monograph.decode.fast_projections import (
+    NOT_PLAIN,
+    NOT_SIDE_BY_SIDE,
+    are_side_by_side,
+    family_weights,
+    is_plain,
+    norm_of,
+    torch_project,
+    torch_project_gated,
+)
 from monograph.graph.experts import ExpertLinear
-from monograph.graph.fused_linears import Sibling
 from monograph.graph.siblings import fuse_known
+from monograph.model.delta_net import DeltaNetState, GatedDeltaNet
 from monograph.model.families import NormNames
-from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, Mixture, RMSNorm
+from monograph.model.layers import MLP, Attention, CentredRMSNorm, RMSNorm
 from monograph.model.llama import Block, Llama
+from monograph.model.mixture import Mixture
 from monograph.model.rope import cos_sin
 from monograph.ops.attention import BLOCK
 from monograph.ops.decode_kernels import (
@@ -38,14 +60,13 @@ from monograph.ops.decode_kernels import (
     project_gated,
 )
 from monograph.ops.expert_kernels import Combination, expert_inner, expert_sum, route
-from monograph.ops.rms_norm import rms_norm
+from monograph.ops.gated_heads_kernels import multiply_by_gate, multiply_by_gates, prepare_heads
 
 if TYPE_CHECKING:
     from monograph.decode.cache import KVCache
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_NOT_SIDE_BY_SIDE = "some projections do not lie side by side, because of adapters or hooks"
-_NOT_PLAIN = "some projections have adapters or hooks"
+_SCALES = "this family scales its heads or what its layers add"
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 MIN_HEAD = 32  # channels of a head: its halves are multiplied by tensor cores, 16 at a time
 
@@ -62,7 +83,8 @@ def obstacle(model: Llama) -> str | None:
         return f"the kernels need heads of 32, 64, 128 or 256 channels, not {config.head_dim}"
     if not attend_fits(weight.device, BLOCK, config.head_dim, weight.dtype):
         return f"this card's shared memory is too small for heads of {config.head_dim} channels"
-    if config.rotary_dim != config.head_dim:
+    # The heads of gated attention are rotated before the kernel of attention.
+    if config.rotary_dim != config.head_dim and not config.family.gated_attention:
         return "the kernels rotate all channels of a head, and this family only some"
     if config.family.norm_names != NormNames():
         return "this family normalises what its layers add, which the kernels do not"
@@ -77,7 +99,7 @@ def obstacle(model: Llama) -> str | None:
     input_sizes = [config.hidden_size, config.num_attention_heads * config.head_dim]
     if dense:
         input_sizes.append(config.intermediate_size)
-    if not _is_plain(model.lm_head):
+    if not is_plain(model.lm_head):
         return "the head has an adapter or hooks"
     if any(parameter.dtype != weight.dtype for parameter in model.parameters()):
         return "the weights have several dtypes"
@@ -89,41 +111,36 @@ def obstacle(model: Llama) -> str | None:
 
 def _obstacle_of_block(block: Block) -> str | None:
     """Return why the kernels cannot compute a block, or None if they can."""
-    if block.mixer_name != "self_attn":
-        return "the kernels compute attention, and some layers have none"
-    attention, mlp, *_ = _modules_of(block)
-    if attention.is_gated or attention.norms_over_all_heads or attention.clip is not None:
+    mixer, mlp, *_ = _modules_of(block)
+    if not isinstance(block.scale_branch, nn.Identity):
+        return _SCALES
+    reason: str | None
+    if isinstance(mixer, GatedDeltaNet):
+        reason = obstacle_of_delta_net(mixer)
+    elif isinstance(mixer, Attention):
+        reason = _obstacle_of_attention(mixer)
+    else:
+        reason = "the kernels compute attention and delta nets, and some layers are neither"
+    # A mixture that the kernels cannot compute is called as a module.
+    if reason or isinstance(mlp, Mixture):
+        return reason
+    return _obstacle_of_mlp(mlp)
+
+
+def _obstacle_of_attention(attention: Attention) -> str | None:
+    if attention.norms_over_all_heads or attention.clip is not None:
         return "this family changes queries and keys in a way that the kernels do not"
-    if not isinstance(attention.scale_query, nn.Identity) or not isinstance(
-        block.scale_branch, nn.Identity
-    ):
-        return "this family scales its heads or what its layers add"
-    if not _are_side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]):
-        return _NOT_SIDE_BY_SIDE
-    if not _is_plain(attention.o_proj):
-        return _NOT_PLAIN
-    if isinstance(mlp, Mixture):
-        return None  # a mixture that the kernels cannot compute is called as a module
-    if not _are_side_by_side([mlp.gate_proj, mlp.up_proj]):
-        return _NOT_SIDE_BY_SIDE
-    return None if _is_plain(mlp.down_proj) else _NOT_PLAIN
+    if not isinstance(attention.scale_query, nn.Identity):
+        return _SCALES
+    if not are_side_by_side([attention.q_proj, attention.k_proj, attention.v_proj]):
+        return NOT_SIDE_BY_SIDE
+    return None if is_plain(attention.o_proj) else NOT_PLAIN
 
 
-def _are_side_by_side(layers: list[Linear]) -> bool:
-    """Return whether the weights of these layers are one tensor, in this order and without others."""
-    first = layers[0]
-    if not isinstance(first, Sibling) or first.family.weight is None:
-        return False
-    siblings = first.family.layers
-    if len(siblings) != len(layers):
-        return False
-    return all(sibling is layer for sibling, layer in zip(siblings, layers, strict=True))
-
-
-def _is_plain(layer: nn.Linear) -> bool:
-    """Return whether a layer's output is W x + b and no more."""
-    has_hooks = layer._forward_hooks or layer._forward_pre_hooks
-    return type(layer) is Linear and "forward" not in vars(layer) and not has_hooks
+def _obstacle_of_mlp(mlp: MLP) -> str | None:
+    if not are_side_by_side([mlp.gate_proj, mlp.up_proj]):
+        return NOT_SIDE_BY_SIDE
+    return None if is_plain(mlp.down_proj) else NOT_PLAIN
 
 
 def _has_kernels(mixture: nn.Module) -> bool:
@@ -132,29 +149,36 @@ def _has_kernels(mixture: nn.Module) -> bool:
         return False
     experts = mixture.experts
     projections = [experts.gate_proj, experts.up_proj, experts.down_proj]
-    modules = [mixture, mixture.gate, experts, *projections]
+    modules: list[nn.Module] = [mixture, mixture.gate, experts, *projections]
+    input_sizes = [experts.down_proj.in_features]
+    if mixture.has_shared_expert:
+        shared = mixture.shared_expert
+        if _obstacle_of_mlp(shared) or not is_plain(mixture.shared_expert_gate):
+            return False
+        modules.append(shared)
+        input_sizes.append(shared.down_proj.in_features)
     has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in modules)
     are_plain = all(type(each) is ExpertLinear for each in projections)
-    is_grouped = not mixture.has_shared_expert and mixture.impl == "grouped"
     return (
         are_plain
-        and is_grouped
+        and mixture.impl == "grouped"
         and not has_hooks
-        and channels_at_once(experts.up_proj.out_features) > 0
+        and all(map(channels_at_once, input_sizes))
     )
 
 
 class _BlockModules(NamedTuple):
     """The modules of a block with their types, which mypy does not know of submodules."""
 
-    attention: Attention
+    mixer: nn.Module
     mlp: MLP | Mixture
-    norm_before_attention: RMSNorm
+    norm_before_mixer: RMSNorm
     norm_before_mlp: RMSNorm
 
 
 def _modules_of(block: Block) -> _BlockModules:
-    modules = (block.self_attn, block.mlp, block.input_layernorm, block.post_attention_layernorm)
+    mixer = getattr(block, block.mixer_name)
+    modules = (mixer, block.mlp, block.input_layernorm, block.post_attention_layernorm)
     return _BlockModules(*modules)  # type: ignore[arg-type]
 
 
@@ -186,8 +210,8 @@ class FastForward:
             for layer, block in enumerate(model.model.layers)
             if is_one_tile and _has_kernels(cast(Block, block).mlp)
         )
-        self._project = project if is_one_tile else _torch_project
-        self._project_gated = project_gated if is_one_tile else _torch_project_gated
+        self._project = project if is_one_tile else torch_project
+        self._project_gated = project_gated if is_one_tile else torch_project_gated
 
     def logits(self, token_B: Tensor, position_B: Tensor, cache: "KVCache", blocks: int) -> Tensor:
         """Return the logits after one token per row, [B, V], and write its keys and values.
@@ -205,7 +229,7 @@ class FastForward:
             hidden_BD = self._block(
                 hidden_BD, index, cast(Block, block), rotations, position_B, cache, blocks
             )
-        return self._project(hidden_BD, model.lm_head.weight, _norm(model.model.norm))
+        return self._project(hidden_BD, model.lm_head.weight, norm_of(model.model.norm))
 
     def _rotations(self, position_B: Tensor) -> list[tuple[Tensor, Tensor] | tuple[None, None]]:
         """Return each layer's cosines and sines, [B, F]; (None, None) if it does not rotate."""
@@ -235,49 +259,90 @@ class FastForward:
         blocks: int,
     ) -> Tensor:
         """Return the hidden states after a block, which is the model's layer `index`."""
+        mixer, mlp, norm_before_mixer, norm_before_mlp = _modules_of(block)
+        norm = norm_of(norm_before_mixer)
+        if isinstance(mixer, GatedDeltaNet):
+            recurrence = cast(DeltaNetState, cache.recurrence(index))
+            hidden_BD = delta_net_step(
+                mixer, hidden_BD, norm, position_B, recurrence, self._project
+            )
+        else:
+            assert isinstance(mixer, Attention)  # `obstacle` refuses all others
+            hidden_BD = self._attention(
+                mixer, hidden_BD, norm, index, rotations[index], position_B, cache, blocks
+            )
+        if isinstance(mlp, Mixture):
+            if index in self._kernel_mixtures:
+                return self._mixture(hidden_BD, mlp, norm_before_mlp)
+            mixture_BD: Tensor = mlp(norm_before_mlp(hidden_BD))
+            return hidden_BD + mixture_BD
+        gate_up_weight, _ = family_weights(mlp.gate_proj)
+        inner_BM = self._project_gated(
+            hidden_BD, gate_up_weight, norm_of(norm_before_mlp), self._activation
+        )
+        return self._project(inner_BM, mlp.down_proj.weight, residual_BN=hidden_BD)
+
+    def _attention(
+        self,
+        attention: Attention,
+        hidden_BD: Tensor,
+        norm: Norm,
+        index: int,
+        rotation: tuple[Tensor, Tensor] | tuple[None, None],
+        position_B: Tensor,
+        cache: "KVCache",
+        blocks: int,
+    ) -> Tensor:
+        """Return the hidden states after attention, which is that of layer `index`."""
         config = self.model.config
-        attention, mlp, norm_before_attention, norm_before_mlp = _modules_of(block)
-        qkv_weight, qkv_bias = _family_weights(attention.q_proj)
-        qkv_BX = self._project(hidden_BD, qkv_weight, _norm(norm_before_attention), qkv_bias)
+        heads = config.num_attention_heads
         q_norm = attention.q_norm
         k_norm = attention.k_norm
-        mixed_BX = attend(
+        norms = None
+        if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+            norms = norm_of(q_norm), norm_of(k_norm)
+        weight, bias = family_weights(attention.q_proj)
+        projected_BX = self._project(hidden_BD, weight, norm, bias)
+        cos_BF, sin_BF = rotation
+        qkv_BX = projected_BX
+        cos_BF, sin_BF = rotation
+        if attention.is_gated:
+            key_heads = config.num_key_value_heads
+            qkv_BX = prepare_heads(projected_BX, norms, cos_BF, sin_BF, heads, key_heads)
+            # `attend` must not normalise and rotate them a second time.
+            norms = None
+            cos_BF = sin_BF = None
+        q_gain_E, k_gain_E = (None, None) if norms is None else (norm.gain_K for norm in norms)
+        mixed_BX: Tensor = attend(
             qkv_BX,
             cache.keys[index],
             cache.values[index],
             position_B,
             self._counters_BJ,
             blocks,
-            config.num_attention_heads,
+            heads,
             config.head_dim**-0.5,
-            *rotations[index],
-            q_norm.weight if isinstance(q_norm, RMSNorm) else None,
-            k_norm.weight if isinstance(k_norm, RMSNorm) else None,
+            cos_BF,
+            sin_BF,
+            q_gain_E,
+            k_gain_E,
             config.rms_norm_eps,
             isinstance(q_norm, CentredRMSNorm),
             attention.sinks,
             config.window(index),
         )
+        if attention.is_gated:
+            mixed_BX = multiply_by_gates(mixed_BX, projected_BX, heads)
         output = attention.o_proj
-        hidden_BD = self._project(
+        return self._project(
             mixed_BX, output.weight, norm=None, bias_N=output.bias, residual_BN=hidden_BD
         )
-        if isinstance(mlp, Mixture):
-            if index in self._kernel_mixtures:
-                return self._mixture(hidden_BD, mlp, norm_before_mlp)
-            mixture_BD: Tensor = mlp(norm_before_mlp(hidden_BD))
-            return hidden_BD + mixture_BD
-        gate_up_weight, _ = _family_weights(mlp.gate_proj)
-        inner_BM = self._project_gated(
-            hidden_BD, gate_up_weight, _norm(norm_before_mlp), self._activation
-        )
-        return self._project(inner_BM, mlp.down_proj.weight, residual_BN=hidden_BD)
 
     def _mixture(self, hidden_BD: Tensor, mixture: Mixture, norm_before: RMSNorm) -> Tensor:
         """Return the hidden states after a mixture of experts, computed by the kernels."""
         router = mixture.gate
         experts = mixture.experts
-        norm = _norm(norm_before)
+        norm = norm_of(norm_before)
         logits_BE = project(hidden_BD, router.weight, norm, router.bias)
         experts_BC, weights_BC = route(logits_BE, router.top_k, router.normalised)
         gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
@@ -289,48 +354,16 @@ class FastForward:
         output_BD: Tensor = expert_sum(
             inner_BCM, experts_BC, weights_BC, down.weight, down.bias, hidden_BD
         )
-        return output_BD
-
-
-def _family_weights(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return the weights and biases of a layer and its siblings, one after another in memory."""
-    family = cast(Sibling, layer).family
-    assert family.weight is not None
-    return family.weight, family.bias
-
-
-def _torch_project(
-    x_BK: Tensor,
-    weight_NK: Tensor,
-    norm: Norm | None = None,
-    bias_N: Tensor | None = None,
-    residual_BN: Tensor | None = None,
-) -> Tensor:
-    """Return what `project` returns, by torch's operators."""
-    if norm is not None:
-        x_BK = _normalised(x_BK, norm)
-    y_BN = F.linear(x_BK, weight_NK, bias_N)
-    return y_BN if residual_BN is None else residual_BN + y_BN
-
-
-def _torch_project_gated(
-    x_BK: Tensor, weight_NK: Tensor, norm: Norm, activation: Activation
-) -> Tensor:
-    """Return what `project_gated` returns, by torch's operators."""
-    gate_BM, up_BM = F.linear(_normalised(x_BK, norm), weight_NK).chunk(2, -1)
-    if activation == "gelu":
-        return F.gelu(gate_BM, approximate="tanh") * up_BM
-    return F.silu(gate_BM) * up_BM
-
-
-def _normalised(x_BK: Tensor, norm: Norm) -> Tensor:
-    gain_K = 1 + norm.gain_K if norm.is_centred else norm.gain_K
-    return rms_norm(x_BK, gain_K, norm.eps)
-
-
-def _norm(layer: RMSNorm) -> Norm:
-    """Return a norm as the kernels take it."""
-    return Norm(layer.weight, layer.eps, isinstance(layer, CentredRMSNorm))
+        if not mixture.has_shared_expert:
+            return output_BD
+        shared = mixture.shared_expert
+        gate_up_weight, _ = family_weights(shared.gate_proj)
+        inner_BM = project_gated(hidden_BD, gate_up_weight, norm, self._activation)
+        # The last product is linear, so its input can be multiplied instead of its output.
+        gate_B1 = project(hidden_BD, mixture.shared_expert_gate.weight, norm)
+        return project(
+            multiply_by_gate(inner_BM, gate_B1), shared.down_proj.weight, residual_BN=output_BD
+        )
 
 
 def fast_forward(model: Llama, rows: int) -> FastForward | None:

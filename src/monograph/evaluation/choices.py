@@ -4,7 +4,8 @@ questions by these scores.
 Multiple choice is scored as in lm-evaluation-harness. Questions come in files of JSON lines. A
 record has a question, its choices and the number of the right choice.
 
-Shapes: B rows, T positions, N scored positions, C of them at once, D hidden size, V vocabulary.
+Shapes: B rows, T positions, N scored positions, C scored positions that are computed at once, D hidden
+size, V vocabulary.
 """
 
 import math
@@ -263,8 +264,8 @@ class Question(NamedTuple):
 def are_question_files(places: Sequence[str], text_key: str | None, chat: bool = False) -> bool:
     """Return whether the files hold questions.
 
-    A file holds questions if it has JSON lines, one of its first records has the key `choices`, and
-    none of them has a text.
+    A file holds questions if it has JSON lines, and among its first records there is one with the key
+    `choices` and none with a text.
 
     Args:
         places: the files.
@@ -317,6 +318,7 @@ def read_questions(places: Sequence[str]) -> list[Question]:
 
 
 def _holds_questions(path: Path, text_key: str | None) -> bool:
+    """Return whether a file holds questions, see `are_question_files`."""
     if not is_file(path) or suffix_of(path) not in LINE_SUFFIXES:
         return False
     first_records = [record for _, record in sample_records(path, RecordSettings(text_key))]
@@ -345,7 +347,7 @@ def _question(record: dict[str, Any] | Fault, where: str) -> Question:
     ]
     if not all(choice.strip() for choice in choices):
         raise Unusable("choices", f"{CHOICES!r} has an empty string")
-    # Records are read with all numbers as floats.
+    # `json_objects` reads all numbers as floats.
     if not isinstance(gold, float) or gold not in range(len(choices)):
         expected = f"the number of the right choice, from 0 to {len(choices) - 1}"
         shown = f"{gold:g}" if isinstance(gold, float) else ascii(gold)[:40]
@@ -383,8 +385,8 @@ class Accuracy(NamedTuple):
         acc_bytes_stderr: the standard error of `acc_bytes`.
         chance: the accuracy of guessing: the mean of 1 / number of choices.
         questions: the number n of questions.
-        cut: the number of questions whose beginning was left out, as it did not fit the model's
-            positions.
+        cut: the number of questions that were longer than the model's positions, so that their
+            beginning was left out.
     """
 
     acc: float
@@ -475,10 +477,12 @@ def choose(
 
 
 def _text_continuations(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
+    """Return each choice, after a space, as the continuation of the question."""
     return [encode_pair(tokenizer, question.query, f" {choice}") for choice in question.choices]
 
 
 def _chat_continuations(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
+    """Return each choice as the beginning of an assistant's answer to the question in a chat."""
     messages = [{"role": "user", "content": question.query}]
     prompt = chat_ids(tokenizer, messages, add_generation_prompt=True)
     return [
@@ -510,7 +514,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Contin
 
     White space at the end of the context becomes a part of the continuation, as in
     lm-evaluation-harness, since a tokenizer joins it with the next word. If the tokenizer joins
-    more of the context with the continuation, each of them is encoded separately.
+    more of the context with the continuation, the two are encoded separately.
     """
     stripped = context.rstrip()
     white_space = context[len(stripped) :]

@@ -1,5 +1,9 @@
 """Compare two models, two ensembles, or an ensemble's settings on the same held-out text, with
 error bars.
+
+An engine is a model with its training step, or an ensemble: models that are trained together, its
+*members*. Members differ in *knobs*, which are hyperparameters such as the learning rate or the seed.
+The knob that only repeats a setting, usually the seed, is the *repeated* one.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -27,11 +31,11 @@ class Comparison:
             members.
         b: the same of the second side.
         difference: the mean of b - a over the pairs, and its standard error.
-        paired_by: what a pair shares: the repeated knob, such as "seed", or "document", or
-            "question".
+        paired_by: what the two values of a pair have in common: the value of the repeated knob, such
+            as "seed", or the "document", or the "question".
         parameters: the number of parameters of one member of each side; None if an engine does not
             give it.
-        unit: "bits/byte", of which less is better, or "acc", of which more is better.
+        unit: "bits/byte", where less is better, or "acc" (accuracy), where more is better.
     """
 
     a: float
@@ -94,10 +98,10 @@ def compare(
 ) -> Comparison | Table:
     """Compare two engines, or the settings of one ensemble, in bits per byte of the same text.
 
-    `compare(a, b, held_out)` pairs engines of several members, such as an `Ensemble` over seeds, by
-    seed, so that what a seed contributes to both cancels. It pairs other engines by document
-    (`by_document`), which tells how sure the difference of these two trained models is, but not
-    whether another seed would give it.
+    `compare(a, b, held_out)` compares two engines. If both have members of several seeds, such as an
+    `Ensemble` over seeds, their members are paired by seed, so that what a seed contributes to both
+    cancels. Other engines are paired by document (`by_document`). This tells how sure the difference of
+    these two trained models is, but not whether other seeds would give it, too.
 
     `compare(engine, held_out)` returns the ensemble's settings with mean and standard error over
     seeds, and says which are tied with the best (`tabulate`).
@@ -134,8 +138,9 @@ def compare_on(
     over: str = "seed",
     progress: ProgressCallback | None = None,
 ) -> Comparison:
-    """Compare two engines as `compare(a, b, held_out)` does, but each reads the documents in the
-    rows of its own tokenizer.
+    """Compare two engines as `compare(a, b, held_out)` does, if their tokenizers may differ.
+
+    Each reads the same documents, in the rows of its own tokenizer.
 
     Args:
         a: the first engine.
@@ -161,8 +166,8 @@ def compare_on(
         mean_a = float(np.mean(bits_a))
         mean_b = float(np.mean(bits_b))
     else:
-        # With at most one shared seed, one member of each side is compared: those of that seed, or
-        # the first ones.
+        # If the sides share at most one seed, one member of each side is compared: the member of that
+        # seed, or the first member.
         member_a = members_a[shared_seeds[0]] if shared_seeds else 0
         member_b = members_b[shared_seeds[0]] if shared_seeds else 0
         scores_a = _scores_of_member(by_document(a, rows_a, progress), member_a)
@@ -235,8 +240,7 @@ def _member_knobs(engine: object) -> list[dict[str, Any]]:
 
 
 def _members_by_seed(engine: object, over: str) -> dict[Hashable, int]:
-    """Return the members' indices by their value of the repeated knob; an empty dict for an engine
-    of one model.
+    """Return {value of the repeated knob: index of the member}; {} for an engine of one model.
 
     Raises:
         UsageError: the members also differ in another knob.

@@ -66,8 +66,9 @@ POWER_QUANTILE = 0.8416  # of the normal distribution, at 80 %
 
 
 def seeds_needed(difference: float, noise: float, settings: int, most: int) -> int | None:
-    """Return with how many seeds four sweeps of five would show a true difference; None if it is
-    more than `most`.
+    """Return how many seeds are needed so that a true difference is shown with a probability of 80 %.
+
+    The result is None if more than `most` are needed.
 
         the smallest n >= 2 with
         |difference| * sqrt(n) / noise >= t(95 %, settings * (n - 1)) + 0.84
@@ -227,8 +228,7 @@ def tabulate(
     over: str = "seed",
     unit: str = "bits/byte",
 ) -> Table:
-    """Compare settings over repetitions, in a layout where a repetition (a seed) is shared by all
-    settings.
+    """Compare settings, each of which was repeated with the same seeds (or values of another knob).
 
         d(s, seed)    = value(s, seed) - value(best, seed)
         difference(s) = mean over seeds of d(s, seed)
@@ -252,6 +252,7 @@ def tabulate(
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     settings = _group_settings(finite, knobs, over)
     with_mean = [(setting.mean.value, setting) for setting in settings if setting.mean]
+    # Settings with a member that diverged come last, and otherwise the lowest mean comes first.
     with_mean.sort(key=lambda pair: (bool(pair[1].failed), pair[0]))
     ranked = [setting for _, setting in with_mean]
     if not ranked:

@@ -1,7 +1,8 @@
 """Score a model by loss, perplexity and bits per byte on text that it was not trained on.
 
 `by_document` scores documents separately, so that two models with different tokenizers can be
-compared document by document.
+compared document by document. An engine is a model with its training step, or several models that are
+trained together, its *members*, which it scores at once.
 
 Shape suffixes: D documents, U units (consecutive whole documents), R rows, T positions, N members.
 """
@@ -36,8 +37,8 @@ class Evaluation(NamedTuple):
     Attributes:
         loss: nats per target.
         bits_per_byte: nats / ln 2 per byte of the targets' text; comparable across tokenizers. None
-            if the loss counts something other than the rows' targets, so that its sum says nothing
-            about bytes.
+            if the count that the loss returns is not the number of the rows' targets, because its sum
+            then says nothing about bytes.
         perplexity: exp(loss), per token.
         tokens: the number of targets, or the sum of their weights if the loss weights them,
             rounded.
@@ -131,9 +132,9 @@ def _evaluation(total: float, counted: float, targets: int, size_bytes: int) -> 
 
     Args:
         total: the sum of the losses, in nats.
-        counted: what the loss counted.
-        targets: the number of the rows' targets.
-        size_bytes: the bytes of their text.
+        counted: the sum of the counts that the loss returned.
+        targets: the number of targets in the rows.
+        size_bytes: the bytes of the targets' text.
     """
     loss = total / (counted or 1.0)
     bits_per_byte = None
@@ -169,9 +170,10 @@ class Scores(NamedTuple):
 def by_document(engine: Evaluates, rows: Rows, progress: ProgressCallback | None = None) -> Scores:
     """Score each document separately.
 
-    A unit is one document or, if there are more than 256 documents, several consecutive documents,
-    so that there are 256 units. Units do not depend on rows and tokenizer, so two models have the
-    same units of one text. The rows stay as they are; a batch has the targets of only one unit.
+    A unit is one document. If there are more than 256 documents, a unit is several consecutive
+    documents, so that there are 256 units. Units depend neither on rows nor on the tokenizer, so two
+    models have the same units of one text. A row may have documents of several units. It is then scored
+    once for each of them, each time with the targets of this unit alone.
 
     Args:
         engine: an engine.

@@ -1,10 +1,12 @@
 """Compute baselines for a trained model: bits per byte that simple, well-known methods reach on a
 held-out text.
 
-`accepted_share` counts the lines of a sample that Python's own tokenizer accepts.
+`accepted_share` is another measure, for models of Python code: it counts the lines of a sampled text
+that Python's own tokenizer accepts.
 
-A gram is a run of bytes packed into a uint64, the first byte highest, so that sorted grams of one
-context are adjacent. A gram's context is all its bytes but the last.
+A gram is a few consecutive bytes, packed into a uint64. A gram's context is all its bytes but the last.
+The first byte is the highest of the uint64, so that grams of one context are adjacent once grams are
+sorted.
 
 Shape suffixes: H held-out positions, Q distinct held-out grams, G distinct grams of the train text.
 """
@@ -29,8 +31,8 @@ def yardsticks(
     """Return the held-out text's bits per byte by four methods, by name, usually the worst first.
 
         "trigram"   add-one byte trigram, counted on the train text
-        "gzip -9"   size of the compressed held-out text. A compressor adapts to the text that it
-                    has read, but does not know the train text
+        "gzip -9"   size of the compressed held-out text. A compressor adapts to the held-out text
+                    while it reads it, but does not know the train text
         "order 6"   interpolated modified Kneser-Ney byte model with up to 6 bytes of context,
                     counted on the train text
         "xz -9"     as "gzip -9"
@@ -179,9 +181,10 @@ class _Table(NamedTuple):
 def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
     """Return the tables of orders 0 to `order`.
 
-    Sorting all grams is needed for the longest ones only. Every shorter gram but the first of the
-    text is the tail of a gram that is one byte longer. So the distinct grams, and how many distinct
-    bytes precede each, follow from the distinct grams that are one byte longer.
+    Only the longest grams have to be collected from the text and sorted. A shorter gram is the tail of
+    a gram that is one byte longer, except for the first gram of the text. So both the distinct grams of
+    a length, and the number of distinct bytes that precede each of them, follow from the distinct grams
+    that are one byte longer.
     """
     if order < 0:
         return []
@@ -247,6 +250,7 @@ def accepted_share(text: str) -> tuple[int, int]:
 
 
 def _is_accepted(line: str) -> bool:
+    """Return whether `tokenize` accepts a line; see `accepted_share`."""
     try:
         tokens = tokenize.generate_tokens(io.StringIO(line + "\n").readline)
         return all(token.type != tokenize.ERRORTOKEN for token in tokens)

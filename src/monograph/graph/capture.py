@@ -19,7 +19,7 @@ from monograph.allocator import keep_freed_memory
 from monograph.compat import inductor
 from monograph.errors import UsageError
 from monograph.graph import convolutions, matmul, recompute
-from monograph.graph.compilable import AttributeValue, Compilable, Scope
+from monograph.graph.compilable import AttributeValue, Compilable, Scope, has_head
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import HostState, Recorder, StaticInputs
@@ -317,10 +317,9 @@ def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[Attrib
         else:  # the forward is not a method, but a function that was set on the block
             compiled_forward = compiler(forward)
         replacements.append(AttributeValue(owner, name, compiled_forward))
-    head = getattr(step.loss, "head", None)
-    if head is not None:
-        loss: Any = copy.copy(step.loss)  # the caller's own loss is not changed
-        loss.head = compiler(head)
+    if has_head(step.loss):
+        loss = copy.copy(step.loss)  # the caller's own loss is not changed
+        loss.head = compiler(loss.head)
         replacements.append(AttributeValue(step, "loss", loss))
     return replacements
 

@@ -1,7 +1,9 @@
 """Mark the functions that a capture (`monograph.graph.capture`) may replace by compiled ones."""
 
 from collections.abc import Callable
-from typing import Generic, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeGuard, TypeVar
+
+from torch import Tensor, nn
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,3 +37,21 @@ class Compilable(Generic[P, T]):
     def __call__(self, *arguments: P.args, **named: P.kwargs) -> T:
         """Call the function."""
         return self.function(*arguments, **named)
+
+
+class LossWithHead(Protocol):
+    """A loss whose last part, from hidden states to the loss, is a function of its own.
+
+    Attributes:
+        head: this function, which a capture of blocks compiles.
+    """
+
+    head: Callable[..., Any]
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses and the number of targets."""
+
+
+def has_head(loss: object) -> TypeGuard[LossWithHead]:
+    """Return whether a loss has a `head`."""
+    return callable(getattr(loss, "head", None))

@@ -17,6 +17,7 @@ in the same dtype, so none is chosen to fit a result.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -146,8 +147,9 @@ def outcome(
             trains one model.
     """
     left = dict[str, Tensor]()
+    numbers = [each.name for each in fields(Update) if each.compare and each.name != "index"]
     for update in updates:
-        for name in ("loss", "count", "lr", "grad_norm", "tokens", "skipped"):
+        for name in numbers:
             value = torch.as_tensor(getattr(update, name))
             left[f"update {update.index} {name}"] = value if member is None else value[member]
     left |= {f"model {name}": tensor for name, tensor in state.model.items()}

@@ -38,8 +38,7 @@ from monograph.graph.token_rows import ROWS, tables_with_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
 from monograph.model.gguf import import_gguf, llama_cpp_support, llama_cpp_tensors, write_gguf_file
-from monograph.model.layer_types import LINEAR_ATTENTION
-from monograph.model.llama import Llama
+from monograph.model.llama import Llama, kinds_of_family
 from monograph.model.vocabulary import (
     PEFT_PREFIX,
     TRAINABLE_TOKENS_KEY,
@@ -521,7 +520,7 @@ def require_gguf_form(packed: PeftAdapters, config: LlamaConfig) -> None:
         obstacle = "magnitudes (lora.dora)"
     elif TRAINABLE_TOKENS_KEY in packed.values:
         obstacle = "rows of tokens"
-    elif config.family.expert_width_key or config.family.other_layer_type == LINEAR_ATTENTION:
+    elif not all(kind.gguf_adapters for kind in kinds_of_family(config)):
         obstacle = f"layers of the family {config.model_type}"
     if obstacle:
         raise InputRefused(f"a GGUF file of adapters has no form for {obstacle}")

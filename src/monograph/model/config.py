@@ -12,7 +12,12 @@ from monograph.errors import InputRefused
 from monograph.model import families, layer_keys, mixture_keys, scaling
 from monograph.model.checks import check_positive_integer, check_positive_number, check_token_id
 from monograph.model.families import DEFAULT_FAMILY, PRESET_EXTRAS, PRESETS, Family
-from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
+from monograph.model.layer_types import (
+    FULL_ATTENTION,
+    LAYER_TYPES,
+    SLIDING_ATTENTION,
+    LayerType,
+)
 from monograph.model.scaling import Scaling
 
 TORCH_FILE_SUFFIXES = (".pth", ".pt")  # of files that torch.save writes; see `torch_file`
@@ -153,7 +158,10 @@ class LlamaConfig:
         self._check_fields_of_family()
         self._check_layers()
         self._unify_equal_values()
-        derived = {**mixture_keys.check_and_derive(self), **layer_keys.delta_net_sizes(self)}
+        derived = {
+            **mixture_keys.check_and_derive(self),
+            **self.family.other_layers.checked_sizes(self),
+        }
         for name, value in derived.items():
             self._set(name, value)
         self._check_token_ids()
@@ -288,7 +296,7 @@ class LlamaConfig:
         """
         if self.layer_types and SLIDING_ATTENTION not in self.layer_types:
             self._set("sliding_window", None)
-        if len(set(self.layer_types)) == 1 and LINEAR_ATTENTION not in self.layer_types:
+        if len(set(self.layer_types)) == 1 and self.layer_type(0).attends:
             self._set("layer_types", ())
         if all(self.no_rope_layers):
             self._set("no_rope_layers", ())
@@ -494,9 +502,9 @@ class LlamaConfig:
             return None
         return self.sliding_window
 
-    def is_delta_net(self, layer: int) -> bool:
-        """Return whether a layer is a gated delta net instead of attention."""
-        return bool(self.layer_types) and self.layer_types[layer] == LINEAR_ATTENTION
+    def layer_type(self, layer: int) -> LayerType:
+        """Return the kind of a layer. Whether it is attention with a window, `window` says."""
+        return LAYER_TYPES[self.layer_types[layer] if self.layer_types else FULL_ATTENTION]
 
     def shortened(self, layers: int) -> Self:
         """Return the configuration of a model with only the first `layers` layers of this one."""
@@ -514,7 +522,7 @@ class LlamaConfig:
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates queries and keys by their positions."""
-        if self.is_delta_net(layer):
+        if not self.layer_type(layer).attends:
             return False
         return not self.no_rope_layers or self.no_rope_layers[layer] == 1
 

@@ -8,23 +8,98 @@ convolution, S positions of its input, H value heads, G key heads, E key dimensi
 X any number of channels; 1 broadcasts.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monograph.errors import InputRefused
+from monograph.graph.lora import Plain
 from monograph.model.config import LlamaConfig
-from monograph.model.layer_keys import L2_NORM_EPS
-from monograph.model.layers import LayerCache, Linear, RMSNorm
+from monograph.model.layer_types import FULL_ATTENTION, L2_NORM_EPS, LINEAR_ATTENTION
+from monograph.model.layers import Linear, RMSNorm
+from monograph.model.mixer import USE_HF, LayerCache, Mixer, VisiblePositions, mixer_of
 from monograph.model.rope import CosSin
 from monograph.ops import delta_rule
 from monograph.ops.attention import Impl, Mask
 
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
-class GatedDeltaNet(nn.Module):
+# llama.cpp's names of the tensors of a delta net, by their names in the layer.
+_LLAMA_CPP_NAMES = {
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_qkvz.weight": "ssm_in.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "dt_bias": "ssm_dt.bias",
+    "A_log": "ssm_a",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}
+# Tensors of a delta net whose first rows belong to queries and keys.
+_WITH_QUERIES_AND_KEYS = ("in_proj_qkv.weight", "conv1d.weight")
+
+
+class DeltaNetState(NamedTuple):
+    """The state of a delta net after some tokens of each row.
+
+    Attributes:
+        inputs_BKC: the last K inputs of the convolution, the newest last.
+        state_BHEV: the state of the delta rule.
+        count_B: number of tokens that the state includes, int64.
+        limit_B: largest number of tokens that it may include, int64.
+    """
+
+    inputs_BKC: Tensor
+    state_BHEV: Tensor
+    count_B: Tensor
+    limit_B: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors but the limit."""
+        return [self.inputs_BKC, self.state_BHEV, self.count_B]
+
+
+class _KeptMultiples(NamedTuple):
+    """What a block keeps per token for the backward pass, in multiples of some sizes.
+
+    Attributes:
+        hidden: multiples of the hidden size.
+        keys: of the key channels.
+        value_head_keys: of the key channels, counted for each value head.
+        values: of the value channels.
+        chunk: of a chunk's positions, for each value head.
+        state: of the states' numbers, divided by a chunk's positions.
+    """
+
+    hidden: float
+    keys: float
+    value_head_keys: float
+    values: float
+    chunk: float
+    state: float
+
+
+# By (whether the block is captured, whether it computes in fp32). Fitted to traces of 9 shapes,
+# within 0.03 % (1 % in eager bf16).
+_KEPT_MULTIPLES = {
+    (True, True): _KeptMultiples(4.0, 4.1, 9.0, 8.0, 4.2, 1.5),
+    (True, False): _KeptMultiples(4.0, 6.1, 9.9, 11.0, 7.3, 4.0),
+    (False, True): _KeptMultiples(6.0, 12.1, 11.0, 15.0, 5.4, 1.5),
+    (False, False): _KeptMultiples(10.0, 16.5, 22.2, 25.2, 10.7, 3.2),
+}
+
+
+class GatedDeltaNet(Mixer):
     """A layer of three steps: a short convolution over positions, the gated delta rule for each head,
     and a gated norm.
 
@@ -33,9 +108,12 @@ class GatedDeltaNet(nn.Module):
     Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464.
     """
 
+    name = "linear_attn"
+    reads_segments = True
+    llama_cpp_fp32 = (_LLAMA_CPP_NAMES["conv1d.weight"],)
+
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
-        super().__init__()
-        self.impl = impl
+        super().__init__(config, impl)
         self.key_dim = config.linear_key_head_dim
         self.value_dim = config.linear_value_head_dim
         key_width = config.linear_num_key_heads * self.key_dim
@@ -166,7 +244,7 @@ class GatedDeltaNet(nn.Module):
         includes does not change it, and gets the same output again. In a pass of several tokens, all
         must be new. Tokens at positions from the row's limit on are not added.
         """
-        recurrence = cache.cache.recurrence(cache.layer_index)
+        recurrence = cast(DeltaNetState, cache.cache.recurrence(cache.layer_index))
         is_new_BT = (cache.positions_BT >= recurrence.count_B[:, None]) & (
             cache.positions_BT < recurrence.limit_B[:, None]
         )
@@ -198,6 +276,173 @@ class GatedDeltaNet(nn.Module):
         recurrence.state_BHEV.copy_(state_BHEV)
         recurrence.count_B.add_(is_new_BT.sum(dim=1))
         return out_BHTV
+
+    @classmethod
+    def initial_values(
+        cls, name: str, shape: torch.Size, generator: torch.Generator
+    ) -> Tensor | None:
+        """Return the initial values of a parameter that is not a matrix.
+
+        The decay's parameters are initialised as in Mamba 2 (Dao and Gu, arXiv 2405.21060): A is
+        uniform in [1, 16). The steps softplus(dt_bias) are between 0.001 and 0.1, and their
+        logarithms are uniform. So some heads remember a few tokens, and others up to a thousand.
+        """
+        if len(shape) == 2:
+            return None
+        uniform = torch.rand(shape, generator=generator, device="cpu")
+        if name.endswith("A_log"):
+            return (1 + 15 * uniform).log()
+        if name.endswith("dt_bias"):
+            step = (math.log(0.001) + uniform * math.log(100)).exp()
+            # The inverse of softplus, so that softplus(dt_bias) is the step.
+            return step + (-(-step).expm1()).log()
+        if name.endswith("conv1d.weight"):
+            return (2 * uniform - 1) / math.sqrt(uniform.shape[-1])
+        return torch.ones_like(uniform)  # the factors of the norm
+
+    @classmethod
+    def recurrence(
+        cls, config: LlamaConfig, rows: int, dtype: torch.dtype, device: torch.device
+    ) -> DeltaNetState:
+        """Return a state that includes no token and has no limit."""
+        key_size = config.linear_key_head_dim
+        value_size = config.linear_value_head_dim
+        heads = config.linear_num_value_heads
+        channels = 2 * config.linear_num_key_heads * key_size + heads * value_size
+        inputs_shape = (rows, config.linear_conv_kernel_dim, channels)
+        # The state is at least in fp32.
+        state_dtype = torch.promote_types(dtype, torch.float32)
+        return DeltaNetState(
+            torch.zeros(inputs_shape, dtype=dtype, device=device),
+            torch.zeros(rows, heads, key_size, value_size, dtype=state_dtype, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            torch.full((rows,), torch.iinfo(torch.int64).max, device=device),
+        )
+
+    @classmethod
+    def training_flops(
+        cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
+    ) -> float:
+        """Return 18 · H · E · V FLOPs per token: each head reads, corrects and reads again a matrix of
+        E key times V value channels.
+        """
+        head_size = config.linear_key_head_dim * config.linear_value_head_dim
+        return 18 * config.linear_num_value_heads * head_size
+
+    @classmethod
+    def kept_numbers(cls, config: LlamaConfig, *, captured: bool, in_fp32: bool) -> float:
+        """Return the numbers that a block keeps per token, without its feed-forward layer."""
+        value_heads = config.linear_num_value_heads
+        key_size = config.linear_key_head_dim
+        value_size = config.linear_value_head_dim
+        sizes = (
+            config.hidden_size,
+            config.linear_num_key_heads * key_size,
+            value_heads * key_size,
+            value_heads * value_size,
+            value_heads * delta_rule.CHUNK,
+            value_heads * key_size * value_size / delta_rule.CHUNK,
+        )
+        multiples = _KEPT_MULTIPLES[captured, in_fp32]
+        return sum(multiple * size for multiple, size in zip(multiples, sizes, strict=True))
+
+    @classmethod
+    def require_llama_cpp(cls, config: LlamaConfig) -> None:
+        """Refuse delta nets that llama.cpp computes differently or does not load."""
+        key_size = config.linear_key_head_dim
+        value_size = config.linear_value_head_dim
+        if key_size != value_size:
+            raise InputRefused(
+                f"linear_key_head_dim = {key_size} and linear_value_head_dim = {value_size} are one size in llama.cpp"
+                f"{USE_HF}"
+            )
+        if config.rms_norm_eps != L2_NORM_EPS:
+            raise InputRefused(
+                f"rms_norm_eps = {config.rms_norm_eps:g}: llama.cpp adds it to the lengths of a delta net's keys, too, "
+                f"where the model adds {L2_NORM_EPS:g}{USE_HF}"
+            )
+        layers = range(config.num_hidden_layers)
+        has_both_kinds = len({mixer_of(config, layer) for layer in layers}) == 2
+        if not has_both_kinds:
+            kind = LINEAR_ATTENTION if mixer_of(config, 0) is cls else FULL_ATTENTION
+            raise InputRefused(
+                f"layer_types: llama.cpp loads a {config.model_type} only with layers of both kinds, not with "
+                f"{kind!r} alone{USE_HF}"
+            )
+
+    @classmethod
+    def llama_cpp_row_lengths(cls, config: LlamaConfig) -> Mapping[str, int]:
+        """Return the width of the output projection's input."""
+        values_width = config.linear_num_value_heads * config.linear_value_head_dim
+        return {"linear_num_value_heads * linear_value_head_dim": values_width}
+
+    @classmethod
+    def add_llama_cpp_sizes(
+        cls, writer: GGUFWriter, config: LlamaConfig, architecture: str
+    ) -> None:
+        """Add the sizes of the delta nets to a file, and which layers are delta nets."""
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        are_delta_nets = [
+            mixer_of(config, layer) is cls for layer in range(config.num_hidden_layers)
+        ]
+        writer.add_array(f"{architecture}.attention.recurrent_layers", are_delta_nets)
+        if config.family.projections_by_key_head:
+            return
+        # The other families, Qwen 3.5, have models that see pictures. There the rotary pairs are divided
+        # into three sections, one for each coordinate of a position in a picture. In a text the three
+        # coordinates are equal. llama.cpp puts pair i into section i % 3 if i is below three times the
+        # section's size, and does not rotate a pair without a section. These sizes give each pair a
+        # section.
+        pairs = config.rotary_dim // 2
+        writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+
+    @classmethod
+    def llama_cpp_tensor(
+        cls, name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig
+    ) -> Plain:
+        """Return a tensor of a delta net with llama.cpp's name, order and values.
+
+        Each key head has several value heads. Monograph lists all value heads of the first key head, then
+        all of the second, and so on. llama.cpp lists the first value head of every key head, then the
+        second of every key head, and so on. If the family orders its projections by key heads
+        (`projections_by_key_head`), llama.cpp has the same order as Monograph. Instead of A_log,
+        llama.cpp stores -exp(A_log).
+
+        Args:
+            name: the tensor's name in the layer.
+            like: a meta tensor of the tensor's shape and dtype.
+            read: returns the tensor.
+            config: the model's configuration.
+        """
+        query_key_rows = 0
+        if name in _WITH_QUERIES_AND_KEYS:
+            query_key_rows = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+
+        def change(tensor: Tensor) -> Tensor:
+            if name == "A_log":
+                tensor = -tensor.exp()
+            # All heads share the norm's weight, so it has no order.
+            if name == "norm.weight" or config.family.projections_by_key_head:
+                return tensor
+            # The output projection has the heads in its columns, all others have them in their rows.
+            axis = 1 if name == "out_proj.weight" else 0
+            queries_and_keys, values = tensor.tensor_split([query_key_rows], dim=axis)
+            head_width = values.shape[axis] // config.linear_num_value_heads
+            # The axis becomes [key head, value head of the key head, width], and these are reordered to
+            # [value head of the key head, key head, width].
+            heads = values.unflatten(axis, (config.linear_num_key_heads, -1, head_width))
+            reordered = heads.transpose(axis, axis + 1).flatten(axis, axis + 2)
+            return torch.cat([queries_and_keys, reordered], dim=axis)
+
+        return Plain(
+            _LLAMA_CPP_NAMES[name],
+            _without_middle_axis(like),
+            lambda: _without_middle_axis(change(read())),
+        )
 
 
 class CausalConv(nn.Module):
@@ -254,23 +499,6 @@ def _heads_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2)
 
 
-def initial_values(name: str, uniform: Tensor) -> Tensor:
-    """Return the initial values of a parameter of this layer that is not a matrix.
-
-    The decay's parameters are initialised as in Mamba 2 (Dao and Gu, arXiv 2405.21060): A is uniform
-    in [1, 16). The steps softplus(dt_bias) are between 0.001 and 0.1, and their logarithms are
-    uniform. So some heads remember a few tokens, and others up to a thousand.
-
-    Args:
-        name: the parameter's name.
-        uniform: random numbers, uniform in [0, 1), of the parameter's shape.
-    """
-    if name.endswith("A_log"):
-        return (1 + 15 * uniform).log()
-    if name.endswith("dt_bias"):
-        step = (math.log(0.001) + uniform * math.log(100)).exp()
-        # The inverse of softplus, so that softplus(dt_bias) is the step.
-        return step + (-(-step).expm1()).log()
-    if name.endswith("conv1d.weight"):
-        return (2 * uniform - 1) / math.sqrt(uniform.shape[-1])
-    return torch.ones_like(uniform)  # the factors of the norm
+def _without_middle_axis(tensor: Tensor) -> Tensor:
+    """Return a convolution's weight [C, 1, K] as [C, K], and any other tensor unchanged."""
+    return tensor.squeeze(1) if tensor.ndim == 3 else tensor

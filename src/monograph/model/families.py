@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
-from monograph.model.layer_types import LINEAR_ATTENTION, SLIDING_ATTENTION
+from monograph.model.layer_types import (
+    DELTA_NET_SIZES,
+    LAYER_TYPES,
+    LINEAR_ATTENTION,
+    SLIDING_ATTENTION,
+    LayerType,
+)
 from monograph.model.scaling import LONGROPE, Llama3Scaling
 
 
@@ -75,8 +81,8 @@ class Family(NamedTuple):
         joined_layers: layers of a block that are one layer in the files, as {name in the files: names
             in the decoder}.
         rope_types: the supported scalings of rotary positions, by transformers' names.
-        other_layer_type: the type of the layers that are not full attention: layers with a window, or
-            gated delta nets.
+        other_layer_type: the type of the layers that are not full attention, by its word in
+            `LAYER_TYPES`: layers with a window, or gated delta nets.
         full_attention_every: n, if every n-th layer is full attention and the layers between are of
             `other_layer_type`. It is used only if a file has no layer_types. 0: the family has no
             such rule, and `layer_keys.windows_from_hf` says which layers have a window.
@@ -142,14 +148,12 @@ class Family(NamedTuple):
     may_have_mtp_layers: bool = False
     llama_cpp: LlamaCppSupport | None = None
 
+    @property
+    def other_layers(self) -> LayerType:
+        """Return the kind of the layers that are not full attention."""
+        return LAYER_TYPES[self.other_layer_type]
 
-DELTA_NET_SIZES = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-)
+
 _EXPERT_KEYS = (
     "num_experts",
     "num_experts_per_tok",
@@ -173,7 +177,7 @@ FIELDS_OF_SOME_FAMILIES = {
     "partial_rotary_factor",
     "query_pre_attn_scalar",
     *MULTIPLIERS,
-    *DELTA_NET_SIZES,
+    *(key for layer_type in LAYER_TYPES.values() for key in layer_type.size_keys),
     *_EXPERT_KEYS,
     "moe_intermediate_size",
     "shared_expert_intermediate_size",

@@ -54,13 +54,15 @@ class AxisSlice(NamedTuple):
 class StoredTensor(NamedTuple):
     """The description of a tensor that can be read from files.
 
-    It is a tensor of a file, or a slice of one, or it is made of several others (its pieces).
+    It is a tensor of a file, or a slice of one, or it is made of several others (its pieces). The
+    functions of this file keep descriptions in a dictionary, by the names of the tensors.
 
     Attributes:
-        path: the file.
+        path: the file. Each piece has its own path; the tensor that they make has that of the first.
         shape: the shape of the tensor.
         dtype: safetensors' name of the dtype.
-        name_in_file: the tensor's name in the file; "": the name under which it is listed here.
+        name_in_file: the tensor's name in the file; "": it is the same as its key in the dictionary
+            of descriptions.
         slice: the slice of the file's tensor that this tensor is; None: it is all of it.
         transposed: whether the file has the tensor's last two axes in the other order.
         pieces: the tensors of which this one is made, by name; {}: it is not made of others.
@@ -199,15 +201,15 @@ def open_tensors(path: Path) -> Iterator[Any]:
         Unreadable: the system failed to read the file.
     """
     try:
-        # The header's size is checked first, because safetensors takes a second per 100,000 tensors in
-        # a header, so that a hostile header could take very long.
+        # safetensors takes a second per 100,000 tensors in a header, so that a hostile header could
+        # take very long. So this first call is made only to refuse a header that is too long.
         with open_input(path) as file:
-            tensor_layout.header_bytes(
-                file.read(tensor_layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size
-            )
+            first_bytes = file.read(tensor_layout.LENGTH_BYTES)
+            tensor_layout.header_bytes(first_bytes, os.fstat(file.fileno()).st_size)
         with safe_open(path, framework="pt") as file:
             yield file
-    # If there is no memory to map the file, torch and safetensors raise different errors of these.
+    # Most of these classes are here because a file that cannot be mapped, such as for want of memory,
+    # gives another class of error in torch than in safetensors.
     except (
         SafetensorError,
         OSError,
@@ -215,11 +217,13 @@ def open_tensors(path: Path) -> Iterator[Any]:
         MemoryError,
         tensor_layout.LayoutError,
     ) as error:
+        # The system's number of an error is in its attribute `errno`, or in its message.
         if error_number(error):
             raise unreadable(path, error) from None
         if isinstance(error, MemoryError):
             raise
-        # `open_input` has found the file. safetensors raises this error for every failure to open one.
+        # safetensors raises a FileNotFoundError without a number for every failure to open a file. The
+        # file exists, because `open_input` has found it.
         if isinstance(error, FileNotFoundError):
             raise Unreadable(
                 f"{path}: cannot be read: the system failed to open it; run again when it can"
@@ -230,7 +234,9 @@ def open_tensors(path: Path) -> Iterator[Any]:
 def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) -> None:
     """Write tensors to model.safetensors, or to several shards and their index.
 
-    One tensor at a time is in memory.
+    A `Plain` has the name, shape and dtype of a tensor, and a function that reads its numbers. So the
+    tensors can first be divided into shards. Then each is read when it is written, and one at a time
+    is in memory.
 
     Args:
         folder: an existing folder.
@@ -265,15 +271,22 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
 
 
 def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
-    """Write tensors to one new safetensors file. One tensor at a time is read."""
-    metas = {name: tensor.like for name, tensor in tensors.items()}
-    _, chunks = tensor_layout.encode(metas, lambda name: tensors[name].read())
+    """Write tensors to one new safetensors file.
+
+    Each tensor is read when its turn comes, so that one at a time is in memory.
+    """
+    meta_tensors = {name: tensor.like for name, tensor in tensors.items()}
+    _, chunks = tensor_layout.encode(meta_tensors, lambda name: tensors[name].read())
     with open(path, "xb") as file:
         file.writelines(chunks)
 
 
 def write_no_extras(new: Path) -> None:
-    """Write nothing. This is the default of `write_extras` in functions that write a folder."""
+    """Write nothing into a new model folder.
+
+    Functions that write a model folder have a parameter `write_extras`, a function that adds further
+    files to the folder before it gets its final name. This is its default value.
+    """
 
 
 @contextmanager
@@ -285,8 +298,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Raises:
         InputRefused: the target is not an empty folder, or cannot be written.
-        DiskFull: there is no space left, or the disk fails. Nothing is kept, except if only the sync
-            of the parent folder fails. The message says which.
+        DiskFull: there is no space left, or the disk fails. If writing failed, nothing is kept. If
+            only the sync of the parent folder failed, the target is kept: it is complete, but a power
+            cut may still take it away. The message says which of both it is.
     """
     target = without_links(target)
     if exists(target) and (not is_folder(target) or entries(target)):
@@ -314,6 +328,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             raise DiskFull(
                 f"{target}: cannot be written: {reason}; look at the disk; nothing was kept"
             ) from error
+        # `mkdir` in `_claimed` found the folder there, locked.
         if number == errno.EEXIST:
             reason = f"another process writes it, in {partial}"
         raise InputRefused(f"{target}: cannot be written: {reason}") from error
@@ -330,10 +345,13 @@ def new_folder(target: Path) -> Iterator[Path]:
 def _claimed(partial: Path) -> Iterator[None]:
     """Make a folder and hold its lock in the block; remove it at the end if it is still there.
 
-    A folder with this name that a killed process left is removed first.
+    Raises:
+        FileExistsError: another process holds the folder.
     """
-    # `lock_folder` takes the folder's lock. It raises OSError while another process writes to the folder,
-    # and then `mkdir` below fails, too.
+    # A folder with this name is one that a killed process left, or one that another process is writing.
+    # A killed process holds no lock, so in the first case the lock can be taken and the folder is removed.
+    # In the second case `lock_folder` raises an OSError, the folder stays, and `mkdir` fails. If there is
+    # no folder, `lock_folder` raises an OSError, too, and `mkdir` makes it.
     with suppress(OSError), lock_folder(partial):
         shutil.rmtree(partial)
     partial.mkdir(parents=True)

@@ -25,16 +25,15 @@ from monograph.errors import InputRefused, UsageError
 from monograph.extras import command_for
 from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
-from monograph.model import gguf_layers, sampling_defaults
+from monograph.model import sampling_defaults
 from monograph.model.config import LlamaConfig
 from monograph.model.families import LlamaCppSupport, NormNames
 from monograph.model.files import new_folder, write_no_extras
 from monograph.model.gguf_blocks import K_QUANTS, choose_types, quantize
-from monograph.model.gguf_layers import USE_HF
 from monograph.model.gguf_words import add_tokenizer, modelfile
-from monograph.model.layer_types import LINEAR_ATTENTION
 from monograph.model.layouts import JoinedLayersRule
-from monograph.model.llama import Llama
+from monograph.model.llama import Llama, feed_forward_of_family, kinds_of_family
+from monograph.model.mixer import USE_HF, mixers_of_family
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import (
     LinearScaling,
@@ -65,7 +64,7 @@ _DEFAULT_DTYPES = {
 
 # llama.cpp rotates all layers of a SmolLM3 except every fourth one.
 _SMOLLM3_INTERVAL = 4
-# llama.cpp's names of the layers outside of the blocks, and of those in a block.
+# llama.cpp's names of the layers outside of the blocks, and of those of attention in a block.
 _OUTER_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -79,12 +78,7 @@ _BLOCK_NAMES = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.sinks": "attn_sinks",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_up_proj": "ffn_up",
-    **gguf_layers.EXPERT_NAMES,
 }
 
 
@@ -187,8 +181,8 @@ def _check_supported(config: LlamaConfig, dtype: str) -> None:
     model_type = config.model_type
     llama_cpp = llama_cpp_support(config)
     _check_windows(config)
-    if config.family.other_layer_type == LINEAR_ATTENTION:
-        gguf_layers.check_delta_nets(config)
+    for mixer in mixers_of_family(config):
+        mixer.require_llama_cpp(config)
     _check_unrotated_layers(config)
     if isinstance(config.rope_scaling, Llama3Scaling) and not llama_cpp.reads_rope_divisors:
         raise InputRefused(
@@ -202,7 +196,7 @@ def _check_supported(config: LlamaConfig, dtype: str) -> None:
             f"product is hidden_size = {config.hidden_size}{USE_HF}"
         )
     _check_score_scale(config)
-    gguf_layers.check_experts(config, llama_cpp.norm_topk_prob)
+    feed_forward_of_family(config).require_llama_cpp(config, llama_cpp)
     if config.attention_bias and not llama_cpp.computes_attention_bias:
         raise InputRefused(
             f"attention_bias = true is not computed by llama.cpp for a {model_type}{USE_HF}"
@@ -229,15 +223,11 @@ def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
     A block of Q8_0 has 32 weights. A block of the k-quants has 256, but for rows that are not a multiple
     of 256 `choose_types` takes other types instead, whose blocks have 32, too.
     """
-    ffn_key = config.family.expert_width_key or "intermediate_size"
-    row_lengths = {
-        key: getattr(config, key)
-        for key in ("hidden_size", ffn_key, "shared_expert_intermediate_size")
-    }
+    row_lengths = {"hidden_size": config.hidden_size}
+    row_lengths |= feed_forward_of_family(config).llama_cpp_row_lengths(config)
     row_lengths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
-    if config.family.other_layer_type == LINEAR_ATTENTION:
-        values_width = config.linear_num_value_heads * config.linear_value_head_dim
-        row_lengths["linear_num_value_heads * linear_value_head_dim"] = values_width
+    for mixer in mixers_of_family(config):
+        row_lengths |= mixer.llama_cpp_row_lengths(config)
     for key, length in row_lengths.items():
         if length % Q8_0_BLOCK:
             raise InputRefused(
@@ -355,15 +345,27 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     writes_window = config.sliding_window is not None or config.family.attention_sinks
     if config.family.full_attention_every and writes_window:
         writer.add_sliding_window(config.sliding_window or _context_length(config))
-    if config.family.other_layer_type == LINEAR_ATTENTION:
-        gguf_layers.add_delta_net_sizes(writer, config, llama_cpp_support(config).name)
-    if config.family.expert_width_key:
-        gguf_layers.add_expert_sizes(writer, config)
+    for mixer in mixers_of_family(config):
+        mixer.add_llama_cpp_sizes(writer, config, llama_cpp_support(config).name)
+    feed_forward_of_family(config).add_llama_cpp_sizes(writer, config)
     if "logits_scaling" in config.family.optional_keys:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier or config.head_dim**-0.5)
         writer.add_logit_scale(config.logits_scaling)
+
+
+def _convert_by_mixer(
+    name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig
+) -> Plain | None:
+    """Return what a mixer makes of one of its tensors for llama.cpp (`Mixer.llama_cpp_tensor`); None
+    if the tensor is not a mixer's, or the mixer leaves it to `llama_cpp_tensors`.
+    """
+    for mixer in mixers_of_family(config):
+        _, own, name_in_layer = name.partition(f".{mixer.name}.")
+        if own:
+            return mixer.llama_cpp_tensor(name_in_layer, like, read, config)
+    return None
 
 
 def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
@@ -380,11 +382,13 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
         before_mlp=llama_cpp.norm_before_mlp,
         after_mlp="post_ffw_norm",
     )
-    block_names = _BLOCK_NAMES | {
+    feed_forward = feed_forward_of_family(config)
+    own_norm_names = {
         own_name: name
         for own_name, name in zip(config.family.norm_names, norm_names, strict=True)
         if own_name is not None
     }
+    block_names = {**_BLOCK_NAMES, **feed_forward.llama_cpp_names, **own_norm_names}
     # Some families' files join layers, and llama.cpp reads them joined, too.
     for name, like, read in JoinedLayersRule(config).to_files(parameters):
         # The name model.layers.3.self_attn.q_proj.weight has the module model.layers.3.self_attn.q_proj,
@@ -395,9 +399,8 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
             module = name
             suffix = "weight"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
-        if inner.startswith("linear_attn"):
-            _, _, delta_net_name = name.partition("linear_attn.")
-            converted = gguf_layers.convert_delta_net(delta_net_name, like, read, config)
+        converted = _convert_by_mixer(name, like, read, config)
+        if converted is not None:
             yield converted._replace(name=f"blk.{layer}.{converted.name}")
             continue
         is_norm = like.ndim == 1 and suffix == "weight"
@@ -414,7 +417,7 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
             read = _read_and_change(
                 read, functools.partial(interleave_rotary_pairs, head_dim=config.head_dim)
             )
-        if block_names[inner] == gguf_layers.SHARED_GATE:
+        if block_names[inner] in feed_forward.llama_cpp_vectors:
             # llama.cpp reads this matrix of one row as a vector.
             like = like[0]
             read = _read_and_change(read, lambda weight: weight[0])
@@ -438,28 +441,18 @@ def _choose_tensor_types(
         dtype: the file's dtype.
         config: the model's configuration.
     """
+    in_fp32 = (".bias", *(end for kind in kinds_of_family(config) for end in kind.llama_cpp_fp32))
+    # Matrices are stored in the file's dtype. Vectors, routers and convolutions are in fp32.
     row_lengths = {
-        name: shape[-1] for name, shape in shapes.items() if _is_stored_in_file_dtype(name, shape)
+        name: shape[-1]
+        for name, shape in shapes.items()
+        if shape.numel() > shape[-1] and not name.endswith(in_fp32)
     }
     if dtype in K_QUANTS:
         matrix_types = choose_types(row_lengths, dtype, config)
     else:
         matrix_types = dict.fromkeys(row_lengths, DTYPES[dtype])
     return dict.fromkeys(shapes, "F32") | matrix_types
-
-
-def _is_stored_in_file_dtype(name: str, shape: torch.Size) -> bool:
-    """Return whether a tensor is stored in the file's dtype.
-
-    These are the matrices, without routers and convolutions. Everything else is stored in fp32.
-
-    Args:
-        name: llama.cpp's name of the tensor.
-        shape: its shape.
-    """
-    in_fp32 = ("ssm_conv1d.weight", f"{gguf_layers.ROUTER}.weight", ".bias")
-    has_several_rows = shape.numel() > shape[-1]
-    return has_several_rows and not name.endswith(in_fp32)
 
 
 def interleave_rotary_pairs(rows: Tensor, head_dim: int) -> Tensor:

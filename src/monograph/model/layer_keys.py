@@ -7,21 +7,16 @@ The module needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monograph.errors import InputRefused
 from monograph.model.checks import check_positive_integer
-from monograph.model.families import DELTA_NET_SIZES, Family, find_family
-from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
-
-if TYPE_CHECKING:
-    from monograph.model.config import LlamaConfig
+from monograph.model.families import Family, find_family
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 
 # The largest accepted number of layers. It bounds the lists of layers that are made here, because a
 # small file can ask for a huge list. No trained decoder has as many layers.
 MAX_LAYERS = 10_000
-# A delta net divides each query and key by sqrt(its squared length + this number), as in transformers.
-L2_NORM_EPS = 1e-6
 
 
 def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -57,8 +52,8 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         raise InputRefused(
             f"layer_types has 0 entries, but num_hidden_layers = {values['num_hidden_layers']}"
         )
-    if family.other_layer_type == LINEAR_ATTENTION:
-        for name in DELTA_NET_SIZES:
+    if not family.other_layers.attends:
+        for name in family.other_layers.size_keys:
             # `new_model_keys` calls this function before a new model has these sizes.
             check_positive_integer(name, values.get(name, 1))
         if listed_types is None:
@@ -102,7 +97,7 @@ def _default_types(values: Mapping[str, Any], family: Family) -> tuple[str, ...]
     if "sliding_window_pattern" in family.optional_keys:
         every = values.get("sliding_window_pattern", every)
         check_positive_integer("sliding_window_pattern", every)
-    if family.other_layer_type == LINEAR_ATTENTION:
+    if not family.other_layers.attends:
         every = values.get("full_attention_interval", every)
         check_positive_integer("full_attention_interval", every)
     if every:
@@ -153,40 +148,6 @@ def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
     return rotations
 
 
-def delta_net_sizes(config: LlamaConfig) -> dict[str, int]:
-    """Return the sizes of a configuration's delta nets, where defaults replace sizes of 0.
-
-    Returns:
-        The sizes by their keys; {}: the family has no delta nets.
-
-    Raises:
-        InputRefused: a value of the wrong type or out of range, or heads that do not divide.
-    """
-    if config.family.other_layer_type != LINEAR_ATTENTION:
-        return {}
-    value_heads = config.linear_num_value_heads or max(1, config.hidden_size // config.head_dim)
-    default_key_heads = value_heads
-    # The type of the user's value is not checked before the loop below.
-    if isinstance(value_heads, int) and value_heads % 2 == 0:
-        default_key_heads = value_heads // 2
-    sizes = {
-        "linear_num_key_heads": config.linear_num_key_heads or default_key_heads,
-        "linear_num_value_heads": value_heads,
-        "linear_key_head_dim": config.linear_key_head_dim or config.head_dim,
-        "linear_value_head_dim": config.linear_value_head_dim or config.head_dim,
-        "linear_conv_kernel_dim": config.linear_conv_kernel_dim or 4,
-    }
-    for name, size in sizes.items():
-        check_positive_integer(name, size)
-    key_heads = sizes["linear_num_key_heads"]
-    if value_heads % key_heads:
-        raise InputRefused(
-            f"linear_num_value_heads = {value_heads} is not a multiple of linear_num_key_heads = {key_heads}; "
-            "change one"
-        )
-    return sizes
-
-
 def new_model_keys(model_type: str, layers: int) -> dict[str, Any]:
     """Return the keys of a new model that follow from its family, such as windows and rotary
     positions.
@@ -203,7 +164,7 @@ def new_model_keys(model_type: str, layers: int) -> dict[str, Any]:
     if family.full_attention_every and "sliding_window" in family.optional_keys:
         values["sliding_window"] = family.defaults["sliding_window"]
     window, types = windows_from_hf(values)
-    if types and family.other_layer_type == LINEAR_ATTENTION:
+    if types and not family.other_layers.attends:
         # The last layer is full attention, so that a model of few layers has attention, too.
         types = (*types[:-1], FULL_ATTENTION)
     local_theta = None
@@ -218,10 +179,8 @@ def new_model_keys(model_type: str, layers: int) -> dict[str, Any]:
         "partial_rotary_factor": family.defaults.get("partial_rotary_factor", 1.0),
         "attention_bias": family.defaults.get("attention_bias", False),
     }
-    if family.other_layer_type == LINEAR_ATTENTION:
-        # llama.cpp has one number for the norms' epsilon and for L2_NORM_EPS, so a new model could
-        # not be exported with another epsilon.
-        keys["rms_norm_eps"] = L2_NORM_EPS
+    if family.other_layers.new_norm_eps is not None:
+        keys["rms_norm_eps"] = family.other_layers.new_norm_eps
     if "llama3" not in family.rope_types:
         # The scaling of the presets 1b and 8b is llama3, which this family does not have.
         keys["rope_scaling"] = None

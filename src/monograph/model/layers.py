@@ -1,89 +1,26 @@
-"""The layers in a block of the decoder: norms, attention, gated feed-forward layers, and mixtures of
-experts.
+"""The layers in a block of the decoder: norms, attention and gated feed-forward layers.
 
 Shape suffixes: B batch, T positions, D hidden size, H query heads, K key-value heads, E head
-dimension, F rotated pairs of a head, X any number of channels; 1 broadcasts. Some letters stand for
-other sizes in two places. In mixtures: N = B T tokens, E experts, k experts of a token, P = N k pairs
-of a token and an expert. In `Recurrence`: H value heads, K taps of the convolution, C its channels,
-E key dimension, V value dimension.
+dimension, F rotated pairs of a head, X any number of channels; 1 broadcasts.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.graph.balance import Balance
-from monograph.graph.experts import ExpertLinear, Router
-from monograph.graph.grouped import permute_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Family
+from monograph.model.feed_forward import FeedForward
+from monograph.model.mixer import LayerCache, Mixer, VisiblePositions
 from monograph.model.rope import CosSin, rotate
-from monograph.ops.attention import AttentionKernel, Heads, Impl, Mask, attention
+from monograph.ops.attention import AttentionKernel, Impl, Mask, attention
 from monograph.ops.rms_norm import rms_norm
-
-
-class Cache(Protocol):
-    """The interface of a key-value cache; slot s holds the key and value of position s."""
-
-    def attend(
-        self,
-        layer_index: int,
-        heads: Heads,
-        positions_BT: Tensor,
-        window: int | None,
-        sink_H: Tensor | None,
-    ) -> Tensor:
-        """Store new keys and values at their positions, and return the attention of the queries.
-
-        Args:
-            layer_index: the layer.
-            heads: the queries, keys and values of the new tokens.
-            positions_BT: the new tokens' positions.
-            window: number of positions that a query sees, its own the last of them; None: it sees
-                all positions up to its own.
-            sink_H: the heads' sinks; None: the family has none.
-        """
-        ...
-
-    def recurrence(self, layer_index: int) -> "Recurrence":
-        """Return the state of a layer that is a delta net. The layer changes it in place."""
-        ...
-
-
-class Recurrence(NamedTuple):
-    """The state of a delta net after some tokens of each row.
-
-    Attributes:
-        inputs_BKC: the last K inputs of the convolution, the newest last.
-        state_BHEV: the state of the delta rule.
-        count_B: number of tokens that the state includes, int64.
-        limit_B: largest number of tokens that it may include, int64.
-    """
-
-    inputs_BKC: Tensor
-    state_BHEV: Tensor
-    count_B: Tensor
-    limit_B: Tensor
-
-
-class LayerCache(NamedTuple):
-    """One block's view of a cache.
-
-    Attributes:
-        cache: the cache of all layers.
-        layer_index: the block's layer.
-        positions_BT: the positions of the pass's tokens.
-        window: the block's window; None: a query sees all positions up to its own.
-    """
-
-    cache: Cache
-    layer_index: int
-    positions_BT: Tensor
-    window: int | None
 
 
 class Linear(nn.Linear):
@@ -137,19 +74,19 @@ def make_norm(config: LlamaConfig, size: int) -> RMSNorm:
     return norm_class(size, config.rms_norm_eps)
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Grouped-query self-attention with rotary positions.
 
     Some families also have biases, norms of queries and keys, gates, or sinks. With gates, the
     query projection gives for each head its query and then its gate, which have the same width.
     """
 
-    # The projections of the same input, which `monograph.graph.siblings` can fuse.
-
+    name = "self_attn"
+    gguf_adapters = True
     siblings = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
-        super().__init__()
+        super().__init__(config, impl)
         query_width = config.num_attention_heads * config.head_dim
         key_value_width = config.num_key_value_heads * config.head_dim
         qkv_bias = config.attention_bias or config.family.qkv_bias
@@ -180,7 +117,6 @@ class Attention(nn.Module):
         self.clip = config.clip_qkv
         self.scale_query = make_scale(config.query_scale)
         self.head_dim = config.head_dim
-        self.impl = impl
         self.kernel: AttentionKernel = "torch"
         # The type of the device whose operators `rotate` uses; "": that of the input.
         self.device_type = ""
@@ -242,6 +178,30 @@ class Attention(nn.Module):
             mixed_BTX = mixed_BTX * gate_BTX.sigmoid()
         return self.o_proj(mixed_BTX)
 
+    def use_attention(self, impl: Impl, kernel: AttentionKernel, device_type: str) -> None:
+        """Set the implementation, the kernel and the device; see `Llama.use_attention`."""
+        self.impl = impl
+        self.kernel = kernel
+        self.device_type = device_type
+
+    @classmethod
+    def key_value_heads(cls, config: LlamaConfig) -> int:
+        """Return the number of heads of keys and values."""
+        return config.num_key_value_heads
+
+    @classmethod
+    def training_flops(
+        cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
+    ) -> float:
+        """Return 12 · d_attn · P FLOPs per token that attends to P positions on average."""
+        positions = visible_positions(config.window(layer))
+        return 12 * config.num_attention_heads * config.head_dim * positions
+
+    @classmethod
+    def decode_flops(cls, config: LlamaConfig, context: float) -> float:
+        """Return 4 · d_attn · context FLOPs."""
+        return 4 * config.num_attention_heads * config.head_dim * context
+
 
 ACTIVATIONS: dict[str, Any] = {
     "silu": F.silu,
@@ -274,7 +234,7 @@ def _clamped_gating(gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * (gate * (gate * _STEEPNESS).sigmoid())
 
 
-class MLP(nn.Module):
+class MLP(FeedForward):
     """A gated layer, down(act(gate x) * up x).
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
@@ -285,6 +245,15 @@ class MLP(nn.Module):
     """
 
     siblings = ("gate_proj", "up_proj")
+    gguf_adapters = True
+    llama_cpp_names = MappingProxyType(
+        {
+            "mlp.gate_proj": "ffn_gate",
+            "mlp.up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+            "mlp.gate_up_proj": "ffn_up",
+        }
+    )
 
     def __init__(self, config: LlamaConfig, width_key: str = "intermediate_size") -> None:
         super().__init__()
@@ -294,111 +263,16 @@ class MLP(nn.Module):
         self.down_proj = Linear(width, config.hidden_size, bias=False)
         self.combine = gating(config.family)
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Map [B, T, D] to [B, T, D]."""
+    def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
+        """Map [B, T, D] to [B, T, D]; the layer has no balance."""
         return self.down_proj(self.combine(self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)))
 
+    @classmethod
+    def inner_numbers(cls, config: LlamaConfig) -> int:
+        """Return the inner width."""
+        return config.intermediate_size
 
-MixtureImpl = Literal["dense", "grouped"]
-SHARED_WIDTH_KEY = "shared_expert_intermediate_size"
-
-
-class Experts(nn.Module):
-    """E gated layers, and the weighted sum of the k of them that a router chose for each token.
-
-        y = sum over a token's experts e of w_e down_e(act(gate_e x) * up_e x)
-
-    Some families have biases in the projections, or combine gate and up differently (`gating`).
-    """
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        width = getattr(config, config.family.expert_width_key)
-        experts = config.num_experts
-        bias = config.family.expert_bias
-        self.gate_proj = ExpertLinear(experts, config.hidden_size, width, bias)
-        self.up_proj = ExpertLinear(experts, config.hidden_size, width, bias)
-        self.down_proj = ExpertLinear(experts, width, config.hidden_size, bias)
-        self.combine = gating(config.family)
-
-    def _expert_outputs(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
-        """Return the output of each expert for its rows of the input, or for all rows.
-
-        Args:
-            input: the rows, sorted by expert; or, if every expert computes all rows, in any order.
-            ends_E: the index after each expert's last row; None: every expert computes all rows.
-        """
-        inner = self.combine(self.gate_proj(input, ends_E), self.up_proj(input, ends_E))
-        return self.down_proj(inner, ends_E)
-
-    def dense(self, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        """Return y, [N, D], where every expert computes every token.
-
-        The weights of experts that were not chosen are 0.
-        """
-        zeros_NE = weights_Nk.new_zeros(len(hidden_ND), self.gate_proj.experts)
-        weights_NE = zeros_NE.scatter(1, experts_Nk, weights_Nk)
-        outputs_END = self._expert_outputs(hidden_ND, None)
-        return (outputs_END * weights_NE.T[..., None]).sum(0).to(hidden_ND.dtype)
-
-    def grouped(self, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        """Return y, [N, D], where each expert computes only the tokens that chose it.
-
-        The pairs of a token and an expert are sorted by expert. Shapes depend only on the number of
-        pairs and not on how many pairs each expert has, so the host does not wait for the device.
-        """
-        experts_per_token = experts_Nk.shape[1]
-        expert_P = experts_Nk.flatten()
-        order_P = expert_P.argsort(stable=True)
-        inverse_P = order_P.argsort()
-        # An expert's last pair comes after all pairs of the experts up to it.
-        numbers_E1 = torch.arange(self.gate_proj.experts, device=expert_P.device)[:, None]
-        ends_E = (expert_P <= numbers_E1).sum(-1, dtype=torch.int32)
-        pairs_PD = hidden_ND[:, None].expand(-1, experts_per_token, -1).flatten(0, 1)
-        sorted_out_PD = self._expert_outputs(permute_rows(pairs_PD, order_P, inverse_P), ends_E)
-        out_NkD = permute_rows(sorted_out_PD, inverse_P, order_P).unflatten(
-            0, (-1, experts_per_token)
-        )
-        return (out_NkD * weights_Nk[..., None]).sum(1).to(hidden_ND.dtype)
-
-
-class Mixture(nn.Module):
-    """A feed-forward layer of experts, of which a router chooses k for each token.
-
-    Some families add a shared expert, which computes every token and whose output is multiplied by
-    its own gate.
-
-    Source: Shazeer et al. 2017, arXiv 1701.06538.
-
-    Attributes:
-        impl: "grouped" computes only the chosen experts; "dense" is the reference, in which every
-            expert computes every token.
-    """
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        sizes = config.num_experts, config.hidden_size, config.num_experts_per_tok
-        self.gate = Router(*sizes, config.norm_topk_prob, config.family.expert_bias)
-        self.experts = Experts(config)
-        self.has_shared_expert = SHARED_WIDTH_KEY in config.family.optional_keys
-        if self.has_shared_expert:
-            self.shared_expert = MLP(config, SHARED_WIDTH_KEY)
-            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
-        self.impl: MixtureImpl = "grouped"
-
-    def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
-        """Map [B, T, D] to [B, T, D].
-
-        With a `balance`, the backward pass adds the gradient of the balance to the router's.
-        """
-        hidden_ND = hidden_BTD.flatten(0, -2)
-        experts_Nk, weights_Nk = self.gate(hidden_ND, balance)
-        if self.impl == "grouped":
-            mixed_ND = self.experts.grouped(hidden_ND, experts_Nk, weights_Nk)
-        else:
-            mixed_ND = self.experts.dense(hidden_ND, experts_Nk, weights_Nk)
-        mixed_BTD = mixed_ND.view(hidden_BTD.shape)
-        if not self.has_shared_expert:
-            return mixed_BTD
-        gate_BT1 = self.shared_expert_gate(hidden_BTD).sigmoid()
-        return mixed_BTD + gate_BT1 * self.shared_expert(hidden_BTD)
+    @classmethod
+    def llama_cpp_row_lengths(cls, config: LlamaConfig) -> Mapping[str, int]:
+        """Return the inner width."""
+        return {"intermediate_size": config.intermediate_size}

@@ -25,20 +25,14 @@ from monograph.errors import InputRefused
 from monograph.graph.balance import Balance, balance_of
 from monograph.model import mixture_keys
 from monograph.model.config import LlamaConfig
-from monograph.model.delta_net import GatedDeltaNet, initial_values
-from monograph.model.layers import (
-    MLP,
-    Attention,
-    Cache,
-    LayerCache,
-    Linear,
-    Mixture,
-    make_norm,
-    make_scale,
-)
+from monograph.model.feed_forward import FeedForward
+from monograph.model.layers import MLP, Linear, make_norm, make_scale
+from monograph.model.mixer import Cache, LayerCache, Mixer, mixer_of, mixers_of_family
+from monograph.model.mixture import Mixture
 from monograph.model.rope import CosSin, cos_sin
 from monograph.model.sampling_defaults import Defaults
 from monograph.ops.attention import AttentionKernel, Impl, Mask
+from monograph.ops.fused_gradients import takes_no_gradients
 
 # Positions per side of a block of a block mask. This is flex attention's own default.
 BLOCK = 128
@@ -158,6 +152,26 @@ def _count_and_order(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
     return needed_B1NN.sum(dim=-1, dtype=torch.int32), order_B1NN.to(torch.int32)
 
 
+def feed_forward_of(config: LlamaConfig, layer: int) -> type[FeedForward]:
+    """Return the class of a layer's feed-forward layer."""
+    return Mixture if config.is_mixture(layer) else MLP
+
+
+def feed_forward_of_family(config: LlamaConfig) -> type[FeedForward]:
+    """Return the class of the feed-forward layers that set the model's family apart."""
+    return Mixture if config.family.expert_width_key else MLP
+
+
+def kinds_of_family(config: LlamaConfig) -> list[type[Mixer] | type[FeedForward]]:
+    """Return the classes of the layers that blocks of a model's family can have."""
+    return [*mixers_of_family(config), feed_forward_of_family(config)]
+
+
+def kind_of_block(config: LlamaConfig, layer: int) -> tuple[type[Mixer], type[FeedForward]]:
+    """Return the classes of a block's layers. Blocks of one kind have parameters of the same shapes."""
+    return mixer_of(config, layer), feed_forward_of(config, layer)
+
+
 class Block(nn.Module):
     """One layer: x += s norm(mixer(norm x)), then x += s norm(mlp(norm x)).
 
@@ -171,14 +185,20 @@ class Block(nn.Module):
         self.norm_names = config.family.norm_names
         # Modules are added in the order of the computation, so that parameters have this order, too.
         self._add_norm(config, self.norm_names.before_attention)
-        self.mixer_name = "linear_attn" if config.is_delta_net(layer) else "self_attn"
-        mixer_class = GatedDeltaNet if config.is_delta_net(layer) else Attention
+        mixer_class = mixer_of(config, layer)
+        self.mixer_name = mixer_class.name
         self.add_module(self.mixer_name, mixer_class(config, impl))
         self._add_norm(config, self.norm_names.after_attention)
         self._add_norm(config, self.norm_names.before_mlp)
-        self.mlp = Mixture(config) if config.is_mixture(layer) else MLP(config)
+        self.mlp = feed_forward_of(config, layer)(config)
         self._add_norm(config, self.norm_names.after_mlp)
         self.scale_branch = make_scale(config.residual_multiplier)
+
+    @property
+    def mixer(self) -> Mixer:
+        """Return the module that mixes positions."""
+        mixer: Mixer = getattr(self, self.mixer_name)
+        return mixer
 
     def _add_norm(self, config: LlamaConfig, name: str | None) -> None:
         """Add a norm with this name, unless the family has no norm at this place."""
@@ -204,15 +224,14 @@ class Block(nn.Module):
         Args:
             hidden_BTD: the residual stream.
             cos_sin_B1TF: cosine and sine of the positions; None: the layer does not rotate.
-            mask: the mask of attention, or the segments for a delta net.
+            mask: the mask or the segments that the mixer reads.
             cache: the block's view of a cache; None: the pass has no cache.
             balance: the tokens for the balance of a mixture; None: the layer has no mixture, or the
                 balance gets no gradient.
         """
         names = self.norm_names
         normed_BTD = self._normalise(names.before_attention, hidden_BTD)
-        mixer = getattr(self, self.mixer_name)
-        branch_BTD = mixer(normed_BTD, cos_sin_B1TF, mask, cache)
+        branch_BTD = self.mixer(normed_BTD, cos_sin_B1TF, mask, cache)
         hidden_BTD = hidden_BTD + self.scale_branch(
             self._normalise(names.after_attention, branch_BTD)
         )
@@ -238,6 +257,7 @@ class Decoder(nn.Module):
         self.norm = make_norm(config, config.hidden_size)
 
 
+@takes_no_gradients
 class Llama(nn.Module):
     """A language model of one of the families in `monograph.model.families`, such as Llama, Qwen or
     Gemma.
@@ -245,8 +265,8 @@ class Llama(nn.Module):
     Initial weights: every matrix ~ N(0, initializer_range^2). The matrices that end a residual
     branch (o_proj, out_proj, down_proj) are divided by sqrt(2 * num_hidden_layers). The factors of
     norms are 1, biases and sinks 0. Source: Radford et al. 2019, "Language Models are Unsupervised
-    Multitask Learners", section 2.3. `monograph.model.delta_net` has the initial weights of delta
-    nets that are not matrices.
+    Multitask Learners", section 2.3. A mixer may give its own parameters other values
+    (`Mixer.initial_values`).
 
     Each parameter has its own random stream, which is keyed by the seed and the parameter's name and
     sampled in fp32 on the CPU. So initial weights depend neither on the device nor on other
@@ -265,9 +285,6 @@ class Llama(nn.Module):
             not read them.
     """
 
-    # Whether the matrix products of the backward pass may add directly to the gradients of weights
-    # (`monograph.ops.fused_gradients`). They may, because the forward pass takes no gradients itself.
-    fuses = True
     # Whether each block is a compiled graph of its own (`monograph.graph.capture`).
     blocks_captured = False
 
@@ -352,7 +369,7 @@ class Llama(nn.Module):
         if shares is not None:
             balance = balance_of(segments, shares * self.balance_factor)
             for layer in range(self.config.num_hidden_layers):
-                if self.config.is_mixture(layer):
+                if cast(Block, self.model.layers[layer]).mlp.has_balance:
                     no_cache = None
                     layer_inputs[layer] = (*layer_inputs[layer], no_cache, balance)
         hidden_BTD = self.scale_embedded(self.model.embed_tokens(tokens_BT))
@@ -382,7 +399,7 @@ class Llama(nn.Module):
         """Return each block's cosine and sine of the positions, and its mask.
 
         Layers that do not rotate have None instead of cosine and sine. Layers with the same window
-        share one mask. Delta nets have the segments instead of a mask.
+        share one mask. A mixer that reads segments has them instead of a mask.
 
         Raises:
             InputRefused: the sequence is longer than max_position_embeddings.
@@ -400,9 +417,10 @@ class Llama(nn.Module):
         if impl == "auto" and self.config.head_dim < MIN_FLEX_HEAD_DIM:
             impl = "sdpa"
         mask_by_window: dict[int, Mask] = {}
+        reads_segments = [cast(Block, block).mixer.reads_segments for block in self.model.layers]
         for layer in range(self.config.num_hidden_layers):
             window = self._window_in(length, layer)
-            if not self.config.is_delta_net(layer) and window not in mask_by_window:
+            if not reads_segments[layer] and window not in mask_by_window:
                 mask_by_window[window] = attention_mask(
                     segments, tokens_BT, impl, window, self.blocks_captured
                 )
@@ -416,7 +434,7 @@ class Llama(nn.Module):
                     cos_sin_by_locality[is_local] = cos_sin(positions, self.config, dtype, is_local)
                 layer_cos_sin = cos_sin_by_locality[is_local]
             mask: Mask = segments
-            if not self.config.is_delta_net(layer):
+            if not reads_segments[layer]:
                 mask = mask_by_window[self._window_in(length, layer)]
             layer_inputs.append((layer_cos_sin, mask))
         return layer_inputs
@@ -444,11 +462,7 @@ class Llama(nn.Module):
         """
         self.attention = impl
         for block in self.model.layers:
-            mixer = getattr(block, cast(Block, block).mixer_name)
-            mixer.impl = impl
-            if isinstance(mixer, Attention):
-                mixer.kernel = kernel
-                mixer.device_type = device_type
+            cast(Block, block).mixer.use_attention(impl, kernel, device_type)
 
     def tie_weights(self) -> None:
         """Share the embedding matrix with the head if the configuration ties them.
@@ -465,14 +479,19 @@ class Llama(nn.Module):
         residual_std = std / math.sqrt(2 * self.config.num_hidden_layers)
         # The matrices whose products are added to the residual stream.
         residual_matrices = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+        mixers = {type(cast(Block, block).mixer) for block in self.model.layers}
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
             key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
-            if ".linear_attn." in name and parameter.ndim != 2:
-                uniform = torch.rand(parameter.shape, generator=generator, device="cpu")
-                parameter.copy_(initial_values(name, uniform))
+            own_values = [
+                mixer.initial_values(name, parameter.shape, generator)
+                for mixer in mixers
+                if f".{mixer.name}." in name
+            ]
+            if own_values and own_values[0] is not None:
+                parameter.copy_(own_values[0])
             elif name.endswith((".bias", ".sinks")):
                 parameter.zero_()
             elif parameter.ndim == 1:

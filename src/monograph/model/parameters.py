@@ -15,7 +15,7 @@ from torch import nn
 
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
-from monograph.model.llama import Block, Llama
+from monograph.model.llama import Block, Llama, feed_forward_of, kind_of_block
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LAYERS = "model.layers."
@@ -30,14 +30,9 @@ def block_shapes(config: LlamaConfig, layer: int) -> Shapes:
         InputRefused: a tensor would have more bytes than a tensor can have.
     """
     # The cache is asked for the first layer of the same kind, so that one block of each kind is built.
-    kind = _kind(config, layer)
-    first_of_kind = next(each for each in range(layer + 1) if _kind(config, each) == kind)
+    kind = kind_of_block(config, layer)
+    first_of_kind = next(each for each in range(layer + 1) if kind_of_block(config, each) == kind)
     return _cached_block_shapes(config, first_of_kind)
-
-
-def _kind(config: LlamaConfig, layer: int) -> tuple[bool, bool]:
-    """Return whether a layer is a delta net, and whether it has a mixture."""
-    return config.is_delta_net(layer), config.is_mixture(layer)
 
 
 @functools.lru_cache(maxsize=256)
@@ -129,15 +124,16 @@ def _shape(config: LlamaConfig, name: str) -> tuple[int, ...]:
 
 
 def block_matrix_shapes(
-    config: LlamaConfig, layer: int, experts: int | None = None
+    config: LlamaConfig, layer: int, *, only_active: bool = False
 ) -> list[tuple[int, ...]]:
     """Return the shapes of a layer's matrices, each expert's on its own.
 
     Args:
         config: the configuration.
         layer: the layer.
-        experts: the number of experts whose matrices are included; None: all experts.
+        only_active: whether only those are included that a token is multiplied by.
     """
+    feed_forward = feed_forward_of(config, layer)
     matrices = list[tuple[int, ...]]()
     for name, shape in block_shapes(config, layer).items():
         is_bias = name.endswith(".bias")
@@ -149,8 +145,8 @@ def block_matrix_shapes(
         # All experts' matrices, [experts, rows, columns]; or the weight of a delta net's convolution,
         # [channels, 1, taps].
         count = shape[0]
-        if ".experts." in name and experts is not None:
-            count = experts
+        if only_active:
+            count = feed_forward.active_matrices(config, name, count)
         matrices += [shape[-2:]] * count
     return matrices
 
@@ -165,11 +161,8 @@ def matrix_shapes(config: LlamaConfig) -> list[tuple[int, ...]]:
 
 
 def block_active_matrix_shapes(config: LlamaConfig, layer: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a layer's matrices that a token is multiplied by.
-
-    Of a mixture's experts, these are num_experts_per_tok.
-    """
-    return block_matrix_shapes(config, layer, config.num_experts_per_tok)
+    """Return the shapes of a layer's matrices that a token is multiplied by."""
+    return block_matrix_shapes(config, layer, only_active=True)
 
 
 def active_matrix_shapes(config: LlamaConfig) -> list[tuple[int, ...]]:

@@ -14,35 +14,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Tiles that were measured to be faster than torch's own (dev/log.md), by compute capability, dtype and
-# head dimension. Elsewhere the tiles are torch's.
-_TILES = {
-    ((9, 0), torch.bfloat16, 64): {
-        # Here torch 2.11 to 2.13 take 128 keys. Their fp32 scores and the output need more registers
-        # than the 128 threads have.
-        "fwd_BLOCK_M": 128,
-        "fwd_BLOCK_N": 64,
-        "fwd_num_warps": 4,
-        "fwd_num_stages": 3,
-        # The kernel of the backward pass has one tile for the gradients of keys and values, and
-        # another for those of queries.
-        "bwd_BLOCK_M1": 64,
-        "bwd_BLOCK_N1": 64,
-        "bwd_BLOCK_M2": 64,
-        "bwd_BLOCK_N2": 64,
-        "bwd_num_warps": 4,
-        "bwd_num_stages": 2,
-    },
+Options = dict[str, Any]
+Capability = tuple[int, int]
+
+
+def _forward(queries: int, keys: int, warps: int, stages: int) -> Options:
+    """Return the options of the forward pass for a tile of these queries and keys."""
+    return {
+        "fwd_BLOCK_M": queries,
+        "fwd_BLOCK_N": keys,
+        "fwd_num_warps": warps,
+        "fwd_num_stages": stages,
+    }
+
+
+def _backward(size: int, warps: int, stages: int) -> Options:
+    """Return the options of the backward pass for square tiles.
+
+    Its kernel has one tile for the gradients of keys and values, and another for those of queries.
+    """
+    return {
+        "bwd_BLOCK_M1": size,
+        "bwd_BLOCK_N1": size,
+        "bwd_BLOCK_M2": size,
+        "bwd_BLOCK_N2": size,
+        "bwd_num_warps": warps,
+        "bwd_num_stages": stages,
+    }
+
+
+# For heads of 64, torch 2.11 to 2.13 take 128 keys on sm_90 and sm_100. Their fp32 scores and the
+# output need more registers than the 128 threads have. These tiles were measured to be faster on
+# sm_90; on sm_100 it was only counted that they spill nothing, where torch's spill 1,104 bytes.
+_HEADS_OF_64 = _forward(128, 64, 4, 3) | _backward(64, 4, 2)
+# Torch's tiles of 256 channels need more shared memory in the backward pass than cards with 99 KiB
+# have (sm_86, 89 and 120), so it could not run there. On sm_80 and sm_100 they spill 55 and 14 KB.
+# These fit everywhere and spill at most 16 bytes.
+_HEADS_OF_256 = _forward(64, 32, 8, 2) | _backward(32, 8, 2)
+
+# What replaces torch's own tiles, by compute capability and head dimension, for heads of 16 bits
+# (dev/log.md has the measurements and counts). Elsewhere the tiles are torch's.
+_TILES: dict[tuple[Capability, int], Options] = {
+    ((9, 0), 64): _HEADS_OF_64,
+    ((10, 0), 64): _HEADS_OF_64,
+    # Torch's tile of the backward pass spills 15 KB.
+    ((10, 0), 128): _backward(64, 8, 2),
+    ((8, 0), 256): _HEADS_OF_256,
+    ((8, 6), 256): _HEADS_OF_256,
+    ((8, 9), 256): _HEADS_OF_256,
+    ((10, 0), 256): _HEADS_OF_256,
+    ((12, 0), 256): _HEADS_OF_256,
 }
 
 
-def flex_options(query_BHTD: Tensor) -> dict[str, Any]:
+def flex_options(query_BHTD: Tensor) -> Options:
     """Return the options of flex attention for these queries."""
     # For fewer than 128 queries without gradients, torch 2.13 would use its kernel for decoding,
     # which reads these queries with wrong strides, or would find no kernel for grouped heads.
-    options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
-    if query_BHTD.is_cuda:
+    options: Options = {"FORCE_USE_FLEX_ATTENTION": True}
+    if query_BHTD.is_cuda and query_BHTD.dtype.itemsize == 2:
         capability = torch.cuda.get_device_capability(query_BHTD.device)
-        kind = (capability, query_BHTD.dtype, query_BHTD.shape[-1])
-        options |= _TILES.get(kind, {})
+        options |= _TILES.get((capability, query_BHTD.shape[-1]), {})
     return options

@@ -13,15 +13,16 @@ Shapes: V rows of the weight, D channels.
 """
 
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from monograph import compat
 from monograph.ops.autograd import Context
 
+M = TypeVar("M", bound=nn.Module)
 _linear, _embedding = F.linear, F.embedding
 
 
@@ -36,6 +37,25 @@ class FusedGradient(NamedTuple):
 
     weight: Tensor
     total: Tensor
+
+
+# The classes of models that `takes_no_gradients` has marked.
+_TAKE_NO_GRADIENTS = set[type[nn.Module]]()
+
+
+def takes_no_gradients(model: type[M]) -> type[M]:
+    """Declare, as a decorator, that a model's forward pass takes no gradients itself.
+
+    So autograd need not get those of its weights. This is not inherited, since a subclass may have
+    another forward pass.
+    """
+    _TAKE_NO_GRADIENTS.add(model)
+    return model
+
+
+def may_fuse(model: type[nn.Module]) -> bool:
+    """Return whether `takes_no_gradients` has marked this class of models."""
+    return model in _TAKE_NO_GRADIENTS
 
 
 def fused_gradients() -> AbstractContextManager[None]:

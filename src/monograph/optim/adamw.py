@@ -31,6 +31,7 @@ def adamw_(param: Tensor, grad: Tensor, moments: Sequence[Tensor], hyper: Hyperp
     exp_avg, exp_avg_sq = moments
     m, v = adamw_moments(grad, moments, hyper)
     t = hyper.applied.to(torch.float64)  # 1 - b2^t loses digits in fp32
+    # `materialize` keeps compiled code from computing these numbers again for each element.
     step_size = materialize((hyper.lr / (1 - beta1**t)).to(param.dtype))
     root_correction = materialize((1 - beta2**t).sqrt().to(param.dtype))
     # lr wd p is subtracted from p. In p (1 - lr wd) the factor would be rounded in the same way at every

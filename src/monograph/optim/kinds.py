@@ -1,4 +1,7 @@
-"""Sort parameters into kinds, which say how they are updated. All optimizers use this file."""
+"""Sort parameters into kinds, which say how they are updated. All optimizers use this file.
+
+A kind is a rule, such as AdamW's formula, with hyperparameters (`monograph.optim.optimizer`).
+"""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -55,7 +58,7 @@ def kinds_of(
         # The first match counts, so that a user can write an exception before a general pattern.
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         unmatched.discard(group.pattern)
-        # The biases of all experts are one tensor with two dimensions, so the name is also asked.
+        # The number of dimensions alone does not tell: the biases of all experts are one tensor with two.
         is_vector = parameter.ndim < 2 or name.endswith(".bias")
         if group.weight_decay is not None:
             decay = group.weight_decay
@@ -85,5 +88,8 @@ def no_match_message(what: str, pattern: str, parameters: Mapping[str, nn.Parame
 
 
 def cast_like(knob: Knob, param: Tensor) -> Knob:
-    """Return a hyperparameter; if it is a tensor, in the dtype of the parameters."""
+    """Return a hyperparameter, in the dtype of the parameters if it is a tensor.
+
+    `materialize` keeps compiled code from computing it again for each element of a plane.
+    """
     return materialize(knob.to(param.dtype)) if isinstance(knob, Tensor) else knob

@@ -25,9 +25,9 @@ from monograph.ranges import DECAY, NOT_NEGATIVE
 # of at 1, which does not harm training.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-MIN_NORM = 1e-7
-# The usual RMS (root mean square) of AdamW's update, divided by the learning rate (Liu et al. 2025, "Muon
-# is Scalable for LLM Training", arXiv 2502.16982, eq. 4).
+MIN_NORM = 1e-7  # smaller norms are not divided by, so that zeros stay zeros
+# The RMS (root mean square) of the elements of AdamW's usual update, divided by the learning rate (Liu
+# et al. 2025, "Muon is Scalable for LLM Training", arXiv 2502.16982, eq. 4).
 ADAMW_RMS = 0.2
 
 
@@ -73,8 +73,8 @@ def muon_(param: Tensor, grad: Tensor, moments: Sequence[Tensor], hyper: Hyperpa
     learning rate serves both.
 
     Args:
-        param: matrices p of one shape, [..., rows, cols] with at least one leading dimension; flat
-            parts of them if `hyper.orthogonal` has newton_schulz(u).
+        param: matrices p of one shape, [..., rows, cols] with at least one leading dimension. If
+            `hyper.orthogonal` has newton_schulz(u) already, p may be any flat part of the matrices.
         grad: g, of the same shape.
         moments: the momentum m, of the same shape.
         hyper: lr, betas (mu,), weight_decay wd, whether it is accepted, the dtype of products, and
@@ -142,8 +142,8 @@ class Muon(Optimizer):
 
     rules: ClassVar[tuple[Rule, ...]] = (ADAMW, MUON)
     updates_matrices: ClassVar[bool] = True
-    # The usual learning rate is AdamW's, because updates have the same size. For two presets, better
-    # numbers were measured (dev/log.md, benchmarks/recipe.py).
+    # Muon's usual learning rate is that of AdamW, because updates have the same size. For two presets,
+    # better values were measured (dev/log.md, benchmarks/recipe.py).
     tuned: ClassVar[Mapping[str, Mapping[str, Any]]] = dict.fromkeys(
         ("nano", "micro"), {"lr": 6e-3, "momentum": 0.9, "embedding_lr": 6.0}
     )
@@ -189,25 +189,26 @@ class Muon(Optimizer):
 
     @property
     def moments_per_parameter(self) -> float:
-        """Return the number of moments for each parameter, the mean over a language model."""
-        # Muon has one moment and AdamW two. AdamW's parameters are about an eighth of a model.
+        """Return how many moments a parameter has, on average over a language model."""
+        # Muon has one moment and AdamW has two. About an eighth of a model's parameters are AdamW's, so
+        # that the mean is 7/8 * 1 + 1/8 * 2.
         return 1.125
 
     @property
     def moments_per_block_matrix(self) -> int:
-        """Return the number of moments of a matrix in a block, which an adapter's matrices also have."""
+        """Return how many moments each element of a matrix in a block has."""
         return len(MUON.moments)
 
     @property
     def names_parameters(self) -> bool:
-        """Return whether a field has patterns of parameters' names."""
+        """Return whether a field of this optimizer has patterns of parameters' names."""
         return super().names_parameters or self.matrices is not None
 
     def width_factor(self, wide: Sequence[int], narrow: Sequence[int]) -> float:
-        """See Optimizer."""
+        """Return the factor of the learning rate for a block's matrix that is made wider."""
         # So that activations keep their size, the spectral norm of Muon's update must grow as
-        # sqrt(rows / cols). Without a factor, it is lr * 0.2 sqrt(max(rows, cols)), whose growth the
-        # second square root cancels.
+        # sqrt(rows / cols). Without a factor, the norm is lr * 0.2 sqrt(max(rows, cols)), so it grows
+        # as sqrt(max(rows, cols)). The factor is the wanted growth divided by this one.
         growth = math.sqrt(wide[0] * narrow[1] / (narrow[0] * wide[1]))
         return growth * math.sqrt(max(narrow) / max(wide))
 
@@ -215,8 +216,8 @@ class Muon(Optimizer):
 def hidden_matrices(module: nn.Module) -> list[str]:
     """Return the names of the trainable matrices in a module's `blocks`.
 
-    These include stacks of experts' matrices, but not embeddings. An embedding's rows are looked up
-    instead of multiplied, and orthogonalising its gradient would mix the rows of different tokens.
+    Stacks of experts' matrices are among them. Embeddings are not, because their rows are looked up and
+    not multiplied: orthogonalising a gradient would mix the rows of different tokens.
     """
     in_blocks = {id(p) for block in blocks(module).values() for p in block.parameters()}
     expert_layers = [m for m in module.modules() if isinstance(m, ExpertLinear)]

@@ -1,8 +1,10 @@
-"""Numbers in fewer bits: stochastic rounding to bf16, halves of fp32, and blocks of 8-bit codes.
+"""Keep numbers in fewer bits: bf16 with stochastic rounding, fp32 in two halves, and 8-bit codes.
 
-At the end are the formats of the optimizer's state that use them. If ranks share out the rows of a
-parameter, a rank's first block may begin with elements of another rank
-(`PackingContext.block_offset` is how many), and its last block may end with elements of another rank.
+At the end of the file are the formats in which an optimizer can keep its moments: bf16 and 8-bit codes.
+A plane is a flat buffer of parameters (`monograph.optim.planes`). The 8-bit codes of 256 consecutive
+elements, a block, share a scale. If ranks (the processes of distributed training) share out the rows of
+a parameter, a rank may have only a part of its first block and of its last block.
+`PackingContext.block_offset` is the number of elements of the first block that another rank has.
 
 Shapes: N elements of a plane, K blocks of 256.
 """
@@ -16,12 +18,7 @@ from torch import Tensor
 from monograph.ops.philox import LOW32, philox
 from monograph.optim.state_format import MomentBuffer, PackingContext, StateFormat
 
-BLOCK = 256
-# An 8-bit code is a root of the ratio of a value to its block's largest value, in this many steps. It is
-# the square root for a signed value, and the fourth root for a second moment, because an update uses
-# the square root of a second moment.
-SIGNED_STEPS = 127
-SQUARE_STEPS = 255
+BLOCK = 256  # elements whose 8-bit codes share a scale
 
 
 def random_words(
@@ -47,10 +44,11 @@ def random_words(
     Returns:
         `count` tensors [N], int64 in [0, 2^32).
     """
-    # With the index in the whole plane, chunks of a streamed plane and rows of a sharded plane get the
-    # same words as one process gets.
+    # The index is that in the whole plane, so that a chunk of a streamed plane, and a rank's rows of a
+    # sharded plane, get the same words as the whole plane gets in one process.
     index_N = torch.arange(len(like_N), device=like_N.device) + start
     zero = torch.zeros_like(applied)
+    # Philox maps a counter of four 32-bit words, under a key of two, to four random words.
     counter = (index_N & LOW32, applied & LOW32, zero + plane, index_N >> 32)
     return philox(counter, (zero + (seed & LOW32), zero + (seed >> 32)))[:count]
 
@@ -80,9 +78,10 @@ def splittable(master: Tensor) -> Tensor:
 
         b <- b - 1 where the lower 17 bits of b are 0 1000 0000 0000 0000,   b the bits of a weight
 
-    These are weights halfway between two bf16 numbers that would be rounded down. They are moved
-    towards zero by their last bit. Their rounding to bf16 stays the same, and otherwise `lo` would
-    need one more than its 65,536 values. One weight of 131,072 is moved, by about 2^-24 of itself.
+    These are the weights that lie halfway between two bf16 numbers and are rounded down. They are
+    moved towards zero by their last bit, which does not change their rounding to bf16. This is needed
+    because the lower half of `split` would otherwise have 65,537 different values, one more than 16
+    bits can store. One weight of 131,072 is moved, by about 2^-24 of itself.
 
     Args:
         master: fp32, any shape.
@@ -92,7 +91,7 @@ def splittable(master: Tensor) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a splittable fp32 tensor as (hi, lo).
+    """Return a tensor that `splittable` has returned as two halves of 16 bits, (hi, lo).
 
         hi = (b + 0x7FFF + (bit 16 of b)) >> 16          lo = b - (hi << 16)         b the bits of a weight
 
@@ -122,8 +121,15 @@ def pack_bf16(values_N: Tensor, packing: PackingContext) -> tuple[Tensor]:
 
 
 def unpack_bf16(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
-    """Return a moment's values [N], which the only buffer has, in bf16."""
+    """Return a moment's values [N] in bf16, as they are in its only buffer."""
     return tensors[0]
+
+
+# An 8-bit code is a root of the ratio of a value to its block's largest value, in this many steps. It is
+# the square root for a signed value, and the fourth root for a second moment, because an update uses
+# the square root of a second moment.
+SIGNED_STEPS = 127
+SQUARE_STEPS = 255
 
 
 def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor]:
@@ -133,11 +139,11 @@ def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor
         signed (m):  c = sign(x) round(127 (|x| / a)^(1/2))                    x' = sign(c) a (c / 127)^2
         else (v):    c = max(1, round(255 (x / a)^(1/4))), but 0 where x = 0   x' = a (c / 255)^4
 
-    The idea is that of Dettmers et al., arXiv 2110.02861. Roots are used instead of their table,
-    because a compiler can fuse them with the update. The smallest code of v stands for a number twice
-    as many orders of magnitude below the largest as the smallest code of m, and v' is 0 only where v
-    is 0. So the update m' / sqrt(v') stays bounded for an element whose gradient is tiny compared
-    with others in its block.
+    x' is the number for which a code stands. The idea is that of Dettmers et al., arXiv 2110.02861.
+    They look codes up in a table. Here they are roots, because a compiler can fuse roots with the
+    update. An update divides m' by sqrt(v'), which must stay bounded for an element whose gradient is
+    tiny compared with others in its block. So v' is 0 only where v is 0, and the codes of v reach twice
+    as many orders of magnitude below the block's largest number as those of m.
 
     Args:
         values_N: m or v; v is not negative.
@@ -157,9 +163,8 @@ def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor
         # At least 1. If a second moment became 0, the element's update would be divided by eps alone.
         steps = (root_K256.sqrt() * SQUARE_STEPS).round().clamp_min(1)
         codes = torch.where(blocks_K256 > 0, steps, 0.0).to(torch.uint8)
-    return codes.view(-1)[
-        packing.block_offset : packing.block_offset + len(values_N)
-    ], scale_K1.squeeze(-1)
+    own_elements = slice(packing.block_offset, packing.block_offset + len(values_N))
+    return codes.view(-1)[own_elements], scale_K1.squeeze(-1)
 
 
 def unpack_8bit(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
@@ -173,7 +178,8 @@ def unpack_8bit(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
         root_K256 = codes_K256 / SQUARE_STEPS
         ratio_K256 = root_K256.square().square()
     values = (ratio_K256 * scale_K[:, None]).view(-1)
-    return values[packing.block_offset : packing.block_offset + len(codes_N)]
+    own_elements = slice(packing.block_offset, packing.block_offset + len(codes_N))
+    return values[own_elements]
 
 
 def _blocks(values_N: Tensor, block_offset: int) -> Tensor:
@@ -184,15 +190,15 @@ def _blocks(values_N: Tensor, block_offset: int) -> Tensor:
     return values_N.view(-1, BLOCK)
 
 
-# The mean of the rounded numbers is right.
+# Moments are rounded up or down at random, so that the mean of the rounded numbers is right.
 BF16 = StateFormat(
     (MomentBuffer("", torch.bfloat16),),
-    eager_update_bytes=116,  # so many because random words are integers of 8 bytes
+    eager_update_bytes=116,  # more than the others, because random words are integers of 8 bytes
     pack=pack_bf16,
     unpack=unpack_bf16,
     stochastic=True,
 )
-# Codes, and the largest magnitude in each block.
+# The buffers are the codes, and a scale for each block, which is the block's largest magnitude.
 EIGHT_BIT = StateFormat(
     (
         MomentBuffer("", torch.int8, nonnegative_dtype=torch.uint8),

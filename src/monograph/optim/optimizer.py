@@ -1,9 +1,15 @@
 """The type of an optimizer: its numbers, the kinds of parameters, and the rules that update them.
 
 An optimizer sorts parameters into kinds, and each kind has a rule. A rule's formula is a free
-function that changes tensors in place. Every engine calls the same functions, for planes: flat buffers
-of all parameters of a kind. Tensors may have a leading axis for the members of an ensemble. The host
-reads no value. `monograph.optim_table` lists the optimizers and says how to add one.
+function that changes tensors in place. Every engine calls the same functions, for planes: a plane is
+a flat buffer of all parameters of a kind. The models of an ensemble, which are trained together as one
+graph, have one plane, and its tensors then have a leading axis for the models. No function here reads
+a tensor's value on the host, so that none waits for the device. `monograph.optim_table` lists the
+optimizers and says how to add one.
+
+If ranks (the processes of distributed training) share out the rows of parameters, each has only a
+part of a matrix, and may have only a part of a block of numbers that are packed with one scale
+(`monograph.optim.state_format`). Some fields below are only for this case.
 """
 
 from __future__ import annotations
@@ -37,10 +43,11 @@ class Hyperparameters(NamedTuple):
         applied: t, the number of updates applied, including this one, int64.
         accepted: whether the update is made, bool.
         compute: the dtype of matrix products.
-        matrix_shape: the shape of a matrix that is updated as a whole, or of a stack of them; None:
-            each element is updated separately.
-        orthogonal: the result of the rule's `orthogonalise` for its `direction`, if ranks have only
-            rows of the matrices; then all tensors are flat. None: the rule computes it.
+        matrix_shape: the shape of a matrix that is updated as a whole, or of a stack of such matrices;
+            None: each element is updated separately.
+        orthogonal: the orthogonalised matrices, if ranks share out the rows of the matrices. They have
+            been computed by the rule's `direction` and `orthogonalise`. The tensors of the update are
+            then flat. None: the rule computes them itself.
     """
 
     lr: Tensor
@@ -64,14 +71,14 @@ class Rule(NamedTuple):
             [size], or [matrices, rows, cols] for a rule that updates matrices as a whole. Nothing
             changes where `accepted` is false.
         next_moments: gets (gradient, moments, hyperparameters) and returns the moments after an
-            update, without changing any. If a block of a state's format is cut between ranks, they
-            need this to agree on the block's largest number. They call it once for all parameters
+            update, without changing any. Ranks call it before the update, if a block is cut between
+            them, to agree on the largest number of the block. They call it once for all parameters
             with the same betas, so the result must not depend on other hyperparameters.
-        direction: gets what `next_moments` gets and returns the matrices to orthogonalise, for a rule
-            that updates matrices as a whole.
-        orthogonalise: gets whole matrices [..., rows, cols] and a dtype, and returns the matrices
-            orthogonalised in it. Ranks that share out the rows of a matrix bring it together for
-            this.
+        direction: only for a rule that updates matrices as a whole. It gets what `next_moments` gets
+            and returns the matrices to orthogonalise.
+        orthogonalise: only for such a rule. It gets whole matrices [..., rows, cols] and a dtype, and
+            returns the matrices, orthogonalised in this dtype. Ranks that share out the rows of a
+            matrix first bring its rows together.
     """
 
     moments: tuple[Moment, ...]
@@ -121,8 +128,8 @@ class ParameterKind(NamedTuple):
             accepted: see `Hyperparameters`.
             compute: see `Hyperparameters`.
             orthogonal: see `Hyperparameters`.
-            broadcast: gives a number that differs between the members of an ensemble, [N], a shape
-                that broadcasts against the parameters.
+            broadcast: a function that reshapes a number that differs between the members of an
+                ensemble, [N], so that it broadcasts against the parameters.
         """
         return Hyperparameters(
             lr=broadcast(lr * self.lr),
@@ -188,11 +195,12 @@ class Optimizer(ABC):
     Class attributes, for plans, engines and defaults:
         rules: the rules of all its kinds.
         updates_matrices: whether the matrices of blocks are updated as a whole.
-        rate_factor: the usual learning rate, divided by AdamW's.
-        tuned: by a preset's name, the values of fields that were measured to be best for a new model
-            of this preset.
-        may_differ: fields in which the members of an ensemble may differ. They must have all other
-            fields in common, because these change the computation graph.
+        rate_factor: the ratio of this optimizer's usual learning rate to AdamW's.
+        tuned: {name of a preset: {field: value}}, the values that were measured to be best for a new
+            model of this preset.
+        may_differ: the fields in which the members of an ensemble may differ. All other fields must
+            be the same for all members, because they change the computation graph, of which there is
+            only one.
     """
 
     lr: float = 1e-3
@@ -226,24 +234,31 @@ class Optimizer(ABC):
     @property
     @abstractmethod
     def moments_per_parameter(self) -> float:
-        """Return the number of moments for each parameter, the mean over a language model."""
+        """Return how many moments a parameter has, on average over a language model."""
 
     @property
     @abstractmethod
     def moments_per_block_matrix(self) -> int:
-        """Return the number of moments of a matrix in a block, which an adapter's matrices also have."""
+        """Return how many moments each element of a matrix in a block has.
+
+        Plans ask this for adapters, whose matrices have as many.
+        """
 
     @property
     def names_parameters(self) -> bool:
-        """Return whether a field has patterns of parameters' names."""
+        """Return whether a field of this optimizer has patterns of parameters' names.
+
+        Such patterns fit only modules that have parameters with these names.
+        """
         return bool(self.groups)
 
     def width_factor(self, wide: Sequence[int], narrow: Sequence[int]) -> float:
         """Return the factor of the learning rate for a block's matrix that is made wider.
 
-        With it, an update changes the matrix's outputs as much as before. If the size of an element's
-        update does not depend on its gradient's size, as in AdamW, the factor is 1 / m, where m is
-        the ratio of the numbers of columns.
+        With this factor, an update changes the outputs of the wide matrix as much as it changed those
+        of the narrow one. In AdamW, for example, the size of an element's update does not depend on
+        the size of its gradient. Then the factor is 1 / m, where m is the number of columns of the
+        wide matrix divided by that of the narrow one.
 
         Args:
             wide: (rows, cols) of the matrix.

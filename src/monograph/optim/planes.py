@@ -5,10 +5,12 @@ their gradients. The module's parameters and their `.grad` are views of these bu
 consists of a few large operations, however many parameters there are. On a CPU, compiling AdamW took
 48 s for 110 separate tensors, and 3.6 s for two flat buffers.
 
-Optimizers may keep moments in blocks of consecutive elements (`monograph.optim.state_format`). Then
-each parameter begins at a block, and there are gaps of zeros between parameters.
+An optimizer may keep its moments in blocks of consecutive elements that share a scale
+(`monograph.optim.state_format`). Then each parameter begins at the beginning of a block, and the rest
+of its last block is a gap of zeros before the next parameter.
 
-Shapes: N modules of an ensemble, size elements of a plane.
+Shapes: N modules of an ensemble (models that are trained together as one graph), size elements of a
+plane.
 """
 
 import itertools
@@ -50,9 +52,10 @@ class Plane:
 
     If the parameters are those of an ensemble of N modules, every shape below has a leading N.
 
-    A `Plane` may also stand for a piece of one of the module's planes: if ranks share out the rows of
-    parameters, or if a plane is streamed in stages and chunks. `number` and `start` then say which
-    plane of the module it is a piece of, and where the piece begins.
+    A `Plane` may also be a piece of one of the module's planes. This is so if ranks (the processes of
+    distributed training) share out the rows of parameters, or if a plane is streamed from the host in
+    stages and chunks. `number` then says to which plane of the module the piece belongs, and `start`
+    says where it begins.
 
     Attributes:
         kind: how the parameters are updated.
@@ -73,9 +76,10 @@ class Plane:
             read the parameters themselves.
         orthogonal: [size], the orthogonalised directions of Muon's update if ranks have only rows of
             the matrices; else None.
-        edge_maxima: for each moment, by name, [2]: its largest magnitude after this update in the
-            first and in the last block, over all ranks that have elements of these blocks. They need
-            it because a block is quantised with one scale. Empty if no block is shared by ranks.
+        edge_maxima: {name of a moment: its largest magnitudes, [2]}, for a plane whose first or last
+            block has elements of other ranks. The two numbers are for the first and for the last
+            block, after this update, over all ranks that have elements of the block. A rank needs them
+            because a block is quantised with one scale. {} if no block is shared by ranks.
     """
 
     kind: ParameterKind
@@ -111,12 +115,12 @@ class Plane:
         """Make the parameters views of `flat`. They have no gradient until the next `link`."""
         # `.data` is set, so that each parameter stays the same object, and modules that share it and
         # hooks see the new memory.
-        for (_, parameter, _), (_, view) in zip(self.slots, self.views(flat), strict=True):
-            parameter.grad = None
-            parameter.data = view
+        for slot, (_, view) in zip(self.slots, self.views(flat), strict=True):
+            slot.parameter.grad = None
+            slot.parameter.data = view
             if flat.dtype != self.grad.dtype:
                 # torch refuses a `.grad` of another dtype unless this attribute of torch allows it.
-                parameter.grad_dtype = self.grad.dtype
+                slot.parameter.grad_dtype = self.grad.dtype
 
     def link(self) -> None:
         """Point every parameter's `.grad` at the plane, even if it was set to something else."""
@@ -133,18 +137,19 @@ class Plane:
 
         See `monograph.ops.fused_gradients`.
         """
-        # Vectors are not factors of matrix products. In fp64 the products may still be computed in bf16,
-        # and a GPU adds those only to sums in fp32.
+        # Vectors are not factors of matrix products. Gradients in fp64 are added by autograd, because
+        # their products may be computed in bf16, and a GPU can add a product in bf16 to a sum in fp32
+        # but not to one in fp64.
         if self.kind.is_vector or self.grad.dtype == torch.float64:
             return
         weights = self.views(self.param if self.rounded is None else self.rounded)
-        for (_, parameter, _), (_, weight), (_, total) in zip(
-            self.slots, weights, self.views(self.grad), strict=True
-        ):
-            parameter.fused_gradient = FusedGradient(weight.data, total.data)  # type: ignore[attr-defined]
+        totals = self.views(self.grad)
+        for slot, (_, weight), (_, total) in zip(self.slots, weights, totals, strict=True):
+            gradient = FusedGradient(weight.data, total.data)
+            slot.parameter.fused_gradient = gradient  # type: ignore[attr-defined]
 
     def round(self) -> None:
-        """Write `param` to `rounded`, in its dtype, if there is such a buffer."""
+        """Copy `param` to `rounded`, which has a narrower dtype. Without `rounded`, do nothing."""
         if self.rounded is not None:
             self.rounded.copy_(self.param)
 
@@ -169,13 +174,14 @@ def temporary_params(planes: Sequence[Plane], params: Sequence[Tensor]) -> Itera
 
 @contextmanager
 def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
-    """Take away, in the `with` block, gradients that have another dtype than their parameters.
+    """Remove the parameters' `.grad` in the `with` block, if it has another dtype than the parameter.
 
-    torch cannot trace a graph with such parameters, which are bf16 weights with fp32 gradients.
+    Such parameters are bf16 weights with fp32 gradients. torch cannot trace a graph in which they have
+    a `.grad`.
     """
-    # Gradients of other planes stay, because removing and setting them takes time. The comparison of
-    # devices leaves out streamed planes, with weights on the host and gradients on the device: their
-    # parameters never have a `.grad`.
+    # The `.grad` of other parameters stays, because removing it and setting it again takes time.
+    # Streamed planes have weights on the host and gradients on the device. They are left out, because
+    # their parameters never have a `.grad`.
     of_two_dtypes = [
         plane
         for plane in planes
@@ -253,7 +259,9 @@ def require_movable(module: nn.Module) -> None:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name. A tied parameter has its first name.
+    """Return the parameters that are trained, by name.
+
+    A tied parameter, which the module has under several names, is returned under the first of them.
 
     Raises:
         UsageError: there are none, they have different dtypes or devices, or `require_movable`
@@ -289,10 +297,10 @@ def planes(
         parameters: the parameters by name.
         kinds: the parameters' kinds, by the same names.
         state: the optimizer's `state`. Each parameter begins at a block of its format.
-        lead: the number of leading axes of parameters that are not the module's: 1 for the parameters
-            [N, ...] of an ensemble, whose planes are [N, size]; else 0.
+        lead: the number of axes that stand before those of the module's parameters: 1 for the
+            parameters [N, ...] of an ensemble, whose planes are [N, size]; else 0.
         master_weights: whether parameters keep their dtype. If not, they are rounded to bf16, and
-            only their gradients keep it.
+            only their gradients keep the dtype.
         layers: for each parameter, by name, any value that stands for its layer, such as the layer's
             index. Consecutive parameters with the same value are a section of the plane; see
             `Plane.section_sizes`. None: each plane is one section.
@@ -312,7 +320,9 @@ def planes(
 
 
 def _section_sizes(plane: Plane, layers: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the number of elements of each section, with the gap after each of its parameters.
+    """Return the number of elements of each section of a plane.
+
+    The gap after a parameter belongs to the parameter's section.
 
     Args:
         plane: the plane.
@@ -358,18 +368,20 @@ def _plane(
         PlacedParameter(name, parameter, offset)
         for (name, parameter), offset in zip(members, offsets, strict=False)
     ]
-    # Each parameter's old memory is freed as soon as it is copied, and gradients are allocated last. A
-    # CPU takes memory for `param` only where it is written, so there is a second copy of one parameter
-    # at most. A GPU takes it all above, so there are two copies of this kind's parameters.
+    # To save memory, each parameter's old memory is freed as soon as it is copied, and gradients are
+    # allocated last. On a CPU, `torch.empty` takes no memory until it is written to, so at most one
+    # parameter is in memory twice. On a GPU it takes all memory at once, so all parameters of this kind
+    # are in memory twice.
     for (_, parameter, offset), size, padded_size in zip(slots, sizes, padded_sizes, strict=True):
         values = param[..., offset : offset + size].view(parameter.shape)
         values.copy_(parameter.detach())
         if padded_size > size:
-            # The gap is zeros, because a block is quantised with the gap in it.
+            # The gap must be zeros, because it is quantised together with the parameter's last elements.
             param[..., offset + size : offset + padded_size].zero_()
         parameter.grad = None
-        # This also makes a parameter in a mapped file an ordinary one, which `rebind_parameters` does
-        # not; that sets the dtype of the gradient.
+        # `rebind_parameters` below points the parameters at the same memory again, and sets the dtype of
+        # their gradients. `replace_data` is called before, because only it turns a parameter that is
+        # still in a mapped file into an ordinary one.
         replace_data(parameter, values)
     grad = torch.zeros(plane_shape, dtype=grad_dtype, device=first.device)
     plane = Plane(kind, slots, param, grad, number)

@@ -1,10 +1,11 @@
 """The type of a format in which an optimizer keeps its moments between updates.
 
 A plane is a flat buffer of parameters that are updated in the same way (`monograph.optim.planes`).
-An optimizer keeps one or more moments of it, and a format says in which buffers a moment is stored.
-A format may store numbers in blocks that share a scale. If ranks share out the rows of a parameter, a
-rank's first block may begin with numbers of an earlier rank (`block_offset` is how many), and its
-last block may end with numbers of a later rank.
+An optimizer keeps one or more moments for each plane, and a format says in which buffers a moment is
+stored. A format may store numbers in blocks that share a scale. If ranks (the processes of distributed
+training) share out the rows of a parameter, a rank may have only a part of its first block and of its
+last block. `block_offset` is the number of numbers at the beginning of the first block that an earlier
+rank has.
 
 Shapes: N numbers of a plane.
 """
@@ -20,15 +21,15 @@ Buffers = dict[str, Tensor]
 
 
 class PackingContext(NamedTuple):
-    """What the functions of a format get beside the numbers or the buffers.
+    """The second argument of a format's `pack` and `unpack`: all that they must know of the numbers.
 
     Attributes:
         size: N, how many numbers there are.
         signed: whether the numbers may be negative, as first moments may.
         block_offset: how many numbers of the first block another rank has.
-        edge_maxima_2: the largest number of the first and of the last block, if other ranks have numbers
-            of them; None: the largest of the numbers here.
-        word_N: random words, int64 in [0, 2^32), if the format rounds stochastically.
+        edge_maxima_2: the largest numbers of the first and of the last block, if other ranks have parts
+            of these blocks; None: the largest numbers are those that are here.
+        word_N: random words, int64 in [0, 2^32), if the format rounds stochastically; else None.
     """
 
     size: int
@@ -54,13 +55,13 @@ class Moment(NamedTuple):
 class MomentBuffer(NamedTuple):
     """One of the buffers in which a moment is stored, such as its codes or its scales.
 
-    A rank that has some rows of a parameter has the buffer's elements for the numbers of these rows.
-    If an element is for numbers of several ranks, each of them has a copy.
+    If ranks share out the rows of a parameter, each has the elements of the buffer that belong to the
+    numbers of its rows. An element that belongs to numbers of several ranks is stored by each of them.
 
     Attributes:
         suffix: the end of the buffer's name, after the moment's name, such as "_scale".
         dtype: the buffer's dtype; None: the gradient's.
-        nonnegative_dtype: the dtype for a moment that is never negative, if it is another one.
+        nonnegative_dtype: the dtype for a moment that is never negative; None: also `dtype`.
         numbers_per_element: how many consecutive numbers of the moment share one element, a power
             of two. For scales it is the size of a block, and a scale must depend on the block's
             largest number alone. For codes of 4 bits it is 2.
@@ -94,8 +95,9 @@ class StateFormat:
 
     Attributes:
         parts: the buffers of a moment.
-        eager_update_bytes: bytes of temporary memory that an eager update takes for each number of
-            the largest plane: seven fp32 copies, and the tensors of `pack` and `unpack`.
+        eager_update_bytes: the bytes of temporary memory that an update takes for each number of the
+            largest plane if it is not compiled: seven fp32 copies, and the tensors of `pack` and
+            `unpack`. Plans count it.
         pack: returns the new values of the buffers, in the order of `parts`, given a moment's numbers
             [N]. None: the update changes the only buffer itself.
         unpack: returns a moment's numbers [N], given its buffers. Codes of zero must stand for
@@ -133,16 +135,16 @@ class StateFormat:
 
     @property
     def rows_multiple(self) -> int:
-        """Return a number of which the first index of each rank's rows must be a multiple.
+        """Return the number that must divide the index of the first number of each rank.
 
-        Several ranks can have copies of a scale, because they agree on it. But an element that packs
-        several numbers, such as two codes of 4 bits, must not be shared by ranks.
+        Ranks must not share an element that packs several numbers, such as two codes of 4 bits. They
+        may share a scale, of which each has a copy, because they agree on it.
         """
         sizes = [part.numbers_per_element for part in self.parts]
         return max((size for size in sizes if size < self.block), default=1)
 
     def numbers_per_element(self, moments: Sequence[Moment]) -> dict[str, int]:
-        """Return how many numbers share one element, for each buffer of these moments by its name."""
+        """Return {name of a buffer: how many numbers share one of its elements} for some moments."""
         return {
             part.buffer_name(moment): part.numbers_per_element
             for moment in moments
@@ -170,7 +172,7 @@ class StateFormat:
     def read(
         self, buffers: Mapping[str, Tensor], moment: Moment, like_N: Tensor, block_offset: int
     ) -> Tensor:
-        """Return a moment's numbers [N]. If the format is exact, they are the buffer itself.
+        """Return a moment's numbers [N]. If the format is exact, this returns the buffer itself.
 
         Args:
             buffers: the plane's buffers.

@@ -1,4 +1,9 @@
-"""Update a plane by the rule of its kind, and the moving average of its weights."""
+"""Update a plane by the rule of its kind, and the moving average of its weights.
+
+A plane is a flat buffer of all parameters of a module that are updated by the same rule, with the same
+hyperparameters (`monograph.optim.planes`). The modules of an ensemble, which are trained together as
+one graph, have one plane.
+"""
 
 import functools
 import math
@@ -56,7 +61,7 @@ def update_(
         state_format.read(state, moment, grad, plane.block_offset) for moment in rule.moments
     ]
     param = plane.param.to(grad.dtype)
-    # What the rule gets: parameters, gradient and moments, each flat or as matrices.
+    # The tensors that the rule gets: parameters, gradient and moments, each flat or as matrices.
     tensors = [param, grad, *moments]
     if kind.matrix_shape is not None and plane.orthogonal is None:
         tensors = [_matrices(flat, plane) for flat in tensors]
@@ -69,8 +74,8 @@ def update_(
         broadcast=functools.partial(_broadcast, tensors[0]),
     )
     rule.update_(tensors[0], tensors[1], tensors[2:], hyper)
-    # The first random word rounds the weights, and each other one rounds a moment, because the roundings
-    # of one update must be independent.
+    # Each element gets one random word for its weight and one for each moment, because the roundings of
+    # one update must be independent. With fewer than two moments there are words that nothing uses.
     words = None
     if state_format.stochastic:
         count = 1 + max(2, len(moments))
@@ -99,9 +104,9 @@ def update_(
 
 
 def _matrices(flat: Tensor, plane: Plane) -> Tensor:
-    """Return a buffer of a plane of matrices as [..., slots, *matrix_shape].
+    """Return a flat buffer of a plane of matrices as a stack, [..., parameters, *matrix_shape].
 
-    The gaps between the slots are left out.
+    All parameters of the plane have this shape. The gaps between them are left out.
     """
     shape = plane.kind.matrix_shape or ()
     by_slot = flat.unflatten(-1, (len(plane.slots), -1))

@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from monograph.graph.lora import Lora
 from monograph.graph.lora_targets import ALL_LINEAR
@@ -43,7 +44,8 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Choice, Product, Recording, cheapest_within
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
-from monograph.model.llama import Llama
+from monograph.model.llama import Llama, feed_forward_of_family
+from monograph.model.mixer import mixer_of
 from monograph.model.parameters import (
     block_active_matrix_shapes,
     block_matrix_shapes,
@@ -52,7 +54,6 @@ from monograph.model.parameters import (
 )
 from monograph.ops.attention import BLOCK_QUERIES, MAX_KEYS_IN_BLOCKS
 from monograph.ops.cross_entropy import chunk_count
-from monograph.ops.delta_rule import CHUNK
 from monograph.optim.formats import FORMATS
 from monograph.predict.footprint import INPUTS_ON_DEVICE, Work, layer_period
 
@@ -109,74 +110,36 @@ def stored_numbers(work: Work, remat: str | float) -> float:
 
     A mixture's d_ff is that of all experts of a token together, and `Work.routed_numbers` are
     added. Where attention is computed by matrix products (`monograph.ops.attention`), its
-    probabilities are added in fp32 and in bf16. For a hybrid, which has blocks with attention and
-    blocks with a gated delta net, the result is the mean over blocks, and a policy keeps as large a
-    share in a gated delta net as in attention.
+    probabilities are added in fp32 and in bf16. For a hybrid, some of whose blocks have another
+    mixer than attention, the result is the mean over blocks, and a policy keeps as large a share with
+    that mixer as with attention (`Mixer.kept_numbers`).
 
     Args:
         work: the step. Its own recomputation is not read.
         remat: the recomputation, as in `Work.remat`.
     """
-    layers = work.config.num_hidden_layers
-    delta_nets = sum(map(work.config.is_delta_net, range(layers)))
+    config = work.config
+    layers = config.num_hidden_layers
     numbers = _attention_block_numbers(work, remat)
-    if not delta_nets or remat in ("full", "offload"):
+    captured = work.compile != "none"
+    in_fp32 = work.precision == "fp32"
+    blocks_by_mixer = Counter(mixer_of(config, layer) for layer in range(layers))
+    kept_by_mixer = {
+        mixer: mixer.kept_numbers(config, captured=captured, in_fp32=in_fp32)
+        for mixer in blocks_by_mixer
+    }
+    if remat in ("full", "offload") or set(kept_by_mixer.values()) == {None}:
         return numbers
     share = numbers / _attention_block_numbers(work, "none")
-    attention_numbers = (layers - delta_nets) * numbers
-    return (attention_numbers + delta_nets * share * _delta_net_block_numbers(work)) / layers
-
-
-class _DeltaNetMultiples(NamedTuple):
-    """What a block with a gated delta net keeps per token, in multiples of some sizes.
-
-    Attributes:
-        hidden: multiples of the hidden size.
-        keys: of the key channels.
-        value_head_keys: of the key channels, counted for each value head.
-        values: of the value channels.
-        chunk: of a chunk's positions, for each value head.
-        state: of the states' numbers, divided by a chunk's positions.
-    """
-
-    hidden: float
-    keys: float
-    value_head_keys: float
-    values: float
-    chunk: float
-    state: float
-
-
-# By (whether the block is captured, whether it computes in fp32). Fitted to traces of 9 shapes,
-# within 0.03 % (1 % in eager bf16).
-_DELTA_NET = {
-    (True, True): _DeltaNetMultiples(4.0, 4.1, 9.0, 8.0, 4.2, 1.5),
-    (True, False): _DeltaNetMultiples(4.0, 6.1, 9.9, 11.0, 7.3, 4.0),
-    (False, True): _DeltaNetMultiples(6.0, 12.1, 11.0, 15.0, 5.4, 1.5),
-    (False, False): _DeltaNetMultiples(10.0, 16.5, 22.2, 25.2, 10.7, 3.2),
-}
-
-
-def _delta_net_block_numbers(work: Work) -> float:
-    """Return the numbers that a block with a gated delta net keeps, if nothing is recomputed."""
-    config = work.config
-    captured = work.compile != "none"
-    value_heads = config.linear_num_value_heads
-    key_size = config.linear_key_head_dim
-    value_size = config.linear_value_head_dim
-    sizes = (
-        config.hidden_size,
-        config.linear_num_key_heads * key_size,
-        value_heads * key_size,
-        value_heads * value_size,
-        value_heads * CHUNK,
-        value_heads * key_size * value_size / CHUNK,
-    )
-    multiples = _DELTA_NET[captured, work.precision == "fp32"]
     feed_forward = (3 if captured else 4) * work.inner_numbers + work.routed_numbers
-    return feed_forward + sum(
-        multiple * size for multiple, size in zip(multiples, sizes, strict=True)
-    )
+    total = 0.0
+    for mixer, blocks in blocks_by_mixer.items():
+        own_numbers = kept_by_mixer[mixer]
+        if own_numbers is None:
+            total += blocks * numbers
+        else:
+            total += blocks * share * (feed_forward + own_numbers)
+    return total / layers
 
 
 def _attention_block_numbers(work: Work, remat: str | float) -> float:
@@ -363,13 +326,21 @@ def _count_sizes(config: LlamaConfig, lora: Lora, precision: str) -> _AdaptedSiz
     with torch.device("meta"):
         model = Llama(config)
         install_adapters(model, lora, precision=Precision(precision))
-    trained = [tensor for tensor in model.parameters() if tensor.requires_grad]
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     frozen = [tensor for tensor in model.parameters() if not tensor.requires_grad]
-    # A parameter with three dimensions holds all experts' matrices.
-    share = config.num_experts_per_tok / max(config.num_experts, 1)
-    multiplied = sum(tensor.numel() * (share if tensor.ndim == 3 else 1) for tensor in trained)
+    feed_forward = feed_forward_of_family(config)
+
+    def active_share(name: str, tensor: Tensor) -> float:
+        if tensor.ndim < 3:
+            return 1
+        # A parameter with three dimensions holds several matrices.
+        return feed_forward.active_matrices(config, name, len(tensor)) / len(tensor)
+
+    multiplied = sum(
+        tensor.numel() * active_share(name, tensor) for name, tensor in trained.items()
+    )
     return _AdaptedSizes(
-        adapters=sum(tensor.numel() for tensor in trained),
+        adapters=sum(tensor.numel() for tensor in trained.values()),
         base_bytes=sum(tensor.nbytes for tensor in frozen),
         multiplied=multiplied,
     )

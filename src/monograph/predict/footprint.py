@@ -27,12 +27,14 @@ from monograph.graph.token_rows import trained_rows
 from monograph.loss import Batch, Loss, TokenLoss, hidden_of
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
-from monograph.model.llama import Llama
+from monograph.model.feed_forward import FeedForward
+from monograph.model.llama import Llama, feed_forward_of, feed_forward_of_family, kind_of_block
 from monograph.ops.attention import BLOCK_QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
 from monograph.optim import Optimizer
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, MemorySample
 from monograph.step import Clip, OnDevice, Step, accumulate, update
+from monograph.step.on_device import fuses_gradients
 
 Compile = Scope | Literal["none"]
 AnswerScoring = Literal["", "rows", "exact"]  # see `Training.answer_scoring`
@@ -121,45 +123,32 @@ class Work(Training):
 
     @property
     def fused(self) -> bool:
-        """Return whether products add their results to the gradients, as
-        `monograph.step.on_device.fuses` decides for the engine.
-        """
-        computes_in_16_bits = self.device_type == "cuda" and self.precision in (
-            "bf16",
-            "fp16",
-            "fp8_head",
-        )
-        # The losses of answers read gradients of their own.
-        return computes_in_16_bits and not self.answer_scoring
+        """Return whether products add their results to the gradients, as an engine decides it."""
+        return fuses_gradients(Llama, self.loss, self.precision, self.device_type == "cuda")
+
+    @property
+    def loss(self) -> Loss:
+        """Return a loss of the same kind and with the same memory as the run's, which is traced."""
+        make_loss = _answer_loss if self.answer_scoring else _token_loss
+        return make_loss(self.device_type)
 
     @property
     def inner_numbers(self) -> int:
-        """Return the width of a token's feed-forward layer; of a mixture, the sum over the experts
-        that compute the token.
-        """
-        config = self.config
-        if not self._experts:
-            return config.intermediate_size
-        expert_width: int = getattr(config, config.family.expert_width_key)
-        return self._experts * expert_width
+        """Return how many inner channels of a feed-forward layer compute a token."""
+        return self._feed_forward.inner_numbers(self.config)
 
     @property
     def routed_numbers(self) -> int:
-        """Return the numbers per token that a mixture keeps in addition to `inner_numbers`.
-
-        They are the inputs and the outputs of the pairs of a token and an expert, and the router's
-        probabilities, which are fp32.
-        """
-        pairs = 2 * self._experts * self.config.hidden_size
-        return pairs + self.config.num_experts * 4 // self.number_bytes
+        """Return the numbers per token that a feed-forward layer keeps beside `inner_numbers`."""
+        return self._feed_forward.routed_numbers(self.config, self.number_bytes)
 
     @property
-    def _experts(self) -> int:
-        """Return how many experts compute a token; 0 without a mixture."""
-        config = self.config
-        if any(config.is_mixture(layer) for layer in range(config.num_hidden_layers)):
-            return config.num_experts_per_tok
-        return 0
+    def _feed_forward(self) -> type[FeedForward]:
+        """Return the class of the feed-forward layers: the family's own, if any layer has it."""
+        layers = range(self.config.num_hidden_layers)
+        kinds = {feed_forward_of(self.config, layer) for layer in layers}
+        own = feed_forward_of_family(self.config)
+        return own if own in kinds else kinds.pop()
 
     @property
     def masked(self) -> bool:
@@ -344,14 +333,8 @@ def _may_peak_in_update(curves: list[Curve], work: Work) -> bool:
 
 
 def layer_period(config: LlamaConfig) -> int:
-    """Return the number of blocks after which the kinds of blocks repeat; 1 if all are of one kind.
-
-    A block's kind is whether it has a gated delta net, and whether it has a mixture of experts.
-    """
-    kinds = [
-        (config.is_delta_net(layer), config.is_mixture(layer))
-        for layer in range(config.num_hidden_layers)
-    ]
+    """Return the number of blocks after which the kinds of blocks repeat; 1 if all are of one kind."""
+    kinds = [kind_of_block(config, layer) for layer in range(config.num_hidden_layers)]
     return next(period for period in itertools.count(1) if kinds[period:] == kinds[:-period])
 
 
@@ -467,9 +450,6 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
             model.use_attention("sdpa", "repeated" if work.repeats_heads else "torch", "cuda")
         if work.answer_scoring == "exact":
             model.use_attention("cached")
-        loss = (
-            _answer_loss(work.device_type) if work.answer_scoring else _token_loss(work.device_type)
-        )
         if work.lora:
             install_adapters(model, work.lora, precision=Precision(work.precision))
         step = Step(
@@ -478,7 +458,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
             clip=work.clip,
             precision=Precision(work.precision),
             remat=policy_named(work.remat),
-            loss=loss,
+            loss=work.loss,
             parameters=OnDevice(fused=work.fused),
         )
         for plane in step.planes:

@@ -22,6 +22,7 @@ from monograph.device import Device, clock, default_device, measured_matmul_flop
 from monograph.errors import InputRefused, Unreadable
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
+from monograph.model.mixer import mixer_of
 from monograph.model.parameters import active_matrix_shapes
 from monograph.predict import estimate
 from monograph.predict.fake_memory import TRANSIENT
@@ -82,8 +83,9 @@ def flops_per_token(
 
     With adapters of A parameters next to frozen weights, 4 · N_matmul + 6 · A replaces 6 ·
     N_matmul: the gradient of a weight costs as much as the forward pass, and a frozen weight has
-    no gradient. A gated delta net has for each head a matrix of E key times V value channels, which
-    it reads, corrects and reads again: 18·heads·E·V for the layer.
+    no gradient.
+
+    Each layer's mixer has its own figure (`Mixer.training_flops`).
 
     Args:
         config: the model's shape.
@@ -93,20 +95,13 @@ def flops_per_token(
     pieces = documents
     if isinstance(pieces, int):
         pieces = PieceLengths.of_whole_rows(pieces)
-    layers = range(config.num_hidden_layers)
-    attending = [layer for layer in layers if not config.is_delta_net(layer)]
-    seen_by_window = {
-        window: pieces.visible_positions(window) for window in set(map(config.window, attending))
-    }
-    seen = [seen_by_window[config.window(layer)] for layer in attending]
-    width = config.num_attention_heads * config.head_dim
     matrices = matmul_parameters(config)
     not_computed = 2 * matrices - 6 * adapter_parameters if adapter_parameters else 0
-    state = (
-        config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    flops_of_mixers = sum(
+        mixer_of(config, layer).training_flops(config, layer, pieces.visible_positions)
+        for layer in range(config.num_hidden_layers)
     )
-    state_flops = 18 * (len(layers) - len(attending)) * state
-    return training_flops(matrices, width, seen) + state_flops - not_computed
+    return 6 * matrices + flops_of_mixers - not_computed
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:
@@ -589,13 +584,14 @@ def drawing_s(config: LlamaConfig, drawing: Drawing, device: Device, peak_flops:
     layers = config.num_hidden_layers
     context = drawing.prompt + drawing.tokens / 2
     matrices = matmul_parameters(config)
-    attending = layers - sum(map(config.is_delta_net, range(layers)))
-    attention_flops = 4 * attending * config.num_attention_heads * config.head_dim * context
+    mixers = [mixer_of(config, layer) for layer in range(layers)]
+    attention_flops = sum(mixer.decode_flops(config, context) for mixer in mixers)
     product_rate = peak_flops * shares.products * rows / (rows + shares.saturating_tokens)
     compute_s = rows * (
         2 * matrices / product_rate + attention_flops / (peak_flops * shares.attention)
     )
-    cached_numbers = 2 * attending * config.num_key_value_heads * config.head_dim * context
+    cached_heads = sum(mixer.key_value_heads(config) for mixer in mixers)
+    cached_numbers = 2 * cached_heads * config.head_dim * context
     read_s = (matrices + rows * cached_numbers) * drawing.number_bytes / bandwidth
     work_s = max(compute_s, read_s)
     # A third of a block's kernels are those of its forward pass.

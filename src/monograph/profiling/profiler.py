@@ -12,7 +12,7 @@ import json
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -26,6 +26,7 @@ from monograph.compat import parse_no_events, quiet_profiler, record_cpu_kernels
 from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, synchronize
 from monograph.engine import Engine
 from monograph.errors import DiskFull, InputRefused, UsageError
+from monograph.graph.compilable import has_head
 from monograph.graph.matmul import mkl_is_slow, onednn
 from monograph.loss import Batch
 from monograph.model.llama import Llama
@@ -356,19 +357,19 @@ def _head_span(engine: Engine) -> Iterator[None]:
     In one graph of the whole step there is no such call, so nothing is recorded.
     """
     step = engine.step
-    head: Callable[..., Any] | None = getattr(step.loss, "head", None)
-    if head is None or step.scope == "whole":
+    original_loss = step.loss
+    if not has_head(original_loss) or step.scope == "whole":
         yield
         return
-    original_loss = step.loss
-    loss_with_span = copy.copy(step.loss)
+    head = original_loss.head
+    loss_with_span = copy.copy(original_loss)
 
     @functools.wraps(head)
     def head_in_span(*arguments: object, **keywords: object) -> Any:
         with record_function(trace.HEAD):
             return head(*arguments, **keywords)
 
-    loss_with_span.head = head_in_span  # type: ignore[attr-defined]
+    loss_with_span.head = head_in_span
     step.loss = loss_with_span
     try:
         yield

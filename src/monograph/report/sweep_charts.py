@@ -19,6 +19,7 @@ from monograph.report.charts import (
     rounded,
     without_empty_columns,
 )
+from monograph.report.knobs import knobs_text, value_text
 from monograph.report.page import Drawings
 
 SettingSummary = Mapping[str, Any]
@@ -215,14 +216,3 @@ def comparable_scores(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:
     scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
     fewest_rows = min((row["eval_rows"] for row in scored), default=0)
     return [row for row in scored if row["eval_rows"] == fewest_rows]
-
-
-def knobs_text(knobs: Mapping[str, Any], without: str = "") -> str:
-    """Return knobs as "lr=0.01 seed=1"; `without` is the short name of a knob to leave out."""
-    short_names = ((name.rpartition(".")[2], value) for name, value in knobs.items())
-    return " ".join(f"{name}={value_text(value)}" for name, value in short_names if name != without)
-
-
-def value_text(value: object) -> str:
-    """Return a knob's value in at most four digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

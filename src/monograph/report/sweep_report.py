@@ -28,6 +28,7 @@ import numpy as np
 from monograph.report import quantities
 from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, single_picture, style
 from monograph.report.in_progress import refresh_s
+from monograph.report.knobs import knobs_text, short_key, value_text
 from monograph.report.markup import escaped
 from monograph.report.page import Cell, Drawings, config_of, number, page, pairs, section, table
 from monograph.report.run_report import write_pages
@@ -36,10 +37,8 @@ from monograph.report.sweep_charts import (
     SettingSummary,
     axis_of,
     comparable_scores,
-    knobs_text,
     limits_of,
     sweep_drawings,
-    value_text,
     varied_in,
 )
 
@@ -64,7 +63,7 @@ def draw_sweep(
     varied = varied_in(settings)
     panels: dict[str, Callable[[Axes], None]] = {}
     for name in varied:
-        short_name = name.rpartition(".")[2]
+        short_name = short_key(name)
         panels[f"against_{short_name}"] = partial(
             _draw_against_knob, settings=settings, name=name, unit=unit
         )
@@ -282,7 +281,7 @@ def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:
     if best is None:
         return "No score yet" if so_far else "Every member diverged"
     knobs = ", ".join(
-        f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in best["knobs"].items()
+        f"{short_key(key)} {value_text(value)}" for key, value in best["knobs"].items()
     )
     headline = f"{best['mean']:.3f} {best['unit']}"
     if knobs:
@@ -346,8 +345,7 @@ def _table_with_knobs(
     for values_by_key, cells in zip(knobs, rows, strict=True):
         knob_cells = [_knob_cell(values_by_key.get(key)) for key in keys]
         full_rows.append([*knob_cells, *cells])
-    short_names = [key.rpartition(".")[2] for key in keys]
-    return table(name, [*short_names, *heads], full_rows)
+    return table(name, [*map(short_key, keys), *heads], full_rows)
 
 
 def _knob_cell(value: object) -> Cell:
@@ -355,4 +353,4 @@ def _knob_cell(value: object) -> Cell:
         return ""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value_text(value), value
-    return str(value)
+    return value_text(value)

@@ -24,9 +24,9 @@ answer, divided by the probability with which it was sampled.
     sequence(l, h)  clip(l, h), where rho is of a whole answer: the exponential of the mean of its
                     tokens' log rho
 
-If each sample is used for one update, rho is 1 up to rounding, and w is log pi, which has the same
-gradient there: rounding alone could leave the narrow limits of gspo. Only cispo uses rho even then,
-as truncated importance sampling.
+If each sample is used for one update only, rho is 1 up to rounding. Then w is log pi, which has the
+same gradient at rho = 1. This is not only simpler: rounding alone could move rho out of the narrow
+limits of gspo. Only cispo uses rho even then, as truncated importance sampling.
 
 At rho = 1 the gradients of reinforce, rloo and dr_grpo are those of the expected reward, that of
 dr_grpo times (G - 1) / (G L). The gradients of grpo and dapo are not: both divide by the group's
@@ -42,10 +42,10 @@ from typing import Literal, NamedTuple
 
 # Added to a deviation, so that nearly equal rewards are not divided by nearly 0.
 _DEVIATION_EPSILON = 1e-4
-# Rewards that differ by no more than this are equal up to rounding. It is relative to the larger of
-# 1 and the largest reward. In any order, a sum of n parts is off by at most n 2^-53 of the sum of
-# the parts' sizes. The limit allows for 2^12 parts whose sizes sum to twice the largest reward. A
-# real difference of rewards is larger.
+# Rewards that differ by no more than this share of the larger of 1 and the largest reward are equal up
+# to rounding. A reward may be a sum of parts, and a sum of n parts, added in any order, is off by at
+# most n 2^-53 of the sum of the parts' sizes. The limit allows for 2^12 parts whose sizes sum to twice
+# the largest reward. A real difference of rewards is larger.
 ROUNDING = 2.0**-40
 
 
@@ -158,8 +158,8 @@ class Advantage:
             their numbers of tokens including the one that ends an answer, and the maximum number of
             tokens of an answer.
         ratio: how rho is used if each sample is used for several updates.
-        k1_refused: why it does not go with the KL estimator k1, which is a part of the reward, to
-            complete "the reward, which this advantage ..."; "": it goes with k1.
+        k1_refused: why it does not go with the KL estimator k1, which is a part of the reward; "": it
+            goes with k1. The text completes the sentence "the reward, which this advantage ...".
         divides_by_length: whether it divides by the number of an answer's tokens. The answer's KL
             term is then divided, too.
         compares_answers: whether it compares the answers to a prompt, so that a group with equal

@@ -1,8 +1,9 @@
 """Arrange sampled answers in the rows of a window, split values of the window by answer, and
 describe groups of answers.
 
-A *group* is the answers to one prompt. It *teaches* if its rewards give a gradient, which needs
-different rewards for most advantages.
+A *window* is the rows of one update. A *group* is the answers to one prompt. It *teaches* if its
+rewards give a gradient. Most advantages compare the answers of a group, so that it teaches only if
+their rewards differ.
 
 Shapes: R rows, T positions.
 """
@@ -22,6 +23,7 @@ from monograph.loss import IGNORE, Batch
 from monograph.rl.advantages import ADVANTAGES, AnswerWeight
 from monograph.rl.loss import Kl
 from monograph.rl.prompts import Prompt
+from monograph.rl.rewards import AnswerScore
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,14 @@ class RolloutOptions:
         max_new_tokens: maximum number of tokens of an answer.
         temperature: divides the logits, in sampling and in the loss.
         advantage: a name of `ADVANTAGES`.
-        draws: the maximum number of times that an update samples, until it has enough groups that
-            teach.
+        draws: the maximum number of times that answers are sampled for one update. They are sampled
+            again as long as fewer than `prompts` groups teach.
         length: T, the positions of a row.
         packed: whether a row holds several answers, one after the other.
-        exact: whether each answer has its own row, which is as long as a row of decoding. The
-            answer then gets the same bits when it is scored as when it was sampled
-            (`monograph.ops.attention`, "cached"). This is for eager mode on a CPU.
+        exact: whether log-probabilities are computed exactly as in decoding, so that an answer gets the
+            same bits when it is scored as when it was sampled (`monograph.ops.attention`, "cached").
+            Each answer then has its own row, which is as long as a row of decoding. This is for eager
+            mode on a CPU.
         seed: the seed of the order of prompts and of all sampling.
         epochs: passes over the prompts; None: endless.
         updates: the number of updates that use each sample.
@@ -76,7 +79,8 @@ class Rollout(NamedTuple):
         logprobs: the log-probability with which each token of the answer was sampled.
         reference: the reference's log-probability of each token; empty without a KL term.
         is_cut: whether the answer was cut at the maximum number of tokens.
-        states: the state of the form's automaton before each token; empty without a form.
+        states: the state of an automaton before each token, if answers must have a form, such as that
+            of a regular expression (`monograph.rl.form`); else empty.
     """
 
     prompt_ids: Sequence[int]
@@ -90,10 +94,11 @@ class Rollout(NamedTuple):
 def arrange_window(
     rollouts: Sequence[Rollout], weights: Sequence[AnswerWeight], options: RolloutOptions
 ) -> Batch:
-    """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
+    """Return a window with the answers, as `PolicyLoss` reads it; each of its tensors is [R, T].
 
-    An answer that does not change the gradient counts only in the denominator. It gets no place in
-    a row, and its share is added to the first row.
+    The loss is divided by the sum of the answers' shares (`monograph.rl.advantages`). An answer that
+    does not change the gradient is needed only for this sum. So it gets no place in a row, and its
+    share is added to the first row.
 
     Args:
         rollouts: the answers; a prompt and its answer have at most T + 1 tokens.
@@ -136,6 +141,7 @@ def arrange_window(
         ints["targets"][row, targets] = rollout.token_ids
         floats["factors"][row, targets] = weight.factor
         floats["drawn"][row, targets] = rollout.logprobs
+        # The shares are summed over all positions, so an answer has its share at one of them.
         floats["shares"][row, first_target] = weight.share
         if rollout.states:
             ints["states"][row, targets] = rollout.states
@@ -146,7 +152,7 @@ def arrange_window(
     floats["shares"][0, -1] += sum(
         weight.share for weight in weights if not weight.changes_gradient
     )
-    # If all answers are left out, the denominator must not be 0.
+    # If all answers are left out, the sum of the shares would be 0, by which the loss is divided.
     if not any(weight.share for weight in weights):
         floats["shares"][0, -1] = 1
     if not options.packed:
@@ -188,7 +194,7 @@ def answer_weights(
 def _kept_weights(
     rollouts: Sequence[Rollout], rewards: Sequence[float], options: RolloutOptions
 ) -> list[AnswerWeight]:
-    """Return the weights of answers, at least one, none of which is left out."""
+    """Return the weights of the answers of a group that are not left out. There is at least one."""
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     kl = options.kl
     if kl is not None and kl.estimator == "k1":
@@ -197,7 +203,8 @@ def _kept_weights(
             reward - kl.strength * log_ratio
             for reward, log_ratio in zip(rewards, log_ratios, strict=True)
         ]
-    # An advantage needs two answers. If all but one are left out, that one is compared with itself.
+    # An advantage needs the rewards of at least two answers. If only one answer is left, it is given
+    # twice, so that it is compared with itself.
     copies = 2 if len(rollouts) == 1 else 1
     advantage = ADVANTAGES[options.advantage]
     weights = advantage.weights([*rewards] * copies, lengths * copies, options.max_new_tokens)
@@ -221,14 +228,15 @@ def split_by_answer(
     """Return the values that `compute` returns at the positions of each answer's tokens.
 
     Args:
-        compute: returns [R T] values of a batch of at most `rows` rows.
+        compute: a function that returns a value for each position, [R T], of a batch of at most `rows`
+            rows.
         rollouts: the answers.
         options: the length of rows, and whether they are packed.
         rows: the number of rows that are computed at the same time.
     """
-    # To find an answer's positions in the window, its number, from 1, is arranged as its factor.
-    # All other positions have the factor 0. So a stable sort of the positions by factor puts those
-    # first, and then the positions of one answer after the other.
+    # To find the positions of each answer, a window is arranged in which the factor of an answer is its
+    # number, from 1. All other positions have the factor 0. A stable sort of the positions by factor
+    # then gives the other positions first, and after them the positions of one answer after the other.
     numbers = [AnswerWeight(number, 1) for number in range(1, len(rollouts) + 1)]
     window = arrange_window(rollouts, numbers, options)
     values = list[Tensor]()
@@ -248,7 +256,7 @@ class AnswerGroup(NamedTuple):
         prompt: the prompt.
         completions: the answers as they were decoded.
         rollouts: the answers with their log-probabilities.
-        rewards: the answers' rewards, before penalties.
+        scores: the answers' scores, before penalties.
         weights: the answers' weights.
         teaches: whether the rewards give a gradient; a KL term is not counted.
     """
@@ -256,7 +264,7 @@ class AnswerGroup(NamedTuple):
     prompt: Prompt
     completions: Sequence[Completion]
     rollouts: Sequence[Rollout]
-    rewards: Sequence[float]
+    scores: Sequence[AnswerScore]
     weights: Sequence[AnswerWeight]
     teaches: bool
 

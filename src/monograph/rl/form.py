@@ -1,10 +1,10 @@
 """The form that all answers of a run must have: a regular expression or a schema, compiled for the
 tokenizer's tokens.
 
-A token is allowed if the answer can still get the form after it. Tokens are sampled from the
-softmax over the allowed tokens. The sampler, the loss, the reference and a teacher all compute
-log-probabilities of this distribution. So a token without an allowed alternative has the
-log-probability 0 and no gradient.
+A token is allowed if the answer can still get the form after it. An automaton says which tokens are
+allowed: it has a state before each token. Tokens are sampled from the softmax over the allowed tokens.
+The sampler, the loss, the reference and a teacher all compute log-probabilities of this distribution.
+So if only one token is allowed, it has the log-probability 0 and no gradient.
 
 Shapes: C positions, S states, V tokens.
 """
@@ -66,8 +66,9 @@ class AnswerForm:
         self._first_state = first_state
         self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed_tokens, tables)
         states = len(tables.first_cell_S)
-        # Looking a mask up takes less memory than computing it. This is not possible for an
-        # automaton with counters, of which a state has many masks.
+        # If the masks of all states fit in memory, they are computed here and looked up later, which
+        # takes less memory in the loss than computing them. In an automaton with counters, the mask of a
+        # state also depends on the counters, so it cannot be looked up by the state.
         fits_in_memory = states * tokenizer.vocab_size <= _MAX_MASK_BYTES
         if fits_in_memory and not self.automaton.has_counters:
             masks = [
@@ -79,7 +80,8 @@ class AnswerForm:
     def states(self, token_ids: Sequence[int]) -> list[int]:
         """Return the state before each of an answer's tokens, numbered as `allowed` takes it.
 
-        The state 0 of `allowed` is not the automaton's: it allows every token.
+        The states of the automaton are not numbered from 0 here, because state 0 of `allowed` is one
+        that allows every token.
         """
         state = 0
         states = list[int]()

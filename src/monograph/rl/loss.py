@@ -1,8 +1,9 @@
 """The loss of reinforcement learning: the log-probability of each sampled token, times the weight of
 its answer.
 
-`monograph.rl.advantages` defines the weights and the use of rho, the ratio of a token's probability
-to the probability with which it was sampled. `monograph.rl.form` restricts answers to a form.
+`monograph.rl.advantages` defines the weights. It also defines how a loss uses rho, which is the
+probability of a token divided by the probability with which it was sampled. `monograph.rl.form`
+restricts answers to a form, such as that of a regular expression.
 
 Shapes: B rows, T positions, N = B T, S = B (T + 1) segments, one for padding in each row.
 """
@@ -198,11 +199,11 @@ class PolicyLoss(nn.Module):
         terms_N, clipped_N = self._policy_terms(log_N, rho_N, factors_N)
         kl_log_ratio_N = torch.zeros_like(log_N)
         if "reference" in batch:
-            # Where there is no target, the difference means nothing, and its exponential could
-            # overflow to a gradient of NaN.
+            # At a position without a target the difference means nothing. It is set to 0, because its
+            # exponential could overflow and give a gradient of NaN.
             reference_N = batch["reference"].flatten().to(log_N.dtype)
             kl_log_ratio_N = torch.where(has_target_N, log_N - reference_N, 0.0)
-        # k1 is a part of the rewards.
+        # The term k1 is not added here, because it is a part of the rewards.
         if self.kl is not None and self.kl.estimator != "k1":
             if self.kl.estimator == "k3":
                 kl_N = torch.expm1(-kl_log_ratio_N) + kl_log_ratio_N
@@ -210,7 +211,7 @@ class PolicyLoss(nn.Module):
                 kl_N = kl_log_ratio_N.square() / 2
             terms_N = terms_N - batch["penalties"].flatten().to(log_N.dtype) * kl_N
         with torch.no_grad():
-            # The difference has the type of `sampled_log_N`, fp64.
+            # `sampled_log_N` is fp64, so the difference is computed in fp64, too.
             gap_N = torch.where(has_target_N, (log_N - sampled_log_N).abs(), 0.0).double()
             self._add_to_totals(has_target_N, gap_N, rho_N, clipped_N, kl_log_ratio_N)
         return -torch.where(has_target_N, terms_N, 0.0).sum(), self.count(batch)
@@ -233,13 +234,14 @@ class PolicyLoss(nn.Module):
             return rho_N.detach().clamp_max(high) * log_N * factors_N, rho_N > high
         within_N = rho_N.clamp(1 - low, 1 + high)
         terms_N = torch.minimum(rho_N * factors_N, within_N * factors_N)
+        # rho is clipped where the second term is the smaller one.
         return terms_N, (rho_N - within_N) * factors_N > 0
 
     def _answer_means(self, values_N: Tensor, has_target_N: Tensor, batch: Batch) -> Tensor:
         """Return at each position the mean of the values over the targets of its answer."""
         rows, length = batch["targets"].shape
         segments = batch["segments"] if "segments" in batch else torch.zeros_like(batch["targets"])
-        # A row has the segments 0 (padding) to at most `length`, if each answer has one position.
+        # A row has at most `length` answers, which have the segments from 1 on. Segment 0 is padding.
         segments_per_row = length + 1
         first_B = torch.arange(rows, device=values_N.device)[:, None] * segments_per_row
         segment_N = (first_B + segments).flatten()
@@ -256,6 +258,7 @@ class PolicyLoss(nn.Module):
         clipped_N: Tensor,
         kl_log_ratio_N: Tensor,
     ) -> None:
+        """Add the sums over the targets of a micro-batch to `totals`, for `take_figures`."""
         before = PolicyTotals(*self.totals.unbind())
         ratio, clipped, kl = (
             torch.where(has_target_N, values_N, 0.0).double().sum()
@@ -281,14 +284,15 @@ class PolicyLoss(nn.Module):
         """Set `totals` to zero, and return figures on all targets since the last call.
 
         Args:
-            gathered: returns the values of all ranks.
+            gathered: a function that is given this process's values and returns a list of those of all
+                ranks, the processes of distributed training.
 
         Returns:
             drawn_minus_scored: the mean of |log-probability - sampled log-probability|.
             drawn_minus_scored_max: the largest of these differences.
             ratio: the mean of rho.
             clipped: the share of targets whose rho is clipped.
-            kl: nats a token from the reference; 0 without one.
+            kl: the mean of log-probability - reference's log-probability; 0 without a reference.
         """
         ranks = [PolicyTotals(*values) for values in gathered(self.totals.tolist())]
         self.totals.zero_()

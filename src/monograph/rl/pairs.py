@@ -1,9 +1,11 @@
 """Read pairs of answers, a chosen and a rejected one, and arrange them in rows.
 
-A row holds both answers of a pair, each after the prompt, so a micro-batch never separates them.
-Several pairs share a row; each answer is a separate document of the row (law 9). For kto, records
-have single answers that are labelled good or bad. Such an answer is paired with another record's
-answer to another prompt, which is put after the prompt of the labelled answer.
+A row holds both answers of a pair, each after the prompt. So both are always in the same micro-batch,
+which is some rows of an update.
+Several pairs share a row. Each answer with its prompt is a separate *document* of the row, so that
+neither attention nor positions reach from one to another. For the loss kto, records have single
+answers that are labelled good or bad. Such an answer is paired with the answer of another record to
+another prompt, which is put after the prompt of the labelled answer.
 
 Shape suffixes: D pairs, R rows, T positions of a row.
 """
@@ -85,7 +87,8 @@ class Pair(NamedTuple):
 class PairRows(Rows):
     """Rows that hold whole pairs.
 
-    For the base class a pair is one document; `window` splits it into the two answers.
+    For the base class a pair is one document. `window`, which returns rows, splits it into two
+    documents, one for each answer.
 
     Attributes:
         answers: the number of answers of all rows.
@@ -109,8 +112,8 @@ class PairRows(Rows):
             name: the source's name.
             tokenizer: the tokenizer of the pairs' tokens.
             sequence_length: T.
-            first: the number of the first answer. The answers of a run are numbered from 1, through
-                both sides of the held-out split.
+            first: the number of the first answer. The answers of a run are numbered from 1: first
+                those to train on, and then the held-out ones.
         """
         self._chosen_lengths_D = np.array([len(pair.chosen.ids) for pair in pairs], dtype=np.int64)
         self.answers = 2 * len(pairs)
@@ -132,8 +135,9 @@ class PairRows(Rows):
         window = super().window(indices_R)
         pair_RT = self.document_indices(indices_R)
         is_filled_RT = pair_RT >= 0
-        # The number of tokens of the chosen answer and its prompt: there the rejected answer's
-        # prompt begins.
+        # For each position, the number of tokens of its pair's chosen answer with the prompt. The prompt
+        # of the rejected answer begins after as many positions of the pair.
+        # Padding has the pair -1, and gets the length of the last pair, which is not used.
         chosen_length_RT = np.zeros_like(pair_RT)
         if len(self._chosen_lengths_D):
             chosen_length_RT = self._chosen_lengths_D[pair_RT]
@@ -141,8 +145,8 @@ class PairRows(Rows):
         window["positions"] = window["positions"] - np.where(is_rejected_RT, chosen_length_RT, 0)
         # The pair s of a row has the segments 2 s - 1 and 2 s.
         window["segments"] = np.where(is_filled_RT, 2 * window["segments"] - 1 + is_rejected_RT, 0)
-        # An answer's number is at its first target: one that does not follow a target of the
-        # answer.
+        # An answer's number is put at its first target: at a target that does not follow a target of
+        # the same answer.
         is_target_RT = window["targets"] != IGNORE
         follows_target_RT = np.zeros_like(is_target_RT)
         is_same_answer = window["segments"][:, 1:] == window["segments"][:, :-1]
@@ -237,7 +241,8 @@ def read_pairs(
     """
     tokenizer = model_tokenizer(reading, "prefer.loss")
     length = int(reading.sequence_length)
-    # Made for the first chat, because it needs a chat template, and texts need none.
+    # The converter is made when the first chat is read, because it needs a chat template. If all
+    # answers are texts, none is needed.
     chat_answers: ConversationConverter | None = None
     # The keys of a record's answers.
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
@@ -259,6 +264,7 @@ def read_pairs(
         return row
 
     def read_pair(where: str, record: JsonRecord) -> Pair | Fault:
+        """Return the pair of a record, or the record's fault."""
         try:
             is_chat = _are_chats(record, keys)
             read_answer: _ReadAnswer = functools.partial(_answer_of_text, tokenizer)
@@ -325,7 +331,16 @@ def read_pairs(
     stats = stats_of(len(pairs.sources.files), pairs.skipped, train, held_out)
     chat_notes = chat_answers.notes({}, "") if chat_answers is not None else ()
     notes = (*record_keys.notes(), *chat_notes, *spellings.notes(), *_repeating_note(repeating))
-    return Corpus(name, tokenizer, train, held_out, fingerprint, stats, notes, Path())
+    return Corpus(
+        name,
+        tokenizer,
+        train,
+        held_out,
+        fingerprint=fingerprint,
+        stats=stats,
+        notes=notes,
+        folder=Path(),
+    )
 
 
 def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:

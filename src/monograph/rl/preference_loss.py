@@ -1,6 +1,7 @@
-"""The loss of pairs of answers, as an engine takes it: sums over the rows of a batch, and the reference.
+"""The loss of pairs of answers, in the form of `monograph.loss`: sums over the rows of a batch.
 
-The equations of each loss are in `monograph.rl.preferences`, with the meaning of h, z and o'.
+The equations of each loss are in `monograph.rl.preferences`, with the meaning of h, z and o'. The
+*reference* is the log-probability of each answer by the weights that the run begins from.
 
 Shapes: B rows, T positions, N = B T, S places for answers in a batch, P = S / 2 pairs, A answers of
 all rows.
@@ -58,13 +59,15 @@ class PreferenceLoss(nn.Module):
         answers: an answer's number, from 1, at its first target; 0 elsewhere.
 
     Attributes:
-        sides: all rows with answers, if the first update is to compute the reference, with the
-            weights before it; empty if the caller calls `remember`.
+        sides: the rows of both sides of the held-out split, if this loss has to compute the reference
+            itself. It does so just before the first update. Empty if the caller computes it by
+            `remember`, or if the loss needs no reference.
         known: 0-d bool, whether the reference of `sides` has been computed.
         reference: [A + 1] fp64, the reference's log-probability of each answer, by its number.
         recording: 0-d bool, whether `forward` writes its log-probabilities into `reference`.
         labels: [A + 1] int64, each answer's label, by its number.
-        apart: [2] fp64, for kto: the sum of h(o') and the number of o', over the present update.
+        apart: [2] fp64, for kto: the sum of h(o') and the number of o' in the rows that were scored
+            since the present update began.
         expected: 0-d fp64, for kto: z during an update, else 0.
         totals: [6] fp64, `PreferenceTotals` over all pairs since `take_figures` was last called.
         fill: what pads each entry of a batch; 0 if it is not named.
@@ -125,7 +128,7 @@ class PreferenceLoss(nn.Module):
                     meter.add(min(rows, len(side) - meter.done))
         finally:
             self.recording.fill_(False)
-            # Weights that are compared with themselves have no useful figures.
+            # The figures of this pass are dropped: the weights were compared with themselves.
             self.take_figures()
 
     @contextmanager
@@ -138,7 +141,7 @@ class PreferenceLoss(nn.Module):
     ) -> Iterator[None]:
         """Prepare for the block, in which the gradient of an update is computed; see `monograph.loss`.
 
-        Compute the reference, if it is not known yet, and for kto z.
+        If the reference is not known yet, it is computed. For kto, z is computed, too.
 
         Raises:
             UsageError: the reference is unknown after the first update.
@@ -159,7 +162,8 @@ class PreferenceLoss(nn.Module):
             self.remember(self.sides, score_on_device, len(batches[0]["tokens"]), None)
             self.known.fill_(True)
         if index:
-            # Without sides the host need not wait for the value of `known` in later updates.
+            # In later updates, the test above then ends at `sides`, and the host need not wait for the
+            # value of `known`.
             self.sides = ()
         if self.preference.labelled:
             totals_before = self.totals.clone()
@@ -167,7 +171,7 @@ class PreferenceLoss(nn.Module):
             try:
                 score(batches)
             finally:
-                # The update itself will count these pairs.
+                # This pass must not count, because the update itself will count the same pairs.
                 self.totals.copy_(totals_before)
             gain_sum, count = (sum_over_ranks(value) for value in self.apart.clone().unbind())
             self.expected.copy_((gain_sum / count.clamp_min(1)).clamp_min(0))
@@ -181,7 +185,8 @@ class PreferenceLoss(nn.Module):
         log_N = target_log_probabilities(model, batch)
         has_target_N = batch["targets"].flatten() != IGNORE
         rows = len(batch["tokens"])
-        # A row has `max_row_answers` places for answers. Padding adds zeros to the first of them.
+        # Sums over the tokens of each answer are collected in S places, `max_row_answers` for each row.
+        # An answer's place follows from its segment. Padding has the first place, to which it adds zeros.
         first_B = torch.arange(rows, device=log_N.device)[:, None] * self.max_row_answers
         place_N = (first_B + (batch["segments"] - 1).clamp_min(0)).flatten()
         zeros_S = torch.zeros(rows * self.max_row_answers, dtype=torch.float64, device=log_N.device)
@@ -209,6 +214,12 @@ class PreferenceLoss(nn.Module):
         return torch.where(exists_P, losses(self.preference, pairs), 0.0).sum(), self.count(batch)
 
     def _add_to_totals(self, pairs: PreferenceInputs, exists_P: Tensor) -> None:
+        """Add the sums over the pairs of a micro-batch to `totals`, and for kto to `apart`.
+
+        Args:
+            pairs: a pair for each two places.
+            exists_P: whether there is a pair in these places.
+        """
         gains = pairs.gains if self.preference.needs_reference else pairs.means
         chosen_P, rejected_P = (gain_P.detach() for gain_P in gains)
         margin_P = chosen_P - rejected_P
@@ -244,7 +255,8 @@ class PreferenceLoss(nn.Module):
         """Set `totals` to zero, and return figures on all pairs since the last call.
 
         Args:
-            gathered: returns the values of all ranks.
+            gathered: a function that is given this process's values and returns a list of those of all
+                ranks, the processes of distributed training.
 
         Returns:
             accuracy: the share of pairs with the chosen answer ahead.

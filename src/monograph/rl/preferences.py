@@ -15,17 +15,17 @@ answer and l the rejected one:
 | kto    | D sigmoid(B (z - h(o))) of a good answer o, U sigmoid(B (h(o) - z)) of    | 2402.01306 |
 |        | a bad one, where z = max(0, mean of h(o')), a constant                    |            |
 
-B is beta, E label_smoothing, G gamma, D desirable_weight and U undesirable_weight.
+o' is a prompt of the update with the answer of another record. B is beta, E label_smoothing, G gamma,
+D desirable_weight and U undesirable_weight.
 
 An update's loss is the mean over its pairs, or over its answers for kto. IPO takes means over
-tokens, as its authors' code does. For kto, each o' is a prompt of the update with the answer of
-another record. The mean over all o' is of the whole update, whatever its micro-batches, so the rows
-of an update are scored once before the gradient is computed. `monograph.rl.preference_loss` has the
-sums over the rows of a batch.
+tokens, as its authors' code does. For kto, z is a mean over all o' of the whole update, not of a
+micro-batch. So all rows of an update are scored once before its gradient is computed.
+`monograph.rl.preference_loss` computes the sums over the rows of a batch.
 
-The settings read `LOSSES`, of which `monograph.config.keys` makes keys, and they do not load torch.
-So formulas call methods of tensors, and what torch has as a function alone is imported when it is
-called.
+`monograph.config.keys` makes keys of the settings from the table `LOSSES`, and settings are read
+without torch. So formulas call methods of tensors. A function of torch that is not such a method is
+imported when a formula calls it.
 
 Shapes: P pairs.
 """
@@ -93,14 +93,14 @@ def preference(name: str, **arguments: float | None) -> Preference:
 
 
 class PreferenceInputs(NamedTuple):
-    """What a loss reads of P pairs, fp64 [P] each except `labels` and `expected`.
+    """The numbers from which a loss of P pairs is computed, fp64 [P] except `labels` and `expected`.
 
     Attributes:
         chosen, rejected: log pi of the answers.
         chosen_reference, rejected_reference: log ref of the answers.
         chosen_tokens, rejected_tokens: the numbers of tokens, at least 1.
-        labels: int64 [P]; for kto 1 if the chosen answer is good and -1 if it is bad, else 0. The
-            rejected answer is then o'.
+        labels: int64 [P]. For kto, 1 if the chosen answer is good and -1 if it is bad, and the
+            rejected answer is o'. For all other losses, 0.
         expected: 0-d, z of kto.
     """
 

@@ -69,6 +69,7 @@ class ProgramScorer:
     def __init__(self) -> None:
         libraries = {str(Path(os.__file__).parents[1]), "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
         self._folders = sorted(filter(is_folder, libraries))
+        # Set if `scores` is interrupted, so that its threads do not wait for their solutions.
         self._stopped = False
 
     def confinement(self) -> bool | None:

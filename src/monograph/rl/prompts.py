@@ -261,6 +261,7 @@ def read_prompts(
     spellings = SpecialTokenSpellings(tokenizer)
 
     def read_prompt(where: str, record: JsonRecord) -> Prompt | Fault:
+        """Return the prompt of a record, or the record's fault."""
         try:
             prompt = _prompt(record, where, prompt_settings)
         except Unusable as unusable:  # only this record is bad, and it may be skipped
@@ -282,7 +283,8 @@ def read_prompts(
         reading.held_out,
         reading.bad_records,
     ]
-    # Only if there are any, so that the fingerprint of other prompts does not depend on this key.
+    # The keys are added only if there are some, so that other fingerprints stay those of earlier
+    # versions.
     if record_settings.ignored_training_keys:
         identity.append(record_settings.ignored_training_keys)
     has_chats, longest = _kind_and_longest([*prompts.train, *prompts.held_out], key)

@@ -1,6 +1,7 @@
 """The public functions of this room: train an engine on rewards, a teacher or preferences.
 
-The engine is given the loss, and the answers are its windows:
+An engine is a model with its training step. It is given the loss, and trains on windows, each of which
+has the rows of one update. Here they are the rows of sampled answers:
 
     loss = monograph.policy_loss("dr_grpo")
     engine = monograph.Resident(model, loss=loss, optim=monograph.AdamW(lr=1e-5))

@@ -2,8 +2,9 @@
 
 A user's file and a model's programs run in separate processes (`monograph.rl.processes`).
 
-The settings read `REWARDS`, of which `monograph.config.keys` makes keys, and they load neither
-torch nor numpy. So a reward that needs one of them imports it where it is used.
+`monograph.config.keys` makes keys of the settings from the table `REWARDS`. So this file is read
+whenever settings are, for which neither torch nor numpy may be loaded. A reward that needs one of them
+imports it where it is used.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ import hashlib
 import json
 import math
 import re
-import statistics
 import textwrap
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -108,6 +107,18 @@ class Answer(NamedTuple):
     where: str
 
 
+class AnswerScore(NamedTuple):
+    """The score of an answer.
+
+    Attributes:
+        value: the score, a finite number.
+        parts: the named parts that add up to it; empty if it has no parts.
+    """
+
+    value: float
+    parts: Mapping[str, float] = {}
+
+
 class Reward:
     """A reward: it scores a model's answers.
 
@@ -115,10 +126,10 @@ class Reward:
         field: the key that each record needs; None: no key.
         expected: what the value under this key must be, for messages.
         digest: hex sha256 of the file on which its scores depend; "" if they depend on no file.
-        teacher: the model whose probabilities of an answer's tokens give its score; None for all
-            other rewards.
-        unconfined: whether the model's programs may run where the system cannot confine them; set
-            by the caller.
+        teacher: the model that gives an answer its score, by its probabilities of the answer's tokens;
+            None for all other rewards.
+        unconfined: whether programs that the model writes may run on a system that cannot confine
+            them. The caller sets it.
     """
 
     field: str | None = None
@@ -126,13 +137,6 @@ class Reward:
     digest = ""
     teacher: Llama | None = None
     unconfined = False
-
-    def parts(self) -> dict[str, float]:
-        """Return {name: mean} of each named part of the scores since the last call of this method.
-
-        The result is empty if the scores have no parts.
-        """
-        return {}
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
         """Require that a record has what the reward reads.
@@ -159,6 +163,10 @@ class Reward:
             InputRefused: a user's function fails; the message names the record.
         """
         return [self._score_one(answer) for answer in answers]
+
+    def scores(self, answers: Sequence[Answer]) -> list[AnswerScore]:
+        """Return what `score` returns, with the parts of each score."""
+        return [AnswerScore(value) for value in self.score(answers)]
 
     def close(self) -> None:
         """End the processes of this reward."""
@@ -278,20 +286,16 @@ class _ProgramReward(Reward):
 class _RewardOfParts(Reward):
     """The sum of the named parts that a function returns, or the number that it returns."""
 
-    def __init__(self) -> None:
-        self._parts: defaultdict[str, list[float]] = defaultdict(list)
+    def score(self, answers: Sequence[Answer]) -> list[float]:  # noqa: D102 - of the base class
+        return [score.value for score in self.scores(answers)]
 
-    def parts(self) -> dict[str, float]:  # noqa: D102 - of the base class
-        means = {name: statistics.fmean(values) for name, values in self._parts.items() if name}
-        self._parts.clear()
-        return means
+    def scores(self, answers: Sequence[Answer]) -> list[AnswerScore]:  # noqa: D102 - of the base class
+        return [self._sum(self._call(answer)) for answer in answers]
 
-    def _score_one(self, answer: Answer) -> float:
-        parts = self._call(answer)
-        for name, part in parts.items():
-            self._parts[name].append(part)
+    def _sum(self, parts: Mapping[str, float]) -> AnswerScore:
         # fsum rounds once, so the order of the parts does not matter.
-        return math.fsum(parts.values())
+        value = math.fsum(parts.values())
+        return AnswerScore(value, {name: part for name, part in parts.items() if name})
 
     def _call(self, answer: Answer) -> dict[str, float]:
         """Return the parts that the function returns; a plain number is the part ""."""
@@ -306,7 +310,6 @@ class FunctionReward(_RewardOfParts):
 
     def __init__(self, function: Callable[[str, str, Mapping[str, Any]], object]) -> None:
         """Take the function, which is called in this process."""
-        super().__init__()
         self._function = function
 
     def _call(self, answer: Answer) -> dict[str, float]:
@@ -331,7 +334,6 @@ class _FileFunctionReward(_RewardOfParts):
     """
 
     def __init__(self, code: Code, sha256: str) -> None:
-        super().__init__()
         self._function = FunctionProcess(code, sha256)
         self.digest = sha256
 
@@ -346,10 +348,11 @@ class _FileFunctionReward(_RewardOfParts):
 
 
 class TeacherReward(Reward):
-    """The mean over an answer's tokens of teacher's log-probability - student's.
+    """How much likelier a teacher finds an answer than the model in training, its student, does.
 
-    It estimates minus the reverse KL per token. The caller loads and sets `teacher`;
-    `Drawer.teacher_advantages` computes the differences.
+    The reward is the mean, over the tokens of the answer, of the teacher's log-probability minus the
+    student's. It estimates minus the KL divergence KL(student || teacher) per token. The caller loads
+    the teacher and sets `teacher`. `Drawer.teacher_advantages` computes the differences.
     """
 
 
@@ -506,8 +509,9 @@ def _are_texts(value: object) -> TypeGuard[str | list[str]]:
 def _tests_something(test: str) -> bool:
     """Return whether this is Python code that can fail for a wrong solution.
 
-    It must call something outside of definitions, since tests in a function that is never called
-    pass for any solution, and read a name that is neither its own nor a builtin.
+    Code fails for no solution if it only defines functions that are never called, or if it uses no name
+    of the solution. So it must have a call outside of definitions, and must read a name that is neither
+    its own nor a builtin.
     """
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -1,11 +1,12 @@
 """Sample answers from the weights in training, score them, and arrange them as the window of one
 update.
 
-An update's answers are sampled just before the update, from the tensors that the previous update
-has changed. Nothing is kept from one sample to the next. An answer is a function of the weights,
-the prompt, the options and a seed, which is made from the run's seed, the prompt's position in the
-order and the answer's number in its group. The answer does not depend on what else is sampled at
-the same time. So a run that was killed while it sampled samples the same answers again.
+A *window* is the rows of one update. Its answers are sampled just before the update, from the tensors
+that the previous update has changed. Nothing is kept from one sample to the next. An answer is a
+function of the weights, the prompt, the options and a seed. The seed is made from the run's seed, the
+prompt's position in the order of prompts, and the answer's number in its group, which is the answers to
+one prompt. The answer does not depend on what else is sampled at the same time. So if a run is killed
+while it samples, it samples the same answers again.
 
 Shapes: R rows, T positions.
 """
@@ -13,6 +14,7 @@ Shapes: R rows, T positions.
 import gc
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,7 +56,7 @@ from monograph.rl.arrange import (
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
-from monograph.rl.rewards import Answer, Reward
+from monograph.rl.rewards import Answer, AnswerScore, Reward
 
 # The maximum number of answers that are decoded at the same time.
 MAX_DECODED_ROWS = 256
@@ -65,8 +67,8 @@ MAX_PREFILL_PROMPTS = 32
 BLOCK_STEPS = 16
 # The smallest reward of a right answer. It is below 1, since 0.7 + 0.2 + 0.1 is below 1 in floats.
 SOLVED_REWARD = 1.0 - ROUNDING
-# The seeds of held-out prompts are made as if the prompts had the positions from here on, which no
-# run reaches.
+# Held-out prompts have no position in the order of prompts, from which a seed could be made. They get
+# the positions from here on, which no run reaches.
 FIRST_HELD_OUT_POSITION = 1 << 62
 
 
@@ -76,10 +78,11 @@ def decoded_rows(answers: int) -> int:
 
 
 def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> int:
-    """Return the number of positions of a row for a prompt and its answer of `tokens` tokens in all.
+    """Return the number of positions of a row that holds `tokens` tokens, of a prompt and its answer.
 
-    For exact scoring it is padded as `monograph.ops.padded_rows` says. The number of positions of
-    several rows is then padded, too.
+    For exact scoring it is a multiple of four, if the model has so many positions. A matrix product
+    over the positions of any number of texts then has a multiple of four rows, and needs no padding to
+    have the same bits as another one (`monograph.ops.padded_rows`).
     """
     if not options.exact:
         return tokens
@@ -88,36 +91,42 @@ def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share the work of sampling; the defaults are for one process.
+    """How ranks, the processes of distributed training, share the work of sampling.
+
+    The defaults are for one process.
 
     Attributes:
         ranks: the number of ranks.
-        share: given (work, items), returns work(items), a list of one JSON value for each item.
-            Each rank computes a part of the list, and all ranks get the whole list.
-        once: calls a function on one rank, and returns the result on all ranks.
+        share: a function of (work, items), which returns work(items), a list with one JSON value for
+            each item. Each rank computes a part of the list, and all ranks get the whole list.
+        once: a function that calls another one on one rank, and returns the result on all ranks; on
+            those that did not call it, each tuple has become a list.
     """
 
     ranks: int = 1
     share: Callable[[Callable[[Sequence[Any]], list[Any]], Sequence[Any]], list[Any]] = (
         lambda work, items: work(items)
     )
-    once: Callable[[Callable[[], list[float]]], list[float]] = lambda work: work()
+    once: Callable[[Callable[[], list[AnswerScore]]], list[Any]] = lambda work: work()
 
 
 class Drawer:
-    """Samples answers from an engine's weights, and scores them.
+    """A sampler of answers from the weights of an engine. It also scores the answers.
+
+    An engine is a model with its training step (`monograph.engine`).
 
     Attributes:
         sharing: how ranks share the work.
         engine: the engine, whose loss is a `PolicyLoss`.
         prompts: the prompts of the run.
-        reward: scores the answers.
+        reward: the reward, which scores the answers.
         options: how answers are sampled and weighed.
-        updates: returns the number of updates of the run; 0 as long as the number is unknown.
-        model: the model that is sampled from: the one in training, or a copy with gathered weights
-            if each rank trains only a part of every tensor.
+        updates: a function that returns the number of updates of the run; 0 as long as it is unknown.
+        model: the model that is sampled from: the one in training. If each rank (a process of
+            distributed training) trains only a part of every tensor, it is a copy with all weights.
         end_ids: the ids that end an answer.
-        reference: the planes of the weights that the run begins from; None without a KL term.
+        reference: the weights that the run begins from, as planes (flat buffers of many parameters,
+            `monograph.optim.planes`); None without a KL term.
     """
 
     def __init__(
@@ -129,7 +138,7 @@ class Drawer:
         updates: Callable[[], int],
         sharing: Sharing | None = None,
     ):
-        """Take the attributes of these names; `sharing` is None for one process."""
+        """Set the attributes; `sharing` is None for one process."""
         self.sharing = sharing or Sharing()
         self.engine = engine
         self.prompts = prompts
@@ -139,13 +148,13 @@ class Drawer:
         self.model = cast(Llama, engine.model)
         self.end_ids = prompts.end_ids(self.model.config)
         self.reference: list[Tensor] | None = None
-        # The generator of the last call of `generator`, and its mode.
+        # The decoder that `generator` returned last, and its mode.
         self._cached_generator: tuple[Mode, Generator] | None = None
 
     def set_options(self, options: RolloutOptions) -> None:
         """Sample and weigh by other options from now on."""
         self.options = options
-        # The rows of the cached generator have the shape of the former options.
+        # The decoder was made for the former options.
         self._cached_generator = None
 
     @property
@@ -217,12 +226,12 @@ class Drawer:
     def _decoding(self) -> Iterator[None]:
         """Prepare for decoding: no gradients, the step's precision, and no captured graphs."""
         step = self.engine.step
-        # Answers are in no cycles of references, but their number would start many garbage
-        # collections.
+        # The garbage collector is off in the block. Decoding makes many objects, whose number would
+        # start collections, but none of them are in cycles of references, which only it can free.
         collects_garbage = gc.isenabled()
         gc.disable()
         try:
-            # The captured graphs of blocks are for training, so they are set aside.
+            # The captured graphs of the model's blocks are for training, so decoding must not use them.
             with (
                 modes_kept(step.model),
                 capture.capture_suspended(step),
@@ -249,9 +258,10 @@ class Drawer:
         """
 
         def json_answers(prompts_and_seeds: Sequence[tuple[Prompt, int]]) -> list[Any]:
+            own_prompts, own_seeds = zip(*prompts_and_seeds, strict=True)
             return [
                 (answer.text, answer.token_ids, answer.finish_reason, answer.logprobs)
-                for answer in self._draw_on_this_rank(*zip(*prompts_and_seeds, strict=True))
+                for answer in self._draw_on_this_rank(own_prompts, own_seeds)
             ]
 
         self._gather_model()
@@ -276,7 +286,8 @@ class Drawer:
             Request(prompt.ids, sampling, max_tokens, self.end_ids, automaton, seed=seed)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        # The generator depends on whether the step is captured, and `_decoding` sets that aside.
+        # The property is read before `_decoding`: it looks whether the step is captured, and in the block
+        # the captured graphs are set aside.
         generator = self.generator
         with self._decoding():
             generator.forget()
@@ -290,9 +301,10 @@ class Drawer:
 
     @property
     def extra_tensors(self) -> list[Tensor]:
-        """Return the tensors that this object keeps in memory, in addition to the step's.
+        """Return the tensors that this object keeps in memory, in addition to those of the step.
 
-        They are keys and values, the reference, the teacher's weights and the copy of the weights.
+        They are the keys and values of decoding, the reference, the teacher's weights, and the copy of
+        the weights.
         """
         tensors = list[Tensor]()
         if self._cached_generator:
@@ -379,7 +391,7 @@ class Drawer:
     def teacher_advantages(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[list[float]] | None:
-        """Return teacher's log-probability - student's for each token of each answer.
+        """Return the teacher's log-probability of each token of each answer, minus the model's own.
 
         The result is None if there is no teacher.
         """
@@ -392,29 +404,36 @@ class Drawer:
         ]
         teacher_logprobs = self.log_probabilities_of(with_teacher_prompts, teacher)
         advantages = []
-        for of_teacher, rollout in zip(teacher_logprobs, rollouts, strict=True):
-            of_student = rollout.logprobs
+        for teacher_of_answer, rollout in zip(teacher_logprobs, rollouts, strict=True):
             advantages.append(
-                [theirs - own for theirs, own in zip(of_teacher, of_student, strict=True)]
+                [
+                    teacher - own
+                    for teacher, own in zip(teacher_of_answer, rollout.logprobs, strict=True)
+                ]
             )
         return advantages
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        """Return the rewards of these answers, see `Reward.score`.
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[AnswerScore]:
+        """Return the reward of each answer, see `Reward.scores`.
 
         With a teacher, the reward is the mean of the answer's `teacher_advantages`.
         """
         if self.reward.teacher is not None:
             advantages = self.teacher_advantages(prompts, self.rollouts(prompts, completions)) or []
-            return [statistics.fmean(of_answer) for of_answer in advantages]
+            return [AnswerScore(statistics.fmean(of_answer)) for of_answer in advantages]
         answers = [
             Answer(prompt.text, completion.text, prompt.record, prompt.where)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        scores = self.sharing.once(lambda: self.reward.score(answers))
-        if len(scores) != len(prompts) or not all(map(math.isfinite, scores)):
+        scores = [
+            AnswerScore(*score) for score in self.sharing.once(lambda: self.reward.scores(answers))
+        ]
+        values = [score.value for score in scores]
+        if len(values) != len(prompts) or not all(map(math.isfinite, values)):
             raise InputRefused(
-                f"{prompts[0].where}: the reward gave {scores!r:.60} for {len(prompts)} answers"
+                f"{prompts[0].where}: the reward gave {values!r:.60} for {len(prompts)} answers"
             )
         return scores
 
@@ -424,38 +443,44 @@ class Drawer:
         # No prompt of a run has this position.
         seeds = rollout_seeds(self.options.seed, [FIRST_HELD_OUT_POSITION - 1], 1)
         [answer] = self.draw([prompt], seeds)
-        [reward] = self.score([prompt], [answer])
-        # The parts of this reward belong to no update, so they are discarded.
-        self.reward.parts()
-        return prompt.text, answer.text, reward
+        [score] = self.score([prompt], [answer])
+        return prompt.text, answer.text, score.value
 
-    def reward_figures(self, rewards: Sequence[float]) -> dict[str, float]:
-        """Return figures on the rewards of groups of answers.
+    def reward_figures(self, scores: Sequence[AnswerScore]) -> dict[str, float]:
+        """Return figures on the scores of groups of answers.
 
         Returns:
             reward: the mean.
-            pass_at_1: the share of right answers; missing with a teacher, who calls none right.
-            pass_at_k: the share of groups with a right answer; missing with a teacher.
+            reward.NAME: the mean of each part of the scores.
+            pass_at_1: the share of right answers. It is missing with a teacher, whose rewards do not
+                say which answers are right.
+            pass_at_k: the share of groups with at least one right answer; missing with a teacher.
         """
+        rewards = [score.value for score in scores]
         mean = statistics.fmean(rewards)
         if self.reward.teacher is not None:
             return {"reward": mean}
+        values_of_parts = defaultdict[str, list[float]](list)
+        for score in scores:
+            for name, part in score.parts.items():
+                values_of_parts[name].append(part)
         group = self.options.group
         best = [max(rewards[first : first + group]) for first in range(0, len(rewards), group)]
         return {
             "reward": mean,
             "pass_at_1": statistics.fmean(reward >= SOLVED_REWARD for reward in rewards),
             "pass_at_k": statistics.fmean(reward >= SOLVED_REWARD for reward in best),
+            **{f"reward.{name}": statistics.fmean(of) for name, of in values_of_parts.items()},
         }
 
     def evaluate(self) -> dict[str, float]:
-        """Sample a group of answers to each of the first held-out prompts; return figures on them.
+        """Sample a group of answers to each of some held-out prompts; return figures on them.
 
-        There are as many of these prompts as an update has.
+        The prompts are the first held-out ones, as many as an update has.
 
         Returns:
-            eval_reward, eval_pass_at_1, eval_pass_at_k: the figures of `reward_figures`.
-            eval_reward.NAME: the mean of each part of the reward.
+            eval_reward, eval_pass_at_1, eval_pass_at_k, eval_reward.NAME: the figures of
+                `reward_figures`.
             eval_prompts: the number of prompts.
         """
         group = self.options.group
@@ -465,7 +490,6 @@ class Drawer:
         positions = range(FIRST_HELD_OUT_POSITION, FIRST_HELD_OUT_POSITION + len(held_out))
         answers = self.draw(prompts, rollout_seeds(self.options.seed, positions, group))
         figures = self.reward_figures(self.score(prompts, answers))
-        figures |= {f"reward.{name}": mean for name, mean in self.reward.parts().items()}
         figures["prompts"] = len(held_out)
         return {f"eval_{name}": value for name, value in figures.items()}
 
@@ -495,7 +519,7 @@ class Rollouts(Iterator[Batch]):
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         self.numbers: dict[str, float] = {}
         self._window: Batch = {}
-        # How often the last window will be returned again, for further updates with one sample.
+        # How often the last window will be returned again, because several updates may use one sample.
         self._repeats_left = 0
         self.is_fresh = True
 
@@ -527,12 +551,10 @@ class Rollouts(Iterator[Batch]):
                 break
         if not groups:
             raise StopIteration
-        rewards = [reward for group in groups for reward in group.rewards]
-        parts = {f"reward.{name}": mean for name, mean in self.drawer.reward.parts().items()}
+        scores = [score for group in groups for score in group.scores]
         seconds = {"drawn_s": drawn_s, "scored_s": scored_s}
         self.numbers = {
-            **self.drawer.reward_figures(rewards),
-            **parts,
+            **self.drawer.reward_figures(scores),
             **group_figures(groups),
             **seconds,
         }
@@ -562,7 +584,7 @@ class Rollouts(Iterator[Batch]):
         options = self.drawer.options
         train = self.drawer.prompts.train
         first, last = positions[0], positions[-1]
-        # The order of all positions from the first to the last, including skipped ones.
+        # The index of the prompt at each position from the first to the last, including skipped ones.
         order = rows_at(first, last - first + 1, len(train), options.seed)
         prompts = [
             train[order[position - first]] for position in positions for _ in range(options.group)
@@ -582,9 +604,10 @@ class Rollouts(Iterator[Batch]):
         rollouts = drawer.rollouts(prompts, completions)
         teacher_advantages = drawer.teacher_advantages(prompts, rollouts)
         if teacher_advantages:
-            rewards = [statistics.fmean(of_answer) for of_answer in teacher_advantages]
+            scores = [AnswerScore(statistics.fmean(of_answer)) for of_answer in teacher_advantages]
         else:
-            rewards = drawer.score(prompts, completions)
+            scores = drawer.score(prompts, completions)
+        rewards = [score.value for score in scores]
         groups = []
         for first in range(0, len(prompts), options.group):
             members = slice(first, first + options.group)
@@ -606,7 +629,7 @@ class Rollouts(Iterator[Batch]):
                     prompts[first],
                     completions[members],
                     rollouts[members],
-                    rewards[members],
+                    scores[members],
                     weights,
                     teaches,
                 )

@@ -203,7 +203,8 @@ def _confine(folders: Sequence[str]) -> None:
     libc.capset(struct.pack("Ii", LINUX_CAPABILITY_VERSION_3, 0), bytes(24))
     # Without namespaces, a solution could otherwise read the memory of its tests' process.
     libc.prctl(PR_SET_DUMPABLE, 0)
-    # This comes after the changes of rights, since each of them cancels it.
+    # The signal at the parent's death is asked for after all changes of rights, because each of them
+    # cancels it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for limit, value in LIMITS.items():
         resource.setrlimit(limit, (value, value))
@@ -299,8 +300,8 @@ def _hide(libc: ctypes.CDLL, folders: list[bytes]) -> None:
     # This process forks twice: each parent only waits for its child and ends, and the child goes on.
     # The first child is the first process of the namespace: when it ends, the kernel ends all other
     # processes there. The second child is the confined one, so that it cannot end the first.
-    # LIMITS are set afterwards, for it alone. A blocked SIGCHLD stays pending until `sigtimedwait` takes
-    # it, even if the child ends before.
+    # LIMITS are set afterwards, for the second child alone. SIGCHLD is blocked, so that it stays pending
+    # until `sigtimedwait` takes it, even if the child ends before.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     for _ in range(2):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

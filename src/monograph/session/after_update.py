@@ -2,8 +2,6 @@
 sampled and saved.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from monograph import compat
@@ -15,9 +13,11 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.run.signals import StopSignal
 from monograph.session import ranks
+from monograph.session.measured_memory import log_memory
 from monograph.session.reporting import DOUBT_AFTER_UPDATES, Reporter
 from monograph.session.rewind import go_back, require_end
 from monograph.session.session import Session
+from monograph.session.update_clock import UpdateClock
 from monograph.step import Update
 
 # The display reads the last updates' numbers at most once in this time, because reading waits for
@@ -54,6 +54,10 @@ class AfterUpdate:
         for update in train(...):
             due = after.note(update)
             ...
+
+    Attributes:
+        since_shown: times the updates since numbers were last shown. The caller pauses it for the
+            work that is not an update.
     """
 
     def __init__(
@@ -90,8 +94,7 @@ class AfterUpdate:
         session.training_since_s = clock()
         if not session.engine.index and session.task.scores_initial_weights:
             report.evaluate(block, 0, limit=None)
-        self._shown_at_s = clock()
-        self._updates_since_shown = 0
+        self.since_shown = UpdateClock()
         self._save_is_overdue = False
         self._score_text = ""
 
@@ -103,13 +106,13 @@ class AfterUpdate:
         session, log = self.session, self.log
         done = update.index + 1
         is_last = done == session.updates
-        self._updates_since_shown += 1
+        self.since_shown.updates += 1
         self.report.recompiles = compat.captured_graphs() - self._graphs_before
-        session.log_memory(done)
+        log_memory(session, done)
         figures = session.task.figures(session.batches)
         wrote_rows = log.add(update, {**self.report.readings, "wall_s": session.spent_s, **figures})
         # After `add` has written rows, their numbers are on the host, so showing them costs nothing.
-        if wrote_rows or is_last or clock() - self._shown_at_s > SHOW_EVERY_S:
+        if wrote_rows or is_last or self.since_shown.seconds > SHOW_EVERY_S:
             self._show(done)
         if done == self._doubt_at and not is_last:
             self._warn_if_nothing_learned()
@@ -139,8 +142,7 @@ class AfterUpdate:
         """Show the numbers of the last update on the screen."""
         log = self.log
         log.flush()
-        seconds = clock() - self._shown_at_s
-        rate = self.report.note_rate(self._updates_since_shown, seconds, log.last)
+        rate = self.report.note_rate(self.since_shown.updates, self.since_shown.seconds, log.last)
         scores = "   ".join(f"{name} {log.last[name]:.3f}" for name in printed_keys(log.last))
         # If the last row has no scores, the earlier ones stay on the screen.
         self._score_text = scores or self._score_text
@@ -152,19 +154,11 @@ class AfterUpdate:
             score=self._score_text,
             skipped=log.skipped,
         )
-        self._updates_since_shown = 0
-        self._shown_at_s = clock()
+        self.since_shown.restart()
 
     def go_back(self) -> None:
         """Return to an earlier checkpoint, and begin a new log; see `rewind.go_back`."""
         self.log = go_back(self.session, self.log, self.progress)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time of the `with` block out of the tokens per second."""
-        began = clock()
-        yield
-        self._shown_at_s += clock() - began
 
     def evaluate(self, due: DueWork) -> None:
         """Score held-out records if that is due. The last evaluation is in `end`."""

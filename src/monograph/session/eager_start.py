@@ -29,6 +29,7 @@ from monograph.run.progress import Progress, silent
 from monograph.run.recorded_state import MOST
 from monograph.schedule import constant
 from monograph.session.brief import CACHED_S, COMPILE_S, compiled_key
+from monograph.session.measured_memory import log_memory
 from monograph.session.plan import Length
 from monograph.session.recorded import run_settings
 from monograph.session.resolve import resolve
@@ -206,7 +207,7 @@ def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress
             for update in train(engine, windows(session), max(1, max_updates // 2)):
                 spent_s = clock() - began
                 log.add(update, {"wall_s": spent_s, MARK: True, **task.figures(session.batches)})
-                session.log_memory(update.index + 1, **{MARK: True})
+                log_memory(session, update.index + 1, **{MARK: True})
                 stage.report("update", update.index + 1)
                 if session.can_save and (has_compiler_ended() or spent_s > max_wait_s):
                     break

@@ -1,5 +1,7 @@
-"""Load a model to evaluate, with its precision and tokenizer. The model of a run also has the text
-that was held out of its training.
+"""Load a model to evaluate, with its precision and tokenizer.
+
+A model may come from a run, from a folder of weights, or be the mixture of several runs of a sweep.
+Only a run has a text of its own, part of which was held out of its training.
 """
 
 import math
@@ -24,9 +26,10 @@ from monograph.session.objectives import objective_of
 from monograph.session.recorded import copies_of_missing_files, foreign_text_warning, run_settings
 from monograph.text.tokenizer import Tokenizer
 
-# Tokens of a row for a model that does not come from a run; fewer if it has fewer positions.
+# Largest number of tokens in a row of text for a model that a run did not make. No settings say how long
+# the rows of such a model are, so they are as long as its positions allow, but at most this.
 MAX_ROW_TOKENS = 4096
-# The keys in [data] that say how any text is read.
+# The settings in the section [data] of a run that say how text is read, whichever text it is.
 _READING_KEYS = (
     "sequence_length",
     "packing",
@@ -36,7 +39,8 @@ _READING_KEYS = (
     "answers",
     "too_long",
 )
-# The keys in [data] that name the run's own text.
+# The settings in [data] that name the text from which the run took its training data and the part
+# that it held out.
 _OWN_TEXT_KEYS = ("source", "weights", "held_out")
 
 
@@ -52,12 +56,15 @@ class EvaluatedModel:
         precision: the precision in which the model is evaluated: the run's own, or fp32.
         reading: the arguments of `data.corpus.corpus` that say how to read any text.
         averaged: whether the weights are averages over updates.
-        own_text_arguments: the further arguments of `corpus` that name the run's text, which is evaluated if
-            there is no --data; {} if the run has no text.
-        fingerprint: the fingerprint that the run's text had in training.
-        text_warning: a warning to print before `own_text_arguments` is read; "" if the text is the user's own.
-        samples_answers: whether the run sampled answers between its updates, so that its speed is not
-            that of a step.
+        own_text_arguments: the further arguments of `corpus` that name the run's own text, that of its
+            training. The held-out part of it is evaluated if the user names no text with --data.
+            {} if the run did not learn from texts.
+        fingerprint: the fingerprint that the run's own text had in training, a hash by which a changed
+            text is noticed.
+        text_warning: a warning to print before the run's own text is read. There is one if another
+            user began the run and it names files outside of its folder; else it is "".
+        samples_answers: whether the run sampled answers between its updates. Then the times of its
+            updates include the sampling, so `compare` does not show them as the model's speed.
     """
 
     module: nn.Module
@@ -95,24 +102,32 @@ def require_finite(loss: float, name: str, text: str) -> None:
 
 def load_from_run(run: Run, warn: Warn) -> EvaluatedModel:
     """Load the model of a run's newest valid checkpoint; see `load_trained`."""
+    # Of the Python files that a run's settings can name, evaluation runs only the one that builds the
+    # model. A reward function, for example, need not be trusted.
     settings = run_settings(run, code_keys=("model.init",))
     # In another precision the scores would differ from those of the training.
     precision = Precision(settings.train.precision)
-    text = settings.data.model_dump() | copies_of_missing_files(settings.data, settings.origins)
+    # If the run was moved, a recorded path may lead nowhere. Then the run's own copy is read.
+    data_settings = settings.data.model_dump()
+    data_settings |= copies_of_missing_files(settings.data, settings.origins)
     objective = objective_of(settings)
-    module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, settings.programs)
+    own_text_arguments = {}
+    if objective.is_of_texts:
+        own_text_arguments = {key: data_settings[key] for key in _OWN_TEXT_KEYS}
+    # The values that name code, such as FILE.py:FUNCTION. With them both functions below can tell
+    # whether this user began the run.
+    programs = settings.programs
+    module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, programs)
     return EvaluatedModel(
         module=module,
         loss=loss,
         tokenizer=tokenizer,
         precision=precision,
-        reading={key: text[key] for key in _READING_KEYS},
+        reading={key: data_settings[key] for key in _READING_KEYS},
         averaged=averaged,
-        own_text_arguments={key: text[key] for key in _OWN_TEXT_KEYS}
-        if objective.is_of_texts
-        else {},
+        own_text_arguments=own_text_arguments,
         fingerprint=state["fingerprint"],
-        text_warning=foreign_text_warning(run, settings.data.source, settings.programs),
+        text_warning=foreign_text_warning(run, settings.data.source, programs),
         samples_answers=objective.samples_answers,
     )
 
@@ -137,12 +152,13 @@ def mixture_of(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
     Shapes: M members, N targets of a batch.
 
     Args:
-        members: the models.
-        name: what an error calls the mixture.
+        members: the models of a sweep's finished runs.
+        name: what the user typed, SWEEP/mixture, for errors.
 
     Raises:
         InputRefused: a member is not a `Llama`, or the members' tokenizers differ.
     """
+    # Rows must fit all members, so the text is read as the member with the shortest rows reads it.
     shortest = min(members, key=lambda member: int(member.reading["sequence_length"]))
     tokenizers = {member.tokenizer.hash for member in members}
     if len(tokenizers) > 1 or not all(isinstance(member.module, Llama) for member in members):
@@ -159,13 +175,13 @@ def mixture_of(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
         losses_N = math.log(len(members)) - torch.stack(log_MN).logsumexp(0)
         return torch.where(is_target_N, losses_N, 0.0).sum(), is_target_N.sum()
 
-    # Rows must fit all members, so they are read as the member with the shortest rows reads them.
-    # The loss enters the precision of each member, so the precision around it has no effect.
     return replace(
         shortest,
         module=nn.ModuleList(member.module for member in members),
         loss=loss,
+        # The loss enters the precision of each member, so the precision around it has no effect.
         precision=Precision("fp32"),
+        # Scores are shown with one word for the weights, "averaged" or "last": the first member's.
         averaged=members[0].averaged,
     )
 
@@ -192,9 +208,11 @@ def answer_questions(
     """
     if not isinstance(subject.module, Llama):
         # `mixture_of` makes a ModuleList.
-        is_mixture = isinstance(subject.module, nn.ModuleList)
-        what = "a mixture" if is_mixture else "the run holds a module of its own, which"
-        raise InputRefused(f"{what} does not say what follows a question: give a text")
+        if isinstance(subject.module, nn.ModuleList):
+            raise InputRefused("a mixture does not say what follows a question: give a text")
+        raise InputRefused(
+            "the run holds a module of its own, which does not say what follows a question: give a text"
+        )
     answers, accuracy = choose(
         subject.module, subject.tokenizer, questions, subject.precision, report, chat
     )

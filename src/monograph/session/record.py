@@ -42,6 +42,10 @@ class ConfigRecord:
         """Return the text of config.toml, without the mark of `run.trust`."""
         return self.settings.to_toml()
 
+    def write(self, run: Run) -> None:
+        """Write config.toml into a run's folder; see `write_config`."""
+        write_config(run, self.settings)
+
 
 def write_config(run: Run, settings: Settings, sweep_programs: Sequence[str] = ()) -> None:
     """Write config.toml atomically.

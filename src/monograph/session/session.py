@@ -13,22 +13,19 @@ from monograph import __version__, checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.config.sources import written_fingerprint
 from monograph.data.corpus import Corpus
-from monograph.device import clock, describe
+from monograph.device import clock
 from monograph.distributed.checkpoint import find_not_finite, save
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import Diverged, InputRefused
-from monograph.graph.capture import is_replayed
 from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import buffers_kept
-from monograph.graph.remat import policy_named
 from monograph.loop import EngineState
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import AttentionKernel
 from monograph.planner import defaults
-from monograph.predict.roofline import Calibration
-from monograph.profiling.memory import ledger, peak_memory_bytes
+from monograph.profiling.memory import peak_memory_bytes
 from monograph.run import recorded_state
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
@@ -37,8 +34,6 @@ from monograph.schedule import Schedule, cool_down
 from monograph.session.objective import Records, RunWindows, Task
 from monograph.session.plan import RunPlan
 from monograph.session.random_state import random_state, restore_random
-from monograph.storage.cache_dir import calibration_file
-from monograph.stream import Streamed
 
 
 @dataclass
@@ -389,52 +384,6 @@ class Session:
             return planned
         begin, end = self.early_cool_down
         return cool_down(planned, begin, end, self.plan.job.final_lr_share)
-
-    def log_memory(self, update: int, **entries_of_row: object) -> None:
-        """After the first update, store the measured peak for later plans; after the second one,
-        log the planned and the measured memory by what it is for.
-
-        Args:
-            update: the number of updates done. After other updates nothing happens, since later
-                updates need the same memory.
-            entries_of_row: further entries of the row in metrics.jsonl.
-        """
-        # After the first update nothing was evaluated or sampled yet, so the peak is the update's.
-        if update == 1:
-            self._store_peak_memory()
-        if update == 2:
-            planned = self.plan.expected.by_origin if self.plan.expected else None
-            if isinstance(self.engine, Streamed):
-                entries: dict[str, Any] = self.engine.ledger()
-            else:
-                entries = ledger(self.engine.step.planes, planned, self.engine.step.device)
-            self.run.log({"update": update, "memory": entries, **entries_of_row})
-
-    def _store_peak_memory(self) -> None:
-        """Store a GPU's measured peak in the calibration, together with the peak that the plan
-        predicted by tracing, so that later plans can correct theirs.
-
-        Nothing is stored if another step ran than was planned, or if micro-steps are replayed: a
-        CUDA graph has a memory pool that the plan does not count.
-        """
-        step, planned = self.engine.step, self.plan.expected
-        if (
-            planned is None
-            or planned.traced is None
-            or step.device.type != "cuda"
-            or is_replayed(step)
-        ):
-            return
-        # DDP adds buffers that the plan does not count.
-        if not (self.world.alone and self.task.is_fully_planned):
-            return
-        work = planned.work
-        present = (self.engine.micro_batch, step.scope, step.remat)
-        if present == (work.rows, work.compile, policy_named(work.remat)):
-            measured = peak_memory_bytes(step.device)
-            Calibration(calibration_file()).note_memory(
-                describe(step.device), work, planned.traced, measured
-            )
 
     def cool_down_until(self, updates: int) -> None:
         """Begin the cool-down now, and end the run after `updates` updates in all.

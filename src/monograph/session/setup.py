@@ -22,7 +22,6 @@ from monograph.graph.remat import policy_named
 from monograph.loss import Loss, TokenLoss
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
-from monograph.model.layer_types import LINEAR_ATTENTION
 from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.run.folder import Run
@@ -168,7 +167,7 @@ def _is_new_hybrid(recipe: ModelRecipe) -> bool:
         return False
     # Only the family is needed, which does not depend on the size of the vocabulary.
     family = recipe.shape(vocab_size=1).family
-    return family.other_layer_type == LINEAR_ATTENTION
+    return family.other_layers.new_norm_eps is not None
 
 
 def build_run(

@@ -9,7 +9,6 @@ from functools import partial
 from typing import NamedTuple
 
 from monograph import checkpointing
-from monograph.config import Settings
 from monograph.data.sources import spooled_stdin
 from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import load_newest
@@ -24,10 +23,10 @@ from monograph.run.progress import Progress, silent
 from monograph.run.started import note_start
 from monograph.session import eager_start, ranks
 from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
+from monograph.session.locked_run import LockedRun
 from monograph.session.objective import Task
 from monograph.session.objectives import open_task
 from monograph.session.plan import RunPlan
-from monograph.session.record import ConfigRecord, write_config
 from monograph.session.reporting import Reporter
 from monograph.session.requirements import notes_on, require_possible
 from monograph.session.resolve import resolve
@@ -52,26 +51,13 @@ class Started(NamedTuple):
     took_s: float
 
 
-def open_run(
-    folder: Run,
-    settings: Settings,
-    world: World,
-    progress: Progress,
-    exit_stack: ExitStack,
-    retry_rows: int,
-    started: Started,
-) -> Session:
+def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Session:
     """Return a run's session, ready for its next update.
 
     Args:
-        folder: the run's folder, which the caller has locked.
-        settings: the settings of the run.
-        world: the ranks that train it together.
-        progress: the display.
-        exit_stack: closes what is opened here when the run is over.
-        retry_rows: the maximum number of rows of a micro-batch if the attempt before ran out of
-            memory; 0 if none did.
+        locked: the run, which has not finished.
         started: when the program was started.
+        exit_stack: closes what is opened here when the run is over.
 
     Raises:
         UsageError: choices exclude one another, or the time of train.wall_minutes was over before
@@ -79,8 +65,11 @@ def open_run(
         InputRefused: the records, the model or the tokenizer cannot be used.
         OutOfDeviceMemory: nothing fits according to the planner.
     """
+    folder = locked.folder
+    world = locked.world
+    progress = locked.progress
     has_begun = folder.has_begun
-    plan = _first_plan(folder, settings, world, progress, started, has_begun)
+    plan = _first_plan(locked, started, has_begun)
     require_time = partial(_require_time, plan, started)
     # Reading a text may take longer than train.wall_minutes, so each report of progress checks the
     # time.
@@ -88,7 +77,9 @@ def open_run(
     # Rank 0 is the first to read the records, and the others find its results in the cache.
     with world.rank_0_first(), checking_time:
         task = exit_stack.enter_context(closing(open_task(folder, plan, progress, world.size)))
-    open_or_resume = partial(_open_or_resume, folder, task=task, world=world, retry_rows=retry_rows)
+    open_or_resume = partial(
+        _open_or_resume, folder, task=task, world=world, retry_rows=locked.retry_rows
+    )
     began = clock()
     session, resumed = open_or_resume(plan, progress=progress)
     opening_s = clock() - began
@@ -128,36 +119,29 @@ def open_run(
     if not resumed:
         fix_length(session, progress)
         if world.leads:
-            write_config(folder, session.plan.record.settings)
+            session.plan.record.write(folder)
         session.save()
     return session
 
 
-def _first_plan(
-    folder: Run,
-    settings: Settings,
-    world: World,
-    progress: Progress,
-    started: Started,
-    has_begun: bool,
-) -> RunPlan:
+def _first_plan(locked: LockedRun, started: Started, has_begun: bool) -> RunPlan:
     """Return the plan that all ranks have before the records are read; print notes on it.
 
     For a new run, rank 0 also writes config.toml, with which the run begins.
 
     Args:
-        folder: the run's folder.
-        settings: the settings of the run.
-        world: the ranks, which must all call this.
-        progress: the display.
+        locked: the run, on all ranks, which must all call this.
         started: when the program was started.
         has_begun: whether the run has begun before, so that it is not new.
 
     Raises:
         UsageError: choices exclude one another.
     """
+    folder = locked.folder
+    world = locked.world
+    progress = locked.progress
     machine = describe()
-    record = ranks.agreed(world, ConfigRecord(settings))
+    record = ranks.agreed(world, locked.record)
     require_possible(record.settings, machine)
     plan = resolve(record, machine)
     for line in notes_on(plan, machine):
@@ -167,7 +151,7 @@ def _first_plan(
         progress.line("time", note)
     if world.leads and not has_begun:
         plan = _keep_stdin(folder, plan, progress)
-        write_config(folder, plan.record.settings)
+        plan.record.write(folder)
     if world.leads:
         note_start(folder)
     return agreed_plan(world, plan, machine)
@@ -256,7 +240,7 @@ def _open_or_resume(
         plan: the run's plan.
         task: what the run learns from.
         world: the ranks.
-        retry_rows: see `open_run`.
+        retry_rows: see `LockedRun`.
         progress: the display.
 
     Returns:

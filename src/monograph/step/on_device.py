@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monograph.graph import siblings
 from monograph.graph.inspect import parameter_blocks
 from monograph.graph.remat import Remat
-from monograph.loss import TokenLoss
-from monograph.ops.fused_gradients import fused_gradients
+from monograph.loss import Loss, TokenLoss
+from monograph.ops.fused_gradients import fused_gradients, may_fuse
 from monograph.optim import Plane, planes, trainable, unlinked, vectors_at_once
 from monograph.step.parameters import Parameters, Sums
 
@@ -115,11 +115,26 @@ def can_fuse_gradients(step: Step, on_cuda: bool) -> bool:
 
     See `monograph.ops.fused_gradients`.
     """
-    # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers.
-    device_can = on_cuda and step.precision.name in ("bf16", "fp16", "fp8_head")
-    # A caller's own model, loss or hooks may read gradients that autograd does not get then.
-    reads_no_gradients = type(step.loss) is TokenLoss and vars(type(step.model)).get("fuses", False)
+    # Hooks may read gradients that autograd does not get then.
     has_hooks = any(
         p._backward_hooks or p._post_accumulate_grad_hooks for p in step.model.parameters()
     )
-    return device_can and reads_no_gradients and not has_hooks
+    return not has_hooks and fuses_gradients(
+        type(step.model), step.loss, step.precision.name, on_cuda
+    )
+
+
+def fuses_gradients(model: type[nn.Module], loss: Loss, precision: str, on_cuda: bool) -> bool:
+    """Return whether a step of this kind adds gradients to the planes by its matrix products.
+
+    Args:
+        model: the model's class.
+        loss: the loss.
+        precision: the compute precision, as in `Precision.name`.
+        on_cuda: whether the products are computed on a GPU.
+    """
+    # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers.
+    device_can = on_cuda and precision in ("bf16", "fp16", "fp8_head")
+    # A caller's own model or loss may read gradients that autograd does not get then.
+    reads_no_gradients = type(loss) is TokenLoss and may_fuse(model)
+    return device_can and reads_no_gradients

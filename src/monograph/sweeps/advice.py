@@ -16,9 +16,10 @@ from monograph.config.axes import AMOUNT_KEYS, SEED
 from monograph.config.settings import checked_value
 from monograph.errors import UsageError
 from monograph.evaluation.significance import Setting, Table, pooled, seeds_needed, t_quantile
+from monograph.report.knobs import short_key, value_text
 from monograph.report.quantities import counted
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.spec import ORIGIN, describe_knobs, short_key, value_text
+from monograph.sweeps.spec import ORIGIN, describe_knobs
 from monograph.terminal import shell_words
 
 VALUES_BEYOND = 2  # how many values are proposed beyond the end of an axis

@@ -2,16 +2,14 @@
 `monograph.session.after_update`, which does it for a single run.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
-from monograph.device import clock
 from monograph.errors import Stopped
 from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import SweepDisplay
 from monograph.run.signals import StopSignal
 from monograph.session.shown_commands import command_line
+from monograph.session.update_clock import UpdateClock
 from monograph.step import Update
 from monograph.sweeps.cohort import Cohort
 from monograph.sweeps.progress import SweepProgress
@@ -36,7 +34,11 @@ class RoundState(NamedTuple):
 
 
 class AfterUpdateOfRound:
-    """The work between two updates of a round; see `monograph.session.after_update.AfterUpdate`."""
+    """The work between two updates of a round; see `monograph.session.after_update.AfterUpdate`.
+
+    Attributes:
+        since_shown: times the updates since numbers were last shown, as in `AfterUpdate`.
+    """
 
     def __init__(
         self,
@@ -62,9 +64,7 @@ class AfterUpdateOfRound:
         self.stop_signal = stop
         self.logs = MetricsLogs([session.run for session in cohort.sessions], READ_EVERY)
         self._intervals = cohort.sessions[0].plan.intervals
-        # The number of updates at the last time that numbers were shown, and that time.
-        self._shown_updates = cohort.engine.index
-        self._shown_s = clock()
+        self.since_shown = UpdateClock()
 
     def note(self, update: Update) -> RoundState:
         """Log an update, and return the state of the round after it.
@@ -73,32 +73,25 @@ class AfterUpdateOfRound:
         """
         cohort = self.cohort
         done = update.index + 1
+        self.since_shown.updates += 1
         is_last = done == self.updates
         stopping = self.stop_signal.requested is not None
         rate = self.state.rate / len(cohort.members) or None  # 0 before the first measurement
         were_written = self.logs.add(update, {"tokens_per_s": rate, "wall_s": self.state.spent_s})
         if were_written or is_last or stopping:
-            self._show(done, is_last)
+            self._show(is_last)
         all_diverged = len(cohort.divergences) == len(cohort.members)
         return RoundState(done, is_last, all_diverged, stopping)
 
-    def _show(self, done: int, is_last: bool) -> None:
+    def _show(self, is_last: bool) -> None:
         """Write and show the members' numbers, and freeze members that diverged."""
         logs = self.logs
         logs.flush()
-        self.state.count_trained(self.cohort, done - self._shown_updates, clock() - self._shown_s)
+        self.state.count_trained(self.cohort, self.since_shown.updates, self.since_shown.seconds)
         self.block.update(self.state.done, self.state.figures)
-        self._shown_updates = done
-        self._shown_s = clock()
+        self.since_shown.restart()
         newly_diverged = logs.find_diverged(self.updates if is_last else None)
         self.cohort.freeze({place: logs.divergences[place] for place in newly_diverged})
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time of the block out of the rate of updates."""
-        began = clock()
-        yield
-        self._shown_s += clock() - began
 
     def evaluate(self, round_state: RoundState) -> None:
         """Score held-out text, if it is time for that."""

@@ -34,7 +34,6 @@ from monograph.session import objective
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import Length
 from monograph.session.random_state import seed_all
-from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import BuiltRun, build_run, make_engine
@@ -264,7 +263,7 @@ def open_cohort(
 def begin_run(session: Session) -> None:
     """Write what makes a member's folder a run: its tokenizer and its settings."""
     write_tokenizer(session.run, session.records.tokenizer)
-    write_config(session.run, session.plan.record.settings)
+    session.plan.record.write(session.run)
 
 
 def resume_cohort(cohort: Cohort, divergences: dict[int, int], progress: Progress) -> int:

@@ -17,6 +17,7 @@ from monograph.evaluation.significance import Table
 from monograph.evaluation.text import evaluate_members
 from monograph.planner import defaults
 from monograph.report.in_progress import PageInProgress
+from monograph.report.knobs import short_key
 from monograph.report.quantities import count, counted, duration
 from monograph.report.sweep_charts import MemberCurve
 from monograph.report.sweep_report import write_page_so_far, write_sweep_report
@@ -36,7 +37,7 @@ from monograph.sweeps.cohort import Cohort
 from monograph.sweeps.concurrency import CURVE_ROWS, TimedGroup, choose_updates
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.results import NO_EAGER_UPDATES, EagerUpdates, Outcome
-from monograph.sweeps.spec import Member, groups_of, members_of, short_key, spread_rounds
+from monograph.sweeps.spec import Member, groups_of, members_of, spread_rounds
 
 
 class Round(NamedTuple):

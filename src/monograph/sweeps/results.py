@@ -18,6 +18,7 @@ from monograph.device import compiler_obstacle, default_device, describe
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.significance import Setting, Table, mean_text, tabulate
 from monograph.loop import train
+from monograph.report.knobs import short_key, value_text
 from monograph.run import recorded_state
 from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
 from monograph.run.progress import Progress
@@ -38,7 +39,7 @@ from monograph.storage.reading import is_folder
 from monograph.sweeps import advice
 from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import SCHEMA, Sweep
-from monograph.sweeps.spec import ORIGIN, Member, describe_knobs, short_key, value_text
+from monograph.sweeps.spec import ORIGIN, Member, describe_knobs
 from monograph.terminal import shell_words
 
 DISTILLED = "distilled"  # in the sweep's folder, that of the run which learns from the members

@@ -29,6 +29,7 @@ from monograph.config.settings import CODE_KEYS, RUN_SPECIFIC_KEYS
 from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
+from monograph.report.knobs import knobs_text
 from monograph.report.quantities import counted
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
@@ -95,9 +96,7 @@ class MemberGroup:
     @property
     def name(self) -> str:
         """Return the values that distinguish the group from others; "" for the only group."""
-        return " ".join(
-            f"{short_key(key)}={value_text(value)}" for key, value in self.shared.items()
-        )
+        return knobs_text(self.shared)
 
     def rounds(self) -> list[list[Member]]:
         """Return the members of each round."""
@@ -152,22 +151,7 @@ def spread_rounds(groups: Sequence[MemberGroup], ranks: int) -> None:
 
 def describe_knobs(knobs: Point) -> str:
     """Return the knobs as text: `lr=0.001 seed=0`."""
-    texts = [f"{short_key(key)}={value_text(value)}" for key, value in knobs.items()]
-    return " ".join(texts) or "nothing varied"
-
-
-def short_key(key: str) -> str:
-    """Return a key without its section, as people say it."""
-    return key.rpartition(".")[2]
-
-
-def value_text(value: object) -> str:
-    """Return a value as tables show it, a number with at most four digits."""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, tuple):
-        return ",".join(map(value_text, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return knobs_text(knobs) or "nothing varied"
 
 
 DEFAULT_MINUTES = 1.5  # of the whole sweep, if no arguments are given

@@ -1,8 +1,9 @@
 """Turn a chat into token ids, and find the ids that end an answer.
 
 Control tokens are special tokens that structure a chat, e.g. <|im_end|>. They come only from the
-template, never from the text of a message. If a message has the letters of a control token, the
-token is *typed*: such letters stay letters.
+template, never from the text of a message. If somebody writes the letters of a control token in a
+message, the token is *typed*. Such letters are encoded as letters, so that no message can end its turn.
+To tell them from those of the template, a *marker* is put between them before the chat is rendered.
 """
 
 import json

@@ -38,8 +38,9 @@ class LosslessCheck:
         self._checked = checked
         self._engine = engine
         self._inner = inner
-        # In a byte-level vocabulary the letters of an added token may stand for bytes. Then the
-        # token is decoded to other text, or merges produce it from other text.
+        # In a byte-level vocabulary each letter stands for a byte. So the letters of an added token may
+        # be read as bytes: the token is then decoded to other text than its own, or merges produce it
+        # from other text.
         ambiguous_ids = set[int]()
         if not checked.marks:
             for token_id in added:
@@ -48,10 +49,9 @@ class LosslessCheck:
                     ambiguous_ids.add(token_id)
         # Special tokens that merges can produce from the letters of a text.
         self._special_from_text = checked.ids_from_merges.intersection(checked.special.values())
-        # If a text's ids have none of these, and all of its characters have tokens, nothing is
-        # lost.
+        # A text loses nothing if its ids have no suspect id, and all of its characters have tokens.
         self._suspect_ids = self._special_from_text | ambiguous_ids
-        # The characters that are known to have tokens. It grows with the texts that are checked.
+        # The characters that are known to have tokens. The set grows with the texts that are checked.
         self._writable = set(checked.writable_characters)
 
     def describe(self, text: str, inside: bool, ids: Collection[int] | None = None) -> str:

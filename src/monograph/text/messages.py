@@ -1,8 +1,8 @@
 """The keys of a chat's messages, and the form in which a chat template reads them.
 
 `monograph.data.messages` reads messages from records and requests. Whether a key of a message has
-an effect depends on the template. So it is here, where the template is known, that a key which the
-template does not read is refused.
+an effect depends on the template, which is known only here. So keys that the template does not read
+are refused here.
 """
 
 from collections import Counter
@@ -66,8 +66,8 @@ def for_template(
         messages: the messages.
         counts: the counter to increase; None: nothing is counted. It counts "unread KEY", the
             messages with a known key that the template does not read; "parsed", the arguments that
-            became objects; and "kept", the arguments that should, but are not the text of an
-            object.
+            became objects; and "kept", the arguments that stayed texts although the template needs
+            objects, because they are not the JSON of an object.
         variables: the template's other variables.
 
     Raises:

@@ -71,8 +71,8 @@ class Tokenizer:
         bos_id: the id that begins a document; equal to `eos_id` if the file has only that one.
         eos_id: the id that ends a document; equal to `bos_id` if the file has only that one.
         pad_id: the id for unused positions, which is never a target; `eos_id` if the file has none.
-        strips_space: whether decoding leaves out one space at the beginning of a text; that space
-            is not a byte of the text.
+        strips_space: whether decoding leaves out one space at the beginning of a text. Encoding has
+            inserted it, so it does not count as a byte of the text.
         hash: the hex sha256 of everything on which ids depend: patterns, vocabulary, merges,
             special tokens.
         config: the settings next to the tokenizer file, e.g. the chat template; empty if the
@@ -126,7 +126,7 @@ class Tokenizer:
         require_distinct_texts(self._json["added_tokens"], self._engine, where)
         added = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
         for token_id in added:
-            # `id_to_token` returns the normal form, which is what is decoded.
+            # `id_to_token` returns the token in its normal form, to which its id is decoded.
             checked.pieces[token_id] = checked.piece(self._engine.id_to_token(token_id) or "")
         self._lossless_check = LosslessCheck(checked, added, self._engine, self._inner)
         self.pieces: list[ByteString] = checked.pieces
@@ -164,7 +164,7 @@ class Tokenizer:
             self.eos_id,
             self.pad_id,
         ]
-        # In a byte-level tokenizer, ids do not depend on these.
+        # The ids of a byte-level tokenizer do not depend on the following values.
         if self._marks:
             identity.append(
                 [
@@ -421,8 +421,8 @@ class Tokenizer:
         if not text_bytes:
             return None
         ids = [token_id for token_id, piece in enumerate(self.pieces) if piece == text_bytes]
-        # The token of a letter and that of a byte may stand for the same text. Then it is the one
-        # that encoding gives.
+        # A letter may have a token of its own beside the token of its byte. Then the one that encoding
+        # gives is returned.
         if len(ids) > 1:
             ids = self.encode(text, inside=True)
         return ids[0] if ids else None

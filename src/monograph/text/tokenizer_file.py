@@ -7,8 +7,8 @@ into a normal form of Unicode (Qwen composes text), it gets a space at its begin
 characters that have no token.
 
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with
-catastrophic backtracking, a normalizer that inflates text). Python cannot catch this, so only known
-parts are allowed, instead of refusing bad ones.
+catastrophic backtracking, a normalizer that inflates text). Python cannot catch this, and nobody can
+list all bad parts. So a part is accepted only if it is known to be good.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-# Run: pytest tests/session/test_session.py
+# Run: pytest tests/session/test_measured_memory.py
 """What a run's first updates took is kept for later plans where it tells them something, and
 nowhere else.
 """
@@ -19,8 +19,7 @@ from monograph.optim import AdamW
 from monograph.planner import Candidate
 from monograph.predict.footprint import Work
 from monograph.predict.roofline import Calibration
-from monograph.session import session
-from monograph.session.session import Session
+from monograph.session import measured_memory
 from monograph.storage.cache_dir import calibration_file
 
 CARD, MIB = card_device("H100"), 2**20
@@ -42,9 +41,9 @@ PLANNED = Candidate(WORK, 620 * MIB, 1.0, 1.0, None, BY_ORIGIN, residual_bytes=2
 @pytest.fixture(autouse=True)
 def _a_card(monkeypatch, tmp_path):
     monkeypatch.setenv("MONOGRAPH_HOME", str(tmp_path))
-    monkeypatch.setattr(session, "describe", lambda device: CARD)
-    monkeypatch.setattr(session, "peak_memory_bytes", lambda device: 625 * MIB)
-    monkeypatch.setattr(session, "ledger", lambda *parts: {})
+    monkeypatch.setattr(measured_memory, "describe", lambda device: CARD)
+    monkeypatch.setattr(measured_memory, "peak_memory_bytes", lambda device: 625 * MIB)
+    monkeypatch.setattr(measured_memory, "ledger", lambda *parts: {})
 
 
 class Run:
@@ -73,10 +72,9 @@ class Run:
         self.task = SimpleNamespace(is_fully_planned=foreseen)
 
     def residual(self, monkeypatch, *updates):
-        monkeypatch.setattr(session, "is_replayed", lambda step: self.replayed)
-        self._store_peak_memory = lambda: Session._store_peak_memory(self)
+        monkeypatch.setattr(measured_memory, "is_replayed", lambda step: self.replayed)
         for update in updates:
-            Session.log_memory(self, update)
+            measured_memory.log_memory(self, update)
         return Calibration(calibration_file()).residual(CARD, WORK, PLANNED.traced)
 
 

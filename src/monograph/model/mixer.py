@@ -1,0 +1,280 @@
+"""Define what a kind of layer that mixes positions says about itself.
+
+A block of the decoder has one mixer: attention (`monograph.model.layers`) or a gated delta net
+(`monograph.model.delta_net`). Whoever needs a fact of a layer's kind asks its class, which
+`mixer_of` returns: the cache, the plan, the figures of FLOPs, exports. No other code asks which
+kind a layer is.
+
+Shape suffixes: B batch, T positions, D hidden size, F rotated pairs of a head, H query heads; 1
+broadcasts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from monograph.graph.lora import Plain
+from monograph.model.config import LlamaConfig
+from monograph.model.layer_types import FULL_ATTENTION, LAYER_TYPES, LayerType
+from monograph.model.rope import CosSin
+from monograph.ops.attention import AttentionKernel, Heads, Impl, Mask
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+
+# Returns how many positions a token may attend to on average, given an attention window or None.
+VisiblePositions = Callable[[int | None], float]
+# The end of errors about models that llama.cpp does not compute.
+USE_HF = "; export it with --format hf"
+
+
+class Recurrence(Protocol):
+    """The state of a layer without keys and values after some tokens of each row.
+
+    The layer changes its tensors in place.
+    """
+
+    @property
+    def limit_B(self) -> Tensor:
+        """The largest number of tokens that the state may include, int64."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return the other tensors, [B, ...] each, which are zero before the first token."""
+        ...
+
+
+class Cache(Protocol):
+    """The interface of a key-value cache; slot s holds the key and value of position s."""
+
+    def attend(
+        self,
+        layer_index: int,
+        heads: Heads,
+        positions_BT: Tensor,
+        window: int | None,
+        sink_H: Tensor | None,
+    ) -> Tensor:
+        """Store new keys and values at their positions, and return the attention of the queries.
+
+        Args:
+            layer_index: the layer.
+            heads: the queries, keys and values of the new tokens.
+            positions_BT: the new tokens' positions.
+            window: number of positions that a query sees, its own the last of them; None: it sees
+                all positions up to its own.
+            sink_H: the heads' sinks; None: the family has none.
+        """
+        ...
+
+    def recurrence(self, layer_index: int) -> Recurrence:
+        """Return the state of a layer that has a recurrence."""
+        ...
+
+
+class LayerCache(NamedTuple):
+    """One block's view of a cache.
+
+    Attributes:
+        cache: the cache of all layers.
+        layer_index: the block's layer.
+        positions_BT: the positions of the pass's tokens.
+        window: the block's window; None: a query sees all positions up to its own.
+    """
+
+    cache: Cache
+    layer_index: int
+    positions_BT: Tensor
+    window: int | None
+
+
+class Mixer(nn.Module, ABC):
+    """A layer that mixes positions.
+
+    The class methods implemented here are those of a layer without keys and values.
+
+    Attributes:
+        name: its name in a block, as in Hugging Face's files.
+        reads_segments: whether its `mask` is the documents' numbers, not a mask of attention.
+        gguf_adapters: whether a GGUF file can have adapters of its projections.
+        llama_cpp_fp32: the ends of llama.cpp's names of its matrices that are always stored in fp32.
+        siblings: the names of the projections of the same input, which `monograph.graph.siblings`
+            can fuse.
+        impl: the implementation, as the argument `attention` of `Llama`.
+    """
+
+    name: ClassVar[str]
+    reads_segments: ClassVar[bool] = False
+    gguf_adapters: ClassVar[bool] = False
+    llama_cpp_fp32: ClassVar[tuple[str, ...]] = ()
+    siblings: tuple[str, ...]
+    impl: Impl
+
+    @abstractmethod
+    def __init__(self, config: LlamaConfig, impl: Impl) -> None:
+        """Add the parameters, in the order of the computation and without values."""
+        super().__init__()
+        self.impl = impl
+
+    # ── what it computes ────────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        cos_sin_B1TF: CosSin | None,
+        mask: Mask,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Map [B, T, D] to [B, T, D].
+
+        Args:
+            hidden_BTD: the input.
+            cos_sin_B1TF: cosine and sine of the positions; None: the layer does not rotate.
+            mask: see `monograph.model.llama.attention_mask`; or, with `reads_segments`, the document
+                number of each position, [B, T], or None if each row is one document. It is not read
+                with a cache.
+            cache: the block's view of a cache; None: the pass has no cache.
+        """
+
+    def use_attention(self, impl: Impl, kernel: AttentionKernel, device_type: str) -> None:
+        """Set the implementation; see `Llama.use_attention`."""
+        self.impl = impl
+
+    @classmethod
+    def initial_values(
+        cls, name: str, shape: torch.Size, generator: torch.Generator
+    ) -> Tensor | None:
+        """Return the initial values of a parameter, in fp32 on the CPU.
+
+        Args:
+            name: the parameter's name.
+            shape: its shape.
+            generator: the parameter's own random stream, which must not be used to return None.
+
+        Returns:
+            The values; None: those that `Llama` gives any parameter.
+        """
+        return None
+
+    # ── what it keeps of earlier tokens ─────────────────────────────────────────────────────────
+
+    @classmethod
+    def key_value_heads(cls, config: LlamaConfig) -> int:
+        """Return the number of heads whose keys and values a cache keeps for each position."""
+        return 0
+
+    @classmethod
+    def recurrence(
+        cls, config: LlamaConfig, rows: int, dtype: torch.dtype, device: torch.device
+    ) -> Recurrence | None:
+        """Return a state that includes no token and has no limit; None: the layer has no state.
+
+        Args:
+            config: the model's configuration.
+            rows: the number of rows.
+            dtype: the dtype of the model's weights.
+            device: where the state is.
+        """
+        return None
+
+    # ── what it costs ───────────────────────────────────────────────────────────────────────────
+
+    @classmethod
+    @abstractmethod
+    def training_flops(
+        cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
+    ) -> float:
+        """Return the FLOPs per token of a layer's forward and backward pass, without its matrices.
+
+        Args:
+            config: the model's configuration.
+            layer: the layer.
+            visible_positions: returns how many positions a token may attend to on average, itself
+                included: at most so many as its argument, an attention window; None: no window.
+        """
+
+    @classmethod
+    def decode_flops(cls, config: LlamaConfig, context: float) -> float:
+        """Return the FLOPs of a layer for a token after `context` others, without its matrices."""
+        return 0.0
+
+    @classmethod
+    def kept_numbers(cls, config: LlamaConfig, *, captured: bool, in_fp32: bool) -> float | None:
+        """Return the numbers of the compute dtype that a block keeps per token for the backward pass,
+        if nothing is recomputed. Those of its feed-forward layer are not included.
+
+        Args:
+            config: the model's configuration.
+            captured: whether the block is captured.
+            in_fp32: whether it computes in fp32.
+
+        Returns:
+            The numbers; None: as attention (`monograph.predict.estimate.stored_numbers`).
+        """
+        return None
+
+    # ── its form in llama.cpp ───────────────────────────────────────────────────────────────────
+
+    @classmethod
+    def require_llama_cpp(cls, config: LlamaConfig) -> None:
+        """Refuse layers that llama.cpp computes differently or does not load.
+
+        Raises:
+            InputRefused: the configuration has such layers.
+        """
+
+    @classmethod
+    def llama_cpp_row_lengths(cls, config: LlamaConfig) -> Mapping[str, int]:
+        """Return the lengths of rows of the layer's matrices, by their keys, beside those of
+        attention.
+        """
+        return {}
+
+    @classmethod
+    def add_llama_cpp_sizes(
+        cls, writer: GGUFWriter, config: LlamaConfig, architecture: str
+    ) -> None:
+        """Add the sizes that only such layers have to a file."""
+
+    @classmethod
+    def llama_cpp_tensor(
+        cls, name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig
+    ) -> Plain | None:
+        """Return a tensor with llama.cpp's name in a block, order and values.
+
+        Args:
+            name: the tensor's name in the layer.
+            like: a meta tensor of the tensor's shape and dtype.
+            read: returns the tensor.
+            config: the model's configuration.
+
+        Returns:
+            The tensor; None: `monograph.model.gguf` has the names of attention's.
+        """
+        return None
+
+
+@functools.cache
+def _load(layer_type: LayerType) -> type[Mixer]:
+    module, _, name = layer_type.home.partition(":")
+    mixer: type[Mixer] = getattr(importlib.import_module(module), name)
+    return mixer
+
+
+def mixer_of(config: LlamaConfig, layer: int) -> type[Mixer]:
+    """Return the class of a layer's mixer."""
+    return _load(config.layer_type(layer))
+
+
+def mixers_of_family(config: LlamaConfig) -> list[type[Mixer]]:
+    """Return the classes of mixers that layers of a model's family can have."""
+    layer_types = LAYER_TYPES[FULL_ATTENTION], config.family.other_layers
+    return list(dict.fromkeys(map(_load, layer_types)))

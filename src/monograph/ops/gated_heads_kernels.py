@@ -1,0 +1,263 @@
+"""Compute what the attention of gated heads needs before and after `attend`, by two Triton kernels for
+a few tokens, on a GPU.
+
+    q, k = rotate(norm(q)), rotate(norm(k))      `prepare_heads`, which leaves the gates out
+    out  = x sigmoid(gate)                       `multiply_by_sigmoid`
+
+`monograph.ops.decode_kernels.attend` can normalise and rotate heads, but reads queries, keys and
+values that lie next to each other, and rotates whole heads. In families with gated attention each
+query is followed by its gate, and only the first channels of a head are rotated.
+
+A program computes a head of one row, or channels of it, so a row's bits do not depend on the other
+rows.
+
+Shapes: B rows, H query heads, J key-value heads, E head dimension, F rotated pairs of a head,
+P = (2 H + 2 J) E columns of the projections, X = (H + 2 J) E. In kernels, E is padded to a power of
+two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from monograph.ops.decode_kernels import Norm
+
+_CHANNELS = 256  # of a program of `multiply_by_sigmoid`
+
+
+@triton.jit
+def _gain(q_gain, k_gain, channel_E, is_read_E, is_query):
+    """Return the weight of the norm of queries, or of that of keys."""
+    q_gain_E = tl.load(q_gain + channel_E, mask=is_read_E & is_query, other=0.0)
+    k_gain_E = tl.load(k_gain + channel_E, mask=is_read_E & (is_query == 0), other=0.0)
+    return q_gain_E.to(tl.float32) + k_gain_E.to(tl.float32)  # one of them is 0
+
+
+@triton.jit
+def _prepare_heads(
+    projected,
+    q_gain,
+    k_gain,
+    cos,
+    sin,
+    out,
+    EPS: tl.constexpr,
+    H: tl.constexpr,
+    J: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    NORM: tl.constexpr,
+    CENTRED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Compute one head of one row: a query, a key, or a value. Here E is CHANNELS."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    channel_E = tl.arange(0, CHANNELS)
+    is_channel_E = channel_E < E
+    is_query, is_value = head < H, head >= H + J
+    # A query is followed by its gate.
+    column = tl.where(is_query, 2 * head, H + head) * E
+    head_of_row = projected + row * (2 * H + 2 * J) * E + column
+    raw_E = tl.load(head_of_row + channel_E, mask=is_channel_E, other=0.0)
+    x_E = raw_E.to(tl.float32)
+    # The other channel of a rotated pair, with the sign of its sine.
+    is_first_E, is_rotated_E = channel_E < F, channel_E < 2 * F
+    other_channel_E = tl.where(is_first_E, channel_E + F, channel_E - F)
+    is_paired_E = is_rotated_E & is_channel_E
+    other_E = tl.load(head_of_row + other_channel_E, mask=is_paired_E, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x_E * x_E, 0) / E + EPS)
+        gain_E = _gain(q_gain, k_gain, channel_E, is_channel_E, is_query)
+        other_gain_E = _gain(q_gain, k_gain, other_channel_E, is_paired_E, is_query)
+        if CENTRED:
+            gain_E += 1
+            other_gain_E += 1
+        # Rounded as `rms_norm` rounds it.
+        x_E = (x_E * scale * gain_E).to(raw_E.dtype).to(tl.float32)
+        other_E = (other_E * scale * other_gain_E).to(raw_E.dtype).to(tl.float32)
+    if F > 0:
+        angle_F = tl.where(is_first_E, channel_E, channel_E - F)
+        cos_E = tl.load(cos + row * F + angle_F, mask=is_paired_E, other=1.0)
+        sin_E = tl.load(sin + row * F + angle_F, mask=is_paired_E, other=0.0)
+        x_E = x_E * cos_E + other_E * tl.where(is_first_E, -sin_E, sin_E)
+    x_E = tl.where(is_value, raw_E, x_E.to(raw_E.dtype))
+    out_of_head = out + (row * (H + 2 * J) + head) * E
+    tl.store(out_of_head + channel_E, x_E, mask=is_channel_E)
+
+
+@triton.jit
+def _multiply_by_sigmoid(
+    x,
+    gate,
+    out,
+    X,
+    P,
+    E: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    CHANNEL_STRIDE: tl.constexpr,
+    FIRST: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Compute CHANNELS channels of one row. Here X is CHANNELS."""
+    row = tl.program_id(1)
+    channel_X = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel_X = channel_X < X
+    column_X = FIRST + channel_X // E * HEAD_STRIDE + channel_X % E * CHANNEL_STRIDE
+    gate_X = tl.load(gate + row * P + column_X, mask=is_channel_X, other=0.0).to(tl.float32)
+    x_X = tl.load(x + row * X + channel_X, mask=is_channel_X, other=0.0)
+    # The factor is rounded, as torch's operators round it.
+    factor_X = (1 / (1 + tl.exp(-gate_X))).to(x_X.dtype).to(tl.float32)
+    result_X = (x_X.to(tl.float32) * factor_X).to(x_X.dtype)
+    tl.store(out + row * X + channel_X, result_X, mask=is_channel_X)
+
+
+def prepare_heads(
+    projected_BP: Tensor,
+    norms: tuple[Norm, Norm] | None,
+    cos_BF: Tensor | None,
+    sin_BF: Tensor | None,
+    heads: int,
+    key_heads: int,
+) -> Tensor:
+    """Return queries, keys and values as `attend` reads them, [B, X]: normalised and rotated.
+
+    Args:
+        projected_BP: for each query head its query and its gate, then all keys, then all values;
+            fp32, fp16 or bf16, contiguous.
+        norms: the norms of queries and of keys, which have the same eps; None: no norms.
+        cos_BF: fp32, the cosines of the positions' angles, contiguous; None: heads are not rotated.
+        sin_BF: fp32, the sines, likewise.
+        heads: H.
+        key_heads: J.
+    """
+    q_norm, k_norm = norms or (None, None)
+    return torch.ops.monograph.prepare_heads(
+        projected_BP,
+        None if q_norm is None else q_norm.gain_K,
+        None if k_norm is None else k_norm.gain_K,
+        0.0 if q_norm is None else q_norm.eps,
+        q_norm is not None and q_norm.is_centred,
+        cos_BF,
+        sin_BF,
+        heads,
+        key_heads,
+    )
+
+
+@torch.library.custom_op("monograph::prepare_heads", mutates_args=())
+def _prepare_heads_op(
+    projected_BP: Tensor,
+    q_gain_E: Tensor | None,
+    k_gain_E: Tensor | None,
+    eps: float,
+    is_centred: bool,
+    cos_BF: Tensor | None,
+    sin_BF: Tensor | None,
+    heads: int,
+    key_heads: int,
+) -> Tensor:
+    rows, columns = projected_BP.shape
+    head_dim = columns // (2 * heads + 2 * key_heads)
+    out_heads = heads + 2 * key_heads
+    out_BX = projected_BP.new_empty(rows, out_heads * head_dim)
+    # A kernel needs a pointer for each tensor, even for one that it does not read.
+    unused = projected_BP
+    _prepare_heads[(out_heads, rows)](
+        projected_BP,
+        unused if q_gain_E is None else q_gain_E,
+        unused if k_gain_E is None else k_gain_E,
+        unused if cos_BF is None else cos_BF,
+        unused if sin_BF is None else sin_BF,
+        out_BX,
+        EPS=eps,
+        H=heads,
+        J=key_heads,
+        E=head_dim,
+        F=0 if cos_BF is None else cos_BF.shape[1],
+        NORM=q_gain_E is not None,
+        CENTRED=is_centred,
+        CHANNELS=triton.next_power_of_2(head_dim),
+        num_warps=1,
+    )
+    return out_BX
+
+
+@_prepare_heads_op.register_fake
+def _(
+    projected_BP: Tensor,
+    q_gain_E: Tensor | None,
+    k_gain_E: Tensor | None,
+    eps: float,
+    is_centred: bool,
+    cos_BF: Tensor | None,
+    sin_BF: Tensor | None,
+    heads: int,
+    key_heads: int,
+) -> Tensor:
+    rows, columns = projected_BP.shape
+    head_dim = columns // (2 * heads + 2 * key_heads)
+    return projected_BP.new_empty(rows, (heads + 2 * key_heads) * head_dim)
+
+
+def multiply_by_gates(mixed_BX: Tensor, projected_BP: Tensor, heads: int) -> Tensor:
+    """Return the output of each head times the sigmoid of its gate.
+
+    Args:
+        mixed_BX: [B, H E], fp32, fp16 or bf16, contiguous.
+        projected_BP: for each query head its query and its gate, and further columns; the same dtype,
+            contiguous.
+        heads: H.
+
+    Returns:
+        [B, H E] in the same dtype; the sigmoid and the product are rounded, as torch rounds them.
+    """
+    head_dim = mixed_BX.shape[1] // heads
+    return torch.ops.monograph.multiply_by_sigmoid(
+        mixed_BX, projected_BP, head_dim, 2 * head_dim, 1, head_dim
+    )
+
+
+def multiply_by_gate(x_BX: Tensor, gate_B1: Tensor) -> Tensor:
+    """Return x times the sigmoid of its row's gate, rounded as in `multiply_by_gates`."""
+    return torch.ops.monograph.multiply_by_sigmoid(x_BX, gate_B1, x_BX.shape[1], 0, 0, 0)
+
+
+@torch.library.custom_op("monograph::multiply_by_sigmoid", mutates_args=())
+def _multiply_by_sigmoid_op(
+    x_BX: Tensor,
+    gate_BP: Tensor,
+    head_dim: int,
+    head_stride: int,
+    channel_stride: int,
+    first: int,
+) -> Tensor:
+    """Return x[h E + e] * sigmoid(gate[first + h head_stride + e channel_stride])."""
+    rows, columns = x_BX.shape
+    out_BX = torch.empty_like(x_BX)
+    _multiply_by_sigmoid[(triton.cdiv(columns, _CHANNELS), rows)](
+        x_BX,
+        gate_BP,
+        out_BX,
+        columns,
+        gate_BP.shape[1],
+        E=head_dim,
+        HEAD_STRIDE=head_stride,
+        CHANNEL_STRIDE=channel_stride,
+        FIRST=first,
+        CHANNELS=_CHANNELS,
+        num_warps=2,
+    )
+    return out_BX
+
+
+@_multiply_by_sigmoid_op.register_fake
+def _(
+    x_BX: Tensor,
+    gate_BP: Tensor,
+    head_dim: int,
+    head_stride: int,
+    channel_stride: int,
+    first: int,
+) -> Tensor:
+    return torch.empty_like(x_BX)
