@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import harness
 import torch
-from steps import Shape, packed_window
+from steps import Shape, packed_window, piece_lengths
 from systems import drawn_on
 from torch.profiler import ProfilerActivity, profile
 
@@ -98,7 +98,7 @@ def measured(name: str, case: Case, args: Namespace) -> dict[str, Any]:
     kernels = by_name(seen)
     tokens_per_s = shape.rows * shape.length / seconds["median"]
     per_token, peak = (
-        flops_per_token(shape.config, shape.length),
+        flops_per_token(shape.config, piece_lengths(window)),
         describe(device).peak_flops.get("bf16"),
     )
     milliseconds = {

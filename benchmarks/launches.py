@@ -41,7 +41,7 @@ from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
-from monograph.predict.roofline import flops_per_token
+from monograph.predict.roofline import matmul_parameters, training_flops
 from monograph.resident import Resident
 
 Numbers = dict[str, float]
@@ -94,24 +94,24 @@ def model_of(config: LlamaConfig) -> Llama:
     return model
 
 
-def engine_of(shape: Shape) -> Resident:
-    """Return the engine that `monograph train` builds by default."""
+def engine_of(shape: Shape, precision: str = "bf16") -> Resident:
+    """Return the engine that `monograph train` builds with this precision."""
     return Resident(
         model_of(shape.config),
         optim=AdamW(lr=1e-3),
         clip=1.0,
-        precision=Precision("bf16"),
+        precision=Precision(precision),
         micro_batch=shape.rows,
     )
 
 
-def training(shape: Shape, packed: bool) -> dict[str, Numbers]:
+def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
     """Return the counts of a micro-step that is called, of one that is replayed, and of an update."""
     torch.cuda.reset_peak_memory_stats()
     window = packed_window(shape, torch.device("cuda"))
     if not packed:
         window = {name: window[name] for name in ("tokens", "targets")}
-    engine = engine_of(shape)
+    engine = engine_of(shape, precision)
     step = engine.step
     assert step.recorder is not None
     step.recorder.least = 0.0  # type: ignore[attr-defined]  # the pretended card is never busy
@@ -140,7 +140,8 @@ def training(shape: Shape, packed: bool) -> dict[str, Numbers]:
     peak = torch.cuda.max_memory_reserved()
     return {
         "micro-step called": called.numbers()
-        | {"flops": products.flops, "pairs": pairs, "peak_bytes": peak}
+        | {"flops": products.flops, "fp8_flops": products.fp8_flops}
+        | {"pairs": pairs, "peak_bytes": peak}
         | next(times),
         "micro-step replayed": replayed.numbers(),
         "update": updated.numbers() | next(times),
@@ -301,8 +302,8 @@ def counts(case: Case, layers: int | None, args: Namespace) -> dict[str, Numbers
     """Return all counts of a shape of a depth."""
     shape = shape_of(case, layers)
     torch._dynamo.reset()
-    found = training(shape, not args.unpacked)
-    if case.preset == "1b" or args.smoke:
+    found = training(shape, not args.unpacked, args.precision)
+    if args.precision == "bf16" and (case.preset == "1b" or args.smoke):
         for rows in BATCHES:
             gc.collect()
             torch._dynamo.reset()
@@ -344,13 +345,18 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
     width = config.num_attention_heads * config.head_dim
     # Forward and backward, a pair of a query and a key takes 12 FLOPs for each channel.
     attended = 12 * config.num_hidden_layers * width * micro["pairs"]
-    causal = 6 * config.num_hidden_layers * width * case.length * tokens
-    model_flops = flops_per_token(config, case.length) * tokens - causal + attended
+    visible_positions = [micro["pairs"] / tokens] * config.num_hidden_layers
+    model_flops = tokens * training_flops(matmul_parameters(config), width, visible_positions)
     times = {}
+    fp8_flops = micro["fp8_flops"]
     for name in CARDS:
-        peak = card_device(name).peak_flops["bf16"]
+        peaks = card_device(name).peak_flops
+        if fp8_flops and "fp8" not in peaks:
+            continue
+        peak = peaks["bf16"]
+        fp8_s = fp8_flops / (peaks["fp8"] * PRODUCTS) if fp8_flops else 0.0
         parts = {
-            "products": micro["flops"] / (peak * PRODUCTS),
+            "products": micro["flops"] / (peak * PRODUCTS) + fp8_s,
             "attention": attended / (peak * ATTENTION),
             "triton": micro[f"triton_s {name}"],
             "update": update[f"triton_s {name}"],
@@ -395,6 +401,7 @@ def measured(name: str, args: Namespace) -> dict[str, Any]:
     few, many = (counts(case, layers, args) for layers in depths)
     found = extrapolated(few, many, depths, own)
     result = {"case": name, "rows": case.rows, "length": case.length, "packed": not args.unpacked}
+    result["precision"] = args.precision
     result |= {
         "layers": own,
         "compiled_layers": depths,
@@ -459,7 +466,8 @@ def show(result: dict[str, Any]) -> None:
         return
     few, many = result["compiled_layers"]
     kind = "packed" if result["packed"] else "one document a row"
-    print(f"\n{result['case']}, {result['rows']} x {result['length']}, {kind}, bf16, sm_90:")
+    precision = result["precision"]
+    print(f"\n{result['case']}, {result['rows']} x {result['length']}, {kind}, {precision}, sm_90:")
     print(f"{result['layers']} layers, extrapolated linearly from {few} and {many}", end="")
     check = result.get("extrapolated_is_compiled")
     print(
@@ -500,6 +508,7 @@ def main() -> None:
     parser.add_argument(
         "--unpacked", action="store_true", help="one document a row: attention by cuDNN"
     )
+    parser.add_argument("--precision", choices=("bf16", "fp8_head"), default="bf16")
     args = parser.parse_args()
     if args.smoke:
         args.cases, args.layers = ["nano"], [1, 3]

@@ -32,6 +32,7 @@ from pretended_gpu import card  # noqa: E402
 LIBRARIES = ("triton", "cublas", "aten", "cudnn", "memset")
 _NAMES = {"blas": "cublas", "torch": "aten"}  # by the driver's names
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
+FP8_PRODUCT = "aten::_scaled_mm"
 ATTENTION = ("flex_attention", "cudnn_attention")  # parts of the names of attention's kernels
 _BYTES = {
     "c10::BFloat16": 2,
@@ -325,10 +326,10 @@ _KEPT: list[Any] = []
 
 class Products:
     """A `with` block whose matrix products are seen with their shapes: `flops` and `bytes`
-    afterwards.
+    afterwards, and `fp8_flops`, those of products in fp8, which are not among the others.
     """
 
-    flops = bytes = 0.0
+    flops = bytes = fp8_flops = 0.0
 
     def __enter__(self) -> Products:
         self._profile = profile(
@@ -340,6 +341,9 @@ class Products:
     def __exit__(self, *raised: Any) -> None:
         self._profile.__exit__(*raised)
         for event in self._profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+            if event.name() == FP8_PRODUCT:
+                left, right = event.shapes()[:2]
+                self.fp8_flops += 2 * math.prod(left) * right[-1]
             if event.name() in PRODUCTS:
                 shapes = [shape for shape in event.shapes() if shape]
                 kinds = [

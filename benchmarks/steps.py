@@ -14,9 +14,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import harness
+import numpy as np
 import torch
 
 from monograph import compat
+from monograph.data.piece_lengths import PieceLengths
 from monograph.device import default_device, describe
 from monograph.graph.precision import DTYPES, Precision
 from monograph.loop import train
@@ -78,6 +80,14 @@ def packed_window(shape: Shape, device: torch.device) -> Batch:
     )
 
 
+def piece_lengths(window: Batch) -> PieceLengths:
+    """Return the lengths of a window's documents; whole rows if it has no positions."""
+    columns_T = torch.arange(window["tokens"].shape[1])
+    positions_N = window.get("positions", columns_T.expand_as(window["tokens"])).flatten()
+    starts_P = (positions_N == 0).nonzero().flatten().tolist()
+    return PieceLengths.of_pieces(np.diff(np.array([*starts_P, len(positions_N)])))
+
+
 def engine(shape: Shape, dtype: str, device: torch.device) -> Resident:
     """Return the engine that `monograph train` builds by default."""
     model = Llama(shape.config, seed=0).to(device)
@@ -123,7 +133,8 @@ def measure(args: Namespace, name: str, shape: Shape, dtype: str) -> dict[str, A
     }
     return case | {
         "flops": {
-            mode: rates(shape, dtype, case["tokens_per_s"][mode]["median"]) for mode in engines
+            mode: rates(shape, window, dtype, case["tokens_per_s"][mode]["median"])
+            for mode in engines
         }
     }
 
@@ -144,11 +155,11 @@ def waits(run: Callable[[], object], device: torch.device) -> dict[str, int] | N
     return syncs.counts
 
 
-def rates(shape: Shape, dtype: str, tokens_per_s: float) -> dict[str, float | None]:
-    """Return raw FLOP/s by the formula of `predict.flops`, and its share of the GPU's datasheet
+def rates(shape: Shape, window: Batch, dtype: str, tokens_per_s: float) -> dict[str, float | None]:
+    """Return raw FLOP/s by the formula of `predict.roofline`, and its share of the GPU's datasheet
     rate, if known.
     """
-    per_token = flops_per_token(shape.config, shape.length)
+    per_token = flops_per_token(shape.config, piece_lengths(window))
     peak = describe().peak_flops.get(dtype)
     return {
         "flops_per_s": tokens_per_s * per_token,
@@ -207,7 +218,8 @@ def main() -> None:
         f"median (lowest-highest) of {args.rounds} rounds; MiB: the most one update holds besides weights, gradients"
     )
     print(
-        "and optimizer state; TFLOP/s = tokens/s x (6 N_matmul + 6 L d T), captured; speed-up: captured over eager"
+        "and optimizer state; TFLOP/s = tokens/s x (6 N_matmul + 12 L d P), captured, where a token sees P positions; "
+        "speed-up: captured over eager"
     )
     for name, shape in shapes.items():
         for dtype in args.dtypes:

@@ -3,8 +3,9 @@ precision, optimizer.
 
 124M on rows of 1,024 tokens and 1.2B on rows of 2,048, in bf16 with fp32 masters and AdamW. Each
 system runs in its own process, one after the other, on the same random tokens. MFU is (6 N_matmul +
-6 L d T) x tokens/s, causal, over the GPU's datasheet rate; raw TFLOP/s and the share of a measured
-matrix product are printed next to it. System `replay` is this project with and without its
+12 L d P) x tokens/s over the GPU's datasheet rate, where P = (T + 1) / 2 is the mean number of
+positions that a token attends to, as each row is one document; raw TFLOP/s and the share of a
+measured matrix product are printed next to it. System `replay` is this project with and without its
 micro-steps replayed as CUDA graphs, interleaved in one process, on 2.4M, 43M and 124M parameters
 with a micro-batch of few rows, where launching takes the time.
 """
@@ -180,7 +181,7 @@ def main() -> None:
         "precision": "bf16",
     }
     formula = {
-        "flops_per_token": "6 N_matmul + 6 L d T",
+        "flops_per_token": "6 N_matmul + 12 L d (T + 1) / 2",
         "peak_flops_per_s": peak,
         "measured_matmul_flops": matmul,
     }

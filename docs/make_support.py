@@ -27,7 +27,7 @@ from monograph.step import Step
 
 PAGE = Path(__file__).resolve().parent / "support.md"
 BEGIN, END = "<!-- made by docs/make_support.py -->", "<!-- end -->"
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8_head")
 REMATS = ("none", "pointwise", "0.3", "full", "offload")
 SCOPES: tuple[Literal["none", "whole", "blocks"], ...] = ("none", "whole", "blocks")
 # What the optimizer keeps, by the keys that say so.

@@ -64,6 +64,7 @@ _BEHIND: dict[str, str | dict[str, str]] = {
         "bf16": COMPILED,
         "fp16": SCALED,
         "fp8": "tests/graph/test_fp8.py",
+        "fp8_head": "tests/ops/test_fp8_head.py",
     },
     "train.remat": dict.fromkeys(
         ("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from monograph.model.config import LlamaConfig
 from monograph.model.layers import Linear
-from monograph.model.mixer import LayerCache, Mixer
+from monograph.model.mixer import LayerCache, Mixer, VisiblePositions
 from monograph.model.rope import CosSin
 from monograph.ops.attention import Impl, Mask
 
@@ -81,5 +81,7 @@ class Mean(Mixer):
         )
 
     @classmethod
-    def training_flops(cls, config: LlamaConfig, layer: int, length: int) -> int:
+    def training_flops(
+        cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
+    ) -> float:
         return 3 * config.hidden_size

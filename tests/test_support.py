@@ -35,7 +35,7 @@ def test_the_page_is_what_the_script_makes(made):
 # Values of what rules depend on; those of the second group meet no rule of the first.
 GROUPS = (
     {
-        "precision": ("auto", "fp32", "fp8"), "memory": ("auto", "stream"), "compile": ("auto", "whole"),
+        "precision": ("auto", "fp32", "fp8", "fp8_head"), "memory": ("auto", "stream"), "compile": ("auto", "whole"),
         "remat": ("auto", "offload"), "parallel": ("none", "fsdp"), "gather_dtype": ("fp32", "bf16"),
         "state": ("fp32", "bf16"), "master_weights": (True, False), "rank": (None, 8), "is_adapted": (False, True),
         "is_code": (False, True), "init": (None, "FILE.py:f"),

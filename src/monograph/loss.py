@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph.fp8 import Float8Head
 from monograph.graph.token_rows import trained_rows
 from monograph.ops.cross_entropy import linear_cross_entropy, token_log_probabilities
 from monograph.ops.mixture import mixture_cross_entropy
@@ -89,8 +90,9 @@ class TokenLoss:
         targets_N = batch["targets"].flatten()
         # The rows of single tokens that are trained in place of those of a frozen weight, or None.
         rows = trained_rows(lm_head)
+        more = {"in_fp8": True} if isinstance(lm_head, Float8Head) else {}
         return self.head(
-            hidden_ND, lm_head.weight, targets_N, impl=self.impl, rows=rows, **teaching
+            hidden_ND, lm_head.weight, targets_N, impl=self.impl, rows=rows, **teaching, **more
         )
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:

@@ -102,6 +102,11 @@ def test_memory_that_earlier_runs_took_beyond_the_trace_is_in_the_plan_and_said(
             "no fp8 arithmetic (NVIDIA's have it from the L4",
         ),
         (("--device", "A100-80", "train.precision=fp8"), "; use bf16"),
+        (("--device", "A100-80", "train.precision=fp8_head"), "no fp8 arithmetic"),
+        (
+            ("--device", "H100", "train.precision=fp8_head", "train.memory=stream"),
+            "train.precision = fp8_head does not go with train.memory = stream: it was not tried",
+        ),
         (
             (
                 "optim.name=muon",

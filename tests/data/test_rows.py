@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from monograph.data.piece_lengths import PieceLengths
 from monograph.data.rows import IGNORE
 
 
@@ -55,6 +56,14 @@ def test_segments_and_positions_describe_the_pieces(small):
         ).all()
         assert not (row["tokens"][:column] == tokenizer.pad_id).any()
     assert several > 3
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+@pytest.mark.parametrize("length", [1, 7, 64])
+def test_the_lengths_of_pieces_are_those_that_an_epoch_visits(small, packing, length):
+    rows = small(packing=packing, sequence_length=length).train
+    lengths = [piece.length for row in range(len(rows)) for piece in rows.pieces(row)]
+    assert rows.piece_lengths == PieceLengths.of_pieces(np.array(lengths))
 
 
 def pieces_of(rows):

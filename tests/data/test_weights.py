@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 
 import numpy as np
@@ -16,6 +17,7 @@ from monograph.config.sources import classify, path_and_weight
 from monograph.data import store
 from monograph.data.batches import Batches
 from monograph.data.corpus import corpus
+from monograph.data.rows import weighted_rows_at
 from monograph.data.sources import find_sources
 from monograph.errors import InputRefused, UsageError
 
@@ -165,3 +167,17 @@ def test_a_weight_tokenises_nothing_again_and_is_in_the_fingerprint(mixed, monke
     prints = [built.fingerprint for built in (plain, *weighted_)]
     assert len(set(prints)) == 3 and prints[3] == prints[0]
     assert len(plain.train.shares) == 1 and plain.train.per_epoch == len(plain.train)
+
+
+@pytest.mark.parametrize("weights", [(0.5, 2.0), (1.0, 1.0), (3.0, 0.3)])
+def test_the_lengths_of_pieces_are_those_of_the_visits(mixed, weights):
+    """Over so many epochs that each row of a file was visited equally often."""
+    rows = mixed(*weights, sequence_length=256).train
+    epochs = math.lcm(*(share.rows // math.gcd(*share) for share in rows.shares))
+    visits = np.bincount(weighted_rows_at(0, epochs * rows.per_epoch, rows.shares, 7))
+    counted = Counter()
+    for row, count in enumerate(visits.tolist()):
+        for piece in rows.pieces(row):
+            counted[piece.length] += count
+    found = dict(zip(*rows.piece_lengths, strict=True))
+    assert found == pytest.approx({length: n / epochs for length, n in counted.items()})

@@ -121,7 +121,7 @@ def test_plans_know_what_a_new_mixer_costs() -> None:
     assert flops_per_token(config, length) == (
         6 * config_matrices(config)
         + 3 * config.hidden_size
-        + 6 * config.num_attention_heads * config.head_dim * length
+        + 12 * config.num_attention_heads * config.head_dim * (length + 1) / 2
     )
     slots, dtype = 64, torch.float32
     attention_bytes = KVCache.bytes_per_row(plain, slots, dtype) // 2

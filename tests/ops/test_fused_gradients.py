@@ -25,8 +25,9 @@ from monograph.graph.siblings import families, fuse_known, fuse_siblings
 from monograph.laws.comparisons import error_within, relative_error
 from monograph.loss import TokenLoss, token_loss
 from monograph.model.llama import Llama
-from monograph.model.rope import _rotate_on_cuda, rotate
+from monograph.model.rope import rotate
 from monograph.ops.cross_entropy import (
+    HeadWeight,
     _traced_gradients,
     _traced_gradients_on_cuda,
     linear_cross_entropy,
@@ -38,6 +39,7 @@ from monograph.ops.fused_gradients import (
     fused_gradients,
     linear,
 )
+from monograph.ops.rotation import rotate_by_operators
 from monograph.optim import vectors_at_once
 from monograph.resident import Resident
 from monograph.stream import Streamed
@@ -228,12 +230,13 @@ def test_forms_for_a_gpu_equal_those_for_a_cpu():
 
     heads, angles = drawn(2, 3, 5, 8), drawn(2, 1, 5, 4)
     turned = [tensor.transpose(1, 2) for tensor in (angles.cos(), angles.sin())]
-    ours = _rotate_on_cuda(heads.transpose(1, 2), *turned).transpose(1, 2)
+    ours = rotate_by_operators(heads.transpose(1, 2), *turned).transpose(1, 2)
     assert torch.equal(ours, rotate(heads, (angles.cos(), angles.sin())))
     hidden, weight, targets = drawn(6, 4), drawn(9, 4), torch.tensor([0, 8, 3, 3, 0, 1])
     weights = torch.tensor([1.0, 1, 1, 0, 1, 1], dtype=torch.float64)
-    losses, grad = _traced_gradients(hidden, weight, targets, torch.float64, None)
-    our_losses, our_grad = _traced_gradients_on_cuda(hidden, weight, targets, weights)
+    head = HeadWeight(weight)
+    losses, grad = _traced_gradients(hidden, head, targets, torch.float64, None)
+    our_losses, our_grad = _traced_gradients_on_cuda(hidden, head, targets, weights)
     # The sums have at most nine terms near 1, and what is rounded are fp64 numbers.
     assert relative_error(our_losses, losses * weights) < 32 * torch.finfo(torch.float64).eps
     assert relative_error(our_grad, grad * weights[:, None]) < 32 * torch.finfo(torch.float64).eps

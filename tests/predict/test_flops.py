@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import monograph
+from monograph.data.piece_lengths import PieceLengths
 from monograph.model.config import LlamaConfig
 from monograph.model.parameters import (
     block_active_matrix_shapes,
@@ -77,7 +79,7 @@ def test_count_is_what_torch_counts_for_the_same_products() -> None:
     """Forward and backward of every product of one row, run on tensors without data; attention is
     counted in full.
 
-    torch counts scores and mixing over all T x T positions, twice the causal half of the formula.
+    torch counts scores and mixing over all T x T pairs of positions, also those that are hidden.
     """
     shape, T = config(), 64
     d, query, key_value, hidden = shape.hidden_size, 4 * 16, 2 * 16, shape.intermediate_size
@@ -100,8 +102,10 @@ def test_count_is_what_torch_counts_for_the_same_products() -> None:
             total = total + (gated @ weight(hidden, d)).sum()
         x = torch.empty(T, d, device="meta", requires_grad=True)
         (total + (x @ weight(d, shape.vocab_size)).sum()).backward()
-    causal_half = 6 * shape.num_hidden_layers * query * T
-    assert counter.get_total_flops() == T * (flops_per_token(shape, T) + causal_half)
+    # The pairs that causal attention hides: T (T - 1) / 2 of T x T.
+    hidden_pairs = T * (T - 1) // 2
+    attention_of_hidden = 12 * shape.num_hidden_layers * query * hidden_pairs
+    assert counter.get_total_flops() == T * flops_per_token(shape, T) + attention_of_hidden
 
 
 def test_an_8b_model_at_8192_tokens_costs_what_is_published() -> None:
@@ -113,9 +117,7 @@ def test_an_8b_model_at_8192_tokens_costs_what_is_published() -> None:
 
 @pytest.mark.parametrize("window", [1, 7, 63, 64, 100])
 def test_a_window_costs_what_its_positions_are(window: int) -> None:
-    """Per layer and pair of positions 12 d_attn, as in causal attention, whose half of T x T the
-    formula counts.
-    """
+    """Per layer and pair of positions 12 d_attn."""
     T, width = 64, 4 * 16
     sliding = config(
         model_type="qwen3",
@@ -124,11 +126,42 @@ def test_a_window_costs_what_its_positions_are(window: int) -> None:
     )
     pairs = sum(min(t + 1, window) for t in range(T))
     full = T * (T + 1) // 2
-    saved = 12 * width * (full - pairs)
-    found = T * (flops_per_token(config(model_type="qwen3"), T) - flops_per_token(sliding, T))
-    # The formula takes T / 2 for (T + 1) / 2, and whole positions of the average row.
-    assert abs(found - saved) <= 12 * width * T
-    assert (found == 0) == (window >= T)
+    saved = T * (flops_per_token(config(model_type="qwen3"), T) - flops_per_token(sliding, T))
+    assert saved == pytest.approx(12 * width * (full - pairs))
+    assert (saved == 0) == (window >= T)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 3)), min_size=1, max_size=6),
+    st.none() | st.integers(1, 45),
+)
+def test_a_token_attends_to_its_own_piece_only(
+    pieces: list[tuple[int, int]], window: int | None
+) -> None:
+    """Against a mask of all pairs of a row of pieces, with every pair looked at."""
+    lengths = [length for length, times in pieces for _ in range(times)]
+    segments = [index for index, length in enumerate(lengths) for _ in range(length)]
+    seen = sum(
+        segments[query] == segments[key] and key <= query and query - key < (window or math.inf)
+        for query in range(len(segments))
+        for key in range(len(segments))
+    )
+    found = PieceLengths.of_pieces(np.array(lengths)).visible_positions(window)
+    assert found == pytest.approx(seen / len(segments))
+
+
+def test_pieces_that_are_visited_more_often_count_more_often() -> None:
+    twice_long = PieceLengths((2, 5), (1.0, 2.0))
+    assert twice_long.visible_positions() == pytest.approx((3 + 2 * 15) / (2 + 2 * 5))
+    assert PieceLengths((), ()).visible_positions() == 0.0
+
+
+def test_packed_documents_cost_less_than_whole_rows_by_the_pairs_between_them() -> None:
+    """Two documents of 20 and 44 tokens in rows of 64: 20 x 44 pairs fewer."""
+    T, width, layers = 64, 4 * 16, 3
+    packed = flops_per_token(config(), PieceLengths((20, 44), (1.0, 1.0)))
+    saved = T * (flops_per_token(config(), T) - packed)
+    assert saved == pytest.approx(12 * layers * width * 20 * 44)
 
 
 def test_biases_and_norms_of_heads_are_no_matrices() -> None:
@@ -136,11 +169,13 @@ def test_biases_and_norms_of_heads_are_no_matrices() -> None:
         assert matmul_parameters(config(model_type=family)) == matmul_parameters(config())
 
 
-@given(st.integers(1, 10**9), st.integers(1, 100), st.integers(1, 10**4), st.integers(1, 10**5))
-def test_cost_is_linear_in_context(parameters: int, layers: int, width: int, length: int) -> None:
-    at = [training_flops(parameters, layers, width, t) for t in (0, length, 2 * length)]
-    assert at[0] == 6 * parameters
-    assert at[2] - at[1] == at[1] - at[0] == 6 * layers * width * length
+@given(st.integers(1, 10**9), st.integers(1, 10**4), st.lists(st.integers(1, 10**5), max_size=20))
+def test_cost_is_linear_in_the_positions_that_are_seen(
+    parameters: int, width: int, seen: list[int]
+) -> None:
+    assert training_flops(parameters, width, []) == 6 * parameters
+    found = training_flops(parameters, width, seen) - training_flops(parameters, width, [])
+    assert found == 12 * width * sum(seen)
 
 
 def test_mfu_is_a_fraction_of_the_peak() -> None:

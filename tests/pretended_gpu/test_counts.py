@@ -35,7 +35,9 @@ def launches() -> Any:
 
 @pytest.fixture(scope="module")
 def counted(launches: Any) -> dict[str, dict[str, float]]:
-    return launches.counts(launches.CASES["nano"], None, Namespace(unpacked=False, smoke=False))
+    return launches.counts(
+        launches.CASES["nano"], None, Namespace(unpacked=False, smoke=False, precision="bf16")
+    )
 
 
 def test_a_step_launches_no_more_and_moves_no_more_bytes_than_was_written_down(counted) -> None:

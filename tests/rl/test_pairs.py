@@ -12,6 +12,7 @@ import pytest
 from dialogues import said, speaking
 from monograph.data.corpus import Corpus
 from monograph.data.options import ReadingOptions
+from monograph.data.piece_lengths import PieceLengths
 from monograph.errors import InputRefused, UsageError
 from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.text.tokenizer import Tokenizer
@@ -71,6 +72,16 @@ def test_texts_follow_their_prompt_as_they_are_and_each_answer_is_a_document(
         pairs.train.max_row_answers >= 4 and pairs.train.answers == 14 and not pairs.train.has_chats
     )
     assert pairs.stats.conversations == 7 and pairs.train.empty(2)["answers"].shape == (2, 64)
+
+
+def test_each_answer_is_a_piece_of_its_own(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "?" * n, "chosen": "yes" * (1 + n % 3), "rejected": "no"} for n in range(9)
+    ]
+    pairs = read(write(tmp_path / "p.jsonl", *records))
+    assert isinstance(pairs.train, PairRows)
+    lengths = [len(inputs) for _, inputs, _ in documents(pairs.train)]
+    assert pairs.train.piece_lengths == PieceLengths.of_pieces(np.array(lengths))
 
 
 def test_answers_that_repeat_their_prompt_are_told_of(tmp_path: Path) -> None:

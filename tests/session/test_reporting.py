@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from batches import packed, tiny_llama
 from laws.resumed import REWARDED, SETTINGS, start, write_inputs
 from monograph import compat
-from monograph.device import clock
+from monograph.device import clock, describe
 from monograph.distributed.world import World
+from monograph.predict.roofline import flops_per_token, matmul_parameters
 from monograph.report.run_report import About, run_page
 from monograph.resident import Resident
+from monograph.run.folder import Run
 from monograph.session import reporting
 from monograph.session.objectives.rewards import RewardTask
 from monograph.session.reporting import Reporter, _planned_memory_text
@@ -23,7 +27,7 @@ from monograph.session.sample_prompt import SamplePrompt
 from monograph.text.tokenizer import Tokenizer
 
 
-class Run:
+class TimedRun:
     """A run that may take 100 s, on a machine whose speed nobody foresaw."""
 
     def __init__(self, seconds_per_update: float, updates: int = 1000) -> None:
@@ -59,7 +63,7 @@ class Run:
 
 @pytest.mark.parametrize("seconds_per_update", [0.105, 0.13, 0.2, 1.0, 3.0])
 def test_a_slower_machine_ends_in_time(seconds_per_update: float) -> None:
-    run = Run(seconds_per_update)
+    run = TimedRun(seconds_per_update)
     assert run.early_cool_down and 70 <= run.early_cool_down <= 75 and len(run.told) == 1
     assert (
         run.spent_s == pytest.approx(97, rel=0.03)
@@ -71,13 +75,13 @@ def test_a_slower_machine_ends_in_time(seconds_per_update: float) -> None:
 def test_updates_that_take_long_are_fewer_and_only_a_shorter_run_is_said_to_end_early(
     updates: int, ends: int
 ) -> None:
-    run = Run(30.0, updates)
+    run = TimedRun(30.0, updates)
     assert run.updates == ends and len(run.told) == (ends < updates)
 
 
 @pytest.mark.parametrize("seconds_per_update", [0.05, 0.09, 0.099])
 def test_a_machine_as_fast_as_thought_does_all_updates(seconds_per_update: float) -> None:
-    run = Run(seconds_per_update)
+    run = TimedRun(seconds_per_update)
     assert run.early_cool_down is None and run.updates == 1000
 
 
@@ -157,7 +161,7 @@ def test_a_run_of_which_one_prompt_taught_something_is_not_doubted(
 
 
 def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> None:
-    run = Run(0.09)
+    run = TimedRun(0.09)
     run.spent_s, run.recent_s, run.early_cool_down = 72.0, 0.3, None
     Reporter.keep_time(run, 800)  # type: ignore[arg-type]
     assert run.updates == 800 + int(25 / 0.3)
@@ -205,3 +209,40 @@ def test_a_sample_makes_no_graphs_of_blocks() -> None:
     engine.accumulate(packed(6))
     engine.update()
     assert compat.captured_graphs() == graphs and engine.step.scope == "blocks"
+
+
+@pytest.mark.parametrize("learns", ["packed texts", "rewards"])
+def test_mfu_counts_the_documents_that_the_run_s_rows_hold(
+    learns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that are made anew for each update nobody knows the documents: no MFU there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reporting, "write_report", lambda *_: None)
+    machine = replace(describe(), peak_flops={"fp32": 1e12})
+    monkeypatch.setattr(reporting, "describe", lambda _: machine)
+    sessions = []
+    summary = Reporter._summary
+
+    def kept_summary(report: Reporter) -> dict[str, Any]:
+        sessions.append(report.session)
+        return summary(report)
+
+    monkeypatch.setattr(Reporter, "_summary", kept_summary)
+    write_inputs(tmp_path)
+    settings = REWARDED if learns == "rewards" else SETTINGS
+    start("run", settings | {"train.updates": 3, "train.save_every": 3})
+    found = next(row["summary"] for row in Run(Path("run")).rows() if "summary" in row)
+    if learns == "rewards":
+        assert found["mfu"] is None
+        return
+    session = sessions[0]
+    rows = session.task.data.train
+    window = rows.window(np.arange(len(rows)))
+    pairs = (window["positions"] + 1)[window["segments"] > 0].sum()
+    config = session.model_config
+    width = config.num_attention_heads * config.head_dim
+    attention = 12 * config.num_hidden_layers * width * pairs / rows.inputs
+    flops_per_s = found["tokens_per_s"] * (6 * matmul_parameters(config) + attention)
+    assert found["mfu"] == pytest.approx(flops_per_s / 1e12)
+    whole_rows = flops_per_token(config, session.plan.training.length)
+    assert found["mfu"] < found["tokens_per_s"] * whole_rows / 1e12

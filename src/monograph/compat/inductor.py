@@ -137,6 +137,34 @@ def keep_strides_of_block_masks() -> None:
     flex.maybe_realize = realize_and_freeze
 
 
+@functools.cache
+def read_wide_rows_once(most_numbers: int) -> None:
+    """Let kernels of a GPU that reduce rows hold whole rows of up to `most_numbers` in registers.
+
+    By default Inductor does so up to 1,024 numbers. Beyond, a kernel has two loops, of which the
+    second reads the row again, for example to normalise it.
+    """
+    from torch._inductor import config
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    by_default = InductorChoices.should_use_persistent_reduction
+
+    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+        if by_default(features, cooperative_reduction):
+            return True
+        if cooperative_reduction or not config.triton.persistent_reductions:
+            return False
+        is_of_rows = features.get_reduction_hint() == ReductionHint.INNER
+        fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, most_numbers)
+        return bool(is_of_rows and fits)
+
+    InductorChoices.should_use_persistent_reduction = staticmethod(  # type: ignore[method-assign]
+        should_use_persistent_reduction
+    )
+
+
 def graph_pass(rewrite: Callable[[Graph], None], *files: str) -> object:
     """Return a pass for Inductor that calls `rewrite` for each graph.
 

@@ -700,7 +700,7 @@ class TrainSection(Section):
         "Seed of new weights and of the order of the data.",
         varies="in one graph",
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _choice(
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8_head"] = _choice(
         "auto",
         "Precision of the arithmetic.",
         {
@@ -708,6 +708,7 @@ class TrainSection(Section):
             "bf16": "products, attention and residual stream in bf16",
             "fp16": "the same in fp16; gradients are scaled",
             "fp8": "blocks' linear layers in fp8, the rest as in bf16",
+            "fp8_head": "two of the head's three products in fp8, the rest as in bf16",
         },
         auto="bf16 if the device has it, else fp32",
         example="bf16",

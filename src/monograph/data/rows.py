@@ -12,6 +12,7 @@ Shape suffixes: P pieces, R rows, T positions of a row, N inputs of all requeste
 V visits to a share.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.data.pack import Int64, Packing, plan_rows
+from monograph.data.piece_lengths import PieceLengths
 from monograph.data.store import Side
 from monograph.text.tokenizer import Tokenizer
 
@@ -279,6 +281,25 @@ class Rows:
     def per_epoch(self) -> int:
         """Return the number of visits in an epoch: one to each row, if all weights are 1."""
         return sum(share.visits for share in self.shares)
+
+    @functools.cached_property
+    def piece_lengths(self) -> PieceLengths:
+        """Return the lengths of the pieces that an epoch visits, in the mean over many epochs."""
+        return PieceLengths.of_counts(self._piece_visits())
+
+    def _piece_visits(self) -> NDArray[np.float64]:
+        """Return how often an epoch visits a piece of n tokens, for each n of 0 .. T."""
+        visits_L = np.zeros(self.sequence_length + 1)
+        first_row = 0
+        for share in self.shares:
+            end_row = first_row + share.rows
+            lengths_P = self._plan.lengths[
+                self._plan.offsets[first_row] : self._plan.offsets[end_row]
+            ]
+            pieces_L = np.bincount(lengths_P, minlength=self.sequence_length + 1)
+            visits_L += pieces_L * (share.visits / max(1, share.rows))
+            first_row = end_row
+        return visits_L
 
     def row(self, index: int) -> dict[str, Int64]:
         """Return one row as arrays [T] under the keys of `window`."""

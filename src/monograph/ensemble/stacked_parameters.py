@@ -17,7 +17,7 @@ from monograph.ensemble.call import MemberCaller, Tensors
 from monograph.ensemble.optimizers import merge_kinds
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
-from monograph.graph.precision import Precision
+from monograph.graph.precision import FP8, Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Batch, check_result, count_tensor, has_count, require_constant
 from monograph.optim import Optimizer, Plane, planes, require_optimizer, trainable
@@ -69,7 +69,7 @@ class StackedParameters(OnDevice):
         self.optims = [require_optimizer(optim) for optim in optims]
         self.schedules = schedules
         self.each = each
-        if precision is not None and precision.name == "fp8":
+        if precision is not None and precision.name in FP8:
             raise UsageError("an ensemble has no fp8 products: torch cannot batch them; take bf16")
         if not FORMATS[optims[0].state].exact:
             raise UsageError(

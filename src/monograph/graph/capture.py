@@ -30,6 +30,8 @@ Backend = Literal["inductor", "aot_eager", "eager"]
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 # The beginnings of the lines that say why something is not replayed.
 ONE_BY_ONE = "micro-steps are launched one by one"
+# A GPU's kernels hold rows of so many numbers in registers: the widths of most models' norms.
+MOST_NUMBERS_OF_A_ROW = 4096
 UPDATES_ONE_BY_ONE = "the kernels of an update are launched one by one"
 
 
@@ -416,6 +418,7 @@ def _configure_inductor() -> None:
     # Only the kernels of GPUs have the strides of block masks in their source.
     if torch.cuda.is_available():
         compat.keep_strides_of_block_masks()
+        compat.read_wide_rows_once(MOST_NUMBERS_OF_A_ROW)
     # `materialize` must write its result to memory. Otherwise Inductor fuses an update's coefficients
     # into the loop over the parameters, and computes them again for every 16 elements.
     compat.lower_to_memory(torch.ops.monograph.materialize.default)

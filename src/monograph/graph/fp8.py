@@ -1,7 +1,8 @@
-"""Compute linear layers in 8-bit floating point.
+"""Compute linear layers, or the head, in 8-bit floating point.
 
 A layer's forward product and the two products of its backward pass are in fp8, all else is in bf16,
-and weights keep their own dtype.
+and weights keep their own dtype. Of the head, the logits and the gradient of the hidden states are
+products in fp8 (`monograph.ops.cross_entropy`).
 
 Shapes: M rows (all leading dimensions), K inputs, N outputs.
 """
@@ -17,14 +18,13 @@ from monograph.errors import UsageError
 from monograph.graph.lora import adapted_layers
 from monograph.graph.siblings import families
 from monograph.ops.autograd import Context
-
-# Gradients need more range and fewer digits than weights and activations (Micikevicius et al. 2022,
-# "FP8 Formats for Deep Learning", 2209.05433).
-FORWARD_DTYPE, BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
-SIDE_MULTIPLE = 16  # the hardware multiplies matrices whose sides are multiples of this
-# Lower bound of what counts as a tensor's largest element, so that the scale is finite.
-MIN_LARGEST_ELEMENT = 2.0**-100
-EXPONENT_BITS = 0x7F800000  # the mask that rounds a positive fp32 number down to a power of two
+from monograph.ops.fp8 import (
+    BACKWARD_DTYPE,
+    FORWARD_DTYPE,
+    SIDE_MULTIPLE,
+    column_major,
+    quantised_to_fp8,
+)
 
 
 def convert_(module: nn.Module, weights: Iterable[str]) -> list[str]:
@@ -75,6 +75,33 @@ def convert_(module: nn.Module, weights: Iterable[str]) -> list[str]:
     return left_in_bf16
 
 
+def convert_head_(module: nn.Module) -> None:
+    """Let the default loss compute the head's products in fp8 while it trains, in place.
+
+    Raises:
+        UsageError: the module has adapters, no head that is a plain linear layer, or one with a side
+            that is not a multiple of 16.
+    """
+    if adapted_layers(module):
+        raise UsageError(
+            "fp8_head is for a head that is trained, but beside adapters it is frozen: use bf16"
+        )
+    head = getattr(module, "lm_head", None)
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise UsageError("fp8_head needs a module whose lm_head is a plain linear layer: use bf16")
+    vocabulary, width = head.weight.shape
+    if vocabulary % SIDE_MULTIPLE or width % SIDE_MULTIPLE:
+        raise UsageError(
+            f"fp8_head needs a vocabulary and a width that are multiples of {SIDE_MULTIPLE}, not "
+            f"{vocabulary:,} and {width:,}: use bf16"
+        )
+    head.__class__ = Float8Head
+
+
+class Float8Head(nn.Linear):
+    """A head whose products are fp8 in the default loss while it trains; see `convert_head_`."""
+
+
 class Float8Linear(nn.Linear):
     """A linear layer whose products are fp8 in training mode; see `convert_`."""
 
@@ -109,20 +136,6 @@ def fp8_linear(input: Tensor, weight_NK: Tensor) -> Tensor:
     return y_MN[:rows].view(*input.shape[:-1], -1)
 
 
-def quantised_to_fp8(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round to fp8 after scaling by the largest power of two that keeps every element in range.
-
-    Scaling by a power of two is exact. NaN and infinity are not changed.
-
-    Returns:
-        The scaled values in `dtype`, and the factor that undoes the scaling, 0-d fp32.
-    """
-    largest = values.abs().amax().float().clamp_min(MIN_LARGEST_ELEMENT)
-    ratio = torch.finfo(dtype).max / largest
-    scale = (ratio.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
-    return (values.float() * scale).to(dtype), scale.reciprocal()
-
-
 class _LinearContext(Context):
     input_dtype: torch.dtype
 
@@ -148,18 +161,13 @@ class _Linear(torch.autograd.Function):
         dy8_MN, dy_inverse_scale = quantised_to_fp8(dy_MN, BACKWARD_DTYPE)
         w8_NK, w_inverse_scale = quantised_to_fp8(weight_NK, FORWARD_DTYPE)
         dx_MK = compat.scaled_mm(
-            dy8_MN, _column_major(w8_NK), dy_inverse_scale, w_inverse_scale, ctx.input_dtype
+            dy8_MN, column_major(w8_NK), dy_inverse_scale, w_inverse_scale, ctx.input_dtype
         )
         dw_NK = compat.scaled_mm(
             dy8_MN.t().contiguous(),
-            _column_major(x8_MK),
+            column_major(x8_MK),
             dy_inverse_scale,
             x_inverse_scale,
             weight_NK.dtype,
         )
         return dx_MK, dw_NK
-
-
-def _column_major(matrix: Tensor) -> Tensor:
-    """Return the matrix in column-major layout, as the fp8 product needs its right operand."""
-    return matrix.t().contiguous().t()

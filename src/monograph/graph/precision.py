@@ -13,20 +13,22 @@ from monograph.device import Device
 from monograph.errors import UsageError
 from monograph.ranges import ABOVE_0, COUNT
 
-# Without "fp8", which is bf16 everywhere except in the linear layers of blocks.
+# Without those of `FP8`, which are bf16 everywhere except in some products.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FP8 = ("fp8", "fp8_head")  # products in fp8: of the blocks' linear layers; of the head
 SMALLEST_SCALE = 1.0
 LARGEST_SCALE = 2.0**24
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The compute dtype of a step: "fp32", "bf16", "fp16" or "fp8".
+    """The compute dtype of a step: "fp32", "bf16", "fp16", "fp8" or "fp8_head".
 
     "bf16" runs matrix products, attention and, in this package's models, the residual stream in
     bfloat16 through `torch.autocast`. Sums, norms and the loss stay in fp32; weights and gradients
     are fp32 tensors. "fp16" does the same in half precision, whose small range needs a loss scale
-    (`rescale_`). "fp8" is "bf16" except in the linear layers of blocks, see `monograph.graph.fp8`.
+    (`rescale_`). "fp8" is "bf16" except in the linear layers of blocks, and "fp8_head" except in the
+    head, see `monograph.graph.fp8`.
     "fp32" changes nothing, so a float64 module computes in float64.
 
     Attributes:
@@ -42,14 +44,15 @@ class Precision:
 
     def __post_init__(self) -> None:
         """Refuse an unknown name and numbers outside their range."""
-        if self.name not in (*DTYPES, "fp8"):
-            raise UsageError(f"precision {self.name!r} is not one of {', '.join(DTYPES)}, fp8")
+        names = (*DTYPES, *FP8)
+        if self.name not in names:
+            raise UsageError(f"precision {self.name!r} is not one of {', '.join(names)}")
         ABOVE_0.require("loss_scale", self.loss_scale)
         COUNT.require("grow_after", self.grow_after)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the torch dtype; for "fp8" the dtype outside of the blocks' linear layers."""
+        """Return the torch dtype; for those of `FP8` the dtype of all but the products in fp8."""
         return DTYPES.get(self.name, torch.bfloat16)
 
     @property
@@ -63,7 +66,12 @@ class Precision:
 
         The weights are then kept splittable, see `monograph.optim.narrow.splittable`.
         """
-        return self.name == "bf16"
+        return self.name in ("bf16", "fp8_head")
+
+    @property
+    def datasheet_name(self) -> str:
+        """Return the name of the datasheet's rate that most products can reach at best."""
+        return "bf16" if self.name == "fp8_head" else self.name
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype for matrix products outside of autocast, of tensors of `dtype`."""
@@ -85,7 +93,7 @@ class Precision:
             return (
                 "this GPU has no bf16 arithmetic (NVIDIA's have it from the A100 and RTX 3090 on)"
             )
-        if self.name == "fp8" and not device.has_fp8:
+        if self.name in FP8 and not device.has_fp8:
             return "this device has no fp8 arithmetic (NVIDIA's have it from the L4, RTX 4090 and H100 on)"
         return None
 

@@ -24,7 +24,7 @@ from monograph.graph.lora import Plain
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, L2_NORM_EPS, LINEAR_ATTENTION
 from monograph.model.layers import Linear, RMSNorm
-from monograph.model.mixer import USE_HF, LayerCache, Mixer, mixer_of
+from monograph.model.mixer import USE_HF, LayerCache, Mixer, VisiblePositions, mixer_of
 from monograph.model.rope import CosSin
 from monograph.ops import delta_rule
 from monograph.ops.attention import Impl, Mask
@@ -322,7 +322,9 @@ class GatedDeltaNet(Mixer):
         )
 
     @classmethod
-    def training_flops(cls, config: LlamaConfig, layer: int, length: int) -> int:
+    def training_flops(
+        cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
+    ) -> float:
         """Return 18 · H · E · V FLOPs per token: each head reads, corrects and reads again a matrix of
         E key times V value channels.
         """

@@ -17,7 +17,7 @@ from monograph.graph.balance import Balance
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Family
 from monograph.model.feed_forward import FeedForward
-from monograph.model.mixer import LayerCache, Mixer
+from monograph.model.mixer import LayerCache, Mixer, VisiblePositions
 from monograph.model.rope import CosSin, rotate
 from monograph.ops.attention import AttentionKernel, Impl, Mask, attention
 from monograph.ops.rms_norm import rms_norm
@@ -164,8 +164,10 @@ class Attention(Mixer):
             query_BHTE = self.q_norm(query_BHTE)
             key_BKTE = self.k_norm(key_BKTE)
         if cos_sin_B1TF is not None:
-            query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type)
-            key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type)
+            # What is computed in between is fused with a rotation by operators.
+            of_product = isinstance(self.q_norm, nn.Identity) and self.clip is None
+            query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type, of_product=of_product)
+            key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type, of_product=of_product)
         heads = self.scale_query(query_BHTE), key_BKTE, value_BKTE
         if cache is None:
             mixed_BHTE = attention(*heads, mask, self.impl, self.kernel, self.sinks)
@@ -190,16 +192,12 @@ class Attention(Mixer):
         return config.num_key_value_heads
 
     @classmethod
-    def training_flops(cls, config: LlamaConfig, layer: int, length: int) -> int:
-        """Return 6 · d_attn · T FLOPs per token, where d_attn is the width of all heads together.
-
-        Without a window, T is `length`. A window of w < `length` positions does less work: T is then
-        the length of a row whose causal attention without a window has the same work per token,
-        which is w · (2 - w / length), rounded down.
-        """
-        window = min(config.window(layer) or length, length)
-        equal_length = window * (2 * length - window) // length
-        return 6 * config.num_attention_heads * config.head_dim * equal_length
+    def training_flops(
+        cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
+    ) -> float:
+        """Return 12 · d_attn · P FLOPs per token that attends to P positions on average."""
+        positions = visible_positions(config.window(layer))
+        return 12 * config.num_attention_heads * config.head_dim * positions
 
     @classmethod
     def decode_flops(cls, config: LlamaConfig, context: float) -> float:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 
+# Returns how many positions a token may attend to on average, given an attention window or None.
+VisiblePositions = Callable[[int | None], float]
 # The end of errors about models that llama.cpp does not compute.
 USE_HF = "; export it with --format hf"
 
@@ -190,13 +192,16 @@ class Mixer(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def training_flops(cls, config: LlamaConfig, layer: int, length: int) -> int:
+    def training_flops(
+        cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
+    ) -> float:
         """Return the FLOPs per token of a layer's forward and backward pass, without its matrices.
 
         Args:
             config: the model's configuration.
             layer: the layer.
-            length: tokens of a row.
+            visible_positions: returns how many positions a token may attend to on average, itself
+                included: at most so many as its argument, an attention window; None: no window.
         """
 
     @classmethod

@@ -12,9 +12,11 @@ import math
 import torch
 from torch import Tensor
 
+from monograph import compat
 from monograph.model.config import LlamaConfig
 from monograph.model.scaling import LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 from monograph.ops.materialize import materialize
+from monograph.ops.rotation import rotate_by_operators, rotate_heads, rotates_heads
 
 CosSin = tuple[Tensor, Tensor]  # cosine and sine of the angles, as `cos_sin` returns them
 
@@ -154,7 +156,9 @@ def cos_sin(
     return materialize(cos_B1TF), materialize(sin_B1TF)
 
 
-def rotate(heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> Tensor:
+def rotate(
+    heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "", *, of_product: bool = False
+) -> Tensor:
     """Rotate each pair (x[i], x[i + D/2]) of every head by its angle, position * frequency i.
 
         y[i]       = x[i] cos - x[i + D/2] sin
@@ -169,6 +173,8 @@ def rotate(heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
         cos_sin_B1TF: cosine and sine of the angles.
         device_type: the type of the device for which operators are chosen. "" is the device of the
             heads. A plan passes "cuda", because it traces a GPU's step on a machine without a GPU.
+        of_product: whether the heads are the output of a matrix product. A GPU's compiled step then
+            rotates them by a kernel of its own.
 
     Returns:
         [B, H, T, C] in the dtype of the heads. The rotation is computed in the cosine's dtype and
@@ -183,7 +189,8 @@ def rotate(heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
         # The outputs of projections have the order [B, T, H, D]. If the rotation keeps it, the
         # result of attention has it too, and the projection after attention needs no copy.
         cos_BT1F, sin_BT1F = (tensor.transpose(1, 2) for tensor in cos_sin_B1TF)
-        return _rotate_on_cuda(heads_BHTD.transpose(1, 2), cos_BT1F, sin_BT1F).transpose(1, 2)
+        heads_BTHD = heads_BHTD.transpose(1, 2)
+        return _rotate_on_cuda(heads_BTHD, cos_BT1F, sin_BT1F, of_product).transpose(1, 2)
     cos_B1TF, sin_B1TF = cos_sin_B1TF
     first_BHTF, second_BHTF = heads_BHTD.chunk(2, dim=-1)
     rotated = (
@@ -193,19 +200,14 @@ def rotate(heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
     return torch.cat(rotated, dim=-1).to(heads_BHTD.dtype)
 
 
-def _rotate_on_cuda(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) -> Tensor:
-    """Rotate heads as `rotate` does, by elementwise operators only.
-
-    The backward pass of `chunk` would be a concatenation. Inductor computes a concatenation either in
-    kernels of its own, or in a loop that computes both halves for every element. Elementwise
-    operators have an elementwise backward pass, which Inductor fuses with the operators around it.
-    """
-    halves_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
-    swapped_BTH2F = halves_BTH2F.flip(-2)
-    # The sine is subtracted in the first half, and added in the second half.
-    is_first_half_21 = torch.arange(2, device=heads_BTHD.device).unsqueeze(-1) == 0
-    cos_BT11F = cos_BT1F.unsqueeze(-2)
-    sin_BT11F = sin_BT1F.unsqueeze(-2)
-    signed_sin_BT12F = torch.where(is_first_half_21, -sin_BT11F, sin_BT11F)
-    rotated_BTH2F = halves_BTH2F * cos_BT11F + swapped_BTH2F * signed_sin_BT12F
-    return rotated_BTH2F.flatten(-2).to(heads_BTHD.dtype)
+def _rotate_on_cuda(
+    heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor, of_product: bool
+) -> Tensor:
+    """Rotate heads as `rotate` does, in the order of the outputs of projections."""
+    # Without gradients, as in decoding, a compiler fuses operators with what reads their result.
+    is_in_step = torch.compiler.is_compiling() and torch.is_grad_enabled()
+    has_kernel = rotates_heads(heads_BTHD, cos_BT1F) and not compat.in_transform()
+    if of_product and is_in_step and has_kernel:
+        rotated: Tensor = rotate_heads(heads_BTHD, cos_BT1F.squeeze(2), sin_BT1F.squeeze(2))
+        return rotated
+    return rotate_by_operators(heads_BTHD, cos_BT1F, sin_BT1F)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from monograph import compat
+from monograph.ops.fp8 import Float8Weight
 from monograph.ops.fused_gradients import add_product_, block_rows, fused_gradient_of
 from monograph.ops.logits_gradient import replace_logits_, replaces_logits
 from monograph.ops.token_rows import ReplacementRows, row_differences, with_replaced_rows
@@ -55,6 +56,7 @@ def linear_cross_entropy(
     impl: Literal["chunked", "reference"] = "chunked",
     rows: ReplacementRows | None = None,
     device_type: str | None = None,
+    in_fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropies of a linear classifier and the number of targets.
 
@@ -79,6 +81,10 @@ def linear_cross_entropy(
         device_type: "cpu" or "cuda": the device whose limits decide how the tokens are cut. The
             planner names it, because its fake tensors may be on another device. None: the device of the
             tensors.
+        in_fp8: whether, for bf16 hidden states and gradients, the logits and the gradient of the hidden
+            states are products of operands that are rounded to fp8 (`Float8Weight`). The weight's
+            gradient stays a product in bf16, which adds to fp32 sums; no fp8 product does. V and D
+            must be multiples of 16, and there are no `rows`.
 
     Returns:
         loss: 0-d fp32 (fp64 for fp64 input), the sum in nats, differentiable.
@@ -105,13 +111,13 @@ def linear_cross_entropy(
         fused_VD, total_VD = fused_gradient_of(weight_VD) or (None, None)
         values_KD, index_K, slot_V = rows or (None, None, None)
         # An autograd.Function takes no keyword arguments, and does not see tensors inside of tuples. Only
-        # the three settings are packed.
+        # the four settings are packed.
         loss, _, _ = _ChunkedLoss.apply(
             hidden_ND,
             weight_VD,
             valid_targets_N,
             mask_N,
-            (chunks, device_type, trains_weight),
+            (chunks, device_type, trains_weight, in_fp8),
             values_KD,
             index_K,
             slot_V,
@@ -134,11 +140,40 @@ def _differences(weight_VD: Tensor, rows: ReplacementRows | None) -> Replacement
     return None if rows is None else rows._replace(values_KD=row_differences(weight_VD, rows))
 
 
+class HeadWeight(NamedTuple):
+    """A classifier's weight as its products read it.
+
+    Attributes:
+        weight_VD: the weight, in the dtype of the hidden states.
+        rounded: the weight in fp8, if the products are in fp8.
+    """
+
+    weight_VD: Tensor
+    rounded: Float8Weight | None = None
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """Return x W^T, [C, V]."""
+        if self.rounded is None:
+            return hidden_CD @ self.weight_VD.T
+        return self.rounded.logits(hidden_CD)
+
+    def hidden_gradient(self, grad_CV: Tensor) -> Tensor:
+        """Return dz W, [C, D], for dz = softmax - onehot, whose elements are from -1 to 1."""
+        if self.rounded is None:
+            return grad_CV @ self.weight_VD
+        return self.rounded.hidden_gradient(grad_CV, largest=1.0)
+
+
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, differences: ReplacementRows | None) -> Tensor:
     """Return the logits, [C, V], by a weight to whose rows `differences` are added."""
     logits_CV = hidden_CD @ weight_VD.T
     if differences is None:
         return logits_CV
+    return _add_differences(logits_CV, hidden_CD, differences)
+
+
+def _add_differences(logits_CV: Tensor, hidden_CD: Tensor, differences: ReplacementRows) -> Tensor:
+    """Add the change of some rows of the weight to the logits, in place, and return them."""
     return logits_CV.index_add_(-1, differences.index_K, hidden_CD @ differences.values_KD.T)
 
 
@@ -195,7 +230,7 @@ class _ChunkGradients(NamedTuple):
 
 
 def _chunk_gradients(
-    chunk: TokenChunk, weight_VD: Tensor, device_type: str, differences: ReplacementRows | None
+    chunk: TokenChunk, head: HeadWeight, device_type: str, differences: ReplacementRows | None
 ) -> _ChunkGradients:
     """Return a chunk's loss and gradients.
 
@@ -204,23 +239,21 @@ def _chunk_gradients(
     hidden_CD, targets_C, mask_C = chunk
     is_traced = torch.compiler.is_compiling()
     if is_traced and device_type == "cuda" and differences is None:
-        losses_C, grad_CV = _traced_gradients_on_cuda(hidden_CD, weight_VD, targets_C, mask_C)
-        return _ChunkGradients(losses_C, grad_CV @ weight_VD, hidden_CD, grad_CV)
+        losses_C, grad_CV = _traced_gradients_on_cuda(hidden_CD, head, targets_C, mask_C)
+        return _ChunkGradients(losses_C, head.hidden_gradient(grad_CV), hidden_CD, grad_CV)
     # The hidden states of ignored tokens become zero, so that they add nothing to the weight's
     # gradient. Under vmap the product is batched if the targets are batched. The logits are then
     # batched, too, and `_eager_gradients` can write to them in place.
     mask_C1 = mask_C.unsqueeze(-1).to(hidden_CD.dtype)
     hidden_CD = hidden_CD * mask_C1
     if is_traced:
-        losses_C, grad_CV = _traced_gradients(
-            hidden_CD, weight_VD, targets_C, mask_C.dtype, differences
-        )
+        losses_C, grad_CV = _traced_gradients(hidden_CD, head, targets_C, mask_C.dtype, differences)
     else:
-        block = block_rows(device_type, weight_VD.shape[0])
+        block = block_rows(device_type, head.weight_VD.shape[0])
         losses_C, grad_CV = _eager_gradients(
-            hidden_CD, weight_VD, targets_C, mask_C.dtype, differences, block
+            hidden_CD, head, targets_C, mask_C.dtype, differences, block
         )
-    grad_CD = grad_CV @ weight_VD
+    grad_CD = head.hidden_gradient(grad_CV)
     if differences is not None:
         grad_CD = grad_CD + grad_CV.index_select(-1, differences.index_K) @ differences.values_KD
     return _ChunkGradients((losses_C * mask_C).sum(), grad_CD * mask_C1, hidden_CD, grad_CV)
@@ -228,7 +261,7 @@ def _chunk_gradients(
 
 def _traced_gradients(
     hidden_CD: Tensor,
-    weight_VD: Tensor,
+    head: HeadWeight,
     targets_C: Tensor,
     dtype: torch.dtype,
     differences: ReplacementRows | None,
@@ -237,7 +270,7 @@ def _traced_gradients(
 
     Nothing is written in place, so that a compiler can fuse the operations.
     """
-    logits_CV = (hidden_CD @ weight_VD.T).to(dtype)
+    logits_CV = head.logits(hidden_CD).to(dtype)
     if differences is not None:
         # slot_V has each row's position in `values_KD`, and -1 for a row that is not replaced.
         added_CK = (hidden_CD @ differences.values_KD.T).to(dtype)
@@ -246,20 +279,20 @@ def _traced_gradients(
     lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
     target_C1 = targets_C.unsqueeze(-1)
     softmax_CV = (logits_CV - lse_C1).exp()
-    classes_V = torch.arange(weight_VD.shape[0], device=weight_VD.device)
+    classes_V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)
     grad_CV = torch.where(classes_V == target_C1, softmax_CV - 1, softmax_CV)
     return (lse_C1 - logits_CV.gather(-1, target_C1)).squeeze(-1), grad_CV.to(hidden_CD.dtype)
 
 
 def _traced_gradients_on_cuda(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, mask_C: Tensor
+    hidden_CD: Tensor, head: HeadWeight, targets_C: Tensor, mask_C: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], both zero for ignored tokens.
 
     In the form for fp64 and for transforms of torch.func, Inductor needs only two passes over the
     logits. On a CPU this form would not be faster, because it computes the exponentials twice.
     """
-    logits_CV = hidden_CD @ weight_VD.T
+    logits_CV = head.logits(hidden_CD)
     if replaces_logits(logits_CV) and not compat.in_transform():
         losses_C = replace_logits_(logits_CV, targets_C, mask_C)
         return losses_C, logits_CV
@@ -267,7 +300,7 @@ def _traced_gradients_on_cuda(
     largest_C1 = logits_CV.amax(-1, keepdim=True)
     exp_CV = (logits_CV - largest_C1).exp()
     sum_C1 = exp_CV.sum(-1, keepdim=True)
-    classes_V = torch.arange(weight_VD.shape[0], device=weight_VD.device)
+    classes_V = torch.arange(logits_CV.shape[-1], device=logits_CV.device)
     is_target_CV = classes_V == targets_C.unsqueeze(-1)
     # The target's logit is a sum over the row, because a gather would be a separate kernel.
     target_logit_C1 = torch.where(is_target_CV, logits_CV, 0.0).sum(-1, keepdim=True)
@@ -279,7 +312,7 @@ def _traced_gradients_on_cuda(
 
 def _eager_gradients(
     hidden_CD: Tensor,
-    weight_VD: Tensor,
+    head: HeadWeight,
     targets_C: Tensor,
     dtype: torch.dtype,
     differences: ReplacementRows | None,
@@ -290,7 +323,9 @@ def _eager_gradients(
     The logits are overwritten, those of `block` tokens at a time, because on a CPU the allocation of
     a new [C, V] tensor takes longer than the arithmetic.
     """
-    logits_CV = _logits(hidden_CD, weight_VD, differences)
+    logits_CV = head.logits(hidden_CD)
+    if differences is not None:
+        logits_CV = _add_differences(logits_CV, hidden_CD, differences)
     losses: list[Tensor] = []
     for logits_RV, targets_R in zip(logits_CV.split(block), targets_C.split(block), strict=True):
         log_softmax_RV = logits_RV.to(dtype).log_softmax(-1)
@@ -330,10 +365,11 @@ class _ChunkedLoss(torch.autograd.Function):
         fused_VD,
         total_VD,
     ):
-        chunks, device_type, trains_weight = settings
+        chunks, device_type, trains_weight, in_fp8 = settings
         # If the weight were cast outside of this Function, autograd would round its gradient to the
         # dtype of the hidden states.
         weight_VD = (weight_VD if fused_VD is None else fused_VD).to(hidden_ND.dtype)
+        head = HeadWeight(weight_VD, Float8Weight.of(weight_VD) if in_fp8 else None)
         differences = None
         if values_KD is not None:
             differences = _differences(weight_VD, ReplacementRows(values_KD, index_K, slot_V))
@@ -345,7 +381,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_grads: list[Tensor] = []
         for chunk in _split(hidden_ND, targets_N, mask_N, chunks):
             loss, hidden_grad_CD, hidden_CD, logits_grad_CV = _chunk_gradients(
-                chunk, weight_VD, device_type, differences
+                chunk, head, device_type, differences
             )
             losses.append(loss)
             hidden_grads.append(hidden_grad_CD)
@@ -370,7 +406,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # Otherwise both unused outputs get a full-size gradient of zeros.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*grads)
-        _, weight_VD, _, _, (_, _, trains_weight), values_KD, _, _, _, total_VD = inputs
+        _, weight_VD, _, _, (_, _, trains_weight, _), values_KD, _, _, _, total_VD = inputs
         ctx.trains_weight = trains_weight
         ctx.total_VD = total_VD
         # The gradient's dtype; None if neither the weight nor a row is trained.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from monograph.device import Device
+from monograph.graph.precision import Precision
 from monograph.predict.estimate import estimate_bytes, trained_adapters
 from monograph.predict.footprint import Compile, Work
 from monograph.predict.roofline import flops_per_token, mfu, update_time
@@ -246,9 +247,11 @@ def slower_text(ratio: float) -> str:
 def speed(work: Work, update_s: float, device: Device) -> tuple[float, float | None]:
     """Return the tokens per second of an update that takes `update_s`, and its share of the
     datasheet's FLOP/s (None on a device without a datasheet).
+
+    A plan reads no text, so the share is that of rows which each hold one document.
     """
     tokens_per_s = work.window_rows * work.length / update_s
-    peak_flops = device.peak_flops.get(work.precision)
+    peak_flops = device.peak_flops.get(Precision(work.precision).datasheet_name)
     if not peak_flops:
         return tokens_per_s, None
     flops = flops_per_token(work.config, work.length, trained_adapters(work))

@@ -466,6 +466,9 @@ def estimate_bytes(work: Work) -> int:
         head = max(logits * number_bytes + head_numbers * (4 + number_bytes), 8 * head_numbers)
     else:
         head = max((logits + head_numbers) * (4 + number_bytes), 8 * head_numbers)
+    if work.precision == "fp8_head":
+        # The weight in fp8, in two layouts, and a chunk's gradients.
+        head += 2 * head_numbers + logits
     head += 2 * work.input_bytes
 
     # returned gradients and update

@@ -52,7 +52,8 @@ class Training:
         rows: rows of a micro-batch.
         length: tokens of a row.
         optim: the optimizer.
-        precision: the compute precision, as in the settings: "fp32", "bf16", "fp16" or "fp8".
+        precision: the compute precision, as in the settings: "fp32", "bf16",
+            "fp16", "fp8" or "fp8_head".
         compile: what one graph holds: the "whole" step; each of the "blocks", the loss and the
             update; or "none".
         remat: which activations the backward pass recomputes, as in the settings: "none";

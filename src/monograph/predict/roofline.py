@@ -10,13 +10,14 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from monograph.data.piece_lengths import PieceLengths
 from monograph.device import Device, clock, default_device, measured_matmul_flops
 from monograph.errors import InputRefused, Unreadable
 from monograph.graph.precision import Precision
@@ -46,49 +47,58 @@ def matmul_parameters(config: LlamaConfig) -> int:
 
 
 def training_flops(
-    matmul_parameters: int, layers: int, attention_width: int, sequence_length: int
-) -> int:
-    """Count the FLOPs of a token's forward and backward pass in any decoder with causal attention
-    over whole rows.
+    matmul_parameters: int, attention_width: int, visible_positions: Iterable[float]
+) -> float:
+    """Count the FLOPs of a token's forward and backward pass in any decoder with causal attention.
 
-        6 · N_matmul + 6 · L · d_attn · T
+        6 · N_matmul + 12 · d_attn · sum over layers of P_layer
 
     A multiply-add is 2 operations, and the backward pass costs twice the forward pass, hence 6 per
     parameter (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). Scores and mixing cost 4·d_attn
-    per visible position forward, 12·d_attn with the backward pass (Chowdhery et al. 2022, arXiv
-    2204.02311, appendix B), and causal attention sees T/2 positions on average.
+    per pair of a token and a position that it attends to, 12·d_attn with the backward pass
+    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). P is the mean number of these positions:
+    (T + 1) / 2 in a row of T tokens of one document, and fewer if rows hold several documents or
+    if the layer has an attention window.
 
     Not counted: softmax, norms, rotary embedding, activation functions, loss and optimizer (they
-    are elementwise), recomputation (it is not work of the model), and that packed documents have
-    shorter attention. Other tools count attention as if it were not causal, 12·L·d_attn·T, which
-    gives a higher figure for the same run.
+    are elementwise), recomputation (it is not work of the model), and what a kernel computes of
+    pairs that are masked. Other tools count attention over whole rows of one document, 6·L·d_attn·T,
+    or as if it were not causal, 12·L·d_attn·T, which gives a higher figure for the same run.
 
     Args:
         matmul_parameters: N_matmul, see the function of that name.
-        layers: L.
         attention_width: d_attn, heads · head_dim.
-        sequence_length: T.
+        visible_positions: P of each layer with attention.
     """
-    return 6 * matmul_parameters + 6 * layers * attention_width * sequence_length
+    return 6 * matmul_parameters + 12 * attention_width * sum(visible_positions)
 
 
 @functools.lru_cache(maxsize=256)  # a plan asks for each way to train the same model
-def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameters: int = 0) -> int:
-    """Return `training_flops` of `config` on rows of `sequence_length` tokens. Unit: FLOPs per
-    token.
+def flops_per_token(
+    config: LlamaConfig, documents: int | PieceLengths, adapter_parameters: int = 0
+) -> float:
+    """Return `training_flops` of `config` on documents of these lengths. Unit: FLOPs per token.
+
+    Every MFU is made of it: of runs, plans and benchmarks.
 
     With adapters of A parameters next to frozen weights, 4 · N_matmul + 6 · A replaces 6 ·
     N_matmul: the gradient of a weight costs as much as the forward pass, and a frozen weight has
     no gradient.
 
-    A layer with an attention window w < T sees w · (1 - w / 2T) positions on average, as many as
-    causal attention over rows of w · (2 - w / T) tokens. This length, rounded down, counts for the
-    layer instead of T. Another mixer has its own figure (`Mixer.training_flops`).
+    Each layer's mixer has its own figure (`Mixer.training_flops`).
+
+    Args:
+        config: the model's shape.
+        documents: the lengths of the documents in the rows; a number is the length of all of them.
+        adapter_parameters: A; 0 if the model itself is trained.
     """
+    pieces = documents
+    if isinstance(pieces, int):
+        pieces = PieceLengths.of_whole_rows(pieces)
     matrices = matmul_parameters(config)
     not_computed = 2 * matrices - 6 * adapter_parameters if adapter_parameters else 0
     flops_of_mixers = sum(
-        mixer_of(config, layer).training_flops(config, layer, sequence_length)
+        mixer_of(config, layer).training_flops(config, layer, pieces.visible_positions)
         for layer in range(config.num_hidden_layers)
     )
     return 6 * matrices + flops_of_mixers - not_computed
@@ -208,7 +218,8 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
 
     Here e is the share of the FLOP/s that large products reach, m the tokens of a micro-batch, and
     m_half the tokens at which products reach half of that share. With adapters of A parameters 4
-    N_matmul + 6 A replaces 6 N_matmul. A stored number is written once and read twice; if blocks
+    N_matmul + 6 A replaces 6 N_matmul. With a head in fp8 two of its three products take the time of
+    the datasheet's rate of fp8. A stored number is written once and read twice; if blocks
     recompute products, or eager code recomputes anything, the traffic of numbers is a third more.
     Weights are dequantised in each pass of a micro-batch.
     """
@@ -224,7 +235,9 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     # Frozen weights have no gradients: 4 FLOPs per token instead of 6.
     adapters = estimate.trained_adapters(work)
     flops_per_weight = 4 if adapters else 6
-    flops = flops_per_weight * matmul_parameters(config) + 6 * adapters + layers * recomputed_linear
+    flops: float = (
+        flops_per_weight * matmul_parameters(config) + 6 * adapters + layers * recomputed_linear
+    )
     attention_flops = layers * (
         6 * config.num_attention_heads * config.head_dim * work.length + recomputed_attention
     )
@@ -256,6 +269,12 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         * micro_batch_tokens
         / (micro_batch_tokens + shares.saturating_tokens)
     )
+    if work.precision == "fp8_head":
+        # The head's logits, and the gradient of the hidden states, are products in fp8.
+        head_flops = 4 * config.vocab_size * config.hidden_size
+        rates = device.peak_flops
+        gain = rates["fp8"] / rates["bf16"] if {"fp8", "bf16"} <= rates.keys() else 1.0
+        flops -= head_flops * (1 - 1 / gain)
     dense_bytes = dequantising_passes * micro_batches * estimate.dense_bytes(work)
     kernels = KERNELS[captured] * layers * micro_batches
     trained = estimate.trained_numbers(config, work.lora, work.precision)
@@ -498,6 +517,7 @@ def peak_flops(device: Device, precisions: tuple[str, ...]) -> Mapping[str, floa
     rates = dict(device.peak_flops)
     if "bf16" in rates:
         rates.setdefault("fp16", rates["bf16"])
+        rates.setdefault("fp8_head", rates["bf16"])  # of all products but the head's
     threads = torch.get_num_threads()
     for name in precisions:
         if name not in rates:

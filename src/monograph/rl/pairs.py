@@ -155,6 +155,13 @@ class PairRows(Rows):
         number_RT = self._first_number + 2 * pair_RT + is_rejected_RT
         return window | {"answers": np.where(is_first_target_RT, number_RT, 0)}
 
+    def _piece_visits(self) -> NDArray[np.float64]:
+        """Return how often an epoch visits an answer of n tokens with its prompt, for each n."""
+        # A pair is one piece of a row, which is visited once in an epoch.
+        rejected_lengths_D = np.diff(self._side.starts) - 1 - self._chosen_lengths_D
+        lengths_P = np.concatenate([self._chosen_lengths_D, rejected_lengths_D])
+        return np.bincount(lengths_P, minlength=self.sequence_length + 1).astype(np.float64)
+
     def empty(self, count: int) -> dict[str, Int64]:
         """Return `count` rows of padding, with the entries of `window`."""
         return super().empty(count) | {

@@ -135,7 +135,12 @@ ADAPTED = Condition("lora.rank", lambda choices: choices.is_adapted)
 STREAMED = Condition("train.memory = stream", lambda choices: choices.memory == "stream")
 COMPILED_WHOLE = Condition("train.compile = whole", lambda choices: choices.compile == "whole")
 REMAT_OFFLOADED = Condition("train.remat = offload", lambda choices: choices.remat == "offload")
-FP8 = Condition("train.precision = fp8", lambda choices: choices.precision == "fp8")
+FP8 = Condition(
+    "train.precision = {precision}",
+    lambda choices: choices.precision in ("fp8", "fp8_head"),
+    "fp8 or fp8_head",
+)
+FP8_HEAD = Condition("train.precision = fp8_head", lambda choices: choices.precision == "fp8_head")
 NO_MASTER_WEIGHTS = Condition(
     "optim.master_weights = false", lambda choices: not choices.master_weights
 )

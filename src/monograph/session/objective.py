@@ -24,6 +24,7 @@ from monograph.config.keys import TEXTS_WAY, WayToLearn
 from monograph.data.batches import Batch
 from monograph.data.corpus import Corpus
 from monograph.data.forms import RecordSettings
+from monograph.data.piece_lengths import PieceLengths
 from monograph.device import Device
 from monograph.distributed.world import World
 from monograph.engine import Engine
@@ -375,6 +376,13 @@ class Task(ABC):
     @abstractmethod
     def records_per_epoch(self) -> int:
         """Return the number of rows or prompts of an epoch."""
+
+    @property
+    def piece_lengths(self) -> PieceLengths | None:
+        """Return the lengths of the documents in the rows, for the FLOPs of a token; None if rows
+        are made anew for each update.
+        """
+        return None
 
     @property
     def epochs_repeat(self) -> bool:

@@ -23,6 +23,7 @@ from monograph.evaluation import Evaluation
 from monograph.evaluation.yardsticks import accepted_share, yardsticks
 from monograph.graph import capture as graph
 from monograph.graph.inspect import modes_kept
+from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.planner.defaults import updates_in_time
 from monograph.predict.roofline import flops_per_token, mfu
@@ -441,10 +442,12 @@ class Reporter:
         rates = logged_rates or self.rates
         rate = statistics.median(rates) if rates else None
         config = session.model_config
-        peak_flops = machine.peak_flops.get(session.plan.training.precision)
+        precision = Precision(session.plan.training.precision)
+        peak_flops = machine.peak_flops.get(precision.datasheet_name)
+        piece_lengths = session.task.piece_lengths
         utilization = None
-        if rate and config and peak_flops:
-            flops = flops_per_token(config, session.plan.training.length, session.adapter_params)
+        if rate and config and peak_flops and piece_lengths:
+            flops = flops_per_token(config, piece_lengths, session.adapter_params)
             utilization = mfu(rate, flops, peak_flops * session.world.size)
         return {
             "schema": "monograph.train/1",

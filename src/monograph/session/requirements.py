@@ -25,6 +25,8 @@ from monograph.session.choices import (
     ADAPTED,
     COMPILED_WHOLE,
     FP8,
+    FP8_HEAD,
+    MODEL_FROM_CODE,
     NO_MASTER_WEIGHTS,
     REMAT_OFFLOADED,
     STREAMED,
@@ -66,7 +68,7 @@ GATHERED_IN_BF16 = Condition(
 PRECISION_NOT_BF16 = Condition(
     "train.precision = {precision}",
     lambda choices: choices.precision not in ("auto", "bf16"),
-    "fp32, fp16 or fp8",
+    "fp32, fp16, fp8 or fp8_head",
 )
 PRECISION_WITHOUT_BF16 = Condition(
     "train.precision = {precision}",
@@ -118,8 +120,11 @@ STEP_EXCLUSIONS = (
     Exclusion(
         ADAPTED,
         FP8,
-        "train.precision = fp8 is for weights that are trained: with lora.rank take bf16 or fp32",
+        "train.precision = {precision} is for weights that are trained: with lora.rank take bf16 or fp32",
     ),
+    excludes(FP8_HEAD, STREAMED, "it was not tried: take bf16 or fp8"),
+    excludes(FP8_HEAD, IN_PARALLEL, "it was not tried: take bf16 or fp8"),
+    excludes(FP8_HEAD, MODEL_FROM_CODE, "only Monograph's own loss has these products: take bf16"),
     Exclusion(
         GATHERED_IN_BF16,
         NOT_SHARDED,

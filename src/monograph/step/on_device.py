@@ -134,7 +134,7 @@ def fuses_gradients(model: type[nn.Module], loss: Loss, precision: str, on_cuda:
         on_cuda: whether the products are computed on a GPU.
     """
     # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers.
-    device_can = on_cuda and precision in ("bf16", "fp16")
+    device_can = on_cuda and precision in ("bf16", "fp16", "fp8_head")
     # A caller's own model or loss may read gradients that autograd does not get then.
     reads_no_gradients = type(loss) is TokenLoss and may_fuse(model)
     return device_can and reads_no_gradients

@@ -22,7 +22,7 @@ from monograph.graph.inspect import buffers_kept, modes_kept, unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
-from monograph.loss import IGNORE, SHARES, Loss, has_count, token_loss
+from monograph.loss import IGNORE, SHARES, Loss, TokenLoss, has_count, token_loss
 from monograph.optim import (
     AdamW,
     Optimizer,
@@ -140,7 +140,8 @@ class Step:
             precision: the compute dtype; fp32 by default. With fp16 the loss is scaled (see
                 `Precision.rescale_`), and an update whose scaled gradient overflows is skipped.
                 With fp8 the matrices of `left_in_bf16` stay in bf16, because a side is not a
-                multiple of 16.
+                multiple of 16. "fp8_head" needs the default loss, whose products with the head are
+                then in fp8.
             remat: which activations the backward pass recomputes; none by default.
             sum_over_ranks: sums a 0-d tensor over all ranks.
             parameters: where the parameters live; each step needs its own. By default they are in
@@ -160,6 +161,10 @@ class Step:
         self.left_in_bf16: list[str] = []
         if self.precision.name == "fp8":
             self.left_in_bf16 = fp8.convert_(self.model, hidden_matrices(self.model))
+        if self.precision.name == "fp8_head":
+            if type(self.loss) is not TokenLoss:
+                raise UsageError("fp8_head is for the default loss, token_loss: use bf16")
+            fp8.convert_head_(self.model)
         self.remat: Policy = remat or Remat.Off()
         recompute.apply_policy(self.model, self.remat)
         self.index = 0

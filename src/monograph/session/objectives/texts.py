@@ -7,6 +7,7 @@ from typing import Any
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus, corpus
 from monograph.data.options import ReadingOptions
+from monograph.data.piece_lengths import PieceLengths
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
 from monograph.graph.trial import Trial
@@ -104,6 +105,11 @@ class RowsTask(Task):
     def records_per_epoch(self) -> int:
         """Return the number of rows of an epoch."""
         return self.data.train.per_epoch
+
+    @property
+    def piece_lengths(self) -> PieceLengths:
+        """Return the lengths of the pieces of texts, conversations or answers in the rows."""
+        return self.data.train.piece_lengths
 
     def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Batches:
         """Return the windows of rows; see `Task.windows`."""
