@@ -8,7 +8,7 @@ the same 16 rows, so that a row has the same bits beside any others. A step read
 once: `int8` codes and `nf4` codes (`monograph.graph.frozen`) become numbers in registers, tile by
 tile, and a dense weight is never in memory. So they are made for more rows, too, in tiles of 64:
 there the codes are read and made numbers once for 64 rows, while a dense weight that is made for one
-product is written and read again.
+product is written and read again. In fp32 all tiles have 16 rows.
 
 Layers that read the same x, such as query, key and value, are one launch, although their weights do
 not lie side by side: each program belongs to one layer. If a layer has an adapter, x A^T of all of
@@ -464,7 +464,9 @@ def _multiply_op(
     out_BN = x_BK.new_empty(rows, sum(columns))
     # The adapters' kernel, whose sums are short, always has tiles of ROWS rows.
     row_tiles = triton.cdiv(rows, ROWS)
-    tile_rows = _MANY_ROWS if form != "dense" and rows > ROWS else ROWS
+    # Exact products of 64 rows of fp32 would not fit a thread's registers.
+    takes_many = form != "dense" and x_BK.dtype != torch.float32
+    tile_rows = _MANY_ROWS if takes_many and rows > ROWS else ROWS
     layers = len(a)
     adapters = [index for index in range(layers) if a[index] is not None]
     adapted = sum(1 << index for index in adapters)
@@ -581,22 +583,25 @@ def _splits(steps: int) -> int:
 # large as that of a dense weight, leaves less memory for codes.
 _MANY_ROWS = 64
 _TILE_OF_MANY_ROWS = Tile(32, 128, 4, 3)
-_TILE_OF_MANY_ROWS_FP32 = Tile(32, 64, 4, 2)
 # For weights of 4 bits, from the narrowest to the widest. A thread has half as many of them at once as
 # of others, since its registers hold the codes, the numbers and the scales.
 _NF4_TILES = (Tile(16, 256, 2, 4), Tile(32, 256, 4, 4))
-_SMALL_NF4_TILE = Tile(16, 128, 2, 4)  # for cards with less shared memory, and for fp32
+_SMALL_NF4_TILE = Tile(16, 128, 2, 4)  # for cards with less shared memory
+# Exact products of fp32 hold both operands in registers, which wider tiles would spill.
+_FROZEN_TILE_FP32 = Tile(16, 64, 4, 2)
 
 
 def _tile_of(form: str, columns: int, tile_rows: int, x_BK: Tensor) -> Tile:
     """Return the tile of a product; like `tile_of`, it depends on the card and the shape alone."""
     is_fp32 = x_BK.dtype == torch.float32
     if tile_rows > ROWS:
-        return _TILE_OF_MANY_ROWS_FP32 if is_fp32 else _TILE_OF_MANY_ROWS
+        return _TILE_OF_MANY_ROWS
+    if is_fp32 and form != "dense":
+        return _FROZEN_TILE_FP32
     if form != "nf4":
         return tile_of(columns, x_BK.dtype, x_BK.device)
     card: Any = torch.cuda.get_device_properties(x_BK.device)  # torch's types lack an attribute
-    if is_fp32 or card.shared_memory_per_block_optin < SHARED_BYTES_OF_TILES:
+    if card.shared_memory_per_block_optin < SHARED_BYTES_OF_TILES:
         return _SMALL_NF4_TILE
     narrow, wide = _NF4_TILES
     programs = triton.cdiv(columns, narrow.columns)
