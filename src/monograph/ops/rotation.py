@@ -70,15 +70,18 @@ rotate_heads.register_autograd(_rotate_back, setup_context=_keep_angles)
 
 
 def rotate_by_operators(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) -> Tensor:
-    """Return the same by elementwise operators only.
+    """Return the same by elementwise operators only, which a compiler can fuse with their reader.
 
-    A compiler can fuse them with the operator that reads their result.
+    The backward pass of `chunk` would be a concatenation. Inductor computes a concatenation either in
+    kernels of its own, or in a loop that computes both halves for every element. Elementwise
+    operators have an elementwise backward pass.
     """
-    pairs_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
-    first_21 = torch.arange(2, device=heads_BTHD.device).unsqueeze(-1) == 0
+    halves_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
+    swapped_BTH2F = halves_BTH2F.flip(-2)
+    # The sine is subtracted in the first half, and added in the second half.
+    is_first_half_21 = torch.arange(2, device=heads_BTHD.device).unsqueeze(-1) == 0
     cos_BT11F = cos_BT1F.unsqueeze(-2)
     sin_BT11F = sin_BT1F.unsqueeze(-2)
-    rotated_BTH2F = pairs_BTH2F * cos_BT11F + pairs_BTH2F.flip(-2) * torch.where(
-        first_21, -sin_BT11F, sin_BT11F
-    )
+    signed_sin_BT12F = torch.where(is_first_half_21, -sin_BT11F, sin_BT11F)
+    rotated_BTH2F = halves_BTH2F * cos_BT11F + swapped_BTH2F * signed_sin_BT12F
     return rotated_BTH2F.flatten(-2).to(heads_BTHD.dtype)
