@@ -48,7 +48,8 @@ def train(found: dict[str, Any], launches: dict[str, Any]) -> list[list[str]]:
     """Return the lines of model FLOPs utilisation by the roofline of what a step launches."""
     name = str(found.get("machine", {}).get("device", ""))
     card = next((known for part, known in CARDS.items() if part in name), None)
-    predicted = {case["case"]: case["roofline"] for case in launches.get("cases", [])}
+    cases = launches.get("cases", [])
+    predicted = {case["case"]: case["roofline"] for case in cases if "roofline" in case}
     rows = []
     for case in found.get("cases", []):
         # Of packed rows, which cost a little more.

@@ -31,7 +31,7 @@ from scripts import ROOT
 
 # Not run: what such a line begins with (or is), and why.
 NOT_RUN = {
-    r"make (train|test|test-all|nightly|gpu-less|quick|site)\b.*": "installs packages or is many tests",
+    r"make (train|test|test-all|nightly|gpu-less|quick|setup-dev|site)\b.*": "installs packages or is many tests",
     r"pip install .*": "needs a package index; test_readme.py looks whether such an extra is there",
     r"(pip wheel|uv|pipx|python -m build)\b.*": "needs a package index; tests/test_package.py installs the wheel",
     r"llama-cli .*": "llama.cpp's program; tests/laws/test_exported_is_original.py gives it such files",

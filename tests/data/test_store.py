@@ -165,7 +165,7 @@ def test_a_cache_that_cannot_be_written(request_, tmp_path, monkeypatch):
     monkeypatch.setattr(store.atexit, "register", at_exit.append)
     stored = open_or_build(request_)
     (note,), kept = stored.notes, stored.folder.parent.parent
-    assert "cannot be written" in note and f"kept in {kept} and made again" in note
+    assert "cannot be written" in note and f"kept in {kept} for now, and made again" in note
     assert stored.folder.is_dir()
     at_exit.pop()()
     assert not kept.exists()

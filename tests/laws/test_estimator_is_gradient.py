@@ -27,7 +27,7 @@ from monograph.rl.arrange import Rollout, answer_weights, arrange_window
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
-from monograph.rl.rewards import FormName
+from monograph.rl.rewards import AnswerScore, FormName
 from monograph.rl.rollouts import Drawer
 from monograph.text.tokenizer import Tokenizer
 from rewarded import OPTIONS, prompts, windows
@@ -458,11 +458,12 @@ def test_groups_over_the_wrong_axis_are_noticed(monkeypatch: pytest.MonkeyPatch)
     """Three prompts with four answers each, taken for four prompts with three."""
     score, given = Drawer.score, list[float]()
 
-    def scored(*arguments: Any) -> list[float]:
-        rewards = score(*arguments)
+    def scored(*arguments: Any) -> list[AnswerScore]:
+        scores = score(*arguments)
+        rewards = [each.value for each in scores]
         less_mean = [centred_rewards(rewards[place::3]) for place in range(3)]
         given.extend(less_mean[place % 3][place // 3] for place in range(12))
-        return rewards
+        return scores
 
     monkeypatch.setattr(Drawer, "score", scored)
     monkeypatch.setattr(
