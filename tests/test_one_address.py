@@ -159,6 +159,7 @@ def test_each_optimizer_of_the_table_has_a_public_name() -> None:
         assert getattr(mono, row.load().__name__) is row.load()
 
 
+@pytest.mark.slow
 def test_keys_and_engines_know_what_is_in_the_table(tmp_path: Path) -> None:
     with_texts(tmp_path)
     settings = over(TINY, *NEW, "train.updates=3")

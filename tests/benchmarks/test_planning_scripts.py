@@ -12,6 +12,7 @@ import torch._functorch.config
 from scripts import ROOT, smoke
 
 
+@pytest.mark.slow
 def test_stream_clock(script, monkeypatch, tmp_path):
     found = smoke(script("stream_clock"), monkeypatch, tmp_path / "found.json")
     assert [case["card"] for case in found["cases"]] == ["4090", "H100"]

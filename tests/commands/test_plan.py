@@ -197,6 +197,7 @@ def test_a_host_that_is_too_small_is_said_and_is_no_failure(capsys, host_of):
     assert "the host needs" in found["refusal"] and "1.00 GiB may be taken in" in found["refusal"]
 
 
+@pytest.mark.slow
 def test_the_host_of_another_machine(capsys):
     small, large = (
         json.loads(

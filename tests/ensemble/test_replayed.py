@@ -96,6 +96,7 @@ def test_replayed_as_often_as_it_runs():
     assert stop_replaying(engine.step) and not stop_replaying(engine.step)
 
 
+@pytest.mark.slow
 def test_a_frozen_member_and_a_clip_that_is_changed():
     """What a capture decided by is compared before each replay; what is on the device is read."""
     results = []
@@ -188,6 +189,7 @@ def test_weights_that_are_written_or_moved(device):
             assert torch.equal(replayed(rows), called(rows))
 
 
+@pytest.mark.slow
 def test_shapes_keywords_and_own_rows():
     replayed, called = replaying("cpu")
     for engine in (replayed, called):

@@ -191,6 +191,7 @@ def test_the_best_fits_and_the_others_say_why_they_are_not():
     assert 16 % best.work.rows == 0 and best.tokens_per_s == pytest.approx(16 * 512 / best.update_s)
 
 
+@pytest.mark.slow
 def test_moments_lie_in_files_only_if_nothing_fits_otherwise():
     small = Limits(SMALL, GIB, 4 * GIB, LINK)
     best = stream_candidates(ASKED, H200, small, H200.peak_flops)[0]
@@ -235,6 +236,7 @@ def test_a_disk_that_is_too_small_is_refused_with_its_bytes():
     assert "of disk, and 0.12 GiB may be taken" in words
 
 
+@pytest.mark.slow
 def test_device_and_host_of_one_memory_are_counted_together():
     apart = Limits(4 * GIB, 4 * GIB, link=LINK)
     best = stream_candidates(ASKED, H200, apart, H200.peak_flops)[0]
@@ -283,6 +285,7 @@ def test_the_clock_is_never_faster_than_the_closed_form(when, rate):
         assert found.update_s >= closed_form_seconds(way, resident, times, each) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_the_host_updates_where_its_memory_is_fast_beside_the_link():
     """And not with an optimizer whose update is more than reading and writing, nor where it is the
     device itself.

@@ -156,6 +156,7 @@ WAYS_TO_LEARN = (LOGITS_WAY, REWARDS_WAY, PREFERENCES_WAY, TEXTS_WAY)
 '''
 
 
+@pytest.mark.slow
 def test_a_new_way_to_learn_with_its_own_keys_is_a_file_and_a_row(tmp_path: Path) -> None:
     """In a copy of the package, by the command line."""
     package = tmp_path / "src" / "monograph"
