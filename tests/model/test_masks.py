@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from batches import tiny_llama
 from monograph import compat
@@ -77,6 +77,30 @@ def test_no_block_is_computed_in_vain_within_a_window(blocks, window):
     _assert_blocks_are_those_of_flex(torch.ones(2, blocks * BLOCK, dtype=torch.int64), window)
 
 
+@given(lengths=LENGTHS, padding=st.integers(0, 150), window=WINDOWS)
+@settings(max_examples=20)
+def test_the_blocks_of_queries_are_those_that_torch_derives_from_the_blocks_of_keys(
+    lengths, padding, window
+):
+    ours = block_mask(_segments(lengths, padding), window)
+    derived = BlockMask.from_kv_blocks(
+        ours.kv_num_blocks, ours.kv_indices, ours.full_kv_num_blocks, ours.full_kv_indices
+    )
+    pairs = [
+        (ours.q_num_blocks, ours.q_indices, derived.q_num_blocks, derived.q_indices),
+        (
+            ours.full_q_num_blocks,
+            ours.full_q_indices,
+            derived.full_q_num_blocks,
+            derived.full_q_indices,
+        ),
+    ]
+    for count, index, derived_count, derived_index in pairs:
+        assert torch.equal(count, derived_count)
+        listed = torch.arange(index.shape[-1]) < count[..., None]
+        assert torch.equal(index[listed], derived_index[listed]), "in the same order"
+
+
 def test_what_lies_beyond_a_row_needs_no_block():
     mask = block_mask(torch.tensor([[1] * BLOCK + [2] * 60]))
     assert mask.kv_num_blocks.tolist() == [[[1, 1]]] and mask.full_kv_num_blocks.tolist() == [
@@ -106,9 +130,10 @@ def _parts(mask):
 
 def _cells(count, index, length):
     """Blocks in flex attention's sparse form as a boolean [B, 1, T, T]."""
-    blocks = torch.zeros_like(index, dtype=torch.bool)
     listed = torch.arange(index.shape[-1]) < count[..., None]
-    blocks.scatter_(-1, index.long(), listed)
+    blocks = torch.stack(
+        [(listed & (index == block)).any(-1) for block in range(index.shape[-1])], -1
+    )
     return blocks.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)[..., :length, :length]
 
 

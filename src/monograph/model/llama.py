@@ -138,25 +138,41 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
         seen = (query >= key) & (segments_BT[row, query] == segments_BT[row, key])
         return seen if window is None else seen & (query - key < window)
 
-    return BlockMask.from_kv_blocks(
-        *_count_and_order(partial_BNN),
-        *_count_and_order(full_BNN),
-        BLOCK_SIZE=BLOCK,
+    # `BlockMask.from_kv_blocks` would derive the lists of blocks of queries by sorting; see
+    # `_count_and_list`.
+    partial_keys, partial_queries = _count_and_list(partial_BNN), _count_and_list(partial_BNN.mT)
+    full_keys, full_queries = _count_and_list(full_BNN), _count_and_list(full_BNN.mT)
+    return BlockMask(
+        (length, length),
+        *partial_keys,
+        *full_keys,
+        *partial_queries,
+        *full_queries,
+        BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=visible,
-        seq_lengths=(length, length),
     )
 
 
-def _count_and_order(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return flex attention's form of a boolean matrix over blocks of queries and keys.
+def _count_and_list(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return flex attention's form of a boolean matrix: for each row, where it is True.
 
     Returns:
-        The number of needed blocks of keys, [B, 1, N] int32.
-        The indices of all blocks of keys, the needed ones first, [B, 1, N, N] int32.
+        The number of True elements in each row, [B, 1, N] int32.
+        Their indices, ascending, [B, 1, N, N] int32. What follows them is the last index, which is
+            never read.
     """
-    needed_B1NN = needed_BNN[:, None].to(torch.int32)
-    order_B1NN = needed_B1NN.argsort(dim=-1, descending=True, stable=True)
-    return needed_B1NN.sum(dim=-1, dtype=torch.int32), order_B1NN.to(torch.int32)
+    blocks = needed_BNN.shape[-1]
+    numbers_N = torch.arange(blocks, device=needed_BNN.device)
+    # How many elements are True up to index i, i included. The sums of comparisons take the place of a
+    # stable sort, from which Inductor makes one long program: for rows of 16,384 positions it took
+    # minutes to assemble.
+    up_to_NN = numbers_N <= numbers_N[:, None]
+    needed_B1NN = needed_BNN[:, None]
+    rank_B1NN = (needed_B1NN[..., None, :] & up_to_NN).sum(dim=-1, dtype=torch.int32)
+    # The element of rank k + 1 comes after all elements whose rank is at most k.
+    comes_before_B1NNN = rank_B1NN[..., None, :] <= numbers_N[:, None]
+    index_B1NN = comes_before_B1NNN.sum(dim=-1, dtype=torch.int32).clamp_max(blocks - 1)
+    return needed_B1NN.sum(dim=-1, dtype=torch.int32), index_B1NN
 
 
 def feed_forward_of(config: LlamaConfig, layer: int) -> type[FeedForward]:
