@@ -1,6 +1,9 @@
 """Stack modules of one structure: each parameter and buffer holds all members' values, with a
 leading member axis.
 
+What all members share is not stacked: frozen parameters, and buffers outside of the state dict, that
+lie at the same place in memory in each of them. So N sets of adapters need only one base.
+
 Shapes: N members.
 """
 
@@ -39,12 +42,14 @@ class _StackedTensor(NamedTuple):
     """A parameter or buffer of all members.
 
     Attributes:
-        stacked: all members' values, [N, ...].
+        stacked: all members' values, [N, ...]; if they share it, their tensor itself, [...].
         locations: for each member, where it has its view of `stacked`.
+        is_shared: whether the members share one tensor.
     """
 
     stacked: Tensor
     locations: list[_TensorLocation]
+    is_shared: bool
 
 
 class Stack:
@@ -56,8 +61,10 @@ class Stack:
 
     Attributes:
         members: the modules.
-        module: a module of the same structure, whose parameters and buffers have the same names and
-            are [N, ...]. It cannot be called directly: see `monograph.ensemble.call`.
+        module: a module of the same structure, whose parameters and buffers have the same names. They
+            are [N, ...], or the members' own tensors if all members share them. It cannot be called
+            directly: see `monograph.ensemble.call`.
+        shared: the ids of the tensors that all members share.
     """
 
     def __init__(self, members: Sequence[nn.Module]):
@@ -82,15 +89,21 @@ class Stack:
         self._identities = [_identities(member) for member in members]
         self._tensors: list[_StackedTensor] = []
         for locations in _tensor_locations(members):
-            stacked = _stack([location.tensor() for location in locations])
-            tensor = _StackedTensor(stacked, locations)
+            is_shared = _is_shared(locations)
+            stacked = (
+                locations[0].tensor()
+                if is_shared
+                else _stack([location.tensor() for location in locations])
+            )
+            tensor = _StackedTensor(stacked, locations, is_shared)
             self._tensors.append(tensor)
             # This frees the tensor's old memory before the next tensor is stacked.
             self._point_members(tensor)
-        if not self._tensors:
+        if all(tensor.is_shared for tensor in self._tensors):
             raise UsageError(
-                "the members have no parameters and no buffers: there is nothing that could differ"
+                "the members have no parameters and no buffers of their own: there is nothing that could differ"
             )
+        self.shared = frozenset(id(tensor.stacked) for tensor in self._tensors if tensor.is_shared)
         self.module = _copy_with_stacked_tensors(members[0], self._tensors)
         # Nothing is generated in training. A key-value cache would be useless, and is a result that
         # vmap cannot return.
@@ -151,7 +164,7 @@ class Stack:
             number: the member's number.
             regions: where the stacked tensors lie.
         """
-        for (stacked, locations), region in zip(self._tensors, regions, strict=True):
+        for (stacked, locations, is_shared), region in zip(self._tensors, regions, strict=True):
             module, name = locations[number]
             # Read from the dictionaries, since `getattr` of a module searches three of them.
             tensor: Tensor | None = module._parameters.get(name)
@@ -160,7 +173,7 @@ class Stack:
             is_view = (
                 isinstance(tensor, type(stacked))
                 and tensor.requires_grad == stacked.requires_grad
-                and memory_of(tensor) == _view_memory(region, number)
+                and memory_of(tensor) == (region if is_shared else _view_memory(region, number))
             )
             if not is_view:
                 for path, part in self.members[number].named_modules():
@@ -170,6 +183,8 @@ class Stack:
 
     def _point_members(self, tensor: _StackedTensor) -> None:
         """Make each member's tensor a view of the stack, and free its gradient."""
+        if tensor.is_shared:
+            return
         for number, location in enumerate(tensor.locations):
             view = tensor.stacked.detach()[number]
             member_tensor = location.tensor()
@@ -221,6 +236,22 @@ def _identities(member: nn.Module) -> list[int]:
     return ids
 
 
+def _is_shared(locations: Sequence[_TensorLocation]) -> bool:
+    """Return whether several members share a tensor that nothing changes.
+
+    Training changes parameters that require gradients. A forward pass may change buffers, such as a
+    batch norm's statistics; but those are in the state dict, and other buffers are constants.
+    """
+    module, name = locations[0]
+    tensors = [location.tensor() for location in locations]
+    is_constant = (
+        not tensors[0].requires_grad
+        if name in module._parameters
+        else name in module._non_persistent_buffers_set
+    )
+    return len(tensors) > 1 and is_constant and len({memory_of(tensor) for tensor in tensors}) == 1
+
+
 def _stack(tensors: list[Tensor]) -> Tensor:
     """Return the members' tensors as one; it is a parameter if they are parameters."""
     stacked = torch.stack([tensor.detach() for tensor in tensors])
@@ -231,7 +262,12 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 
 def _copy_with_stacked_tensors(member: nn.Module, tensors: list[_StackedTensor]) -> nn.Module:
-    """Return a copy of the first member that has the stacked tensors in place of its own."""
+    """Return a copy of the first member that has the stacked tensors in place of its own.
+
+    Args:
+        member: the first member.
+        tensors: the stacked tensors. The copy has the shared ones, too, and no copies of them.
+    """
     # The memo of copy.deepcopy: by an object's id, what the copy has in its place. It goes by
     # identity, so tied tensors stay tied.
     memo: dict[int, Any] = {id(tensor.locations[0].tensor()): tensor.stacked for tensor in tensors}
