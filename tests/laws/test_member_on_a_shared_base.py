@@ -27,10 +27,11 @@ from monograph.optim import AdamW
 from monograph.step.guard import memory_of
 
 N, UPDATES = 3, 3
-KNOBS = [SimpleNamespace(seed=20 + i, lr=1e-2 * 2**i, weight_decay=0.1 * i) for i in range(N)]
-MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+KNOBS = [SimpleNamespace(seed=20 + i, lr=1e-3 * 2**i, weight_decay=0.1 * i) for i in range(N)]
+MIXTURE = {"model_type": "gpt_oss", "num_experts": 5, "num_experts_per_tok": 2}
 CASES = {
     "lora": (SMALL, {}),
+    "experts": (replace(SMALL, targets=("q_proj", "gate_proj", "down_proj")), MIXTURE),
     "int8, rslora": (replace(SMALL, base="int8", rslora=True), {}),
     "nf4, dora": (replace(SMALL, base="nf4", dora=True), {}),
     "dropout": (replace(SMALL, dropout=0.3), {}),
@@ -38,12 +39,16 @@ CASES = {
 }
 
 
-def members_of(lora: Lora, dtype: torch.dtype = torch.float64, **sizes) -> list[Llama]:
-    """Members that share a base, each with trained adapters of its own."""
+def members_of(lora: Lora, others: list[Lora] | None = None, **sizes) -> list[Llama]:
+    """Members in fp64 that share a base, each with trained adapters of its own."""
     first = tiny_llama(torch.float32, **sizes)
     adapt(first, lora)
-    first.to(dtype)
-    members = [first, *(copy_with_shared_base(first, seed=of.seed) for of in KNOBS[1:])]
+    first.double()
+    options = others or [lora] * (N - 1)
+    members = [
+        first,
+        *(copy_with_shared_base(first, options[i], KNOBS[1 + i].seed) for i in range(N - 1)),
+    ]
     for number, member in enumerate(members):
         trained(member, seed=number)
     return members
@@ -53,9 +58,8 @@ def frozen(model) -> dict[str, torch.Tensor]:
     return {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
 
-def compared(lora: Lora, sizes, backend: str | None = None, micro_batch: int = 2) -> None:
+def compared(members: list[Llama], backend: str | None = None, micro_batch: int = 2) -> None:
     """Train together and alone, and compare losses, adapters and moments."""
-    members = members_of(lora, **sizes)
     alone = copy.deepcopy(members)
     batches = [[ragged(4, 100 * i + step) for i in range(N)] for step in range(UPDATES)]
     windows = [stacked(of_members) for of_members in batches]
@@ -78,13 +82,28 @@ def compared(lora: Lora, sizes, backend: str | None = None, micro_batch: int = 2
 
 @pytest.mark.parametrize("name", CASES)
 def test_members_on_one_base_train_as_alone(name):
-    compared(*CASES[name])
+    lora, sizes = CASES[name]
+    compared(members_of(lora, **sizes))
+
+
+DIFFERENT = [
+    replace(SMALL, rank=7, alpha=20.0, rslora=True),
+    replace(SMALL, rank=2, dropout=0.2, alpha=3.0),
+]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_members_of_other_ranks_scales_and_dropout_train_as_alone(dora):
+    lora = replace(SMALL, dropout=0.1, base="int8", dora=dora)
+    others = [replace(each, dropout=each.dropout or 0.4, dora=dora) for each in DIFFERENT]
+    compared(members_of(lora, others))
 
 
 @pytest.mark.parametrize("micro_batch", [2, 4])
 def test_members_on_one_base_train_as_alone_captured(micro_batch):
-    lora, sizes = CASES["nf4, dora"]
-    compared(lora, sizes, "aot_eager", micro_batch)
+    lora = replace(SMALL, base="nf4", dora=True)
+    others = [replace(lora, rank=7, alpha=20.0), replace(lora, rank=2)]
+    compared(members_of(lora, others), "aot_eager", micro_batch)
 
 
 def test_the_base_is_in_memory_once():

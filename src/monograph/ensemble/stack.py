@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monograph.ensemble.agreement import DROPOUTS, hook_attributes, require_stackable
+from monograph.ensemble.agreement import hook_attributes, require_stackable
+from monograph.ensemble.variations import put_differences_into
 from monograph.errors import UsageError
 from monograph.step.guard import MemoryRegion, memory_of
 
@@ -111,16 +112,24 @@ class Stack:
             config = getattr(part, "config", None)
             if config is not None and getattr(config, "use_cache", False):
                 config.use_cache = False
-        device = self._tensors[0].stacked.device
-        for path, rates in _different_rates(members).items():
-            rates_N = torch.tensor(rates, dtype=torch.float64, device=device)
-            dropout = _DropoutWithRates(self.module.get_submodule(path), rates_N)
-            self.module.set_submodule(path, dropout)
+        put_differences_into(self.module, members)
 
     @property
     def size(self) -> int:
         """Return N."""
         return len(self.members)
+
+    def padded_parameters(self) -> list[str]:
+        """Return the names of the parameters that are smaller in some members than in others."""
+        shapes = [
+            {name: parameter.shape for name, parameter in member.named_parameters()}
+            for member in self.members
+        ]
+        return [
+            name
+            for name, shape in shapes[0].items()
+            if any(others[name] != shape for others in shapes)
+        ]
 
     def relink(self) -> None:
         """Point the members at the stack again after its parameters have moved."""
@@ -173,7 +182,8 @@ class Stack:
             is_view = (
                 isinstance(tensor, type(stacked))
                 and tensor.requires_grad == stacked.requires_grad
-                and memory_of(tensor) == (region if is_shared else _view_memory(region, number))
+                and memory_of(tensor)
+                == (region if is_shared else _view_memory(region, number, tensor.shape))
             )
             if not is_view:
                 for path, part in self.members[number].named_modules():
@@ -186,8 +196,8 @@ class Stack:
         if tensor.is_shared:
             return
         for number, location in enumerate(tensor.locations):
-            view = tensor.stacked.detach()[number]
             member_tensor = location.tensor()
+            view = member_view(tensor.stacked.detach(), number, member_tensor.shape)
             if isinstance(member_tensor, nn.Parameter):
                 member_tensor.data = view
                 member_tensor.grad = None
@@ -195,32 +205,24 @@ class Stack:
                 location.module._buffers[location.name] = view
 
 
-class _DropoutWithRates(nn.Module):
-    """The dropout module of a stack whose members have different rates.
+def member_view(stacked: Tensor, number: int, shape: torch.Size) -> Tensor:
+    """Return a member's view of a stacked tensor, of the shape that the tensor has in the member.
 
-    Attributes:
-        rate: the rates, a buffer [N] outside of the state dict.
+    Args:
+        stacked: [N, ...].
+        number: the member's number.
+        shape: the tensor's shape in this member. It is smaller than that of `stacked` if the rank of
+            its adapters is.
     """
-
-    def __init__(self, dropout: nn.Module, rates_N: Tensor):
-        super().__init__()
-        self.training = dropout.training
-        self._function = type(dropout).__name__.lower()  # Dropout1d -> dropout1d
-        self.register_buffer("rate", rates_N, persistent=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Apply one member's dropout. It runs inside vmap, where `rate` is that member's, 0-d."""
-        # The function is looked up at each call, as `MemberCaller.context` replaces it.
-        dropped: Tensor = getattr(nn.functional, self._function)(hidden, self.rate, self.training)
-        return dropped
+    return stacked[number][tuple(slice(size) for size in shape)]
 
 
-def _view_memory(region: MemoryRegion, number: int) -> MemoryRegion:
-    """Return `memory_of(stacked[number])` for a stacked tensor at `region`, without making this view:
-    it takes time, and this runs for many tensors in each update.
+def _view_memory(region: MemoryRegion, number: int, shape: torch.Size) -> MemoryRegion:
+    """Return `memory_of(member_view(stacked, number, shape))` for a stacked tensor at `region`,
+    without making this view: it takes time, and this runs for many tensors in each update.
     """
-    storage, offset, shape, stride = region
-    return storage, offset + number * stride[0], shape[1:], stride[1:]
+    storage, offset, _, stride = region
+    return storage, offset + number * stride[0], shape, stride[1:]
 
 
 def _identities(member: nn.Module) -> list[int]:
@@ -253,12 +255,24 @@ def _is_shared(locations: Sequence[_TensorLocation]) -> bool:
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:
-    """Return the members' tensors as one; it is a parameter if they are parameters."""
-    stacked = torch.stack([tensor.detach() for tensor in tensors])
+    """Return the members' tensors as one, smaller ones with zeros at the end of their axes. It is a
+    parameter if they are parameters.
+    """
+    largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    stacked = torch.stack([_padded(tensor.detach(), largest) for tensor in tensors])
     first = tensors[0]
     if isinstance(first, nn.Parameter):
         return nn.Parameter(stacked, requires_grad=first.requires_grad)
     return stacked
+
+
+def _padded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of this shape: the given one, and zeros after it along each axis."""
+    if list(tensor.shape) == list(shape):
+        return tensor
+    padded = tensor.new_zeros(shape)
+    padded[tuple(slice(size) for size in tensor.shape)] = tensor
+    return padded
 
 
 def _copy_with_stacked_tensors(member: nn.Module, tensors: list[_StackedTensor]) -> nn.Module:
@@ -292,16 +306,3 @@ def _tensor_locations(members: Sequence[nn.Module]) -> Iterator[list[_TensorLoca
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield [_TensorLocation(module, name) for module in modules]
-
-
-def _different_rates(members: Sequence[nn.Module]) -> dict[str, list[float]]:
-    """Return, by path, the members' rates of each dropout module in which they differ."""
-    different = {}
-    for named_modules in zip(*(member.named_modules() for member in members), strict=True):
-        path, first = named_modules[0]
-        if not isinstance(first, DROPOUTS):
-            continue
-        rates = [float(module.p) for _, module in named_modules]
-        if len(set(rates)) > 1:
-            different[path] = rates
-    return different

@@ -147,7 +147,7 @@ class Adapted(nn.Linear):
         """Map [..., K] to [..., N], in the dtype of the base layer's output."""
         output = super().forward(input)
         input_dtype = input.dtype
-        has_dropout = isinstance(self.lora_dropout, nn.Dropout)
+        has_dropout = not isinstance(self.lora_dropout, nn.Identity)
         # Without autocast, a linear layer needs its weight's dtype. With dropout the input is cast
         # under autocast too, so that the mask's factor 1 / (1 - p) is not rounded to fewer bits.
         if has_dropout or not torch.is_autocast_enabled(input.device.type):
@@ -383,6 +383,23 @@ def _adapt(
     options: dict[str, Any] = {"device": device or weight.device, "dtype": dtype}
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
     assert isinstance(layer, AnyAdapted)
+    _add_factors(layer, lora, options)
+    magnitude = nn.Parameter(torch.empty(layer.out_features, **options)) if lora.dora else None
+    layer.register_parameter("lora_magnitude_vector", magnitude)
+    if weight.is_meta:
+        layer.lora_B.weight.zero_()
+    else:
+        _initialise(layer, key)
+
+
+def _add_factors(layer: AnyAdapted, lora: Lora, options: dict[str, Any]) -> None:
+    """Give a layer A and B, uninitialised, with the scale and the dropout of an adapter.
+
+    Args:
+        layer: the layer.
+        lora: the adapter's options.
+        options: dtype and device of A and B.
+    """
     for name, inputs, outputs in (
         ("lora_A", layer.in_features, lora.rank),
         ("lora_B", lora.rank, layer.out_features),
@@ -395,12 +412,6 @@ def _adapt(
         setattr(layer, name, factor)
     layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
     layer.scale = lora.scale
-    magnitude = nn.Parameter(torch.empty(layer.out_features, **options)) if lora.dora else None
-    layer.register_parameter("lora_magnitude_vector", magnitude)
-    if weight.is_meta:
-        layer.lora_B.weight.zero_()
-    else:
-        _initialise(layer, key)
 
 
 @torch.no_grad()
@@ -425,7 +436,9 @@ def _initialise(layer: AnyAdapted, key: str) -> None:
         layer.lora_magnitude_vector.copy_(layer.lora_norms)
 
 
-def copy_with_shared_base(module: nn.Module, seed: int | None = None) -> nn.Module:
+def copy_with_shared_base(
+    module: nn.Module, lora: Lora | None = None, seed: int | None = None
+) -> nn.Module:
     """Return a copy of a module with adapters that has its own adapters and shares the base.
 
     The copy holds the same frozen parameters and constants (buffers outside of the state dict), not
@@ -433,8 +446,11 @@ def copy_with_shared_base(module: nn.Module, seed: int | None = None) -> nn.Modu
     such modules together without copying the base.
 
     Args:
-        module: a module with adapters. Its base must be in memory and on its device.
-        seed: the seed of new adapters' values, as in `adapt`; None: the values are copied.
+        module: a module with adapters.
+        lora: other options of the copy's adapters, which are new then. Only rank, alpha, rslora and
+            dropout may differ from those of the module. None: the options are the module's.
+        seed: the seed of new adapters' values, as in `adapt`; None: the module's values, or with
+            `lora` those of seed 0.
     """
     shared: list[Tensor] = [p for p in module.parameters() if not p.requires_grad]
     for part in module.modules():
@@ -442,9 +458,13 @@ def copy_with_shared_base(module: nn.Module, seed: int | None = None) -> nn.Modu
     # The memo of copy.deepcopy: by an object's id, what the copy has in its place.
     memo: dict[int, Any] = {id(tensor): tensor for tensor in shared if tensor is not None}
     copied = copy.deepcopy(module, memo)
-    if seed is not None:
-        for name, layer in adapted_layers(copied).items():
-            _initialise(layer, _seed_key(seed, name))
+    layers = adapted_layers(copied)
+    for layer in layers.values() if lora else ():
+        A = layer.lora_A.weight
+        _add_factors(layer, lora, {"device": A.device, "dtype": A.dtype})
+    if lora or seed is not None:
+        for name, layer in layers.items():
+            _initialise(layer, _seed_key(seed or 0, name))
     return copied
 
 
