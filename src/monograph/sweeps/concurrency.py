@@ -37,7 +37,9 @@ from monograph.session.setup import BuiltRun
 from monograph.sweeps.cohort import (
     EVALUATIONS,
     Cohort,
+    base_bytes,
     begin_cohort,
+    build_base,
     build_models,
     make_members_engine,
     reuse_engine,
@@ -261,6 +263,16 @@ class TimedGroup:
         self.refusal = ""
         self.compile_ratio = WIDE_COMPILE_RATIO
         self.engines: dict[int, tuple[list[BuiltRun], Engine]] = {}
+        self._base: BuiltRun | None = None
+
+    def build(self, members: Sequence[Member]) -> list[BuiltRun]:
+        """Build the models of some of the group's members. All that have adapters share one base.
+
+        Raises:
+            OutOfDeviceMemory: not even one member fits.
+        """
+        self._base = self._base or build_base(members[0], self.text, self.machine)
+        return build_models(members, self.text, self.machine, self._base)
 
     @property
     def given_updates(self) -> int:
@@ -287,7 +299,7 @@ class TimedGroup:
             compile_s = MIN_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
             return 60 * plan.job.span.minutes < compile_s
         began = clock()
-        built_runs = build_models(self.group.members[:1], self.text, self.machine)
+        built_runs = self.build(self.group.members[:1])
         engine = make_members_engine(built_runs, False, self.device)
         window = first_window(built_runs, self.text)
         building_s = clock() - began
@@ -369,10 +381,13 @@ class TimedGroup:
         if is_first and size in self.engines:
             built_runs, engine = self.engines[size]
             return begin_cohort(members, runs, with_length(built_runs, updates), self.text, engine)
-        built_runs = with_length(build_models(members, self.text, self.machine), updates)
+        built_runs = with_length(self.build(members), updates)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
-        if size == 1 and 1 in self.engines and reuse_engine(self.engines[1][1], engine):
-            engine = self.engines[1][1]
+        captured = self.engines.get(1) if size == 1 else None
+        # A graph of one member has the scale, rank and dropout of its adapters.
+        has_same_adapters = captured and captured[0][0].recipe.lora == built_runs[0].recipe.lora
+        if captured and has_same_adapters and reuse_engine(captured[1], engine):
+            engine = captured[1]
         else:
             capture_or_train_eagerly(
                 engine,
@@ -386,13 +401,15 @@ class TimedGroup:
 
     def _time(self, width: int, progress: Progress) -> WidthTime:
         """Build and capture the engine of the first members, keep it, and return its times."""
-        built_runs = build_models(self.group.members[:width], self.text, self.machine)
+        built_runs = self.build(self.group.members[:width])
         if width == 1:
             for line in built_runs[0].notes:
                 progress.line("tokens", line)
             expected = built_runs[0].plan.expected
             if expected:
-                fitting = planner.budget(self.machine) // expected.peak_memory_bytes
+                base = base_bytes(built_runs[0])
+                own_bytes = expected.peak_memory_bytes - base
+                fitting = (planner.budget(self.machine) - base) // own_bytes
                 self.max_members = min(self.max_members, max(1, fitting))
         window = first_window(built_runs, self.text)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
