@@ -195,7 +195,7 @@ class AdaptedExperts(ExpertLinear):
 
     lora_A: ExpertFactor
     lora_B: ExpertFactor
-    lora_dropout: nn.Module
+    lora_dropout: nn.Dropout
     lora_magnitude_vector: None
     scale: float
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
@@ -22,7 +23,7 @@ from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.ensemble.member import MemberEngine
 from monograph.errors import NoValidCheckpoint
-from monograph.graph.lora import frozen_parameters
+from monograph.graph.lora import adapted_layers, frozen_parameters
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
@@ -239,8 +240,10 @@ def reuse_engine(engine: Engine, fresh: Engine) -> bool:
 
     Returns:
         Whether it was done. It is not done if more than weights and learning rate differ, as the
-        graph fixes everything else.
+        graph fixes everything else, such as the rank, scale and dropout of adapters.
     """
+    if _adapter_options(engine.model) != _adapter_options(fresh.model):
+        return False
     old = engine.step.optim
     new = fresh.step.optim
     old_kinds = [plane.kind for plane in engine.step.planes]
@@ -253,6 +256,14 @@ def reuse_engine(engine: Engine, fresh: Engine) -> bool:
     engine.load_state(fresh.state())
     engine.step.optim = new
     return True
+
+
+def _adapter_options(model: nn.Module) -> dict[str, tuple[int, float, float]]:
+    """Return rank, scale and dropout of each layer with an adapter, by the layer's name."""
+    return {
+        name: (layer.lora_A.weight.shape[-2], layer.scale, layer.lora_dropout.p)
+        for name, layer in adapted_layers(model).items()
+    }
 
 
 def begin_cohort(

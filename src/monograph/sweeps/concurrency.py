@@ -223,6 +223,17 @@ def _why(
     )
 
 
+def members_that_fit(budget_bytes: int, peak_bytes: int, base_bytes: int) -> int:
+    """Return how many members fit at once, at least 1.
+
+    Args:
+        budget_bytes: the memory that may be used.
+        peak_bytes: the planned peak of one member alone.
+        base_bytes: the part of this peak that all members share.
+    """
+    return max(1, (budget_bytes - base_bytes) // (peak_bytes - base_bytes))
+
+
 # Compile time of a graph of several members, divided by that of one member (dev/log.md).
 WIDE_COMPILE_RATIO = 1.3
 # Compile time of a graph in the compiler's cache, divided by that of a new one
@@ -384,9 +395,7 @@ class TimedGroup:
         built_runs = with_length(self.build(members), updates)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
         captured = self.engines.get(1) if size == 1 else None
-        # A graph of one member has the scale, rank and dropout of its adapters.
-        has_same_adapters = captured and captured[0][0].recipe.lora == built_runs[0].recipe.lora
-        if captured and has_same_adapters and reuse_engine(captured[1], engine):
+        if captured and reuse_engine(captured[1], engine):
             engine = captured[1]
         else:
             capture_or_train_eagerly(
@@ -407,10 +416,12 @@ class TimedGroup:
                 progress.line("tokens", line)
             expected = built_runs[0].plan.expected
             if expected:
-                base = base_bytes(built_runs[0])
-                own_bytes = expected.peak_memory_bytes - base
-                fitting = (planner.budget(self.machine) - base) // own_bytes
-                self.max_members = min(self.max_members, max(1, fitting))
+                fitting = members_that_fit(
+                    planner.budget(self.machine),
+                    expected.peak_memory_bytes,
+                    base_bytes(built_runs[0]),
+                )
+                self.max_members = min(self.max_members, fitting)
         window = first_window(built_runs, self.text)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
         began = clock()
