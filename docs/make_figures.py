@@ -25,8 +25,9 @@ from rich.cells import cell_len
 
 from monograph.report import figures, quantities
 from monograph.report.figures import themed
+from monograph.run.curve import YARDSTICK_WIDTH, curve_pieces
 from monograph.run.progress import LABEL_WIDTH
-from monograph.run.screen import YARDSTICK_WIDTH, curve_pieces, cut_to_width, one_line
+from monograph.run.screen import cut_to_width, one_line
 
 FIGURES = Path(__file__).resolve().parent / "figures"
 RECORDING, FIRST_RUN, HELD_OUT = (

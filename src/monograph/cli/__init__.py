@@ -282,7 +282,7 @@ def _print_error(message: str) -> None:
 
 def _write_to_stderr(text: str) -> None:
     try:
-        terminal.own(sys.stderr, text)
+        terminal.write_as_is(sys.stderr, text)
         sys.stderr.flush()
     except OSError:
         # The disk to which stderr is redirected is full. Python flushes stderr again at exit, and

@@ -32,7 +32,7 @@ from monograph.profiling.health import (
 from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
 from monograph.run.folder import DEFAULT_ROOT, TEACHERS, Run, standard_json
-from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
+from monograph.run.models import load_to_export, load_tokenizer, require_all_finite
 from monograph.run.recipe import names_run, require_tokenizer
 from monograph.run.run_index import lock_record, serial_number
 from monograph.run.writing import recorded_parent
@@ -239,7 +239,7 @@ def _verify_run(run: Run) -> CheckResult:
     files = {
         "run.lock": _fault(verify_lock),
         "config.toml": _fault(lambda: run_settings(run, code_keys=())),
-        "tokenizer.json": _fault(lambda: own_tokenizer(run, saved)),
+        "tokenizer.json": _fault(lambda: load_tokenizer(run, saved)),
         "metrics.jsonl": _fault(read_metrics, saved.get("metrics_sha256")),
         **_faults_of_optional_files(run, saved),
     }

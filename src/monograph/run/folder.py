@@ -54,7 +54,8 @@ DEFAULT_ROOT = Path("runs")
 MIXTURE = "mixture"
 # A run whose folder contains this file is distilled from the members of a sweep.
 TEACHERS = "teachers.json"
-# The files that a run folder may contain before the run has begun.
+# The files that a run folder may contain before the run has begun. NAME.partial is a file that is
+# being written, and gets its final name once it is complete.
 _FILES_BEFORE_BEGIN = {
     "run.lock",
     "from.json",
@@ -71,7 +72,8 @@ _FILES_BEFORE_BEGIN = {
 }
 _LOCK_RECORD_START = b'{"serial": '  # the first bytes of run.lock
 
-# The numbers that a row may have, besides times, whose names end in their unit.
+# The numbers that a row may have, besides times, whose names end in "_s" (seconds). "share" is how
+# much of the run was done when a sample was written, from 0 to 1.
 _NUMBERS = (*metrics.metric_keys(), "share")
 # A function of a run's folder, which returns why "last" cannot mean this run, such as "is a sweep",
 # or "" if it can.
@@ -87,6 +89,7 @@ _Row = create_model(
     summary=(_Summary | None, None),
     sample=(str, ""),
 )
+# The type of an entry that is a time in seconds.
 _TIME = TypeAdapter[float | None](float | None, config=ConfigDict(strict=True))
 
 # File descriptors of the locks that this process holds. A forked child inherits the descriptors,
@@ -148,7 +151,7 @@ class Run:
                 folder = _claim_given_folder(Path(out))
             run = cls(folder)
             others = folders_with_lock(run.folder.parent)
-            number = 1 + (serial_number(others[-1]) if others else 0)
+            newest_serial = serial_number(others[-1]) if others else 0
             for other in others:
                 _remove_stdin_copy(other)
             with _locked(run.lock_file) as descriptor:
@@ -156,7 +159,7 @@ class Run:
                     raise _already_a_run(run.folder)
                 for name in _FILES_BEFORE_BEGIN - {"run.lock"}:
                     (run.folder / name).unlink(missing_ok=True)
-                run._write_lock_record(descriptor, number)
+                run._write_lock_record(descriptor, newest_serial + 1)
         return run
 
     @classmethod
@@ -196,11 +199,9 @@ class Run:
     @property
     def named_path(self) -> Path:
         """Return the path that names this run: the checkpoint of update `at_update`, or the run's folder."""
-        return (
-            self.folder
-            if self.at_update is None
-            else self.checkpoints / f"step-{self.at_update:08d}"
-        )
+        if self.at_update is None:
+            return self.folder
+        return self.checkpoints / f"step-{self.at_update:08d}"
 
     @property
     def has_begun(self) -> bool:
@@ -237,14 +238,14 @@ class Run:
             self._write_lock_record(descriptor, serial_number(self.folder))
             yield
 
-    def _write_lock_record(self, descriptor: int, number: int) -> None:
+    def _write_lock_record(self, descriptor: int, serial: int) -> None:
         """Write the run's serial number and this process into run.lock.
 
         Args:
             descriptor: the file descriptor of run.lock.
-            number: the run's serial number.
+            serial: the run's serial number.
         """
-        lock_record = {"serial": number, "pid": os.getpid(), "host": socket.gethostname()}
+        lock_record = {"serial": serial, "pid": os.getpid(), "host": socket.gethostname()}
         content = json.dumps(lock_record).encode()
         # Bytes that the file has already are not written again: a power cut during the write then
         # cannot lose the serial number.
@@ -301,7 +302,11 @@ class Run:
             raise InputRefused(f"{self.metrics}: cannot be read: {error.strerror}") from None
 
     def _checked_rows(self, content: bytes) -> list[dict[str, Any]]:
-        """Return the rows in whole lines of metrics.jsonl; raises InputRefused for a damaged row."""
+        """Return the rows of metrics.jsonl, of which `content` has only complete lines.
+
+        Raises:
+            InputRefused: a row is damaged; the message names its line.
+        """
         rows = [json_object(line) for line in content.splitlines()]
         for number, row in enumerate(rows, 1):
             try:
@@ -362,6 +367,7 @@ class Run:
                 f"missing; {remedy}"
             )
         if exists(self.metrics):
+            # Older checkpoints have no digest, but a damaged row is noticed in any case.
             self._checked_rows(self._read_metrics()[:offset])
             digest = self.metrics_digest(offset)
             if sha256 not in (None, digest):
@@ -430,8 +436,9 @@ def _obstacle_to_models(folder: Path) -> str:
     """Return why a folder has no model: it has no checkpoint and is not a sweep."""
     if is_file(folder / SWEEP):
         return ""
-    saved = any(update_of_checkpoint(path) is not None for path in entries(folder / "checkpoints"))
-    return "" if saved else "has no checkpoint yet"
+    paths = entries(folder / "checkpoints")
+    has_checkpoint = any(update_of_checkpoint(path) is not None for path in paths)
+    return "" if has_checkpoint else "has no checkpoint yet"
 
 
 def _obstacle_to_one_model(folder: Path) -> str:
@@ -509,7 +516,8 @@ def _locked(lock_file: Path) -> Iterator[int]:
                 raise _in_use(lock_file.parent) from None
         yield descriptor
     finally:
-        if descriptor in _held_locks:  # a forked child has closed it: `_close_inherited_locks`
+        # In a forked child, `_close_inherited_locks` has already closed the child's descriptor.
+        if descriptor in _held_locks:
             _held_locks.remove(descriptor)
             os.close(descriptor)
 
@@ -634,8 +642,10 @@ def standard_json(value: object) -> Any:
 
 def _write_all(descriptor: int, content: bytes) -> None:
     """Write all bytes, since one call of os.write may write only some."""
-    while content:
-        content = content[os.write(descriptor, content) :]
+    rest = content
+    while rest:
+        written = os.write(descriptor, rest)
+        rest = rest[written:]
 
 
 class Follower(Run):

@@ -29,7 +29,7 @@ from monograph.profiling.memory import peak_memory_bytes
 from monograph.run import recorded_state
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.run.recipe import ModelRecipe, require_base, require_same_file
+from monograph.run.recipe import ModelRecipe, require_base_of_run, require_same_file
 from monograph.schedule import Schedule, cool_down
 from monograph.session.objective import Records, RunWindows, Task
 from monograph.session.plan import RunPlan
@@ -293,7 +293,9 @@ class Session:
                 )
         recipe = ModelRecipe.recorded(state["recipe"])
         require_same_file(recipe, self.run)
-        require_base(self.recipe.base_sha256, recipe.base_sha256, recipe.init, self.run.folder)
+        require_base_of_run(
+            self.recipe.base_sha256, recipe.base_sha256, recipe.init, self.run.folder
+        )
         # Shapes are compared, not their entries: an older checkpoint lacks entries that were added
         # later, for which a shape has defaults.
         entries = state["model_config"]
