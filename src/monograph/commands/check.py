@@ -288,7 +288,7 @@ def _faults_of_optional_files(
         files["from.json"] = _fault(lambda: recorded_parent(run))
     if exists(run.folder / REFERENCE):
         files[REFERENCE] = _fault(lambda: verify_reference(run))
-    recorded = recorded_state.recorded_files(saved)
+    recorded = recorded_state.recorded_file_digests(saved)
     for name in sorted({TEACHERS, *recorded}):
         path = run.folder / name
         if exists(path) or name in recorded:

@@ -238,10 +238,12 @@ def _load_run_unmerged(
         )
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     if recipe.lora is None or recipe.code:
+        # A Python file is not run here. A Llama that its function built is in the checkpoint as a
+        # whole; if it has adapters, only these are there, which `_restore_llama` refuses.
         model = _restore_llama(run, checkpoint)
         model.sampling = checkpoint.state.get("sampling") or {}
         return model, model.config
-    assert recipe.init is not None
+    assert recipe.init is not None  # `recorded_state` requires a base of adapters
     base_dtype = dtype or _dtype_to_merge_in(recipe.init)
     model = _merge_adapters(_load_unmerged(recipe.init, _no_warning, base_dtype, recipe.sizes))
     base_shape = model.config
@@ -403,7 +405,7 @@ def load_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
         InputRefused: a file is damaged or was replaced; the message says where to find a copy.
     """
     recorded = state.get("tokenizer")
-    recorded_files = state.get("tokenizer_files")
+    recorded_digests = state.get("tokenizer_files")
     try:
         # The recorded digest is that of the text without its last line end. A file with this digest
         # is as the run wrote it, so it need not pass the checks of a stranger's file.
@@ -420,11 +422,11 @@ def load_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
             f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
         )
         raise InputRefused(f"{fault}; put it back: {remedy}") from None
-    if recorded_files is None:  # no checkpoint, or one from before these files were recorded
+    if recorded_digests is None:  # no checkpoint, or one from before these files were recorded
         return tokenizer
     # Other files may have been added: the user may give a chat template to a run without one.
-    for name in sorted({*recorded_files, tokenizer_config.CONFIG}):
-        expected = recorded_files.get(name, "nothing")
+    for name in sorted({*recorded_digests, tokenizer_config.CONFIG}):
+        expected = recorded_digests.get(name, "nothing")
         actual = tokenizer.config.digests.get(name, "nothing")
         if expected != actual:
             raise InputRefused(
@@ -465,7 +467,7 @@ def save(
     format: str = "hf",
     dtype: str | None = None,
     warn: Warn = lambda line: None,
-    beside: Callable[[Path], None] = write_no_extras,
+    write_extras: Callable[[Path], None] = write_no_extras,
 ) -> None:
     """Write a model into a new folder, for other tools, in one of the formats of
     `monograph.model.exports`.
@@ -478,8 +480,8 @@ def save(
             "gguf" for llama.cpp.
         dtype: the dtype of the weights in "gguf"; None for its default.
         warn: called with each line that the user should read.
-        beside: a function that writes further files. It is called with a temporary folder, which is
-            renamed to `folder` after the call.
+        write_extras: a function that writes further files. It is called with a temporary folder,
+            which is renamed to `folder` after the call.
 
     Raises:
         UsageError: an unknown format or dtype, a missing package, or a module that is not a Llama
@@ -497,4 +499,4 @@ def save(
         raise UsageError(
             f"save writes a language model of this package, not a {type(model).__name__}"
         )
-    export.write(model, Path(folder), tokenizer, dtype, warn, beside)
+    export.write(model, Path(folder), tokenizer, dtype, warn, write_extras)
