@@ -33,7 +33,7 @@ Cause = Literal["data", "sync", "launch", "kernel gap", "transfer", "other"]
 
 PARTS: tuple[Part, ...] = get_args(Part)
 # The part to which a gap's time is added.
-OF_CAUSE: Mapping[Cause, Part] = {
+PART_OF_CAUSE: Mapping[Cause, Part] = {
     "data": "data wait",
     "sync": "host gaps",
     "launch": "host gaps",
@@ -110,6 +110,7 @@ class Timeline(NamedTuple):
     @property
     def rest(self) -> list[tuple[float, float]]:
         """Return the intervals before, between and after updates."""
+        # The edges of `updates` shifted by one: what was an end begins an interval of the rest.
         edges = [self.begin_s, *chain.from_iterable(self.updates), self.end_s]
         return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -133,7 +134,9 @@ class Spent:
 
     def share(self, part: Part) -> float:
         """Return the part's share of the stretch, 0 to 1; all of an empty stretch is "other"."""
-        return self.parts[part] / self.total_s if self.total_s else float(part == "other")
+        if not self.total_s:
+            return 1.0 if part == "other" else 0.0
+        return self.parts[part] / self.total_s
 
     def __add__(self, other: Self) -> Self:
         gaps = {
@@ -161,8 +164,8 @@ def time_by_part(timeline: Timeline, within: Iterable[tuple[float, float]] | Non
         within: intervals of the stretch; None: all of it.
     """
     stretches = [(timeline.begin_s, timeline.end_s)] if within is None else within
-    nothing = Spent(dict.fromkeys(PARTS, 0.0))
-    return sum((_time_by_part_between(timeline, begin, end) for begin, end in stretches), nothing)
+    zero = Spent(dict.fromkeys(PARTS, 0.0))
+    return sum((_time_by_part_between(timeline, begin, end) for begin, end in stretches), zero)
 
 
 def _time_by_part_between(timeline: Timeline, begin: float, end: float) -> Spent:
@@ -194,7 +197,7 @@ def _time_by_part_between(timeline: Timeline, begin: float, end: float) -> Spent
             next_kernel = kernels[next_index] if next_index < len(kernels) else None
             cause = _cause(timeline.spans, left, right, next_kernel, last_end)
         gaps[cause] += right - left
-        parts[OF_CAUSE[cause]] += right - left
+        parts[PART_OF_CAUSE[cause]] += right - left
     return Spent(parts, dict(gaps))
 
 
@@ -276,6 +279,6 @@ def estimate_unprofiled(
     gaps = dict.fromkeys(profiled.gaps, 0.0)
     for cause, seconds in profiled.gaps.items():
         if seconds:
-            part = OF_CAUSE[cause]
+            part = PART_OF_CAUSE[cause]
             gaps[cause] = seconds * scale * parts[part] / profiled.parts[part]
     return Spent({part: parts[part] * scale for part in PARTS}, gaps)

@@ -38,6 +38,10 @@ TraceEvent = Mapping[str, Any]
 # Returns whether the operator with a name computes something itself.
 HasKernel = Callable[[str], bool]
 
+# The categories of events on the host and on the device.
+_HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+
 # Bytes of a number, by the name of its dtype in a trace; dtypes that are not here have 1 byte.
 _BYTES = {
     "double": 8,
@@ -89,6 +93,34 @@ class _Place(NamedTuple):
 
     span_part: Part | None = None
     kernel_part: Part | None = None
+
+
+class _EventAround(NamedTuple):
+    """An event that is around the current one.
+
+    Attributes:
+        end_us: the time at which it ends, in microseconds.
+        place: its place.
+        operator: the operator by which events inside it are launched; None: there is none.
+    """
+
+    end_us: float
+    place: _Place
+    operator: TraceEvent | None
+
+
+class _Launch(NamedTuple):
+    """The event of the host that launched an event of the device.
+
+    Attributes:
+        begin_s: the time of the launch; None: unknown.
+        place: the place of the event around the launch.
+        operator: the operator that made it; None: unknown.
+    """
+
+    begin_s: float | None = None
+    place: _Place = _Place()
+    operator: TraceEvent | None = None
 
 
 def read_trace(
@@ -147,11 +179,6 @@ def read_trace(
     )
 
 
-# The categories of events on the host and on the device.
-_HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
-_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-
-
 def _seconds(microseconds: float) -> float:
     return microseconds * 1e-6
 
@@ -190,8 +217,8 @@ class _Reader:
         updates: the intervals of the optimizer's updates.
         events: the number of the main thread's events outside updates, by part.
         update_events: the number of the main thread's events inside updates, by part.
-        launches: for each correlation number, which an event on the device shares with its launch:
-            the time of the launch, its place, and the operator that made it.
+        launches: the launches by their correlation numbers. An event on the device has the same
+            number as its launch.
     """
 
     def __init__(
@@ -207,22 +234,19 @@ class _Reader:
         self.updates: list[tuple[float, float]] = []
         self.events = Counter[Part]()
         self.update_events = Counter[Part]()
-        self.launches: dict[int, tuple[float, _Place, TraceEvent | None]] = {}
+        self.launches: dict[int, _Launch] = {}
 
     def read_thread(self, events: Sequence[TraceEvent], is_main: bool) -> None:
         """Read the events of a thread, in order of time, each before the events inside it."""
-        # The events around the current one: their ends, places, and the operators in which other
-        # events are launched.
-        stack: list[tuple[float, _Place, TraceEvent | None]] = []
+        stack: list[_EventAround] = []  # the events around the current one, the outermost first
         for event in events:
-            while stack and event["ts"] >= stack[-1][0]:
+            while stack and event["ts"] >= stack[-1].end_us:
                 stack.pop()
-            outer_place, operator = _Place(), None
-            if stack:
-                _, outer_place, operator = stack[-1]
+            outer_place = stack[-1].place if stack else _Place()
+            operator = stack[-1].operator if stack else None
             place = self._place(event, outer_place)
             if "correlation" in event.get("args", {}):
-                launch = (self._begin_s(event), outer_place, operator)
+                launch = _Launch(self._begin_s(event), outer_place, operator)
                 self.launches[event["args"]["correlation"]] = launch
             if is_main:
                 in_update = outer_place.span_part == "optimizer"
@@ -234,7 +258,7 @@ class _Reader:
                 self._add(event, place)
             if event.get("cat") == "cpu_op" and is_outermost:
                 operator = event
-            stack.append((event["ts"] + event["dur"], place, operator))
+            stack.append(_EventAround(event["ts"] + event["dur"], place, operator))
 
     def _begin_s(self, event: TraceEvent) -> float:
         return _seconds(event["ts"]) - self.begin_s
@@ -301,35 +325,42 @@ class _Reader:
 
     def device_kernels(self, events: Sequence[TraceEvent]) -> Iterator[Kernel]:
         """Yield the kernels of a device, each with the work of the operator that launched it."""
-        # The operators whose work was given to a kernel. It is given to their first kernel only.
-        given: set[int] = set()
+        # Only the first kernel of an operator gets the operator's work, so that it counts once.
+        operators_with_kernel: set[int] = set()  # by `id`
         for event in events:
             begin = self._begin_s(event)
             end = begin + _seconds(event["dur"])
-            launched, place, operator = self.launches.get(
-                event["args"].get("correlation"), (None, _Place(), None)
-            )
+            launch = self.launches.get(event["args"].get("correlation"), _Launch())
             if event["cat"] == "gpu_memcpy" and re.search("HtoD|DtoH", event["name"]):
                 yield Kernel(
                     part="transfers",
                     begin_s=begin,
                     end_s=end,
                     moved_bytes=event["args"].get("bytes"),
-                    launched_s=launched,
+                    launched_s=launch.begin_s,
                     name=event["name"],
                 )
                 continue
-            part: Part = place.span_part or "other"
+            part: Part = launch.place.span_part or "other"
             flops = moved_bytes = operands = None
-            if operator is not None:
-                part = self._part(operator, place.span_part)
-                if id(operator) not in given:
-                    given.add(id(operator))
-                    flops, moved_bytes = operator_work(operator)
-                    operands = _operands(operator)
-            elif place.span_part is None and _GENERATED.search(event["name"]):
+            if launch.operator is not None:
+                part = self._part(launch.operator, launch.place.span_part)
+                if id(launch.operator) not in operators_with_kernel:
+                    operators_with_kernel.add(id(launch.operator))
+                    flops, moved_bytes = operator_work(launch.operator)
+                    operands = _operands(launch.operator)
+            elif launch.place.span_part is None and _GENERATED.search(event["name"]):
                 part = "elementwise"
-            yield Kernel(part, begin, end, flops, moved_bytes, launched, event["name"], operands)
+            yield Kernel(
+                part=part,
+                begin_s=begin,
+                end_s=end,
+                flops=flops,
+                moved_bytes=moved_bytes,
+                launched_s=launch.begin_s,
+                name=event["name"],
+                operands=operands,
+            )
 
 
 def _shapes(event: TraceEvent) -> list[list[int]]:
@@ -353,8 +384,8 @@ def _operands(event: TraceEvent) -> Operands | None:
     arguments = event.get("args", {})
     shapes = arguments.get("Input Dims", [])
     strides = arguments.get("Input Strides", [])
-    inputs = [(tuple(shape), tuple(steps)) for shape, steps in zip(shapes, strides, strict=False)]
-    left = _PRODUCTS[name]
+    inputs = [(tuple(shape), tuple(stride)) for shape, stride in zip(shapes, strides, strict=False)]
+    left = _PRODUCTS[name]  # the right operand is the next input
     operands = tuple(inputs[left : left + 2])
     return operands if len(operands) == 2 else None
 
@@ -379,12 +410,13 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
     name = event["name"].rpartition("::")[2]
     shapes = _shapes(event)
     types = event.get("args", {}).get("Input type", [])
-    input_bytes = [
-        math.prod(shape) * _BYTES.get(kind, 1)
-        for shape, kind in zip(event.get("args", {}).get("Input Dims", []), types, strict=False)
-        # A 0-d tensor has the shape [], as a number has, but a tensor's type.
-        if (isinstance(shape[0], int) if shape else kind in _BYTES)
-    ]
+    input_bytes = []
+    for shape, kind in zip(event.get("args", {}).get("Input Dims", []), types, strict=False):
+        # A 0-d tensor has the shape [], as a number has, but a tensor's type. A list of tensors has
+        # a list of shapes.
+        is_tensor = isinstance(shape[0], int) if shape else kind in _BYTES
+        if is_tensor:
+            input_bytes.append(math.prod(shape) * _BYTES.get(kind, 1))
     if not input_bytes or _TEMPLATE.search(name):
         return None, None
     if _GENERATED.search(name):
@@ -396,8 +428,8 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
         # A right operand of more than two dimensions has a matrix for each of the left one's.
         matrices = math.prod(left[:-2]) if len(right) > 2 else 1
         columns = math.prod(right) // max(1, left[-1] * matrices)
-        bytes_each = max(_BYTES.get(kind, 1) for kind in types)
-        output_bytes = math.prod(left[:-1]) * columns * bytes_each
+        element_bytes = max(_BYTES.get(kind, 1) for kind in types)
+        output_bytes = math.prod(left[:-1]) * columns * element_bytes
         return 2.0 * math.prod(left) * columns, float(sum(input_bytes) + output_bytes)
     if name in _GROUPED:
         return 2.0 * math.prod(shapes[0]) * shapes[1][1], moved_bytes

@@ -52,7 +52,8 @@ class Line:
         label: the line's name for the reader; "" for a line that has none.
         style: how it is drawn.
         table: the index of its table.
-        shade: the index of its colour; lines of one setting have the same.
+        shade: the index of its colour. In the chart of a sweep, lines of members that differ only in
+            the seed have the same.
     """
 
     key: str
@@ -173,6 +174,7 @@ def without_empty_columns(table: Columns) -> Columns:
 
 
 def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return evenly spaced rows, at most `POINTS`, and the last row and each event."""
     step = math.ceil(len(rows) / POINTS)
     return [
         row
@@ -194,7 +196,9 @@ def rounded(value: float | None) -> float | None:
     """
     if value is None or not math.isfinite(value):
         return None
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    return value  # an int, such as a number of tokens, is exact
 
 
 def known_values(table: Columns, key: str) -> Floats:
@@ -226,6 +230,7 @@ def limits(
         # An untrained model's first values are cut off at 2.2 times the last value.
         line_tops = [min(float(line.max()), 2.2 * last) for line in lines if len(line)]
         high = max(line_tops + list(levels))
+    # If all values are equal, the margin depends on the value, and on nothing if that is 0.
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return low - margin, high + margin
 
@@ -254,13 +259,14 @@ def lines_of(
             label = f"{run_name}, held out"
         else:
             label = run_name
+        # In the chart of one run, shade 1 next to training values, and 0 without them.
         held_out_shade = shade if run_name else len(lines)
         lines.append(Line(metric.held_out, label, "points", table_index, held_out_shade))
     return lines
 
 
 def moving_median(
-    values: Floats, share: int = 40, points: int = 300
+    values: Floats, windows: int = 40, points: int = 300
 ) -> tuple[NDArray[np.int64], Floats]:
     """Return the moving median of values at some of their indices.
 
@@ -268,13 +274,13 @@ def moving_median(
 
     Args:
         values: the values.
-        share: a median is over 1 / `share` of all values, centred at its index.
+        windows: a median is over one `windows`-th of all values, centred at its index.
         points: the maximum number of indices, which are evenly spaced.
 
     Returns:
         The indices, and the median at each.
     """
-    half = len(values) // (2 * share)
+    half = len(values) // (2 * windows)
     indices = np.unique(
         np.linspace(0, len(values) - 1, min(len(values), points)).round().astype(np.int64)
     )

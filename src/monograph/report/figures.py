@@ -186,7 +186,8 @@ def draw(
         for metric in shown_metrics(keys_with_values)
     }
     memory_panel: Panel | None = None
-    if ledger := last_memory_ledger(metrics):
+    ledger = last_memory_ledger(metrics)
+    if ledger:
         memory_panel = partial(_draw_memory, ledger=ledger)
     with style():
         sheet = _sheet_png(panels, memory_panel, title, subtitle)
@@ -259,12 +260,14 @@ def _draw_metric(
     axes.locator_params(nbins=5, steps=[1, 2, 2.5, 5, 10])
     axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
     axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
+    # For each key the tokens and the values of its points.
     series_by_key = {key: _series(metrics, key) for key in metric.keys}
     levels = yardsticks if metric is BITS_PER_BYTE else {}
     last_tokens = max(float(tokens[-1]) for tokens, _ in series_by_key.values() if len(tokens))
     axes.set_xlim(0, last_tokens or 1)  # a run that has not trained yet needs a width, too
     values_by_line = [values for _, values in series_by_key.values()]
     axes.set_ylim(*limits(metric, values_by_line, levels.values(), headroom=1.25))
+    # Matplotlib would write a small learning rate's ticks with one factor for all, such as "1e-4".
     if metric.is_count or metric.is_line:
         axes.yaxis.set_major_formatter(lambda value, _: quantities.count(value))
     tokens, values = series_by_key.get(metric.key, _NO_SERIES)
@@ -300,8 +303,8 @@ def _draw_curve(axes: Axes, tokens: Floats, values: Floats) -> None:
     peak = int(values.argmax())
     axes.annotate(
         f"peak {values[peak]:.3g}",
-        (tokens[peak], values[peak]),
-        (2, 5),
+        xy=(tokens[peak], values[peak]),
+        xytext=(2, 5),
         textcoords="offset points",
         fontsize=8,
         color=ACCENT,
@@ -335,7 +338,7 @@ def _mark_slow_updates(axes: Axes, metrics: Sequence[MetricsRow]) -> None:
 def _draw_memory(axes: Axes, ledger: MemoryLedger) -> None:
     """Draw a bar of planned memory above a bar of measured memory, each made of its parts."""
     axes.set_title("Peak memory, GiB")
-    for place, name in enumerate(("measured", "planned")):
+    for place, name in enumerate(("measured", "planned")):  # places count from below
         left_gib = 0.0
         for index, size_bytes in enumerate(ledger[name].values()):
             axes.barh(
@@ -349,8 +352,8 @@ def _draw_memory(axes: Axes, ledger: MemoryLedger) -> None:
             left_gib += size_bytes / 2**30
         axes.annotate(
             f"{name}  {left_gib:.2f}",
-            (0, place),
-            (0, 19),
+            xy=(0, place),
+            xytext=(0, 19),
             textcoords="offset points",
             fontsize=8.5,
             color=INK,
@@ -382,11 +385,10 @@ def _draw_trend(axes: Axes, tokens: Floats, values: Floats) -> None:
     # there; the line enters this fifth at an interpolated value.
     begin = 0.8 * tokens[-1]
     highest = max(float(values[tokens >= begin].max()), float(np.interp(begin, tokens, values)))
-    label_place = (tokens[-1], min(highest, axes.get_ylim()[1]))
     axes.annotate(
         quantities.count(float(medians[-1])),
-        label_place,
-        (0, 5),
+        xy=(tokens[-1], min(highest, axes.get_ylim()[1])),
+        xytext=(0, 5),
         textcoords="offset points",
         ha="right",
         fontsize=8.5,
@@ -421,13 +423,13 @@ def _write_labels_at_right(axes: Axes, labels: Sequence[_Label]) -> None:
     """Write each label at the right of its level; labels that would touch move up."""
     low, high = axes.get_ylim()
     line_height = 0.062 * (high - low)
-    place = -np.inf
-    for label in sorted(labels):
-        place = max(label.level, place + line_height)
+    y = -np.inf
+    for label in sorted(labels):  # by their levels, which are their first fields
+        y = max(label.level, y + line_height)
         axes.annotate(
             label.text,
-            (1, place),
-            (8, 0),
+            xy=(1, y),
+            xytext=(8, 0),
             xycoords=("axes fraction", "data"),
             textcoords="offset points",
             va="center",

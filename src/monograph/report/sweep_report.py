@@ -12,7 +12,7 @@ A setting is a mapping with these keys:
 - `standard_error`: the mean's standard error; None for one seed.
 - `standing`: "best", "tied" (with the best) or "".
 
-A curve is a pair: its member's knobs, and its rows of metrics.
+The curve of a member is a `MemberCurve`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,10 @@ def _draw_setting(axes: Axes, setting: SettingSummary, place: float) -> None:
 def _draw_curves(
     axes: Axes, curves: Sequence[MemberCurve], key: str, unit: str, varied: Sequence[str]
 ) -> None:
-    """Draw each member's held-out scores over training, each setting in a shade of its own."""
+    """Draw each member's held-out scores over training, each setting in a shade of its own.
+
+    Later settings have darker shades.
+    """
     axes.set_title(f"Held out, {unit}, all members")
     shades = list(dict.fromkeys(_varied_knobs_text(knobs, varied) for knobs, _ in curves))
     last_scores = []
@@ -251,27 +254,31 @@ def sweep_page(
 ) -> str:
     """Return a sweep's page as HTML; see `write_sweep_report` and `write_page_so_far`."""
     best = results["best"]
-    standing = [advice["text"] for advice in results["advice"]]
+    sentences = [advice["text"] for advice in results["advice"]]
     if state:
-        standing = [f"{results['finished']} of {len(results['members'])} members have finished."]
+        sentences = [f"{results['finished']} of {len(results['members'])} members have finished."]
     return page(
         kind=f"Sweep, {state}" if state else "Sweep",
         title=folder.name,
         headline=_headline(best, so_far=bool(state)),
-        standing=" ".join(standing),
+        standing=" ".join(sentences),
         key_figures=_key_figures(results),
         drawings=drawings,
         sections=[
-            section("What to run next", *_commands(results["advice"]), whole=True),
-            section("Settings", _settings(settings, best["unit"] if best else "nats"), whole=True),
-            section("Members", _members(results["members"]), whole=True),
-            section("How it was run", pairs(origin), config_of(folder), whole=True),
+            section("What to run next", *_command_blocks(results["advice"]), full_width=True),
+            section(
+                "Settings",
+                _settings_table(settings, best["unit"] if best else "nats"),
+                full_width=True,
+            ),
+            section("Members", _members_table(results["members"]), full_width=True),
+            section("How it was run", pairs(origin), config_of(folder), full_width=True),
         ],
         refresh_s=refresh_s(state),
     )
 
 
-def _commands(advice: Sequence[Mapping[str, Any]]) -> list[str]:
+def _command_blocks(advice: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the markup of each command that the sweep's advice has."""
     commands = [entry["command"] for entry in advice if entry["command"]]
     return [f"<pre>{escaped(command)}</pre>" for command in commands]
@@ -292,6 +299,7 @@ def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:
 
 
 def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) pairs of the numbers to read first."""
     diverged = sum(member["diverged"] is not None for member in results["members"])
     figures = [("members", str(len(results["members"]))), ("diverged", str(diverged))]
     if results["wall_s"]:
@@ -301,7 +309,7 @@ def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     return figures
 
 
-def _settings(settings: Sequence[SettingSummary], unit: str) -> str:
+def _settings_table(settings: Sequence[SettingSummary], unit: str) -> str:
     """Return a table of the settings' means over seeds, and how each compares with the best."""
     rows: list[list[Cell]] = []
     for setting in settings:
@@ -319,7 +327,7 @@ def _settings(settings: Sequence[SettingSummary], unit: str) -> str:
     return _table_with_knobs("Settings of the sweep", knobs, heads, rows)
 
 
-def _members(members: JsonObjects) -> str:
+def _members_table(members: JsonObjects) -> str:
     rows: list[list[Cell]] = []
     for member in members:
         rows.append(

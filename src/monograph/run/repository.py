@@ -15,7 +15,7 @@ from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.extras import command_for
 from monograph.storage.code import HUB
 from monograph.storage.reading import error_number, is_file, matching
-from monograph.storage.writing import FULL
+from monograph.storage.writing import DISK_FULL_ERRORS
 
 # The files of a model that this package reads. Nothing else is fetched, such as code and pickles.
 FILES = (
@@ -138,7 +138,7 @@ def _hub_access(name: str) -> Iterator[tuple[Any, str, str | None]]:
     try:
         yield library, match[1], match[2]
     except Exception as error:  # the library and the network may raise anything
-        if error_number(error) in FULL:
+        if error_number(error) in DISK_FULL_ERRORS:
             raise DiskFull(
                 f"{name}: there is no room in the Hub's cache; free some, or set HF_HOME"
             ) from None

@@ -42,7 +42,7 @@ from monograph.storage.cache_dir import (
     is_compiled,
     keep_compiled,
     mark_compiled,
-    python_aside,
+    start_python,
 )
 from monograph.storage.writing import temporary_folder, write_durably, writing
 
@@ -163,7 +163,7 @@ def compiling(script: str, *arguments: str) -> Iterator[Callable[[], bool]]:
         A function that returns whether the process has ended.
     """
     threads = torch.get_num_threads()
-    compiler = python_aside(script, *arguments)
+    compiler = start_python(script, *arguments)
     torch.set_num_threads(max(1, threads - 1))
     try:
         yield lambda: compiler.poll() is not None

@@ -75,7 +75,7 @@ def keep_compiled() -> None:
         used_folder = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
         if used_folder == str(folder):
             if is_new:
-                python_aside(_COMPILE_SMALL_GRAPH)
+                start_python(_COMPILE_SMALL_GRAPH)
             _remove_least_recent(folder)
 
 
@@ -133,7 +133,7 @@ threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start
 """
 
 
-def python_aside(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+def start_python(code: str, *arguments: str) -> subprocess.Popen[bytes]:
     """Start another Python process that prints nothing and ends with this process at the latest.
 
     Args:
@@ -173,7 +173,7 @@ def _mark_file(key: str) -> Path | None:
     return Path(folder, "steps", key_digest(key)) if folder else None
 
 
-def found_once(key: str, find: Callable[[], bool]) -> bool:
+def cached_answer(key: str, find: Callable[[], bool]) -> bool:
     """Return the answer to a question with the answers yes and no, from the cache if it is there.
 
     Args:

@@ -17,8 +17,8 @@ _TEMPORARY = "monograph-"  # the prefix of temporary folders
 _LOCK = "in-use"  # the file in a temporary folder that is locked while the folder's process lives
 
 # Errors of a write for lack of room: no space, over quota, beyond the limit on a file's size.
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-FAILING = FULL | {errno.EIO}  # errors for which the disk is the reason
+DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DISK_ERRORS = DISK_FULL_ERRORS | {errno.EIO}  # errors for which the disk is the reason
 
 
 @contextmanager
@@ -29,13 +29,13 @@ def writing(folder: Path) -> Iterator[None]:
         folder: the folder in the cache that the block writes; the message names it.
 
     Raises:
-        DiskFull: an error of `FAILING`.
+        DiskFull: an error of `DISK_ERRORS`.
         InputRefused: any other OSError.
     """
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL_ERRORS:
             raise DiskFull(
                 f"{folder}: no room to write ({error.strerror}); free some, or set `cache` or MONOGRAPH_HOME to another"
             ) from None
