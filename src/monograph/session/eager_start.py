@@ -44,7 +44,7 @@ from monograph.storage.cache_dir import (
     mark_compiled,
     start_python,
 )
-from monograph.storage.writing import temporary_folder, write_durably, writing
+from monograph.storage.writing import cache_errors_explained, temporary_folder, write_durably
 
 MARK = "eager"  # rows of metrics.jsonl that come from eager updates have this entry
 # Bytes of libraries, text and compiler in a process, in addition to the tensors of a step.
@@ -197,7 +197,7 @@ def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress
     spent_s = 0.0
     with temporary_folder() as folder:
         path = folder / "window.safetensors"
-        with writing(folder):
+        with cache_errors_explained(folder):
             write_durably(path, save({name: tensor.clone() for name, tensor in window.items()}))
         with (
             compiling(_COMPILE_SCRIPT, str(session.run.folder), str(path)) as has_compiler_ended,

@@ -13,6 +13,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+MOST_COMPILED_BYTES = 4 * 2**30  # a run's compiled step takes about 10 MB
+
+# The code with which `keep_compiled` fills a new folder. Before its first graph, torch tests the
+# processor's vector instructions and compiles its headers. Both take seconds, and the results are
+# stored in the folder.
+_COMPILE_SMALL_GRAPH = """
+import torch
+from monograph.graph.capture import compiled
+compiled(lambda x: x + 1)(torch.ones(64))
+"""
+
+# The beginning of the code of each process of `start_python`. Its standard input ends when this
+# process ends, even if this process is killed.
+_EXIT_WITH_PARENT = """
+import os, threading
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+"""
+
 
 def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
     """Return the cache folder, and whether the user chose it.
@@ -79,9 +97,6 @@ def keep_compiled() -> None:
             _remove_least_recent(folder)
 
 
-MOST_COMPILED_BYTES = 4 * 2**30  # a run's compiled step takes about 10 MB
-
-
 def compiled_folder() -> Path:
     """Return the folder of compiled code in the cache; see `keep_compiled`."""
     return cache_root()[0] / "compiled"
@@ -115,22 +130,6 @@ def _remove_least_recent(folder: Path) -> None:
         if total_bytes > MOST_COMPILED_BYTES // 2:
             with suppress(OSError):
                 path.unlink()
-
-
-# Before its first graph, torch tests the processor's vector instructions and compiles its headers.
-# Both take seconds, and the results are stored in the folder.
-_COMPILE_SMALL_GRAPH = """
-import torch
-from monograph.graph.capture import compiled
-compiled(lambda x: x + 1)(torch.ones(64))
-"""
-
-
-# The child's standard input ends when this process ends, even if this process is killed.
-_EXIT_WITH_PARENT = """
-import os, threading
-threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
-"""
 
 
 def start_python(code: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -174,11 +173,11 @@ def _mark_file(key: str) -> Path | None:
 
 
 def cached_answer(key: str, find: Callable[[], bool]) -> bool:
-    """Return the answer to a question with the answers yes and no, from the cache if it is there.
+    """Return the answer to a yes-or-no question: from the cache, or by a call of `find`.
 
     Args:
         key: a text with the question, and everything on which the answer depends.
-        find: finds the answer. It is called only if the cache does not have the answer.
+        find: finds the answer, which is then put into the cache.
     """
     folder = cache_root()[0] / "found"
     # The cache has an empty file for each question, and the end of the file's name is the answer.

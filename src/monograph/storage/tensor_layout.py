@@ -103,17 +103,17 @@ def encode(
     return len(prefix) + end, pieces()
 
 
-def header_bytes(first: bytes, file_bytes: int) -> int:
+def header_bytes(length_field: bytes, file_bytes: int) -> int:
     """Return the number of bytes before the tensors: the header and the length before it.
 
     Args:
-        first: the first LENGTH_BYTES of the file, which are the header's length.
+        length_field: the first LENGTH_BYTES of the file, which are the header's length.
         file_bytes: the file's length.
 
     Raises:
         LayoutError: the header is longer than the file or than MAX_HEADER_BYTES.
     """
-    length = LENGTH_BYTES + int.from_bytes(first, "little")
+    length = LENGTH_BYTES + int.from_bytes(length_field, "little")
     if length > min(file_bytes, LENGTH_BYTES + MAX_HEADER_BYTES):
         raise LayoutError(
             f"a header of {length} bytes in a file of {file_bytes} bytes; at most {MAX_HEADER_BYTES}"
