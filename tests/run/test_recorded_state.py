@@ -20,7 +20,12 @@ from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.recipe import ModelRecipe
-from monograph.run.recorded_state import MOST, load_newest, recorded_file_digests, require_valid
+from monograph.run.recorded_state import (
+    MAX_COUNT,
+    load_newest,
+    recorded_file_digests,
+    require_valid,
+)
 from recorded import recorded
 
 UPDATE = 3
@@ -135,7 +140,7 @@ def test_files_that_a_run_learns_from_are_in_its_own_folder_and_an_earlier_versi
         (("data", "seed"), 8, r"data\.seed = 8: expected 7, as in its recipe"),
         (
             ("length",),
-            MOST + 1,
+            MAX_COUNT + 1,
             r"length = 1000000000000001: it should be less than or equal to 1000000000000000",
         ),
         (

@@ -459,6 +459,7 @@ def plan(
 
     short_options = {"train.minutes": minutes}
     settings = _settings(_with_recipe(recipe, arguments), short_options, needs_shape_alone=True)
+    # Not `interrupts.working(run)`: a plan writes nothing, so Ctrl-C may end it at once.
     return run(
         settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json
     )

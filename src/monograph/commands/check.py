@@ -86,7 +86,7 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
     elif not names_run(run) and is_folder(run):
         result = _verify_folder(run)
     else:
-        result = _verify_run(Run.open(run, saved=False))
+        result = _verify_run(Run.open(run, needs_checkpoint=False))
     width = max([16, *(len(name) + 2 for name in result.lines)])
     for name, text in result.lines.items():
         print(f"{name:<{width}}{text}")

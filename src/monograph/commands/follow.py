@@ -37,7 +37,7 @@ COMPARED_BYTES = 4096
 
 def run(run: str, *, to: str, out: Path | None) -> None:
     """Send rows until no process trains the run; see the command line's help."""
-    folder = Run.locate(run, saved=False)
+    folder = Run.locate(run, needs_checkpoint=False)
     tracker = tracker_named(to)
     if out:
         with write_errors_explained(out):

@@ -222,7 +222,10 @@ def held_out_svg(metrics: Sequence[MetricsRow], yardsticks: Yardsticks) -> str:
 def _sheet_png(
     panels: Mapping[Metric, Panel], memory_panel: Panel | None, title: str, subtitle: str
 ) -> bytes:
-    """Draw the sheet: the panels with place "first" and "second" above, the lower ones below."""
+    """Draw the sheet: the panels with place "first" and "second" above, the lower ones below.
+
+    Positions are shares of the figure's width and height.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 8.2))

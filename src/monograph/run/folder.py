@@ -78,14 +78,17 @@ _NUMBERS = (*metrics.metric_keys(), "share")
 # A function of a run's folder, which returns why "last" cannot mean this run, such as "is a sweep",
 # or "" if it can.
 ObstacleOf = Callable[[Path], str]
-_STRICT = ConfigDict(strict=True)
+_STRICT = ConfigDict(strict=True)  # values are not converted to other types
+# The entries of a row's summary that commands rely on, as name=(type, default).
 _Summary = create_model("_Summary", __config__=_STRICT, update=(int, 0))
-# The entries of a row that commands rely on, as name=(type, default). A row may have other entries.
+# The same of a row. A row and a summary may have other entries.
 _Row = create_model(
     "_Row",
     __config__=_STRICT,
-    **dict.fromkeys(("update", "tokens", "diverged"), (int, 0)),  # type: ignore[call-overload]
-    **dict.fromkeys(_NUMBERS, (float | None, None)),
+    update=(int, 0),
+    tokens=(int, 0),
+    diverged=(int, 0),
+    **dict.fromkeys(_NUMBERS, (float | None, None)),  # type: ignore[call-overload]
     summary=(_Summary | None, None),
     sample=(str, ""),
 )
@@ -151,6 +154,7 @@ class Run:
                 folder = _claim_given_folder(Path(out))
             run = cls(folder)
             others = folders_with_lock(run.folder.parent)
+            # The others are sorted by serial number.
             newest_serial = serial_number(others[-1]) if others else 0
             for other in others:
                 _remove_stdin_copy(other)
@@ -163,7 +167,9 @@ class Run:
         return run
 
     @classmethod
-    def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT, *, saved: bool = True) -> Self:
+    def open(
+        cls, name: str | Path, root: str | Path = DEFAULT_ROOT, *, needs_checkpoint: bool = True
+    ) -> Self:
         """Return the run that a user names.
 
         Args:
@@ -171,14 +177,14 @@ class Run:
                 run in `root` with the highest serial number, so that the clock does not matter.
                 "last/PATH" is a path inside that run.
             root: the folder of all runs.
-            saved: whether "last" must be a run with a checkpoint, and newer sweeps and runs without
-                one are passed over. A line on standard error then says so.
+            needs_checkpoint: whether "last" must be a run with a checkpoint, and newer sweeps and
+                runs without one are passed over. A line on standard error then says so.
 
         Raises:
             InputRefused: there is no such run, or the name is that of a whole sweep.
         """
         name = resolve_checkpoint(Path(name))
-        folder = _locate(name, root, _obstacle_to_one_model if saved else _no_obstacle)
+        folder = _locate(name, root, _obstacle_to_one_model if needs_checkpoint else _no_obstacle)
         at_update = update_of_checkpoint(name)
         if is_file(folder / SWEEP):
             example = "best" if exists(folder / "best") else "members/000"
@@ -188,13 +194,15 @@ class Run:
         return cls(folder, at_update)
 
     @staticmethod
-    def locate(name: str | Path, root: str | Path = DEFAULT_ROOT, *, saved: bool = True) -> Path:
+    def locate(
+        name: str | Path, root: str | Path = DEFAULT_ROOT, *, needs_checkpoint: bool = True
+    ) -> Path:
         """Return the folder of the run or of the sweep that a user names; see `open`.
 
         Raises:
             InputRefused: there is no such run or sweep.
         """
-        return _locate(name, root, _obstacle_to_models if saved else _no_obstacle)
+        return _locate(name, root, _obstacle_to_models if needs_checkpoint else _no_obstacle)
 
     @property
     def named_path(self) -> Path:
@@ -589,8 +597,8 @@ def _has_not_begun(folder: Path) -> bool:
     content = contents(folder / "run.lock")
     if content is None:
         return False
-    # A kill or a power cut may have cut run.lock after any byte, or left zeros at its end. So the
-    # first bytes need only be a prefix of those that a run writes.
+    # A kill or a power cut may have cut run.lock after any byte, or left zeros at its end, and
+    # `_locked` makes an empty one. So the first bytes need only be a prefix of those that a run writes.
     first_bytes = content.rstrip(b"\0")[: len(_LOCK_RECORD_START)]
     if not _LOCK_RECORD_START.startswith(first_bytes):
         return False

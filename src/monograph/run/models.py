@@ -127,7 +127,8 @@ def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tok
     if run:
         model, tokenizer, _ = load_run(run, warn)
         return model, tokenizer
-    model = materialize_(_merge_adapters(_load_unmerged(folder, warn, None, {})))
+    unmerged = _load_unmerged(folder, warn, dtype=None, sizes={})
+    model = materialize_(_merge_adapters(unmerged))  # reads weights that are still in their files
     require_all_finite(model, folder)  # not needed for a run, which saves only finite weights
     path = find_tokenizer(folder)
     return model, Tokenizer.from_file(path) if path else None
@@ -152,7 +153,7 @@ def load_with_tokenizer(
 def load_run(run: Run, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer, int]:
     """Load a run's model and its tokenizer, and return them with the update of the checkpoint."""
     checkpoint = recorded_state.load_newest(run, warn)
-    unmerged, _ = _load_run_unmerged(run, checkpoint, None)
+    unmerged, _ = _load_run_unmerged(run, checkpoint, dtype=None)
     model = materialize_(_merge_adapters(unmerged))
     return model, load_tokenizer(run, checkpoint.state), checkpoint.update
 
@@ -189,12 +190,12 @@ def load_to_export(
         if left_out:
             warn(f"{folder}: only the text model is written: {left_out} are left out")
         return (
-            _load_unmerged(folder, warn, None, {}),
+            _load_unmerged(folder, warn, dtype=None, sizes={}),
             Tokenizer.from_file(require_tokenizer(folder)),
             None,
         )
     checkpoint = recorded_state.load_newest(run, warn)
-    model, base_shape = _load_run_unmerged(run, checkpoint, None)
+    model, base_shape = _load_run_unmerged(run, checkpoint, dtype=None)
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     tokenizer = load_tokenizer(run, checkpoint.state)
     if recipe.lora is None:

@@ -127,7 +127,9 @@ class Progress:
         """
         stage = RunningStage(label, text, self._watch)
         try:
-            with self.screen.live(lambda: [stage.running()], stage.running, stage.state):
+            with self.screen.live(
+                region=lambda: [stage.running()], status=stage.running, state=stage.state
+            ):
                 yield stage
         except Exception:
             stage.outcome = "failed after "
@@ -230,7 +232,9 @@ class _Display:
         self._start_s = monotonic()
         self._outcome = ""  # words before the elapsed time, as in `RunningStage.outcome`
         self._live = screen.live(
-            self._region, self._plain_line, lambda: (self._done, self._figures)
+            region=self._region,
+            status=self._plain_line,
+            state=lambda: (self._done, self._figures),
         )
 
     def __enter__(self) -> Self:
@@ -533,7 +537,7 @@ class SweepDisplay(_Display):
 
     def _region(self) -> list[Text]:
         region = super()._region()
-        room = max(2, self._screen.height - 2 - len(region))
+        room = max(2, self._screen.height - len(region) - 2)  # two lines stay free
         lines = self._lines
         if len(lines) > room:
             lines = [*lines[: room - 1], "..."]

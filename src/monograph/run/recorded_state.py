@@ -27,13 +27,13 @@ from monograph.run.recipe import recorded_lora
 
 # The largest size of a tokenizer. A false size must not exhaust the memory, since the model gets a
 # row for each token.
-MOST_TOKENS = 2**24
+MAX_TOKENIZER_SIZE = 2**24
 # The largest number of updates, tokens, rows or bytes. No run has more, and a false number must not
 # mean endless work.
-MOST = 10**15
+MAX_COUNT = 10**15
 _MAX_SHOWN_CHARACTERS = 60  # of a value in a message
 
-Natural = Annotated[int, Field(ge=0, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 RecordedSeed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
 RecordedText = Annotated[str, Field(pattern=r"^[^\x00]*$")]
@@ -117,7 +117,7 @@ class _State(Strict):
     engine: _Counters
     data: _Position
     random: _Generators
-    micro_batch: Annotated[int, Field(gt=0, le=MOST)] | None
+    micro_batch: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None
     length: Annotated[Natural, Field(ge=1)]  # the run's number of updates
     cooled: (
         NaturalPair | None
@@ -236,7 +236,7 @@ def _check_entries(state: Mapping[str, Any], update: int) -> None:
         raise InputRefused(
             f"engine.index = {checked.engine.index}: expected {update}, as in MANIFEST.json"
         )
-    # The last update of a cool-down replaces the length.
+    # The last update of an early cool-down replaces the length as the run's end.
     begin, end = checked.cooled or (update, checked.length)
     if end < begin or end < update:
         raise InputRefused(
@@ -270,7 +270,7 @@ def _check_entries(state: Mapping[str, Any], update: int) -> None:
 def _require_adapters(recipe: _Recipe) -> None:
     """Require valid ids of new tokens and valid options of adapters; raises InputRefused."""
     first, tokens = recipe.vocabulary or (1, 2)  # (1, 2) is any valid pair
-    if not 0 < first < tokens <= MOST_TOKENS:
+    if not 0 < first < tokens <= MAX_TOKENIZER_SIZE:
         raise InputRefused(
             f"recipe.vocabulary = [{first}, {tokens}]: expected the first new id and the number of all tokens"
         )

@@ -26,7 +26,7 @@ from monograph.report.quantities import counted, duration
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
-from monograph.run.recorded_state import MOST
+from monograph.run.recorded_state import MAX_COUNT
 from monograph.schedule import constant
 from monograph.session.brief import CACHED_S, COMPILE_S, compiled_key
 from monograph.session.measured_memory import log_memory
@@ -229,7 +229,7 @@ def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress
 def _max_updates(session: Session) -> int:
     """Return the maximum number of updates of the run, which a short text limits."""
     rows = session.batches.rows_per_window
-    return session.task.max_updates(rows, session.plan.training.optim.weight_decay) or MOST
+    return session.task.max_updates(rows, session.plan.training.optim.weight_decay) or MAX_COUNT
 
 
 def _likely_updates(session: Session) -> int:

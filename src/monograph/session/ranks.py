@@ -138,7 +138,7 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
         stored = world.recall("run")
         known = out or (Path(stored) if stored else None)
         if resume:
-            run = Run.open(resume, saved=False)
+            run = Run.open(resume, needs_checkpoint=False)
             if run.at_update is not None:
                 raise UsageError(
                     f"--resume {resume}: a run is resumed from its newest checkpoint: name {run.folder}, "

@@ -182,7 +182,8 @@ def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result 
     Raises:
         Unreadable: the system failed to tell.
     """
-    with suppress(OSError, ValueError), readable(path):  # ValueError comes from a name with a NUL
+    # ValueError comes from a name with a NUL. Unreadable, which `readable` raises, is no OSError.
+    with suppress(OSError, ValueError), readable(path):
         return os.stat(path, follow_symlinks=follow)
     return None
 
