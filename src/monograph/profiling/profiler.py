@@ -63,11 +63,11 @@ _ALLOCATING = ("empty", "new_empty", "resize_", "set_")
 
 def machine_of(engine: Engine) -> Machine:
     """Return the rates of the engine's device in the engine's dtype."""
-    device, dtype = engine.step.device, engine.step.precision.dtype
+    device = engine.step.device
     # A card's bandwidth is from its datasheet, because only the host's is measured.
     datasheet_rate = describe(device).bandwidth_bytes_per_s
     return Machine(
-        matmul_flops=measured_matmul_flops(device, dtype),
+        matmul_flops=measured_matmul_flops(device, engine.step.precision.dtype),
         copy_bytes_per_s=datasheet_rate or measured_memory_bytes_per_s(),
     )
 
@@ -84,7 +84,8 @@ def situation_of(
         used: the share of positions that hold tokens.
         packed: the share of positions that would hold tokens if rows were packed.
     """
-    step, device = engine.step, engine.step.device
+    step = engine.step
+    device = step.device
     captured = step.scope != "none"
     bf16_ratios: dict[Part, float] = {}  # seconds in bf16 / seconds in fp32
     # bf16 does not help an eager step: casting the weights in each micro-batch takes about as long
@@ -124,20 +125,20 @@ def _bf16_ratio(device: torch.device, kernels: Sequence[Kernel]) -> float:
 
 def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> float:
     """Time one product, with operands that are not in the caches."""
-    # The numbers of elements that an operand's strides reach.
+    # For each operand the number of elements from its first to its last one in memory.
     sizes = [
         1 + sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True))
         for shape, strides in operands
     ]
     count = COLD_BYTES // (sum(sizes) * dtype.itemsize)
     count = min(64, max(2, count))  # pairs of operands
-    pairs = [
-        [
+    pairs = []
+    for _ in range(count):
+        pair = [
             torch.ones(size, device=device, dtype=dtype).as_strided(shape, strides)
             for size, (shape, strides) in zip(sizes, operands, strict=True)
         ]
-        for _ in range(count)
-    ]
+        pairs.append(pair)
     # A captured step multiplies fp32 matrices with oneDNN on a CPU on which MKL is slow.
     first_shape, _ = operands[0]
     is_fp32_on_cpu = device.type == "cpu" and dtype == torch.float32
@@ -217,19 +218,18 @@ def profile(
     _time_updates(engine, chain([first], windows), WARMUP_UPDATES)
     times = sorted(_time_updates(engine, windows, TIMED_UPDATES))  # by the whole update's seconds
     measured = times[len(times) // 4]  # the lower quartile
-    profiled, profiled_s = _profile_updates(engine, windows, measured.whole_s)
-    events = _export_trace(profiled, file)
+    profiler, profiled_s = _profile_updates(engine, windows, measured.whole_s)
     timeline = trace.read_trace(
-        events,
+        _export_trace(profiler, file),
         has_kernel,
         vocabulary=_identifying_vocabulary(engine, micro_batch * math.prod(row_shape)),
         heads_are_batched=isinstance(engine.model, Llama),
     )
     spent = estimate_update(
         timeline,
-        _event_s(),
-        measured.whole_s,
-        measured.optimizer_s,
+        event_s=_event_s(),
+        whole_s=measured.whole_s,
+        optimizer_s=measured.optimizer_s,
         overlaps=engine.step.device.type != "cpu",
     )
     machine = machine_of(engine)
@@ -271,7 +271,7 @@ def _profile_updates(
         update_s: seconds of an unprofiled update.
 
     Returns:
-        The profile in which updates took the shortest time, and this time in seconds.
+        The profiler under which updates took the shortest time, and this time in seconds.
     """
     activities = [ProfilerActivity.CPU]
     if engine.step.device.type == "cuda":
@@ -298,15 +298,15 @@ def _profile_updates(
     return min(attempts, key=lambda attempt: attempt[1])
 
 
-def _export_trace(profiled: torch.profiler.profile, file: Path) -> dict[str, Any]:
-    """Write the trace, and return it.
+def _export_trace(profiler: torch.profiler.profile, file: Path) -> dict[str, Any]:
+    """Write a profiler's trace, and return its content.
 
     Torch writes it to a temporary file first, because torch neither reports a failed write nor
     escapes the file's name.
     """
     with tempfile.TemporaryDirectory() as folder:
         temporary = Path(folder, "trace.json")
-        profiled.export_chrome_trace(str(temporary))
+        profiler.export_chrome_trace(str(temporary))
         try:
             content: dict[str, Any] = json.loads(temporary.read_text())
             content["traceName"] = str(file)  # torch has written the temporary file's name

@@ -152,25 +152,26 @@ def read_trace(
     ]
     if not steps:
         raise ValueError(f"the trace has no {STEP}")
-    begin = min(event["ts"] for event in steps)
-    end = max(event["ts"] + event["dur"] for event in steps)
+    begin_us = min(event["ts"] for event in steps)
+    end_us = max(event["ts"] + event["dur"] for event in steps)
     main_thread = steps[0]["tid"]
-    events = [event for event in events if begin <= event["ts"] <= end]
-    reader = _Reader(has_kernel, vocabulary, heads_are_batched, _seconds(begin))
+    events = [event for event in events if begin_us <= event["ts"] <= end_us]
+    reader = _Reader(has_kernel, vocabulary, heads_are_batched, _seconds(begin_us))
     reader.head_numbers = _sequence_numbers(events)
     host_events = [event for event in events if event.get("cat") in _HOST]
     for thread in dict.fromkeys(event["tid"] for event in host_events):
-        of_thread = [event for event in host_events if event["tid"] == thread]
+        thread_events = [event for event in host_events if event["tid"] == thread]
         # Outer events come before the events inside them.
-        of_thread.sort(key=lambda event: (event["ts"], -event["dur"]))
-        reader.read_thread(of_thread, is_main=thread == main_thread)
+        thread_events.sort(key=lambda event: (event["ts"], -event["dur"]))
+        reader.read_thread(thread_events, is_main=thread == main_thread)
     device_events = [event for event in events if event.get("cat") in _DEVICE]
+    # On a GPU only the device's events compute; the host's operators launch them.
     kernels = reader.kernels
     if device_events:
         kernels = [*reader.device_kernels(device_events)]
     return Timeline(
         begin_s=0.0,
-        end_s=_seconds(end - begin),
+        end_s=_seconds(end_us - begin_us),
         kernels=kernels,
         spans=reader.spans,
         updates=reader.updates,

@@ -196,9 +196,8 @@ def rounded(value: float | None) -> float | None:
     """
     if value is None or not math.isfinite(value):
         return None
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    return value  # an int, such as a number of tokens, is exact
+    # An int, such as a number of tokens, stays exact.
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def known_values(table: Columns, key: str) -> Floats:
@@ -222,9 +221,9 @@ def limits(
     high = float(values.max())
     # An axis must have a height. `or 1.0` gives one to values that are all 0.
     if metric.limits == "zero":
-        return min(0.0, low), headroom * high or 1.0
+        return min(0.0, low), (headroom * high) or 1.0
     if metric.limits == "spikes":
-        return min(0.0, low), headroom * float(np.quantile(values, 0.995)) or 1.0
+        return min(0.0, low), (headroom * float(np.quantile(values, 0.995))) or 1.0
     if metric.limits == "late":
         last = max(float(line[-1]) for line in lines if len(line))
         # An untrained model's first values are cut off at 2.2 times the last value.
@@ -309,7 +308,7 @@ def figure(chart: Chart, tables: Sequence[Columns]) -> str:
     words = _values_in_words(chart, tables)
     return (
         f'<figure{size_class} id="chart-{chart.name}"><figcaption><h2>{escaped(chart.title)}</h2></figcaption>\n'
-        f'<div class="plot">{_still(chart, tables, words)}</div><p class="readout">{escaped(words)}</p>{note}</figure>'
+        f'<div class="plot">{_still_picture(chart, tables, words)}</div><p class="readout">{escaped(words)}</p>{note}</figure>'
     )
 
 
@@ -328,7 +327,7 @@ def _values_in_words(chart: Chart, tables: Sequence[Columns]) -> str:
     return "; ".join(words)
 
 
-def _still(chart: Chart, tables: Sequence[Columns], words: str) -> str:
+def _still_picture(chart: Chart, tables: Sequence[Columns], words: str) -> str:
     """Return a chart as an SVG element without text, which can be stretched to any width."""
     x_key = chart.axis.key if chart.axis else "tokens"
     xs_by_line = [known_values(tables[line.table], x_key) for line in chart.lines]

@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from monograph.report import quantities
 from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, single_picture, style
 from monograph.report.in_progress import refresh_s
@@ -55,7 +53,7 @@ def draw_sweep(
     """Return a figure for each knob that varies, and a figure with the curves of all members.
 
     Args:
-        settings: settings as described above.
+        settings: settings as this module's docstring describes them.
         curves: the members' curves.
         key: the score's key in a row of metrics.
         unit: the score's unit.
@@ -91,9 +89,8 @@ def _draw_against_knob(
     axes.set_xticks([], minor=True)
     axes.set_xticks([place for place, _ in axis.ticks], labels)
     scored = [setting for setting in settings if setting["mean"] is not None]
-    low, high = limits_of(
-        [value for setting in scored for value in setting["values"] if value is not None]
-    )
+    scores = [value for setting in scored for value in setting["values"] if value is not None]
+    low, high = limits_of(scores)
     axes.set_ylim(low, high)
     for setting, place in zip(settings, axis.places, strict=True):
         _draw_setting(axes, setting, place)
@@ -101,10 +98,16 @@ def _draw_against_knob(
             axes.plot([place], [high], "x", color=WARN, markersize=6, clip_on=False)
     # A line connects the means if each place has one mean. If other knobs vary, too, a place has
     # several.
-    if len({repr(setting["knobs"]) for setting in scored}) == len(set(axis.places)):
-        order = [index for index in np.argsort(axis.places) if settings[index]["mean"] is not None]
-        places = [axis.places[index] for index in order]
-        means = [settings[index]["mean"] for index in order]
+    mean_count = len({repr(setting["knobs"]) for setting in scored})
+    if mean_count == len(set(axis.places)):
+        points = [
+            (place, setting["mean"])
+            for setting, place in zip(settings, axis.places, strict=True)
+            if setting["mean"] is not None
+        ]
+        points.sort(key=lambda point: point[0])
+        places = [place for place, _ in points]
+        means = [mean for _, mean in points]
         axes.plot(places, means, color=GRID, linewidth=1.4, zorder=0)
     words = "filled: best; blue: tied with it"
     if any(None in setting["values"] for setting in settings):

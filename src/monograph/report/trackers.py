@@ -86,6 +86,7 @@ def _tensorboard(name: str, key: str, settings: SettingsByKey, out: Path | None)
             add_event(update, summary={"value": values})
         writer.flush()
 
+    # The first event of each file has the version of the format.
     writer.write(Event(wall_time=began_s, file_version="brain.Event:2").SerializeToString())
     add_event(0, session_log=SessionLog(status=SessionLog.START))
     # A hyperparameter cannot be a list.

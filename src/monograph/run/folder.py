@@ -119,6 +119,10 @@ class Run:
         folder: the run's folder.
         at_update: the update of the checkpoint to read, if the user named the run by the folder of a
             checkpoint; None for the newest checkpoint.
+        parent_file: the file that names the run from which this one branches
+            (`monograph.run.writing`).
+        starts: the file with the commands that began and resumed the run (`monograph.run.started`).
+        config, checkpoints, report, tokenizer, metrics, lock_file: the paths of what they say.
     """
 
     def __init__(self, folder: Path, at_update: int | None = None) -> None:

@@ -202,7 +202,7 @@ def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
             times = {}  # not written: they are those of all members together
         else:
             rates = (update.lr,) * len(losses)
-            times = seconds(update.marks)
+            times = seconds(update.marks)  # of each part of the update, such as "optimizer_s"
         member_rows = []
         for i in range(len(losses)):
             row = {

@@ -99,7 +99,7 @@ def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
 
 
 def _no_warning(line: str) -> None:
-    """Ignore a warning about a base, of which the user was told when the run began."""
+    """Ignore a warning about a base, where only errors are reported."""
 
 
 def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer | None]:

@@ -128,7 +128,7 @@ class Progress:
         stage = RunningStage(label, text, self._watch)
         try:
             with self.screen.live(
-                region=lambda: [stage.running()], status=stage.running, state=stage.state
+                region=lambda: [stage.running_line()], status=stage.running_line, state=stage.state
             ):
                 yield stage
         except Exception:
@@ -187,7 +187,7 @@ class RunningStage:
         """Return what the stage last reported."""
         return self._detail
 
-    def running(self) -> Text:
+    def running_line(self) -> Text:
         """Return the line that is shown while the stage runs."""
         elapsed = quantities.duration(int(monotonic() - self._start_s))
         return _with_label(self.label, f"{self.text}{self._detail}   {elapsed}")
@@ -275,21 +275,21 @@ class _Display:
         return lines
 
     def _bar(self) -> Text:
-        start = self._bar_start()
-        end = f" {self._progress()}"
+        start = self._text_before_bar()
+        end = f" {self._text_after_bar()}"
         room = max(0, self._screen.width - len(start) - len(end))
         filled = round(min(1.0, self._done / self._work) * room)
         return Text.assemble(start, ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), end)
 
     def _plain_line(self) -> Text:
         """Return the bar's figures without the bar, for a stream that is not a terminal."""
-        return Text(self._bar_start() + self._progress())
+        return Text(self._text_before_bar() + self._text_after_bar())
 
-    def _bar_start(self) -> str:
+    def _text_before_bar(self) -> str:
         """Return the text before the bar."""
         return "  "
 
-    def _progress(self) -> str:
+    def _text_after_bar(self) -> str:
         """Return the text after the bar: the share of the work, figures, and the time."""
         share = f"{100 * self._done / self._work:>3.0f} %"
         return "   ".join(filter(None, [share, self._figures, self._time()]))
@@ -429,7 +429,7 @@ class TrainingBlock(_Display):
             line.append(f"   held-out {self._measure} {self._held_out[-1].value:.2f}")
         return line
 
-    def _bar_start(self) -> str:
+    def _text_before_bar(self) -> str:
         return f"  update {self._done:>{len(str(self._work))}}/{self._work} "
 
     def _time(self) -> str:

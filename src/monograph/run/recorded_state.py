@@ -144,10 +144,11 @@ def recorded_file_digests(state: Mapping[str, Any]) -> dict[str, str]:
     """Return {file name: SHA-256} of the files in a run's folder that the run learns from, such as
     teachers.json, as a checkpoint's state records them.
     """
-    digests = {}
+    digests: dict[str, str] = {}
     if state.get("teachers"):  # an earlier version recorded this file in an entry of its own
         digests[TEACHERS] = state["teachers"]
-    return digests | state.get("files", {})
+    digests.update(state.get("files", {}))
+    return digests
 
 
 def load_newest(run: Run, warn: Warn) -> Checkpoint:
