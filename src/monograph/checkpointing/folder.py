@@ -166,7 +166,8 @@ class LargeFile(Mapping[str, Tensor]):
         weakref.finalize(self, os.close, self._file)
         self._entries = {entry.name: entry for entry in entries}
         self._start = start
-        self._block = functools.lru_cache(KEPT_BLOCKS)(functools.partial(read, self._file))
+        read_block = functools.partial(read, self._file)
+        self._read_block_cached = functools.lru_cache(KEPT_BLOCKS)(read_block)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -182,7 +183,8 @@ class LargeFile(Mapping[str, Tensor]):
         copied = 0  # bytes of the tensor
         while copied < len(target):
             index, offset = divmod(tensor_start + copied, blocks.BLOCK_BYTES)
-            part = self._block(index)[offset : offset + len(target) - copied]
+            block = self._read_block_cached(index)
+            part = block[offset : offset + len(target) - copied]
             target[copied : copied + len(part)] = part
             copied += len(part)
         return tensor
@@ -211,9 +213,8 @@ def verify(folder: Path) -> None:
     """
     for name, entry in read_manifest(folder).files.items():
         with _open_regular(folder / name, entry.bytes) as descriptor:
-            _require_digests(
-                folder / name, entry.sha256, blocks.digests_of(descriptor, entry.bytes)
-            )
+            digests = blocks.digests_of(descriptor, entry.bytes)
+        _require_digests(folder / name, expected=entry.sha256, actual=digests)
 
 
 def load(folder: Path) -> Checkpoint:

@@ -44,10 +44,11 @@ def usage_message(error: BadCommandLine, tree: Command, arguments: Sequence[str]
     remaining = list(arguments)
     while _is_unknown_option(error) and _takes_keys(command) and len(messages) < MAX_FAULTS:
         remaining = _without_option(_option_of(error), remaining)
+        command_arguments = remaining[remaining.index(name) + 1 :]
         try:
-            with command.make_context(name, remaining[remaining.index(name) + 1 :]) as context:
+            with command.make_context(name, command_arguments) as context:
                 messages += _key_faults(command, context.params)
-            break
+            break  # no unknown option is left
         except BadCommandLine as next_error:
             error = next_error
             messages.append(_message_of(error, tree, remaining))
@@ -85,7 +86,7 @@ def _key_faults(command: Command, values: Mapping[str, Sequence[str] | None]) ->
     faults = []
     for param in command.params:
         if "KEY=" not in str(param.metavar):
-            continue
+            continue  # KEY=VALUE cannot be an argument of this parameter
         for argument in values[param.name] or ():
             pair = key_and_value(argument)
             if pair is None:
@@ -110,7 +111,7 @@ def _message_of(error: BadCommandLine, tree: Command, arguments: Sequence[str]) 
         arguments: the command line.
     """
     typer_message = str(error.format_message()).rstrip(".")
-    if arguments and arguments[0] in COMMANDS:
+    if arguments and arguments[0] in COMMANDS:  # a command of another program
         return f"No such command {arguments[0]!r}; {COMMANDS[arguments[0]]}"
     command = error.ctx.command if error.ctx is not None else _command_in(tree, arguments)
     if isinstance(command, TyperGroup):

@@ -306,9 +306,10 @@ def figure(chart: Chart, tables: Sequence[Columns]) -> str:
     size_class = ' class="chart wide"' if chart.is_wide else ' class="chart"'
     note = f'<p class="note">{escaped(chart.note)}</p>' if chart.note else ""
     words = _values_in_words(chart, tables)
+    picture = _still_picture(chart, tables, words)
     return (
         f'<figure{size_class} id="chart-{chart.name}"><figcaption><h2>{escaped(chart.title)}</h2></figcaption>\n'
-        f'<div class="plot">{_still_picture(chart, tables, words)}</div><p class="readout">{escaped(words)}</p>{note}</figure>'
+        f'<div class="plot">{picture}</div><p class="readout">{escaped(words)}</p>{note}</figure>'
     )
 
 

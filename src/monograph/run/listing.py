@@ -139,6 +139,7 @@ def _best(group: Sequence[ListedRun]) -> ListedRun:
     """Return the best of comparable runs, each of which has a result."""
     measure = group[0].measure
     sign = -1 if measure and measure.higher_is_better else 1
+    # The value is not None here; `or` is for the type checker.
     return min(group, key=lambda run: sign * (run.value or 0.0))
 
 
@@ -197,7 +198,7 @@ def _read_sweep(folder: Path) -> ListedRun:
         best_scores = members[best["member"]] if best else {}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise _Damaged(f"{SWEEP} cannot be read") from None
-    value, measure = _newest_result(TEXTS, [best_scores])
+    value, measure = _newest_result(TEXTS, [best_scores])  # a sweep is always on texts
     resume = ""
     if result:
         state = FINISHED
@@ -348,7 +349,7 @@ def _result_conditions(
 
 
 def _is_in_use(folder: Path) -> bool:
-    """Return whether a process holds the run's lock."""
+    """Return whether a process holds the run's lock; False if run.lock cannot be read."""
     with suppress(OSError, MonographError), open_input(folder / "run.lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
