@@ -262,11 +262,11 @@ def changes(
     return sorted(worth_making, key=lambda change: (not change.same_training, -change.saved_s))
 
 
-def _share(bounds: Bounds, part: Part, kind: Bound) -> float:
-    """Return the share of a part's kernel time that is limited by `kind`."""
+def _share(bounds: Bounds, part: Part, limit: Bound) -> float:
+    """Return the share of a part's kernel time that `limit` limits."""
     if part not in bounds:
         return 0.0
-    return bounds[part].get(kind, 0.0) / sum(bounds[part].values())
+    return bounds[part].get(limit, 0.0) / sum(bounds[part].values())
 
 
 def _fewer_launches(
@@ -319,9 +319,9 @@ def _narrower_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> lis
         if part == "optimizer":
             saved_s += optimizer_products_s * (1 - situation.bf16.get("matmul", 1.0))
             part_s -= optimizer_products_s  # the rest is elementwise
-        kind: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
+        limit: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
         # A speedup applies to the kernels that are bound so, and a slowdown to all kernels.
-        changed_share = _share(bounds, part, kind) if ratio < 1 else 1.0
+        changed_share = _share(bounds, part, limit) if ratio < 1 else 1.0
         saved_s += part_s * (1 - ratio) * changed_share
     return [
         Change("train.precision=bf16", "products are faster and numbers half as large", saved_s)

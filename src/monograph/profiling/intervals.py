@@ -235,25 +235,25 @@ def _cause(
 
 
 def estimate_update(
-    profiled: Timeline, event_s: float, whole_s: float, optimizer_s: float, overlaps: bool
+    profiled: Timeline, event_s: float, update_s: float, optimizer_s: float, overlaps: bool
 ) -> Spent:
     """Estimate the seconds of each part in an unprofiled update, from a few profiled updates.
 
     Args:
         profiled: the profiled updates.
         event_s: the profiler's seconds to record one event.
-        whole_s: seconds of an unprofiled update.
+        update_s: seconds of an unprofiled update.
         optimizer_s: seconds of the optimizer in an unprofiled update.
         overlaps: whether the device still runs earlier work when the host begins the optimizer;
             then `optimizer_s` is not used.
     """
     if overlaps:
         events = Counter(profiled.events) + Counter(profiled.update_events)
-        return estimate_unprofiled(time_by_part(profiled), events, event_s, whole_s)
+        return estimate_unprofiled(time_by_part(profiled), events, event_s, update_s)
     optimizer = time_by_part(profiled, profiled.updates)
     rest = time_by_part(profiled, profiled.rest)
     in_updates = estimate_unprofiled(optimizer, profiled.update_events, event_s, optimizer_s)
-    return in_updates + estimate_unprofiled(rest, profiled.events, event_s, whole_s - optimizer_s)
+    return in_updates + estimate_unprofiled(rest, profiled.events, event_s, update_s - optimizer_s)
 
 
 def estimate_unprofiled(

@@ -218,7 +218,7 @@ def profile(
     _time_updates(engine, chain([first], windows), WARMUP_UPDATES)
     times = sorted(_time_updates(engine, windows, TIMED_UPDATES))  # by the whole update's seconds
     measured = times[len(times) // 4]  # the lower quartile
-    profiler, profiled_s = _profile_updates(engine, windows, measured.whole_s)
+    profiler, profiled_s = _profile_updates(engine, windows, measured.update_s)
     timeline = trace.read_trace(
         _export_trace(profiler, file),
         has_kernel,
@@ -228,14 +228,14 @@ def profile(
     spent = estimate_update(
         timeline,
         event_s=_event_s(),
-        whole_s=measured.whole_s,
+        update_s=measured.update_s,
         optimizer_s=measured.optimizer_s,
         overlaps=engine.step.device.type != "cpu",
     )
     machine = machine_of(engine)
     situation = situation_of(engine, timeline.kernels, micro_steps, used, packed)
     return Profile(
-        update_s=measured.whole_s,
+        update_s=measured.update_s,
         profiled_s=profiled_s,
         updates=PROFILED_UPDATES,
         micro_steps=micro_steps,
@@ -249,11 +249,11 @@ class _Times(NamedTuple):
     """The seconds of an update.
 
     Attributes:
-        whole_s: seconds of the whole update.
+        update_s: seconds of the whole update.
         optimizer_s: seconds of the optimizer in it.
     """
 
-    whole_s: float
+    update_s: float
     optimizer_s: float
 
 
@@ -291,7 +291,7 @@ def _profile_updates(
             if not attempts:
                 raise
             break
-        profiled_s = sum(update.whole_s for update in times) / PROFILED_UPDATES
+        profiled_s = sum(update.update_s for update in times) / PROFILED_UPDATES
         attempts.append((profiler, profiled_s))
         if profiled_s < MAX_SLOWDOWN * update_s:
             break

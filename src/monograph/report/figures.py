@@ -341,11 +341,11 @@ def _mark_slow_updates(axes: Axes, metrics: Sequence[MetricsRow]) -> None:
 def _draw_memory(axes: Axes, ledger: MemoryLedger) -> None:
     """Draw a bar of planned memory above a bar of measured memory, each made of its parts."""
     axes.set_title("Peak memory, GiB")
-    for place, name in enumerate(("measured", "planned")):  # places count from below
+    for y, name in enumerate(("measured", "planned")):  # from below
         left_gib = 0.0
         for index, size_bytes in enumerate(ledger[name].values()):
             axes.barh(
-                place,
+                y,
                 size_bytes / 2**30,
                 left=left_gib,
                 height=0.5,
@@ -355,7 +355,7 @@ def _draw_memory(axes: Axes, ledger: MemoryLedger) -> None:
             left_gib += size_bytes / 2**30
         axes.annotate(
             f"{name}  {left_gib:.2f}",
-            xy=(0, place),
+            xy=(0, y),
             xytext=(0, 19),
             textcoords="offset points",
             fontsize=8.5,

@@ -32,22 +32,22 @@ def draw_profile(verdict: Verdict, title: str) -> str:
     """
     from matplotlib.figure import Figure
 
-    # Reversed, since the places on a vertical axis count from below.
+    # Reversed, since a vertical axis begins below.
     parts = [part for part in reversed(PARTS) if verdict.spent.parts[part] > 0]
     with style():
         figure = Figure(figsize=(7.3, 0.7 + 0.34 * len(parts)), layout="constrained")
         axes = figure.add_subplot()
         axes.set_title(title)
         axes.grid(visible=False)
-        for place, part in enumerate(parts):
+        for y, part in enumerate(parts):
             spent_ms = 1e3 * verdict.spent.parts[part]
             floor_ms = 1e3 * verdict.floors[part]
             colour = ACCENT if part == verdict.bottleneck else MUTED
-            axes.barh(place, spent_ms, height=0.62, color=colour)
-            axes.plot([floor_ms, floor_ms], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
+            axes.barh(y, spent_ms, height=0.62, color=colour)
+            axes.plot([floor_ms, floor_ms], [y - 0.4, y + 0.4], color=INK, linewidth=1.6)
             axes.text(
                 spent_ms,
-                place,
+                y,
                 f"  {verdict.spent.share(part):.0%}",
                 va="center",
                 fontsize=8,
@@ -120,7 +120,7 @@ def describe_limit(profile: Profile) -> str:
 
 def largest_bound(bounds: Mapping[Bound, float]) -> str:
     """Return the bound with the most seconds, such as "memory"; "" if there is no bound."""
-    return max(bounds, key=lambda kind: bounds[kind]) if bounds else ""
+    return max(bounds, key=lambda bound: bounds[bound]) if bounds else ""
 
 
 def _part_bars(verdict: Verdict) -> str:
@@ -197,16 +197,16 @@ def draw_ladder(ladder: Values) -> str:
             axes.set_xticks([])
             axes.spines["bottom"].set_visible(False)
             axes.set_xlim(0, 1.6 * max(rung[key] or 0 for rung in rungs))
-            for place, rung in enumerate(rungs):
+            for y, rung in enumerate(rungs):
                 if rung[key] is None:
                     axes.text(
-                        0, place, "\u2002not available here", va="center", fontsize=8, color=MUTED
+                        0, y, "\u2002not available here", va="center", fontsize=8, color=MUTED
                     )
                     continue
-                axes.barh(place, rung[key], height=0.62, color=ACCENT if rung is best else MUTED)
+                axes.barh(y, rung[key], height=0.62, color=ACCENT if rung is best else MUTED)
                 axes.text(
                     rung[key],
-                    place,
+                    y,
                     f"\u2002{_bar_text(rung, key)}",
                     va="center",
                     fontsize=8,

@@ -244,14 +244,14 @@ class _Display:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._live.__exit__(kind, error, trace)
-        if kind is not None:
+        self._live.__exit__(error_type, error, trace)
+        if error is not None:
             # Ctrl-C raises KeyboardInterrupt, which is no Exception.
-            was_stopped = issubclass(kind, Stopped) or not issubclass(kind, Exception)
+            was_stopped = isinstance(error, Stopped) or not isinstance(error, Exception)
             self._outcome = "stopped after " if was_stopped else "failed after "
         self._print_final()
 
@@ -455,7 +455,7 @@ class TrainingBlock(_Display):
         width = self._screen.width
         last = self._held_out[-1]
         # The number of tokens at the end of the run is extrapolated: in some runs only the tokens
-        # of sampled answers count, and nobody knows the length of an answer beforehand.
+        # of sampled answers count, and the length of an answer is not known beforehand.
         x_end: float = self._tokens
         if last.update and last.tokens:
             x_end = last.tokens * self._work / last.update

@@ -402,7 +402,7 @@ def add_missing_rows(model: Llama, sizes: TokenizerSizes, base: str) -> list[int
         is new.
 
     Raises:
-        InputRefused: rows are missing, but the model has no tokenizer, so that nobody knows which
+        InputRefused: rows are missing, but the model has no tokenizer, so it is unknown which
             tokens are new.
     """
     rows = model.config.vocab_size

@@ -1,8 +1,8 @@
 """Check the state of a run's checkpoint, and set random generators to a recorded state.
 
 The state is the JSON object that a checkpoint stores next to its tensors. A checkpoint's digests
-only show that its bytes are unchanged: whoever writes false entries can write matching digests. So
-each reader of a run checks here the types and ranges of all entries, and that they agree.
+only show that its bytes are unchanged: who forges entries can write matching digests, too. So all
+code that reads a run's state checks here the types and ranges of its entries, and that they agree.
 """
 
 import json
@@ -328,10 +328,11 @@ def set_generators(
         numpy: the generator of NumPy to set.
         torch_cpu: the generator of torch to set, on the CPU.
     """
-    version, words, gauss = saved["python"]
-    python.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = saved["numpy"]
-    numpy.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    version, python_words, python_gauss = saved["python"]
+    python.setstate((version, tuple(python_words), python_gauss))
+    algorithm, keys, position, has_gauss, cached_gauss = saved["numpy"]
+    words = np.array(keys, dtype=np.uint32)
+    numpy.set_state((algorithm, words, position, has_gauss, cached_gauss))
     torch_cpu.set_state(tensor_from_hex(saved["torch"]))
 
 
