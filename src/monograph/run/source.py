@@ -196,7 +196,9 @@ def checked_recipe(recipe: ModelRecipe, source: ModelSource | None) -> ModelReci
         InputRefused: the sizes do not fit together, or a folder or file cannot be used.
     """
     if source is None:
-        recipe.shape(vocab_size=1)  # any size: the tokenizer is not read yet
+        # Called to refuse sizes that do not fit together. The tokenizer, which gives the size of the
+        # vocabulary, is not read yet, so any size will do.
+        recipe.shape(vocab_size=1)
     elif source.code:
         return recipe._replace(sha256=recipe.vouched.get(source.code.value) or source.code.digest())
     else:
