@@ -94,9 +94,9 @@ class Timeline(NamedTuple):
         kernels: the device's busy intervals.
         spans: the host's waits.
         updates: the intervals in which the optimizer worked, in order.
-        events: the number of events that a profiler recorded outside `updates`, by the part of the
-            kernel around them; events between kernels count as "host gaps".
-        update_events: the number of events inside `updates`, by part.
+        event_counts: the number of events that a profiler recorded outside `updates`, by the part of
+            the kernel around them; events between kernels count as "host gaps".
+        update_event_counts: the number of events inside `updates`, by part.
     """
 
     begin_s: float
@@ -104,8 +104,8 @@ class Timeline(NamedTuple):
     kernels: Sequence[Kernel]
     spans: Sequence[Span] = ()
     updates: Sequence[tuple[float, float]] = ()
-    events: Mapping[Part, int] = {}  # noqa: RUF012 (never written to)
-    update_events: Mapping[Part, int] = {}  # noqa: RUF012
+    event_counts: Mapping[Part, int] = {}  # noqa: RUF012 (never written to)
+    update_event_counts: Mapping[Part, int] = {}  # noqa: RUF012
 
     @property
     def rest(self) -> list[tuple[float, float]]:
@@ -248,27 +248,31 @@ def estimate_update(
             then `optimizer_s` is not used.
     """
     if overlaps:
-        events = Counter(profiled.events) + Counter(profiled.update_events)
-        return estimate_unprofiled(time_by_part(profiled), events, event_s, update_s)
+        event_counts = Counter(profiled.event_counts) + Counter(profiled.update_event_counts)
+        return estimate_unprofiled(time_by_part(profiled), event_counts, event_s, update_s)
     optimizer = time_by_part(profiled, profiled.updates)
     rest = time_by_part(profiled, profiled.rest)
-    in_updates = estimate_unprofiled(optimizer, profiled.update_events, event_s, optimizer_s)
-    return in_updates + estimate_unprofiled(rest, profiled.events, event_s, update_s - optimizer_s)
+    in_updates = estimate_unprofiled(optimizer, profiled.update_event_counts, event_s, optimizer_s)
+    return in_updates + estimate_unprofiled(
+        rest, profiled.event_counts, event_s, update_s - optimizer_s
+    )
 
 
 def estimate_unprofiled(
-    profiled: Spent, events: Mapping[Part, int], event_s: float, measured_s: float
+    profiled: Spent, event_counts: Mapping[Part, int], event_s: float, measured_s: float
 ) -> Spent:
     """Estimate the seconds of each part in an unprofiled stretch, from a profiled stretch.
 
     Args:
         profiled: the seconds of the profiled stretch.
-        events: the number of events that the profiler recorded in it, by part (see `Timeline`).
+        event_counts: the number of events that the profiler recorded in it, by part (see `Timeline`).
         event_s: the profiler's seconds to record one event; in the trace they are not part of the
             event, but of the event around it.
         measured_s: the seconds of the unprofiled stretch.
     """
-    parts = {part: max(0.0, profiled.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
+    parts = {
+        part: max(0.0, profiled.parts[part] - event_counts.get(part, 0) * event_s) for part in PARTS
+    }
     remaining_s = sum(parts.values())
     if not remaining_s:
         # The estimated cost of events exceeds all of the time, so the events are ignored.

@@ -175,8 +175,8 @@ def read_trace(
         kernels=kernels,
         spans=reader.spans,
         updates=reader.updates,
-        events=reader.events,
-        update_events=reader.update_events,
+        event_counts=reader.event_counts,
+        update_event_counts=reader.update_event_counts,
     )
 
 
@@ -211,30 +211,34 @@ class _Reader:
         has_kernel: see `read_trace`.
         vocabulary: see `read_trace`.
         heads_are_batched: see `read_trace`.
-        begin_s: the time that becomes 0 s, in the trace's seconds.
+        origin_s: the time on the trace's clock that becomes 0 s.
         head_numbers: the sequence numbers of the operators of the loss's head.
         kernels: the intervals of operators that compute; on a CPU these are the kernels.
         spans: the host's waits.
         updates: the intervals of the optimizer's updates.
-        events: the number of the main thread's events outside updates, by part.
-        update_events: the number of the main thread's events inside updates, by part.
+        event_counts: the number of the main thread's events outside updates, by part.
+        update_event_counts: the number of the main thread's events inside updates, by part.
         launches: the launches by their correlation numbers. An event on the device has the same
             number as its launch.
     """
 
     def __init__(
-        self, has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool, begin_s: float
+        self,
+        has_kernel: HasKernel,
+        vocabulary: int | None,
+        heads_are_batched: bool,
+        origin_s: float,
     ) -> None:
         self.has_kernel = has_kernel
         self.vocabulary = vocabulary
         self.heads_are_batched = heads_are_batched
-        self.begin_s = begin_s
+        self.origin_s = origin_s
         self.head_numbers: set[int] = set()
         self.kernels: list[Kernel] = []
         self.spans: list[Span] = []
         self.updates: list[tuple[float, float]] = []
-        self.events = Counter[Part]()
-        self.update_events = Counter[Part]()
+        self.event_counts = Counter[Part]()
+        self.update_event_counts = Counter[Part]()
         self.launches: dict[int, _Launch] = {}
 
     def read_thread(self, events: Sequence[TraceEvent], is_main: bool) -> None:
@@ -251,7 +255,7 @@ class _Reader:
                 self.launches[event["args"]["correlation"]] = launch
             if is_main:
                 in_update = outer_place.span_part == "optimizer"
-                counts = self.update_events if in_update else self.events
+                counts = self.update_event_counts if in_update else self.event_counts
                 counts[outer_place.kernel_part or "host gaps"] += 1
             # Events inside an operator that computes are parts of it, and are not counted again.
             is_outermost = not outer_place.kernel_part
@@ -262,27 +266,28 @@ class _Reader:
             stack.append(_EventAround(event["ts"] + event["dur"], place, operator))
 
     def _begin_s(self, event: TraceEvent) -> float:
-        return _seconds(event["ts"]) - self.begin_s
+        """Return the time at which an event begins, counted from `origin_s`."""
+        return _seconds(event["ts"]) - self.origin_s
 
     def _add(self, event: TraceEvent, place: _Place) -> None:
         """Add an event of the main thread to the waits, updates or kernels."""
-        begin = self._begin_s(event)
-        end = begin + _seconds(event["dur"])
+        begin_s = self._begin_s(event)
+        end_s = begin_s + _seconds(event["dur"])
         if event["name"] == DATA:
-            self.spans.append(Span("data", begin, end))
+            self.spans.append(Span("data", begin_s, end_s))
         elif event["name"] == UPDATE:
-            self.updates.append((begin, end))
+            self.updates.append((begin_s, end_s))
         elif _WAITS.search(event["name"]):
-            self.spans.append(Span("sync", begin, end))
+            self.spans.append(Span("sync", begin_s, end_s))
         elif place.kernel_part:
             flops, moved_bytes = operator_work(event)
             kernel = Kernel(
                 part=place.kernel_part,
-                begin_s=begin,
-                end_s=end,
+                begin_s=begin_s,
+                end_s=end_s,
                 flops=flops,
                 moved_bytes=moved_bytes,
-                launched_s=begin,
+                launched_s=begin_s,
                 name=event["name"],
                 operands=_operands(event),
             )
@@ -329,14 +334,15 @@ class _Reader:
         # Only the first kernel of an operator gets the operator's work, so that it counts once.
         operators_with_kernel: set[int] = set()  # by `id`
         for event in events:
-            begin = self._begin_s(event)
-            end = begin + _seconds(event["dur"])
+            begin_s = self._begin_s(event)
+            end_s = begin_s + _seconds(event["dur"])
             launch = self.launches.get(event["args"].get("correlation"), _Launch())
+            # Copies between host and device; other copies belong to the operator that made them.
             if event["cat"] == "gpu_memcpy" and re.search("HtoD|DtoH", event["name"]):
                 yield Kernel(
                     part="transfers",
-                    begin_s=begin,
-                    end_s=end,
+                    begin_s=begin_s,
+                    end_s=end_s,
                     moved_bytes=event["args"].get("bytes"),
                     launched_s=launch.begin_s,
                     name=event["name"],
@@ -354,8 +360,8 @@ class _Reader:
                 part = "elementwise"
             yield Kernel(
                 part=part,
-                begin_s=begin,
-                end_s=end,
+                begin_s=begin_s,
+                end_s=end_s,
                 flops=flops,
                 moved_bytes=moved_bytes,
                 launched_s=launch.begin_s,
