@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from monograph.report.charts import payload
+from monograph.report.chart_markup import payload
 from monograph.report.sweep_charts import MemberCurve, sweep_drawings
 from monograph.report.sweep_report import draw_sweep, write_page_so_far, write_sweep_report
 

@@ -204,6 +204,7 @@ def _download(context: typer.Context, names: str | list[str]) -> str | Path | li
 
 
 def _download_one(context: typer.Context, name: str) -> str | Path:
+    """Return a model's name, with the local folder in place of hf://OWNER/NAME."""
     # Typer sets `resilient_parsing` when a shell completes a line, which must not download a model.
     if context.resilient_parsing or not name.startswith("hf://"):
         return name

@@ -11,7 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from monograph.report.charts import Chart, Columns, figure, payload
+from monograph.report.chart_markup import figure, payload
+from monograph.report.charts import Chart, Columns
 from monograph.report.markup import escaped
 from monograph.storage.reading import contents
 

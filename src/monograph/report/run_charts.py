@@ -35,7 +35,7 @@ def run_drawings(
     """Return the charts of the metrics that a run's rows have values of, and its peak memory.
 
     Args:
-        metrics: rows as `monograph.report.figures` describes them.
+        metrics: rows as `monograph.report.run_figures` describes them.
         yardsticks: bits per byte to draw in the chart of held-out bits per byte.
         moments: moments to mark in the chart of the learning rate, such as the end of the warm-up.
     """

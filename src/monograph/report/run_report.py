@@ -10,12 +10,13 @@ from typing import Any
 from monograph.errors import DiskFull
 from monograph.report import quantities
 from monograph.report.charts import MetricsRow, Yardsticks
-from monograph.report.figures import Picture, draw
+from monograph.report.figures import Picture
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.metrics import LOSS, held_out_metrics, shown_metrics
 from monograph.report.page import column, config_of, number, page, pairs, section, table
 from monograph.report.run_charts import run_drawings
+from monograph.report.run_figures import draw
 
 Summary = Mapping[str, Any]
 TextSample = tuple[float, str]  # (share of the run, 0 to 1; text that the model generated then)
@@ -87,7 +88,7 @@ def write_report(
         run_folder: the run's folder.
         summary: the object that `monograph train --json` prints. Missing keys are left out, and
             unknown keys are in a table.
-        metrics: rows as `monograph.report.figures` describes them.
+        metrics: rows as `monograph.report.run_figures` describes them.
         about: what the report shows beside these.
 
     Raises:

@@ -625,11 +625,13 @@ def _remove_stdin_copy(folder: Path) -> None:
 
 
 def _already_a_run(folder: Path) -> InputRefused:
+    """Return the error for a folder in which a new run cannot begin, since it has one."""
     remedy = f"continue it with --resume {shell_words(folder)}, or give another --name or --out"
     return InputRefused(f"{folder} already holds a run; {remedy}")
 
 
 def _in_use(folder: Path) -> RunInUse:
+    """Return the error for a run whose lock another process holds."""
     holder: dict[str, Any] = {}
     with suppress(Unreadable):  # the run is in use even if its record is unreadable
         holder = lock_record(folder)
