@@ -85,6 +85,7 @@ def save(
         # killed before this line.
         sync(checkpoints.parent)
         remove_leftovers(checkpoints)
+        # A disk that is too full is refused before anything is written.
         if free_bytes(checkpoints) < _total_bytes(files):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(checkpoints))
         _write(temporary, checkpoint, files, write or blocks.write_file)

@@ -100,9 +100,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if not stop.reported_elsewhere:
             _write_to_stderr(f"{stop}\n")
     except errors.MonographError as error:
-        reported_elsewhere = (
-            _is_not_rank_0() if error.reported_elsewhere is None else error.reported_elsewhere
-        )
+        reported_elsewhere = error.reported_elsewhere
+        if reported_elsewhere is None:  # all ranks raise it, and rank 0 reports it
+            reported_elsewhere = _is_not_rank_0()
         # If a peer was lost, it may have ended without a message, so this process reports it.
         reports_late = isinstance(error, errors.PeerLost)
         code = _report_error(str(error), error.exit_code, reported_elsewhere, reports_late)

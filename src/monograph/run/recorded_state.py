@@ -119,9 +119,7 @@ class _State(Strict):
     random: _Generators
     micro_batch: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None
     length: Annotated[Natural, Field(ge=1)]  # the run's number of updates
-    cooled: (
-        NaturalPair | None
-    )  # first and last update of a cool-down that came before the schedule's
+    cooled: NaturalPair | None  # first and last update of an early cool-down
     budget_s: Seconds | None  # of training; None if the length is given in updates
     elapsed_s: Seconds
     metrics_offset: Natural  # length of metrics.jsonl in bytes
