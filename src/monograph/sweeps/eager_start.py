@@ -21,7 +21,7 @@ from monograph.planner import defaults
 from monograph.report.quantities import counted, duration
 from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import Progress
-from monograph.run.recorded_state import MOST
+from monograph.run.recorded_state import MAX_COUNT
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
 from monograph.session.eager_start import (
@@ -261,7 +261,7 @@ def _expected_updates(timed_groups: Sequence[TimedGroup], start: EagerStart) -> 
     """Return how many updates each member will probably make, and the maximum that a run by the
     clock makes.
     """
-    most = MOST
+    most = MAX_COUNT
     seconds = 0.0  # of one update of all members
     for timed_group, (built_runs, _) in zip(timed_groups, start.groups, strict=True):
         plan = built_runs[0].plan
