@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import harness
-import torch
 from steps import Shape, packed_window
 
 from monograph.device import default_device
