@@ -17,9 +17,12 @@ from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.run.progress import Progress
 from monograph.session.resolve import resolve
-from monograph.sweeps.concurrency import TimedGroup, WidthTime, choose_updates, members_that_fit
+from monograph.sweeps import members_memory
+from monograph.sweeps.concurrency import TimedGroup, WidthTime, choose_updates
+from monograph.sweeps.members_memory import MembersMemory
 from monograph.sweeps.spec import MemberGroup, groups_of, members_of
 
+GIB = 2**30
 TEXT = SimpleNamespace(train=SimpleNamespace(per_epoch=10_000), held_out=range(100))
 
 
@@ -156,9 +159,35 @@ def test_what_no_graph_holds_trains_one_after_another_with_the_reason(
     assert group.why == "8 members, one after another: noise (RReLU): it draws random numbers"
 
 
-def test_members_share_the_bytes_of_a_base():
+def memory_of(limit: int, base_bytes: int, members: int = 9) -> MembersMemory:
+    """Of members whose plan is 6 GiB alone; no step is traced."""
+    [group] = groups(1000, members)
+    work = SimpleNamespace(
+        remat="none", compile="none", of_members=lambda adapters, **_: len(adapters)
+    )
+    expected: Any = SimpleNamespace(peak_memory_bytes=6 * GIB, work=work)
+    return MembersMemory(expected, [m.plan for m in group.members if m.plan], base_bytes, limit)
+
+
+def test_members_share_the_bytes_of_a_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """A 7B base in 4 bits and adapters of rank 16 on a card of 24 GB: one copy each fits three times."""
-    gib = 2**30
-    assert members_that_fit(22 * gib, 6 * gib, 0) == 3
-    assert members_that_fit(22 * gib, 6 * gib, 4 * gib) == 9
-    assert members_that_fit(5 * gib, 6 * gib, 4 * gib) == 1
+
+    def as_estimated(base_bytes: int) -> Callable[[int], dict[str, int]]:
+        return lambda members: {"weights": base_bytes + members * (6 * GIB - base_bytes)}
+
+    for limit, base_bytes, most in ((22, 0, 3), (22, 4, 9), (5, 4, 1)):
+        monkeypatch.setattr(members_memory, "traced_bytes", as_estimated(base_bytes * GIB))
+        assert memory_of(limit * GIB, base_bytes * GIB).most() == most
+
+
+def test_only_what_may_not_fit_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace decides, whatever the estimate says."""
+    traced: list[int] = []
+
+    def trace(members: int) -> dict[str, int]:
+        traced.append(members)
+        return {"weights": 4 * GIB, "activations": members * 5 * GIB}
+
+    monkeypatch.setattr(members_memory, "traced_bytes", trace)
+    assert memory_of(44 * GIB, 4 * GIB).most() == 9 and not traced
+    assert memory_of(30 * GIB, 4 * GIB).most() == 5 and traced == [9]

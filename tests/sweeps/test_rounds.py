@@ -63,6 +63,13 @@ def test_what_does_not_pay_is_said() -> None:
     )
 
 
+def test_the_reason_names_the_planned_memory() -> None:
+    found = choose_width(
+        {1: WidthTime(0.1, 20), 8: WidthTime(0.2, 20)}, 8, 1000, {1: 9 * 10**8, 8: 2**31}
+    )
+    assert found.why.startswith("8 members, all at once (2.00 GiB; one alone 858.3 MiB): 4.00x")
+
+
 def test_a_short_run_measures_nothing_that_cannot_pay() -> None:
     """2 members of 10 updates of .1 s: all of it is a second, compiling takes 20."""
     timed = measured(lambda k: 0.1, 2, 10)

@@ -234,6 +234,13 @@ class MemberCaller:
                 _write_buffer(location.name, tensor, new)
         return outputs
 
+    def assume_batched(self) -> None:
+        """Make no trial before the first calls: the module is known to run batched as it runs alone.
+
+        A trial compares tensors' values, which those that only count memory do not have.
+        """
+        self._as_if_compiling = dict.fromkeys((False, True), False)
+
     def layers(self, function: Function, *inputs: object, each: bool) -> Layers:
         """Run the function once, and return how each part of the module runs. Nothing changes.
 

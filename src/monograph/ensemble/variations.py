@@ -45,11 +45,12 @@ class DropoutWithRates(nn.Module):
         p: the largest rate. A module may read it to see whether there is dropout.
     """
 
-    def __init__(self, dropout: nn.Module, rates_N: Tensor):
+    def __init__(self, dropout: nn.Module, rates: Sequence[float], device: torch.device):
         super().__init__()
-        self.p = float(rates_N.max())
+        self.p = max(rates)
         self.training = dropout.training
         self._function = type(dropout).__name__.lower()  # Dropout1d -> dropout1d
+        rates_N = torch.tensor(rates, dtype=torch.float64, device=device)
         self.register_buffer("rate", rates_N, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -69,8 +70,7 @@ def put_differences_into(stack: nn.Module, members: Sequence[nn.Module]) -> None
     for path, rates in _differing(members, DROPOUTS, lambda dropout: dropout.p).items():
         dropout = stack.get_submodule(path)
         device = next(stack.parameters()).device
-        rates_N = torch.tensor(rates, dtype=torch.float64, device=device)
-        stack.set_submodule(path, DropoutWithRates(dropout, rates_N))
+        stack.set_submodule(path, DropoutWithRates(dropout, rates, device))
     for path, scales in _differing(members, ADAPTED_LAYERS, lambda layer: layer.scale).items():
         layer: Any = stack.get_submodule(path)
         A = layer.lora_A.weight

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from monograph import compat
@@ -106,8 +106,10 @@ def linear_cross_entropy(
     device_type = device_type or hidden_ND.device.type
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], device_type)
     if torch.is_grad_enabled():
-        # Inside a transform of torch.func, `requires_grad` is False even for a trained weight.
-        trains_weight = rows is None and (weight_VD.requires_grad or compat.in_transform())
+        # A transform of torch.func wraps the weights that are trained, and `requires_grad` of a wrapped
+        # weight is False. A parameter is not wrapped, such as the frozen head that members share.
+        is_wrapped = compat.in_transform() and not isinstance(weight_VD, nn.Parameter)
+        trains_weight = rows is None and (weight_VD.requires_grad or is_wrapped)
         fused_VD, total_VD = fused_gradient_of(weight_VD) or (None, None)
         values_KD, index_K, slot_V = rows or (None, None, None)
         # An autograd.Function takes no keyword arguments, and does not see tensors inside of tuples. Only

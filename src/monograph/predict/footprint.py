@@ -10,7 +10,7 @@ the shortest sequence of kinds that repeats. Nothing is computed and no device i
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph import compat
+from monograph.ensemble import Ensemble
 from monograph.graph.capture import capture_with
 from monograph.graph.compilable import Scope
 from monograph.graph.lora import Lora
@@ -32,6 +33,7 @@ from monograph.model.llama import Llama, feed_forward_of, feed_forward_of_family
 from monograph.ops.attention import BLOCK_QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
 from monograph.optim import Optimizer
+from monograph.predict.fake_members import members_like
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, MemorySample
 from monograph.step import Clip, OnDevice, Step, accumulate, update
 from monograph.step.on_device import fuses_gradients
@@ -116,10 +118,38 @@ class Work(Training):
     Attributes:
         config: the model's shape.
         device_type: "cpu" or "cuda".
+        members: the adapters of each member of an ensemble, whose members train at once (None: all
+            of a member is trained); empty: one model trains alone. `lora` has the largest rank.
+        own_rows: whether each member has its own rows.
     """
 
     config: LlamaConfig
     device_type: str = field(default="cpu", kw_only=True)
+    members: tuple[Lora | None, ...] = field(default=(), kw_only=True)
+    own_rows: bool = field(default=False, kw_only=True)
+
+    def of_members(
+        self, adapters: Sequence[Lora | None], *, own_rows: bool, compiled: bool | None = None
+    ) -> "Work":
+        """Return the work of training as many members at once as there are entries in `adapters`.
+
+        Args:
+            adapters: the adapters of each member; None: all of a member is trained.
+            own_rows: whether each member has its own rows.
+            compiled: whether the step is captured; None: if it is for one model alone.
+        """
+        if compiled is None:
+            compiled = self.compile != "none"
+        ranks = [lora.rank for lora in adapters if lora]
+        return replace(
+            self,
+            lora=self.lora and replace(self.lora, rank=max(ranks)),
+            # An ensemble is captured as a whole, and recomputes nothing.
+            compile="whole" if compiled else "none",
+            remat="none",
+            members=tuple(adapters),
+            own_rows=own_rows,
+        )
 
     @property
     def fused(self) -> bool:
@@ -255,6 +285,8 @@ def _with_distinct_vocabulary(work: Work) -> Work:
         work.window_rows * work.length,
         *range(BLOCK_QUERIES, work.length, BLOCK_QUERIES),  # the keys that a block of queries reads
     }
+    members = len(work.members)
+    other_sizes |= {members, *(members * size for size in other_sizes)}
     vocabulary = config.vocab_size
     while True:
         chunks = chunk_count(tokens, vocabulary, work.device_type)
@@ -452,15 +484,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
             model.use_attention("cached")
         if work.lora:
             install_adapters(model, work.lora, precision=Precision(work.precision))
-        step = Step(
-            model,
-            optim=work.optim,
-            clip=work.clip,
-            precision=Precision(work.precision),
-            remat=policy_named(work.remat),
-            loss=work.loss,
-            parameters=OnDevice(fused=work.fused),
-        )
+        step = _members_step(model, work) if work.members else _step(model, work)
         for plane in step.planes:
             memory.assign("gradients", [plane.grad])
             memory.assign("moments", plane.state.values())
@@ -468,11 +492,11 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
         names = ["tokens", "targets"]
         if work.packed and work.masked:
             names += ["segments", "positions"]
-        window = {
-            name: torch.zeros(max(work.rows, work.window_rows), work.length, dtype=torch.int64)
-            for name in names
-        }
-        batch = {name: rows[: work.rows] for name, rows in window.items()}
+        shape = [max(work.rows, work.window_rows), work.length]
+        if work.own_rows:
+            shape.insert(0, len(work.members))
+        window = {name: torch.zeros(shape, dtype=torch.int64) for name in names}
+        batch = {name: rows[..., : work.rows, :] for name, rows in window.items()}
         if work.compile != "none":
             capture_with(memory.captured, step, work.compile)
         with compat.without_modes():
@@ -500,6 +524,35 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
             begins.sort(key=lambda begin: begin[1])
         pairs = itertools.pairwise([*begins, ("", len(memory.curve))])
         return [Curve(stage, memory.curve[begin:end]) for (stage, begin), (_, end) in pairs]
+
+
+def _step(model: nn.Module, work: Work) -> Step:
+    """Return the step of one model that trains alone."""
+    return Step(
+        model,
+        optim=work.optim,
+        clip=work.clip,
+        precision=Precision(work.precision),
+        remat=policy_named(work.remat),
+        loss=work.loss,
+        parameters=OnDevice(fused=work.fused),
+    )
+
+
+def _members_step(model: nn.Module, work: Work) -> Step:
+    """Return the step of an ensemble whose first member is this model."""
+    ensemble = Ensemble(
+        members_like(model, work.members),
+        [{"seed": number} for number in range(len(work.members))],
+        optim=work.optim,
+        clip=work.clip,
+        precision=Precision(work.precision),
+        loss=work.loss,
+        micro_batch=work.rows,
+        each=work.own_rows,
+    )
+    ensemble.stacked_parameters.caller.assume_batched()
+    return ensemble.step
 
 
 # The loss and the head below are cached, so that traces of several depths share their graphs.

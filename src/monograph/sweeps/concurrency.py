@@ -11,6 +11,7 @@ Wider is not always faster: if one member fills the device, T(K) is K · T(1) or
 """
 
 import math
+import types
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from monograph.evaluation.text import evaluate_members
 from monograph.graph.inspect import buffers_kept
 from monograph.loss import Batch
 from monograph.planner import defaults
-from monograph.report.quantities import counted, duration
+from monograph.report.quantities import counted, duration, memory
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import warmup
@@ -46,6 +47,7 @@ from monograph.sweeps.cohort import (
     stack_windows,
     with_length,
 )
+from monograph.sweeps.members_memory import MembersMemory
 from monograph.sweeps.spec import Member, MemberGroup
 
 # The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save
@@ -172,13 +174,19 @@ def next_width(
     return fastest if predicted_s[fastest] < measured_s else None
 
 
-def choose_width(timed: Mapping[int, WidthTime], members: int, updates: int) -> Width:
+def choose_width(
+    timed: Mapping[int, WidthTime],
+    members: int,
+    updates: int,
+    peak_bytes: Mapping[int, int] = types.MappingProxyType({}),
+) -> Width:
     """Return the measured width with the shortest total time; of equal widths, the smaller one.
 
     Args:
         timed: the measurements by width.
         members: the number of members.
         updates: the number of updates of each member.
+        peak_bytes: the planned memory by width, which the reason names; empty: there is no plan.
     """
     best = min(sorted(timed), key=lambda width: predict_total_s(timed, members, width, updates))
     # If members train one after another, the reason names the fastest graph of several.
@@ -190,7 +198,7 @@ def choose_width(timed: Mapping[int, WidthTime], members: int, updates: int) -> 
     return Width(
         best,
         predict_total_s(timed, members, best, updates),
-        _why(timed, members, best, compared, gain),
+        _why(timed, members, best, compared, gain, peak_bytes),
     )
 
 
@@ -200,7 +208,12 @@ def _update_all_s(timed: Mapping[int, WidthTime], members: int, width: int) -> f
 
 
 def _why(
-    timed: Mapping[int, WidthTime], members: int, best: int, compared: int, gain: float
+    timed: Mapping[int, WidthTime],
+    members: int,
+    best: int,
+    compared: int,
+    gain: float,
+    peak_bytes: Mapping[int, int],
 ) -> str:
     """Return the reason for a width in one line.
 
@@ -210,6 +223,7 @@ def _why(
         best: the chosen width.
         compared: the width that is compared with members one after another.
         gain: how many times as fast `compared` is.
+        peak_bytes: the planned memory by width, or nothing.
     """
     if members == 1:
         return "one member"
@@ -217,21 +231,12 @@ def _why(
         return f"{members} members one after another: compiling a wider graph takes too much of what it could save"
     measured = f"measured at {', '.join(map(str, sorted(timed)))}"
     at_once = f"{compared} at once" if compared < members else "all at once"
+    if peak_bytes:
+        at_once += f" ({memory(peak_bytes[compared])}; one alone {memory(peak_bytes[1])})"
     conclusion = ", so one after another" if best == 1 else ""
     return (
         f"{members} members, {at_once}: {gain:.2f}x over one after another{conclusion} ({measured})"
     )
-
-
-def members_that_fit(budget_bytes: int, peak_bytes: int, base_bytes: int) -> int:
-    """Return how many members fit at once, at least 1.
-
-    Args:
-        budget_bytes: the memory that may be used.
-        peak_bytes: the planned peak of one member alone.
-        base_bytes: the part of this peak that all members share.
-    """
-    return max(1, (budget_bytes - base_bytes) // (peak_bytes - base_bytes))
 
 
 # Compile time of a graph of several members, divided by that of one member (dev/log.md).
@@ -275,6 +280,8 @@ class TimedGroup:
         self.compile_ratio = WIDE_COMPILE_RATIO
         self.engines: dict[int, tuple[list[BuiltRun], Engine]] = {}
         self._base: BuiltRun | None = None
+        # The planned memory; None until one member was built, or if there is no plan.
+        self._memory: MembersMemory | None = None
 
     def build(self, members: Sequence[Member]) -> list[BuiltRun]:
         """Build the models of some of the group's members. All that have adapters share one base.
@@ -359,7 +366,12 @@ class TimedGroup:
         """Set the group's rounds by the widths timed so far, and drop the engines that no round
         needs.
         """
-        choice = choose_width(self.timed, len(self.group.members), updates)
+        peak_bytes = (
+            {width: self._memory.planned_bytes(width) for width in self.timed}
+            if self._memory
+            else {}
+        )
+        choice = choose_width(self.timed, len(self.group.members), updates, peak_bytes)
         self.group.round_sizes = sizes_of_rounds(len(self.group.members), choice.members)
         self.group.why = choice.why
         if self.refusal:
@@ -416,12 +428,13 @@ class TimedGroup:
                 progress.line("tokens", line)
             expected = built_runs[0].plan.expected
             if expected:
-                fitting = members_that_fit(
-                    planner.budget(self.machine),
-                    expected.peak_memory_bytes,
+                self._memory = MembersMemory(
+                    expected,
+                    [member.plan for member in self.group.members if member.plan],
                     base_bytes(built_runs[0]),
+                    planner.budget(self.machine),
                 )
-                self.max_members = min(self.max_members, fitting)
+                self.max_members = min(self.max_members, self._memory.most())
         window = first_window(built_runs, self.text)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
         began = clock()

@@ -47,6 +47,7 @@ from monograph.sweeps.cohort import (
 )
 from monograph.sweeps.concurrency import TimedGroup, first_window, have_different_seeds
 from monograph.sweeps.folder import Sweep
+from monograph.sweeps.members_memory import MembersMemory
 
 _COMPILING_PROGRAM = (
     "import sys; from monograph.sweeps.progress import compile_sweep; compile_sweep(sys.argv[1])"
@@ -172,9 +173,14 @@ def _open_cohorts(
         expected = built_runs[0].plan.expected
         if expected is None:
             return False
-        base = base_bytes(built_runs[0])
-        own_bytes = len(built_runs) * (expected.peak_memory_bytes - base)
-        needed_bytes += MEMORY_FACTOR * (base + own_bytes)
+        members_memory = MembersMemory(
+            expected,
+            [built.plan for built in built_runs],
+            base_bytes(built_runs[0]),
+            timed_group.machine.free_memory_bytes // MEMORY_FACTOR,
+            eager=True,
+        )
+        needed_bytes += MEMORY_FACTOR * members_memory.planned_bytes(len(built_runs))
         engines.append((built_runs, engine))
         windows.append(first_window(built_runs, timed_group.text))
     if needed_bytes > timed_groups[0].machine.free_memory_bytes:

@@ -1,0 +1,66 @@
+"""Plan the peak memory of members of a sweep that train at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from monograph.errors import InputRefused, UsageError
+from monograph.planner import Candidate, StreamCandidate
+from monograph.planner.defaults import DOUBT
+from monograph.planner.traces import traced_bytes
+from monograph.session.plan import RunPlan
+
+
+@dataclass(frozen=True)
+class MembersMemory:
+    """The memory of members that train at once, as it is planned.
+
+    A trace of their step takes seconds, so there is none for what clearly fits. The estimate then is
+
+        base + N (peak of one member alone - base)
+
+    Attributes:
+        expected: the planner's prediction for one member alone.
+        plans: the plans of all members of a group.
+        base_bytes: the part of the prediction that all members share.
+        limit: the memory that the members may take.
+        eager: whether they train without a graph, whatever the prediction is for.
+    """
+
+    expected: Candidate
+    plans: Sequence[RunPlan]
+    base_bytes: int
+    limit: int
+    eager: bool = False
+
+    def planned_bytes(self, members: int) -> int:
+        """Return the peak memory of the first `members` of the group."""
+        alone = self.expected.work
+        own_bytes = self.expected.peak_memory_bytes - self.base_bytes
+        estimated = self.base_bytes + members * own_bytes
+        # An ensemble recomputes nothing, so the estimate is too low for members that would alone.
+        is_clear = estimated * DOUBT <= self.limit and alone.remat == "none"
+        if members == 1 or is_clear or isinstance(self.expected, StreamCandidate):
+            return estimated
+        plans = self.plans[:members]
+        work = alone.of_members(
+            [plan.job.adapters() for plan in plans],
+            own_rows=len({plan.job.seed for plan in plans}) > 1,
+            compiled=alone.compile != "none" and not self.eager,
+        )
+        try:
+            return sum(traced_bytes(work).values())
+        except (UsageError, InputRefused):
+            # No graph can hold these members. The sweep says why when it tries.
+            return estimated
+
+    def most(self) -> int:
+        """Return how many members of the group fit the limit at once, at least 1."""
+        members = len(self.plans)
+        while members > 1:
+            needed = self.planned_bytes(members)
+            if needed <= self.limit:
+                break
+            # The bytes of each member are nearly equal, so this takes two or three traces.
+            own_bytes = (needed - self.base_bytes) / members
+            members = max(1, min(members - 1, int((self.limit - self.base_bytes) / own_bytes)))
+        return members
