@@ -25,7 +25,7 @@ from monograph.step import Step, accumulate, update
 from monograph.stream import Placement
 from monograph.stream.parameters import InStages
 from monograph.stream.slots import Passes
-from monograph.stream.store import Further
+from monograph.stream.store import BlockArguments
 
 # The inputs of stages that are alive at the peak of the traced passes: those of the stage of blocks
 # and of the last stage, or a gradient of that size in place of one, and the gradient that is made.
@@ -59,7 +59,7 @@ class _TracedPasses(Passes):
 
     further_bytes = 0
 
-    def forward_first(self, batch: object) -> tuple[Tensor, Further]:
+    def forward_first(self, batch: object) -> tuple[Tensor, BlockArguments]:
         """Run the first stage, and note the bytes of the blocks' further arguments."""
         state, further = super().forward_first(batch)
         tensors = [leaf for leaf in tree_leaves(further) if isinstance(leaf, Tensor)]

@@ -55,7 +55,8 @@ class InStages(Parameters):
             lanes: the lanes that copy and compute; None: new lanes of the device.
             sum_over_ranks: sums a tensor over all ranks; None: there is one rank.
             passes: makes the object that computes a step's passes and updates.
-            fused: whether matrix products add gradients to the planes; None: if that saves work.
+            fused: whether matrix products add gradients to the planes; None: only if that saves
+                work.
         """
         super().__init__()
         self.placement = placement
@@ -63,10 +64,9 @@ class InStages(Parameters):
         self._lanes = lanes
         self._sum_over_ranks = sum_over_ranks
         self._passes = passes
-        self._asked_to_fuse = fused
-        self._fuses_gradients = (
-            False  # whether matrix products add gradients; known from `place` on
-        )
+        self._fused_argument = fused
+        # Whether matrix products add gradients to the planes; `place` decides.
+        self._fuses_gradients = False
 
     @functools.cached_property
     def walk(self) -> Walk:
@@ -79,10 +79,10 @@ class InStages(Parameters):
     def place(self, step: Step) -> list[Plane]:
         """Move the planes of all stages to their homes."""
         self.step = step
-        if self._asked_to_fuse is None:
+        if self._fused_argument is None:
             self._fuses_gradients = can_fuse_gradients(step, self.placement.device.type == "cuda")
         else:
-            self._fuses_gradients = self._asked_to_fuse
+            self._fuses_gradients = self._fused_argument
         if self._fuses_gradients:
             siblings.fuse_known(step.model)
         kinds = step.optim.kinds(step.model)
@@ -99,8 +99,8 @@ class InStages(Parameters):
         return [self.step.squares, updates.update_part, host.update_part, host.join, host.split]
 
     def fused_gradients(self) -> AbstractContextManager[None]:
-        """Make matrix products within the `with` block add gradients to the planes, if `place` chose
-        that.
+        """Make matrix products within the `with` block add gradients to the planes, if `place` has
+        decided so.
         """
         return fused_gradients() if self._fuses_gradients else nullcontext()
 
@@ -183,11 +183,16 @@ class InStages(Parameters):
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
-        """Give the block the module on the host, with all weights in full precision."""
+        """Yield the module on the host, with all weights in full precision.
+
+        After the `with` block its parameters are the stored weights again.
+        """
         self.wait_for_planes(to_write=True)
         # Split weights are bf16 at home, so a call would use rounded weights. Other weights may be
         # on the device.
         for entry in self.store.stored:
+            # While planes hold the average, "weights" are its high halves, and "rest" still has the
+            # low halves of the weights. All bits of the average are in "ema".
             if entry.splits and self.step.holds_average:
                 full_weights = entry.plane.state["ema"]
             else:

@@ -46,7 +46,7 @@ ELEMENTS_AT_ONCE = 2**22
 # take turns in using these sets.
 GRADIENT_SETS = 2
 
-Further = Sequence[tuple[object, ...]]  # for each block, its arguments after the first one
+BlockArguments = Sequence[tuple[object, ...]]  # for each block, its arguments after the first one
 
 
 class Staged(Protocol):
@@ -58,8 +58,8 @@ class Staged(Protocol):
     parts_before: Sequence[nn.Module]  # modules whose parameters `begin` reads
     parts_after: Sequence[nn.Module]  # modules whose parameters `end` and the loss read
 
-    def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Further]:
-        """Return the first block's input, and the further arguments of each block."""
+    def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, BlockArguments]:
+        """Return the first block's input, and each block's arguments after the first one."""
 
     def end(self, hidden: Tensor) -> Tensor:
         """Return the module's output from the last block's output."""
@@ -70,7 +70,7 @@ class Buffer(NamedTuple):
 
     Attributes:
         tensor: its memory.
-        space: this memory, as what work on the lanes declares to read or write.
+        space: the same memory, as a unit that work on the lanes reads or writes.
     """
 
     tensor: Tensor
@@ -145,7 +145,7 @@ class Stage:
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the stage's parameters, in the order of its planes."""
-        return (slot.parameter for stored in self.stored for slot in stored.plane.slots)
+        return (placed.parameter for stored in self.stored for placed in stored.plane.slots)
 
 
 @dataclass
@@ -226,16 +226,17 @@ def store_in_stages(
     staged_module = as_staged(module)
     # Parameters are identified by `id`, because a tied parameter has several names. Such a parameter
     # belongs to the first stage that has it.
-    names = {id(p): name for name, p in trainable(module).items()}
+    name_by_id = {id(p): name for name, p in trainable(module).items()}
     linear_weights = {
         id(m.weight)
         for block in blocks(module).values()
         for m in block.modules()
         if isinstance(m, MATMUL_MODULES)
     }
-    # The resident engine has one plane for each kind, which is cut here between stages. Planes keep
-    # its number and know where they start in it, because stochastic rounding depends on both.
-    distinct_kinds = dict.fromkeys(kinds[name] for name in names.values())
+    # The resident engine has one plane for each kind of parameter. Here this plane is cut between
+    # stages. Each part keeps the number of the whole plane, and knows where it starts in it, because
+    # stochastic rounding depends on both.
+    distinct_kinds = dict.fromkeys(kinds[name] for name in name_by_id.values())
     number_of_kind = {kind: number for number, kind in enumerate(distinct_kinds)}
     next_start = dict.fromkeys(kinds.values(), 0)
     store = Store()
@@ -243,9 +244,9 @@ def store_in_stages(
     for stage_name, stage_blocks, modules in _stages(
         module, staged_module, placement.blocks_per_stage
     ):
-        used_by_id = {id(p): p for m in modules for p in m.parameters() if id(p) in names}
+        used_by_id = {id(p): p for m in modules for p in m.parameters() if id(p) in name_by_id}
         store.tied = store.tied or bool(used_by_id.keys() & stored_ids)
-        new_by_name = {names[key]: p for key, p in used_by_id.items() if key not in stored_ids}
+        new_by_name = {name_by_id[key]: p for key, p in used_by_id.items() if key not in stored_ids}
         stored_ids |= used_by_id.keys()
         stage = Stage(
             name=stage_name,
@@ -255,10 +256,10 @@ def store_in_stages(
             stored=[],
         )
         block_of_parameter = {
-            names[id(p)]: index
+            name_by_id[id(p)]: index
             for index, block in stage_blocks
             for p in block.parameters()
-            if id(p) in names
+            if id(p) in name_by_id
         }
         for plane in planes(new_by_name, kinds, optim.state, layers=block_of_parameter):
             plane.number = number_of_kind[plane.kind]
@@ -276,7 +277,7 @@ def store_in_stages(
             # computing. Each pass needs all bits of the other weights, so splitting those would
             # save nothing.
             splits = rounds_weights and all(
-                id(slot.parameter) in linear_weights for slot in plane.slots
+                id(placed.parameter) in linear_weights for placed in plane.slots
             )
             stage.stored.append(_move_home(stage, plane, start, splits, placement))
         store.stages.append(stage)
@@ -287,7 +288,7 @@ def store_in_stages(
         raise UsageError(
             f"Placement: on_device names stage {min(unknown_stages)}, and the stages are 0 to {len(store.stages) - 1}"
         )
-    missing_names = [name for key, name in names.items() if key not in stored_ids]
+    missing_names = [name for key, name in name_by_id.items() if key not in stored_ids]
     if missing_names:
         raise UsageError(
             f"memory = stream: {missing_names[0]} is in no block and in neither parts_before nor parts_after"
@@ -336,7 +337,8 @@ def _move_home(
     def move(name: str, tensor: Tensor) -> Tensor:
         home = placement.home(stage.index, name)
         # An update in the backward pass reads the gradient in a slot, or in memory that stages
-        # share (`_share_gradient_memory`), so this gradient needs no memory of its own.
+        # share (`_share_gradient_memory`). So this gradient needs no memory of its own, and gets a
+        # tensor without data.
         if name == GRADIENT and placement.when == "backward":
             home = Home.HOST
             tensor = tensor.to("meta")

@@ -1,7 +1,7 @@
 """Decide when and where the stages of a walk are updated; run the updates on the host.
 
 A stage is some consecutive blocks of the model, or the parts before or after them. A plane is a
-flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`), with further buffers for
+flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`), with more buffers for
 the gradient and the optimizer. The home of a buffer is where it is kept: on the device, on the host
 or in a file. Work is given to lanes, which are queues (`monograph.stream.lanes`). Split weights are
 fp32 weights that are stored as two halves of 16 bits (`monograph.optim.narrow.split`).
@@ -44,10 +44,10 @@ from monograph.stream.placement import Placement, on_host
 from monograph.stream.slots import DeviceBuffer, Passes, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
 
-# The largest number of elements in a chunk. The update of a chunk should take longer than the call of
-# a graph (0.3 ms). But it should take only a few milliseconds, because generated code keeps Python's
-# lock, so nothing is launched on the device meanwhile.
-MAX_CHUNK_ELEMENTS = 2**22
+# The largest number of elements in a chunk that the host updates. The update of a chunk should take
+# longer than the call of a graph (0.3 ms). But it should take only a few milliseconds, because
+# generated code keeps Python's lock, so nothing is launched on the device meanwhile.
+MAX_HOST_CHUNK_ELEMENTS = 2**22
 # A decision is this many numbers in fp64: the gradient's factor, whether the update is applied, the
 # number of updates so far, and the learning rate.
 DECISION_SIZE = 4
@@ -187,7 +187,7 @@ class HostUpdate:
     @staticmethod
     def _chunks(*stages: Stage) -> list[Chunk]:
         host_planes = (stored for stage in stages for stored in stage.stored if stored.on_host)
-        return list(cut_into_chunks(host_planes, MAX_CHUNK_ELEMENTS))
+        return list(cut_into_chunks(host_planes, MAX_HOST_CHUNK_ELEMENTS))
 
     def _new_decision(self, index: int) -> DecisionBuffers:
         """Allocate the memory of one decision."""
@@ -223,6 +223,20 @@ def join_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     master.copy_(join(hi, lo))
 
 
+class SquaresKey(NamedTuple):
+    """The key of a plane's sums of squares; sorted keys are in the order of the norm's sum.
+
+    Attributes:
+        plane_number: the number of the plane.
+        stage_index: the index of the stage.
+        position: the position of the plane in the stage.
+    """
+
+    plane_number: int
+    stage_index: int
+    position: int
+
+
 class Updates:
     """The updates of a walk's stages.
 
@@ -230,8 +244,8 @@ class Updates:
         in_backward: whether stages are updated in the backward pass.
         staging_buffers: device memory for the chunks of updates on the device.
         host_update: makes the updates on the host.
-        waiting: stages that must still be updated on the device, before their next forward pass or
-            the next update.
+        waiting: stages that must still be updated on the device. They are updated before their next
+            forward pass, or before the next decision about an update.
         repeatable: whether a window (the micro-batches of one update) can be tried again if it
             fails: no weight has been changed by its gradient yet.
         failed: the error that left some weights updated and others not, so that nothing can be
@@ -264,9 +278,8 @@ class Updates:
         self.repeatable = True
         self.failed: OutOfDeviceMemory | None = None
         self.update_part = Compilable(passes.update_part)
-        # Sums of squares of gradients, by (number of the plane, index of the stage, position of the
-        # plane in the stage).
-        self._squares: dict[tuple[int, int, int], list[Tensor]] = {}
+        # Sums of squares of gradients.
+        self._squares: dict[SquaresKey, list[Tensor]] = {}
         # The current update's (factor of the gradient, whether the update is applied).
         self._decided: tuple[Tensor, Tensor] | None = None
         # The update that is under way on the device, and the iterator that updates its chunks.
@@ -284,7 +297,7 @@ class Updates:
         ):
             # The keys are such that `decide` can sort them into the order of the resident engine's
             # planes and parts, on which the bits of the norm depend.
-            key = stored.plane.number, stage_on_device.stage.index, position
+            key = SquaresKey(stored.plane.number, stage_on_device.stage.index, position)
             squares_of_plane = functools.partial(self.passes.squares, plane, plane.grad)
             self._squares[key] = self.lanes.compute(squares_of_plane, stage_on_device.writes)
 
@@ -310,7 +323,7 @@ class Updates:
         Returns:
             The gradient's norm before clipping.
         """
-        # The previous update may be unfinished, if no forward pass has followed it.
+        # Stages may still wait for the previous update, if no forward pass has followed it.
         self.flush()
         squares = [square for key in sorted(self._squares) for square in self._squares[key]]
         if gradient_is_empty:
@@ -369,18 +382,18 @@ class Updates:
         stage = stage_on_device.stage
         stage_squares = [
             square
-            for (_, index, _), squares in self._squares.items()
-            if index == stage.index
+            for key, squares in self._squares.items()
+            if key.stage_index == stage.index
             for square in squares
         ]
         # The norm over all stages is not known yet, so each stage's update depends on the norm of
-        # its own gradient. The comparison is false for NaN.
+        # its own gradient. The comparison is false for NaN, so such a gradient is not applied.
         stage_norm = torch.stack(stage_squares).sum().sqrt() * scale
         accepted = accepted & (stage_norm <= self.step.largest_norm)
         self._update_on_host([stage], scale, accepted)
         if any(chunks(stage)):
             self._begin(
-                ChunkedUpdate(stage, self.staging_buffers, gradients=stage_on_device),
+                ChunkedUpdate(stage, self.staging_buffers, gradient_source=stage_on_device),
                 scale,
                 accepted,
             )
@@ -405,13 +418,13 @@ class Updates:
     ) -> None:
         """Begin an update, after finishing the update that is under way.
 
-        Later calls of `update_some` and `finish_current` update the chunks.
+        Later calls of `update_due_chunks` and `finish_current` update the chunks.
         """
         self.finish_current()
         update.fetch_chunks()
         self._current = update, update.update_chunks(self.update_part, scale, accepted, in_slot)
 
-    def update_some(self, micro_batches: int) -> None:
+    def update_due_chunks(self, micro_batches: int) -> None:
         """Update the chunks that are due after one micro-batch.
 
         Args:
@@ -421,7 +434,7 @@ class Updates:
             update, work = self._current
             # This is rounded up, so that the update is finished by the last micro-batch.
             chunks_due = math.ceil(update.count / micro_batches)
-            self._run(islice(work, chunks_due))
+            self._update_chunks(islice(work, chunks_due))
 
     def finish_current(self) -> None:
         """Finish the update that is under way.
@@ -429,24 +442,28 @@ class Updates:
         Raises:
             OutOfDeviceMemory: this update or an earlier one failed.
         """
+        self._raise_earlier_failure()
         if self._current is None:
-            self._run(())
             return
         update, work = self._current
-        self._run(work)
+        self._update_chunks(work)
         if update.stage in self.waiting:
             self.waiting.remove(update.stage)
         self._current = None
 
-    def _run(self, work: Iterable[None]) -> None:
-        """Update chunks by running an iterator.
+    def _raise_earlier_failure(self) -> None:
+        """Raise the error of an earlier call that left some weights updated and others not."""
+        if self.failed:
+            raise self.failed
+
+    def _update_chunks(self, work: Iterable[None]) -> None:
+        """Update chunks by running an iterator, which updates one chunk each time it is advanced.
 
         Raises:
             OutOfDeviceMemory: memory ran out now or in an earlier call. Some weights are then
                 updated and others not, so they must be neither trained nor saved.
         """
-        if self.failed:
-            raise self.failed
+        self._raise_earlier_failure()
         try:
             for _ in work:
                 pass

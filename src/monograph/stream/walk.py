@@ -14,7 +14,6 @@ micro-batches.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -25,12 +24,12 @@ from monograph.step import Step
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.placement import Placement, on_host
 from monograph.stream.slots import Passes, Slots, StageOnDevice
-from monograph.stream.store import GRADIENT, Buffer, Further, Stage, Store
+from monograph.stream.store import GRADIENT, BlockArguments, Buffer, Stage, Store
 from monograph.stream.updates import Updates
 
 T = TypeVar("T")
-# The number of sets of device memory for G inputs that come back from the host. One set is in use
-# while the other is filled.
+# The number of sets of device memory for inputs that come back from the host. A set holds one stage's
+# G inputs. One set is in use while the other is filled.
 INPUT_SETS = 2
 
 
@@ -39,7 +38,8 @@ class StageInputs:
 
     If the inputs stay on the device, they are (stages - 1) G states there. If they are offloaded,
     there are at most 4 G states on the device for any number of stages, and the host keeps the
-    rest. 2 G of these 4 G states are memory for inputs that come back.
+    rest. These 4 G states are the inputs of the stage that computes, those of the next stage, and
+    INPUT_SETS = 2 sets of memory for inputs that come back.
 
     Attributes:
         lanes: the lanes that copy and compute.
@@ -230,21 +230,21 @@ class Walk:
                 complete; no weight is updated. None: weights are trained.
         """
         updates = self.updates
+        # While gradients are only observed, no weight may be updated.
         if updates.waiting and observe:
             updates.flush()
         updates.repeatable = True
-        further = self._forward(batches, keep=True)
+        block_arguments = self._forward(batches, keep=True)
         first, *middle, last = self.store.stages
         gradients: dict[int, Tensor] = {}  # the gradient of the current state, by micro-batch
         in_backward = updates.in_backward and observe is None
         # The last stage comes first, because all other gradients are computed from its gradient.
-        for stage_on_device in self._visits(
-            [last, *reversed(middle), first], backward_count=len(batches)
-        ):
+        backward_order = [last, *reversed(middle), first]
+        for stage_on_device in self._visits(backward_order, inputs_to_fetch=len(batches)):
             self._prepare_gradients(stage_on_device)
             for g, batch in enumerate(batches):
-                self._backward(stage_on_device, g, batch, further, gradients)
-                updates.update_some(len(batches))
+                self._backward(stage_on_device, g, batch, block_arguments, gradients)
+                updates.update_due_chunks(len(batches))
             if observe:
                 self.lanes.compute(
                     functools.partial(observe, stage_on_device.planes), stage_on_device.writes
@@ -269,7 +269,8 @@ class Walk:
         """Return the sum of losses and the number of targets of each micro-batch."""
         self._forward(batches, keep=False)
         last = self.store.stages[-1]
-        stage_on_device = self._request(last, backward_count=0)()
+        finish_fetch = self._request(last, inputs_to_fetch=0)
+        stage_on_device = finish_fetch()
         scores = []
         for g, batch in enumerate(batches):
             state, space = self.stage_inputs.take_input(last.index, g)
@@ -282,13 +283,14 @@ class Walk:
             )
         return scores
 
-    def _forward(self, batches: Sequence[object], *, keep: bool) -> list[Further]:
+    def _forward(self, batches: Sequence[object], *, keep: bool) -> list[BlockArguments]:
         """Run all stages except the last forward.
 
         Returns:
             For each micro-batch, the arguments of its blocks besides the state.
         """
-        further: list[Further] = [() for _ in batches]
+        # The first stage replaces the empty tuples.
+        block_arguments: list[BlockArguments] = [() for _ in batches]
         self.updates.finish_current()
         self.stage_inputs.clear()
         for stage_on_device in self._visits(self.store.stages[:-1]):
@@ -296,23 +298,25 @@ class Walk:
             for g, batch in enumerate(batches):
                 if stage.blocks:
                     state, space = self.stage_inputs.input_of(stage.index, g)
-                    work = functools.partial(self.passes.forward_blocks, stage, state, further[g])
+                    work = functools.partial(
+                        self.passes.forward_blocks, stage, state, block_arguments[g]
+                    )
                     output = self._compute(stage_on_device, work, [space])
                 else:
-                    output, further[g] = self._compute(
+                    output, block_arguments[g] = self._compute(
                         stage_on_device, functools.partial(self.passes.forward_first, batch)
                     )
                 self.stage_inputs.store_input(stage.index + 1, g, output, keep=keep)
-                self.updates.update_some(len(batches))
+                self.updates.update_due_chunks(len(batches))
             self.stage_inputs.release_inputs(stage.index, keep=keep)
-        return further
+        return block_arguments
 
     def _backward(
         self,
         stage_on_device: StageOnDevice,
         g: int,
         batch: object,
-        further: list[Further],
+        block_arguments: list[BlockArguments],
         gradients: dict[int, Tensor],
     ) -> None:
         """Run a stage backward for micro-batch g.
@@ -321,7 +325,7 @@ class Walk:
             stage_on_device: the stage.
             g: the number of the micro-batch.
             batch: the micro-batch.
-            further: for each micro-batch, the arguments of its blocks besides the state.
+            block_arguments: for each micro-batch, the arguments of its blocks besides the state.
             gradients: by micro-batch, the gradient of the stage's output, which is replaced by that
                 of its input.
         """
@@ -340,34 +344,37 @@ class Walk:
                 planes,
                 state,
                 stage=stage_on_device.stage,
-                further=further[g],
+                block_arguments=block_arguments[g],
                 gradient=gradients[g],
             )
         gradients[g] = self._compute(stage_on_device, work, [space], backward=True)
 
-    def _visits(self, order: Sequence[Stage], backward_count: int = 0) -> Iterator[StageOnDevice]:
+    def _visits(self, order: Sequence[Stage], inputs_to_fetch: int = 0) -> Iterator[StageOnDevice]:
         """Yield the stages on the device, one after another, while the next stage is fetched.
 
-        In a backward pass, the inputs of `backward_count` micro-batches are fetched as well. In a
-        forward pass, `backward_count` is 0.
+        Args:
+            order: the stages.
+            inputs_to_fetch: in a backward pass, the number of micro-batches whose inputs are fetched
+                with each stage; 0 in a forward pass.
         """
-        ready = self._request(order[0], backward_count)()
-        for _, next_stage in pairwise([*order, None]):
+        finish_request = self._request(order[0], inputs_to_fetch)
+        ready = finish_request()
+        for next_stage in order[1:]:
             # The next stage is requested before this one computes, so that it is copied while this
             # one computes.
-            finish_next = self._request(next_stage, backward_count) if next_stage else None
+            finish_request = self._request(next_stage, inputs_to_fetch)
             yield ready
-            if finish_next is not None:
-                ready = finish_next()
+            ready = finish_request()
+        yield ready
 
-    def _request(self, stage: Stage, backward_count: int) -> Callable[[], StageOnDevice]:
+    def _request(self, stage: Stage, inputs_to_fetch: int) -> Callable[[], StageOnDevice]:
         """Begin to fetch a stage, or to update it if its update is waiting.
 
         Returns:
             A function that finishes the fetch or the update, and returns the stage on the device.
         """
-        if backward_count:
-            self.stage_inputs.fetch_inputs(stage.index, backward_count)
+        if inputs_to_fetch:
+            self.stage_inputs.fetch_inputs(stage.index, inputs_to_fetch)
         if stage not in self.updates.waiting:
             stage_on_device = self.slots.fetch(stage)
             return lambda: stage_on_device
@@ -396,9 +403,10 @@ class Walk:
         needed = self._needed(stage_on_device)
         work = functools.partial(self.passes.run_with_weights, needed, call, backward)
         reads = [*also_reads, *(space for stage in needed for space in stage.reads)]
-        return self.lanes.compute(
-            work, reads, [s for stage in needed for s in stage.writes] if backward else ()
-        )
+        writes = list[Space]()
+        if backward:
+            writes = [space for stage in needed for space in stage.writes]
+        return self.lanes.compute(work, reads, writes)
 
     def _needed(self, stage_on_device: StageOnDevice) -> list[StageOnDevice]:
         """Return the stages on the device whose weights a stage reads: itself, and a tied one."""
@@ -420,7 +428,7 @@ class Walk:
                 if self.gradient_is_empty:
                     self.lanes.compute(plane.grad.zero_, writes=stage.writes)
                 # A second window of the same update adds to the gradient that the first window left
-                # at home.
+                # at home. If home is the device, that gradient is in place already.
                 elif home.space.home != Home.DEVICE:
                     self.lanes.copy(plane.grad, home.tensor, stage.slot.gradients.space, home.space)
 
