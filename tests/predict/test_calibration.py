@@ -29,7 +29,7 @@ WORK = Work(tiny_llama().config, rows=4, length=16, optim=AdamW(), precision="bf
 def noted(file, *ratios, device=CARD, work=WORK):
     expected = update_time(work, device, 1e12).total_s
     for ratio in ratios:
-        Calibration(file).note(device, work, ratio * expected, 1e12)
+        Calibration(file).note_time(device, work, ratio * expected, 1e12)
     return Calibration(file)
 
 
@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_read_is_not_replaced(tmp_path, monkeypatch):
     noted(file := tmp_path / "calibration.json", 2.0)
     with monkeypatch.context() as failing:
         failing.setattr("builtins.open", fails)
-        Calibration(file).note(CARD, WORK, 1.0, 1e12)
+        Calibration(file).note_time(CARD, WORK, 1.0, 1e12)
     assert Calibration(file).slowness(CARD, "bf16") == pytest.approx(2.0)
 
 
