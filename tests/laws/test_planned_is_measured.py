@@ -22,7 +22,7 @@ from monograph.loss import token_loss
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.planner.defaults import DOUBT
-from monograph.predict.estimate import estimate_bytes, trained_adapters
+from monograph.predict.estimate import active_adapter_parameters, estimate_bytes
 from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
 from monograph.rl.loss import PolicyLoss
@@ -328,7 +328,7 @@ def test_frozen_weights_have_neither_gradient_nor_moments():
         for name in ("adapters", "adapters beside whole numbers, bf16", "adapters beside 4 bits")
     )
     work = replace(plain, precision="bf16")
-    found, adapters = footprint(work).by_origin, trained_adapters(work)
+    found, adapters = footprint(work).by_origin, active_adapter_parameters(work)
     # Keys and values are half as wide.
     assert adapters == 3 * 8 * (4 * 2 * 64 + 3 * (64 + 160) - 2 * 32)
     assert found["gradients"] == pytest.approx(4 * adapters, rel=0.01)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from monograph.device import Device
 from monograph.graph.precision import Precision
-from monograph.predict.estimate import estimate_bytes, trained_adapters
+from monograph.predict.estimate import active_adapter_parameters, estimate_bytes
 from monograph.predict.footprint import Compile, Work
 from monograph.predict.roofline import flops_per_token, mfu, update_time
 
@@ -254,5 +254,5 @@ def speed(work: Work, update_s: float, device: Device) -> tuple[float, float | N
     peak_flops = device.peak_flops.get(Precision(work.precision).datasheet_name)
     if not peak_flops:
         return tokens_per_s, None
-    flops = flops_per_token(work.config, work.length, trained_adapters(work))
+    flops = flops_per_token(work.config, work.length, active_adapter_parameters(work))
     return tokens_per_s, mfu(tokens_per_s, flops, peak_flops)

@@ -455,7 +455,7 @@ class StreamWay:
         # The other micro-batches' masks and rotations, and the tokens of the whole window.
         window_tokens = work.window_rows * work.length
         window = (4 if work.packed else 2) * 8 * (window_tokens - work.tokens)
-        further = (work.micro_batches - 1) * traced.further
+        further = (work.micro_batches - 1) * traced.block_arguments
         if work.packed and not work.masked:
             # The trace has one row's positions for all rows; flex attention's rows have their own.
             further += 4 * work.config.head_dim * window_tokens

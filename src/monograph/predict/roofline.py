@@ -239,10 +239,12 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     micro_batches = work.micro_batches
 
     # Frozen weights have no gradients: 4 FLOPs per token instead of 6.
-    adapters = estimate.trained_adapters(work)
-    flops_per_weight = 4 if adapters else 6
+    adapter_parameters = estimate.active_adapter_parameters(work)
+    flops_per_weight = 4 if adapter_parameters else 6
     product_flops: float = (
-        flops_per_weight * matmul_parameters(config) + 6 * adapters + layers * recomputed_linear
+        flops_per_weight * matmul_parameters(config)
+        + 6 * adapter_parameters
+        + layers * recomputed_linear
     )
     attention_flops = layers * (
         6 * config.num_attention_heads * config.head_dim * work.length + recomputed_attention
@@ -284,7 +286,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         rates = device.peak_flops
         speedup = rates["fp8"] / rates["bf16"] if {"fp8", "bf16"} <= rates.keys() else 1.0
         product_flops -= head_flops * (1 - 1 / speedup)
-    dense_bytes = dequantising_passes * micro_batches * estimate.dense_bytes(work)
+    dequantising_bytes = dequantising_passes * micro_batches * estimate.dequantising_bytes(work)
     kernels = BLOCK_KERNELS[captured] * layers * micro_batches
     trained = estimate.trained_numbers(config, work.lora, work.precision)
     transfer_s = 0.0
@@ -295,7 +297,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     return UpdateTime(
         products_s=product_flops * window_tokens / product_rate,
         attention_s=attention_flops * window_tokens / (peak_flops * shares.attention),
-        traffic_s=(token_traffic_bytes * window_tokens + dense_bytes) / bandwidth,
+        traffic_s=(token_traffic_bytes * window_tokens + dequantising_bytes) / bandwidth,
         launch_s=kernels * shares.launch_s * LAUNCH_FACTOR[captured] + micro_batches * host_s,
         update_s=trained * UPDATE_TRAFFIC_BYTES[captured] / bandwidth,
         transfer_s=transfer_s,
