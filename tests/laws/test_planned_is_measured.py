@@ -21,7 +21,7 @@ from monograph.graph.precision import Precision
 from monograph.loss import token_loss
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
-from monograph.planner.defaults import DOUBT
+from monograph.planner.defaults import MAX_ESTIMATE_ERROR
 from monograph.predict.estimate import active_adapter_parameters, estimate_bytes
 from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
@@ -358,8 +358,8 @@ def test_frozen_weights_have_neither_gradient_nor_moments():
     ],
 )
 def test_the_search_is_near_the_trace(name):
-    """It ranks; the one that it chooses is traced where that may matter (`planner.defaults.DOUBT`)."""
-    assert 0.5 <= estimate_bytes(ALL[name]) / footprint(ALL[name]).peak_bytes <= DOUBT
+    """It ranks; the one that it chooses is traced where that may matter (`planner.defaults.MAX_ESTIMATE_ERROR`)."""
+    assert 0.5 <= estimate_bytes(ALL[name]) / footprint(ALL[name]).peak_bytes <= MAX_ESTIMATE_ERROR
 
 
 def test_the_parts_are_what_they_are_called():

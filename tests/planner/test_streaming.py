@@ -265,7 +265,7 @@ def test_with_an_infinite_link_closed_form_and_clock_agree(time, host):
     way, link = way_of(when=when, where=where), Link(1e30, 1e30)
     way = replace(way, work=replace(way.work, clip=None))
     times = pass_times(way.work, H200, H200.peak_flops["bf16"], host_bytes_per_s)
-    resident = way.first_resident(sum(map(len, way.order[:whole_stages])))
+    resident = way.first_resident(sum(map(len, way.residency_order[:whole_stages])))
     found = clock_timing(way.work, way.placement(resident), times, link)
     assert found.update_s == pytest.approx(
         closed_form_seconds(way, resident, times, link), rel=1e-9

@@ -204,7 +204,7 @@ def test_after_one_run_the_plan_of_the_same_step_is_what_was_measured(tmp_path, 
         replace(CARD, free_memory_bytes=1300 * MIB + defaults.CONTEXT_BYTES),
         tmp_path / "c.json",
     )
-    monkeypatch.setattr(defaults, "DOUBT", 1e9)
+    monkeypatch.setattr(defaults, "MAX_ESTIMATE_ERROR", 1e9)
     asked = PlanRequest(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
     for measured in (1131 * MIB, 1131 * MIB, 1131 * MIB):
         found = plan(asked, tight, tight.peak_flops, Calibration(file)).chosen
@@ -223,7 +223,7 @@ def test_what_earlier_runs_took_beyond_the_trace_can_make_a_plan_smaller(tmp_pat
         )
 
     monkeypatch.setattr(defaults, "traced_bytes", lambda work: footprint(work).by_origin)
-    monkeypatch.setattr(defaults, "DOUBT", 1e9)
+    monkeypatch.setattr(defaults, "MAX_ESTIMATE_ERROR", 1e9)
     card = replace(
         CARD, free_memory_bytes=int(1645 * MIB / defaults.CARD_SHARE) + defaults.CONTEXT_BYTES
     )
