@@ -20,7 +20,7 @@ from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model.families import DEFAULT_FAMILY
 from monograph.optim import OPTIMIZERS
 from monograph.planner.candidates import (
-    ByDtype,
+    ByPrecision,
     Candidate,
     PlanRequest,
     Way,
@@ -370,7 +370,7 @@ def budget(device: Device) -> int:
 def plan(
     request: PlanRequest,
     device: Device,
-    peak_flops: ByDtype,
+    peak_flops: ByPrecision,
     calibration: Calibration | None = None,
 ) -> Plan:
     """Return a plan with the fastest combination that fits and has the requested numerics.
@@ -486,7 +486,7 @@ def _too_large(candidate: Candidate, limit: int) -> str:
 def streamed_or_resident(
     request: PlanRequest,
     device: Device,
-    peak_flops: ByDtype,
+    peak_flops: ByPrecision,
     calibration: Calibration | None = None,
     memory: Literal["auto", "device", "stream"] = "auto",
     limits: Limits | None = None,

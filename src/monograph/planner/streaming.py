@@ -20,7 +20,14 @@ import torch
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
 from monograph.optim import formats
-from monograph.planner.candidates import ByDtype, Candidate, PlanRequest, Way, slower_text, speed
+from monograph.planner.candidates import (
+    ByPrecision,
+    Candidate,
+    PlanRequest,
+    Way,
+    slower_text,
+    speed,
+)
 from monograph.planner.placement_bytes import BufferNames, Stages, StreamWay, Tiers, stages_of
 from monograph.planner.stream_time import clock_timing, closed_form_seconds
 from monograph.predict import roofline
@@ -139,7 +146,7 @@ _PLANE_ORIGINS = ("weights", "gradients", "moments")
 
 
 def stream_candidates(
-    request: PlanRequest, device: Device, limits: Limits, peak_flops: ByDtype
+    request: PlanRequest, device: Device, limits: Limits, peak_flops: ByPrecision
 ) -> list[StreamCandidate]:
     """Return the ways to stream that fit, best first. All but the first have a reason why they were
     not chosen (`why`).
@@ -327,7 +334,7 @@ def _candidate(
     resident: Sequence[BufferNames],
     device: Device,
     limits: Limits,
-    peak_flops: ByDtype,
+    peak_flops: ByPrecision,
 ) -> StreamCandidate:
     """Return the candidate of a way, with its time in closed form."""
     tiers = way.bytes_by_tier(resident)
@@ -348,7 +355,7 @@ def _candidate(
 
 
 def _time_by_clock(
-    candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: ByDtype
+    candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: ByPrecision
 ) -> StreamCandidate:
     """Return the candidate with its time by the clock."""
     work = candidate.work
