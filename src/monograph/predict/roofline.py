@@ -163,7 +163,9 @@ class Efficiency(NamedTuple):
 # defaults.
 EFFICIENCIES = {"NVIDIA H200": Efficiency(products=0.797, traffic=0.896)}
 # A CPU's FLOP/s are measured, and no datasheet gives its bandwidth.
-CPU = Efficiency(products=0.9, attention=0.4, traffic=0.7, launch_s=2e-6, saturating_tokens=64)
+CPU_EFFICIENCY = Efficiency(
+    products=0.9, attention=0.4, traffic=0.7, launch_s=2e-6, saturating_tokens=64
+)
 CPU_BYTES_PER_S = 20e9
 LINK_BYTES_PER_S = 32e9  # of a link of unknown rate: PCIe 4.0 with 16 lanes is assumed
 LINK_SHARE = 0.8  # of a link's rate that copies reach
@@ -209,7 +211,7 @@ def efficiency(device: Device) -> tuple[Efficiency, float]:
     """Return the shares that code reaches on a device, and the bytes/s of its memory that
     elementwise code reaches.
     """
-    default = CPU if device.type == "cpu" else Efficiency()
+    default = CPU_EFFICIENCY if device.type == "cpu" else Efficiency()
     shares = EFFICIENCIES.get(device.name, default)
     return shares, (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * shares.traffic
 
@@ -222,6 +224,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         attention = L (6 d_attn T + recomputed FLOPs) tokens / (peak e_attn)
         traffic   = (3 L (numbers stored per token and layer) tokens bytes + dequantised weights) / bandwidth
 
+    N_matmul and d_attn are those of `training_flops`, L is the number of layers, T the length of a row.
     Here "tokens" are those of the update, e is the share of the FLOP/s that large products reach, m
     the tokens of a micro-batch, and m_half the tokens at which products reach half of that share.
     With adapters of A parameters 4 N_matmul + 6 A replaces 6 N_matmul. With a head in fp8 two of its
@@ -272,7 +275,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     host_s = MICRO_STEP_S
     if work.compile == "blocks":
         host_s += 2 * layers * CALL_S
-    link = device.link_bytes_per_s or LINK_BYTES_PER_S
+    link_bytes_per_s = device.link_bytes_per_s or LINK_BYTES_PER_S
     product_rate = (
         peak_flops
         * shares.products
@@ -288,18 +291,18 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         product_flops -= head_flops * (1 - 1 / speedup)
     dequantising_bytes = dequantising_passes * micro_batches * estimate.dequantising_bytes(work)
     kernels = BLOCK_KERNELS[captured] * layers * micro_batches
-    trained = estimate.trained_numbers(config, work.lora, work.precision)
+    trained_numbers = estimate.trained_numbers(config, work.lora, work.precision)
     transfer_s = 0.0
     if work.remat == "offload":
         # Each block's input goes to the host and comes back.
         offloaded_token_bytes = 2 * layers * config.hidden_size * work.number_bytes
-        transfer_s = window_tokens * offloaded_token_bytes / (LINK_SHARE * link)
+        transfer_s = window_tokens * offloaded_token_bytes / (LINK_SHARE * link_bytes_per_s)
     return UpdateTime(
         products_s=product_flops * window_tokens / product_rate,
         attention_s=attention_flops * window_tokens / (peak_flops * shares.attention),
         traffic_s=(token_traffic_bytes * window_tokens + dequantising_bytes) / bandwidth,
         launch_s=kernels * shares.launch_s * LAUNCH_FACTOR[captured] + micro_batches * host_s,
-        update_s=trained * UPDATE_TRAFFIC_BYTES[captured] / bandwidth,
+        update_s=trained_numbers * UPDATE_TRAFFIC_BYTES[captured] / bandwidth,
         transfer_s=transfer_s,
         launches_ahead=device.type != "cpu",
     )
@@ -325,8 +328,8 @@ def pass_times(
     tokens = work.tokens
     number_bytes = work.number_bytes
     product_rate = peak_flops * shares.products * tokens / (tokens + shares.saturating_tokens)
-    head = config.vocab_size * config.hidden_size
-    block_parameters = (matmul_parameters(config) - head) // config.num_hidden_layers
+    head_parameters = config.vocab_size * config.hidden_size
+    block_parameters = (matmul_parameters(config) - head_parameters) // config.num_hidden_layers
     forward_attention_flops = 2 * config.num_attention_heads * config.head_dim * work.length
     recomputed_linear, recomputed_attention = estimate.recomputed_flops(work)
     # A forward pass launches a third of a block's kernels, and a backward pass two thirds. This is the
@@ -368,11 +371,13 @@ def pass_times(
             3 * forward_attention_flops + recomputed_attention,
             passes=4 if recomputed_linear else 3,
         ),
-        loss_s=6 * head * tokens / product_rate + micro_step_s,
+        loss_s=6 * head_parameters * tokens / product_rate + micro_step_s,
         # The embedding's gradient is filled with zeros, and added to the plane: 12 bytes per number.
-        first_backward_s=embedding_s + 12 * head / bandwidth,
+        first_backward_s=embedding_s + 12 * head_parameters / bandwidth,
         weight_update_s=UPDATE_TRAFFIC_BYTES[captured] / bandwidth,
-        host_weight_update_s=host_update_bytes * halves_slowdown / (host_bytes_per_s * CPU.traffic),
+        host_weight_update_s=host_update_bytes
+        * halves_slowdown
+        / (host_bytes_per_s * CPU_EFFICIENCY.traffic),
     )
 
 

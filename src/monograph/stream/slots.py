@@ -429,7 +429,10 @@ class Passes:
         split_(joined.param, plane.param, rest)
 
     def update_on_host(self, update: HostPartUpdate, plane: Plane, rest: Tensor | None) -> None:
-        """Update a part of a plane on the host, in place, by calling `update`."""
+        """Update a part of a plane on the host, in place, by calling `update`.
+
+        The call goes through this method, so that a subclass can replace it.
+        """
         update(plane, rest)
 
     def _run_blocks(self, stage: Stage, hidden: Tensor, block_arguments: BlockArguments) -> Tensor:
@@ -440,7 +443,8 @@ class Passes:
     @contextmanager
     def _recording_graph(self, planes: Sequence[Plane]) -> Iterator[None]:
         """Make autograd record a forward pass in the `with` block, for a backward pass after it."""
-        # Within the block, parameters have no `.grad`, with which torch could not trace the pass.
+        # `unlinked` removes the fp32 `.grad` of bf16 parameters, with which torch could not trace the
+        # pass.
         with torch.enable_grad(), unlinked(planes), self.step.context():
             yield
 

@@ -36,7 +36,7 @@ INPUT_SETS = 2
 class StageInputs:
     """The inputs of all stages except the first.
 
-    If the inputs stay on the device, they are (stages - 1) G states there. If they are offloaded,
+    If the inputs stay on the device, they are (stages - 1) · G states there. If they are offloaded,
     there are at most 4 G states on the device for any number of stages, and the host keeps the
     rest. These 4 G states are the inputs of the stage that computes, those of the next stage, and
     INPUT_SETS = 2 sets of memory for inputs that come back.
@@ -67,8 +67,8 @@ class StageInputs:
         self.peak_bytes = 0
         # The inputs on the device, and the memory for kept inputs on the host, by (stage,
         # micro-batch).
-        self._states: dict[tuple[int, int], Buffer] = {}
-        self._host: dict[tuple[int, int], Buffer] = {}
+        self._on_device: dict[tuple[int, int], Buffer] = {}
+        self._host_copies: dict[tuple[int, int], Buffer] = {}
         # The memory for inputs that come back, by (number of the set, micro-batch).
         self._input_sets: dict[tuple[int, int], Buffer] = {}
 
@@ -76,7 +76,8 @@ class StageInputs:
     def device_bytes(self) -> int:
         """Return the bytes of inputs on the device now."""
         # An input that has come back is in both dicts, and counts once.
-        tensors = [buffer.tensor for buffer in (*self._states.values(), *self._input_sets.values())]
+        buffers = (*self._on_device.values(), *self._input_sets.values())
+        tensors = [buffer.tensor for buffer in buffers]
         distinct = {id(tensor): tensor for tensor in tensors}
         return sum(tensor.nbytes for tensor in distinct.values())
 
@@ -91,20 +92,20 @@ class StageInputs:
         """
         # Each input has its own space, so that a reader waits only for this input.
         space = Space(f"input {g} of stage {stage}", Home.DEVICE)
-        self._states[stage, g] = Buffer(state, space)
+        self._on_device[stage, g] = Buffer(state, space)
         self.peak_bytes = max(self.peak_bytes, self.device_bytes)
         # The previous stage has computed the input. This declares it as written, so that readers wait
         # for that computation.
         self.lanes.compute(lambda: None, writes=[space])
-        # The last stage's input stays on the device: the backward pass needs it first.
+        # The last stage's input only stays on the device: the backward pass needs it first.
         if keep and self.offloaded and stage != self.last:
-            host_copy = self._host.get((stage, g))
+            host_copy = self._host_copies.get((stage, g))
             # Pinned memory is slow to allocate, and the next update's inputs usually have the same
             # shapes, so the memory is kept until a shape differs.
             if host_copy is None or not _fits(host_copy.tensor, state):
                 label = f"kept input {g} of stage {stage}"
                 memory = on_host(state, label, self.device)
-                host_copy = self._host[stage, g] = Buffer(memory, Space(label, Home.HOST))
+                host_copy = self._host_copies[stage, g] = Buffer(memory, Space(label, Home.HOST))
             self.lanes.copy(host_copy.tensor, state, host_copy.space, space)
 
     def release_inputs(self, stage: int, *, keep: bool) -> None:
@@ -113,8 +114,8 @@ class StageInputs:
             return
         # The inputs of all micro-batches are released together, so that the allocator can give their
         # memory to the next stage.
-        for key in [key for key in self._states if key[0] == stage]:
-            _, space = self._states.pop(key)
+        for key in [key for key in self._on_device if key[0] == stage]:
+            _, space = self._on_device.pop(key)
             # Later computations may reuse the memory, so they wait for the copy to the host.
             self.lanes.compute(lambda: None, writes=[space])
 
@@ -124,7 +125,7 @@ class StageInputs:
         if not self.offloaded or stage in (0, self.last):
             return
         for g in range(count):
-            host_copy = self._host[stage, g]
+            host_copy = self._host_copies[stage, g]
             set_and_batch = stage % INPUT_SETS, g
             buffer = self._input_sets.get(set_and_batch)
             if buffer is None or not _fits(buffer.tensor, host_copy.tensor):
@@ -137,21 +138,21 @@ class StageInputs:
                 # Earlier computations may have used this memory.
                 self.lanes.compute(lambda: None, writes=[buffer.space])
             self.lanes.copy(buffer.tensor, host_copy.tensor, buffer.space, host_copy.space)
-            self._states[stage, g] = buffer
+            self._on_device[stage, g] = buffer
 
     def input_of(self, stage: int, g: int) -> Buffer:
         """Return a stage's input for a micro-batch, on the device."""
-        return self._states[stage, g]
+        return self._on_device[stage, g]
 
     def take_input(self, stage: int, g: int) -> Buffer:
-        """Return the same as `input_of`, and release the input: its caller uses it last."""
-        gradient_bytes = self._states[stage, g].tensor.nbytes  # the input's gradient is as large
+        """Return a stage's input for a micro-batch, and release it, because it is not used again."""
+        gradient_bytes = self._on_device[stage, g].tensor.nbytes  # the input's gradient is as large
         self.peak_bytes = max(self.peak_bytes, self.device_bytes + gradient_bytes)
-        return self._states.pop((stage, g))
+        return self._on_device.pop((stage, g))
 
     def clear(self) -> None:
         """Release all inputs on the device."""
-        self._states.clear()
+        self._on_device.clear()
 
 
 def _fits(memory: Tensor, tensor: Tensor) -> bool:
@@ -159,7 +160,7 @@ def _fits(memory: Tensor, tensor: Tensor) -> bool:
     return memory.shape == tensor.shape and memory.dtype == tensor.dtype
 
 
-# Called with a stage's planes on the device when their gradient is complete.
+# A function that is called with a stage's planes on the device when their gradient is complete.
 Observe = Callable[[Sequence[Plane]], None]
 
 
@@ -237,7 +238,7 @@ class Walk:
         block_arguments = self._forward(batches, keep=True)
         first, *middle, last = self.store.stages
         gradients: dict[int, Tensor] = {}  # the gradient of the current state, by micro-batch
-        in_backward = updates.in_backward and observe is None
+        updates_in_backward = updates.in_backward and observe is None
         # The last stage comes first, because all other gradients are computed from its gradient.
         backward_order = [last, *reversed(middle), first]
         for stage_on_device in self._visits(backward_order, inputs_to_fetch=len(batches)):
@@ -256,11 +257,11 @@ class Walk:
                         functools.partial(self._sum, plane, self.sum_over_ranks),
                         stage_on_device.writes,
                     )
-            if in_backward and stage_on_device.stage is last:
+            if updates_in_backward and stage_on_device.stage is last:
                 updates.decide_by_losses()
             updates.compute_squares(stage_on_device)
             updates.store_gradients(stage_on_device)
-            if in_backward:
+            if updates_in_backward:
                 updates.update_in_backward(stage_on_device)
         updates.finish_current()
         self.gradient_is_empty = False
@@ -329,7 +330,7 @@ class Walk:
             gradients: by micro-batch, the gradient of the stage's output, which is replaced by that
                 of its input.
         """
-        planes = [plane for stage in self._needed(stage_on_device) for plane in stage.planes]
+        planes = [plane for stage in self._needed_stages(stage_on_device) for plane in stage.planes]
         first, last = self.store.stages[0], self.store.stages[-1]
         if stage_on_device.stage is first:
             run_first = functools.partial(self.passes.backward_first, planes, batch, gradients[g])
@@ -399,8 +400,14 @@ class Walk:
         """Run a call while the model's parameters are the stage's weights on the device.
 
         Weights that the stage shares with another stage are included.
+
+        Args:
+            stage_on_device: the stage.
+            call: the call.
+            also_reads: spaces that the call reads besides the weights.
+            backward: whether the call adds to gradients.
         """
-        needed = self._needed(stage_on_device)
+        needed = self._needed_stages(stage_on_device)
         work = functools.partial(self.passes.run_with_weights, needed, call, backward)
         reads = [*also_reads, *(space for stage in needed for space in stage.reads)]
         writes = list[Space]()
@@ -408,7 +415,7 @@ class Walk:
             writes = [space for stage in needed for space in stage.writes]
         return self.lanes.compute(work, reads, writes)
 
-    def _needed(self, stage_on_device: StageOnDevice) -> list[StageOnDevice]:
+    def _needed_stages(self, stage_on_device: StageOnDevice) -> list[StageOnDevice]:
         """Return the stages on the device whose weights a stage reads: itself, and a tied one."""
         first, last = self.store.stages[0], self.store.stages[-1]
         # Tied weights lie in the first stage's slot, where both stages add to one gradient.
@@ -422,15 +429,17 @@ class Walk:
         """Set the slot's gradients to zero, or to the sum of earlier windows."""
         if self.store.tied and stage_on_device.stage is self.store.stages[0]:
             return  # The last stage adds to the same gradients, and has prepared them.
-        for stage in self._needed(stage_on_device):
-            for stored, plane in zip(stage.stage.stored, stage.planes, strict=True):
+        for needed in self._needed_stages(stage_on_device):
+            for stored, plane in zip(needed.stage.stored, needed.planes, strict=True):
                 home = stored.buffers[GRADIENT]
                 if self.gradient_is_empty:
-                    self.lanes.compute(plane.grad.zero_, writes=stage.writes)
+                    self.lanes.compute(plane.grad.zero_, writes=needed.writes)
                 # A second window of the same update adds to the gradient that the first window left
                 # at home. If home is the device, that gradient is in place already.
                 elif home.space.home != Home.DEVICE:
-                    self.lanes.copy(plane.grad, home.tensor, stage.slot.gradients.space, home.space)
+                    self.lanes.copy(
+                        plane.grad, home.tensor, needed.slot.gradients.space, home.space
+                    )
 
     @staticmethod
     def _sum(plane: Plane, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
