@@ -445,20 +445,17 @@ class StreamWay:
 
         # What the forward pass of a stage keeps for its backward pass, without the first block's input.
         # That is the input of the stage, which is counted as a boundary.
-        kept = (
-            stored_numbers(self.work, self.work.remat)
-            * number_bytes
-            * tokens
-            * self.blocks_per_stage
-            - self.work.input_bytes
-        )
+        kept_by_block = stored_numbers(self.work, self.work.remat) * number_bytes * tokens
+        kept = kept_by_block * self.blocks_per_stage - self.work.input_bytes
         matrices = [plane.update_unit for plane in self.stages.middle if plane.update_unit > 1]
         planes = (*self.stages.first, *self.stages.middle, *self.stages.last)
         largest_chunk = max(
             end - begin for plane in planes for begin, end in plane.first_and_last_chunk()
         )
         if is_eager:
-            update_bytes = (FORMATS[self.work.optim.state].eager_update_bytes + 8) * largest_chunk
+            # Besides what a resident update takes, split weights are joined, and split again.
+            state_format = FORMATS[self.work.optim.state]
+            update_bytes = (state_format.eager_update_bytes + 8) * largest_chunk
         else:
             largest_matrix = max(matrices, default=0)
             update_bytes = max(
@@ -487,7 +484,9 @@ class StreamWay:
 
     @cached_property
     def traced_pass_bytes(self) -> dict[str, int]:
-        """Return the same bytes as `pass_bytes`, from a trace of a stage's passes and of its update."""
+        """Return the bytes on the device of passes and updates by origin, from a trace of one stage's
+        passes, and of its update.
+        """
         work = self.work
         traced = traced_stage(work, self.blocks_per_stage)
         estimated = self.pass_bytes
@@ -529,8 +528,8 @@ class StreamWay:
         if self.when == "backward" or self.offload:
             return self.pass_bytes["boundaries"]
         # With "next forward", a stage is updated while the previous stage runs forward: one or more
-        # chunks after each micro-batch. At the last chunk, the earlier stages have left the inputs of
-        # all their successors, and the previous stage those of the micro-batches so far.
+        # chunks after each micro-batch. When the last chunk is updated, stages 1 to index - 1 have all
+        # of their inputs, and this stage has those of the micro-batches so far.
         chunks = sum(
             -(-plane.parameters // max(MAX_CHUNK_ELEMENTS, plane.update_unit))  # rounded up
             for plane in self.stages.planes[index]

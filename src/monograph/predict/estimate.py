@@ -59,13 +59,14 @@ from monograph.ops.cross_entropy import chunk_count
 from monograph.optim.formats import FORMATS
 from monograph.predict.footprint import INPUTS_ON_DEVICE, Work, layer_period
 
-FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # bytes per number of a frozen linear layer
+# Bytes per number of a frozen linear layer, scales included.
+FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}
 # Memory of an attention score, in bf16 numbers: its probability in fp32 (2) and in bf16 (1).
 SCORE_NUMBERS = 3
 # The additional bytes per number of an eager update without master weights, because it rounds weights.
 ROUNDED_WEIGHTS_BYTES = 4
-# While a captured update of Muon orthogonalises its largest plane, so many numbers of the compute dtype
-# are alive for each number of the plane.
+# How many numbers of the compute dtype are alive for each number of Muon's largest plane, while a
+# captured update orthogonalises it.
 ORTHOGONAL_NUMBERS = 3
 
 
@@ -132,7 +133,7 @@ def stored_numbers(work: Work, remat: str | float) -> float:
         mixer: mixer.kept_numbers(config, captured=captured, in_fp32=in_fp32)
         for mixer in blocks_by_mixer
     }
-    # None stands for attention, whose numbers are those above.
+    # None stands for attention, whose share is `numbers`.
     if remat in ("full", "offload") or set(kept_by_mixer.values()) == {None}:
         return numbers
     share = numbers / _attention_block_numbers(work, "none")
@@ -185,17 +186,18 @@ def score_numbers(work: Work) -> int:
     """Return how many attention scores per token of a block are in memory; 0 if a fused kernel
     computes attention.
 
-    Queries are computed in blocks, and a block of queries reads the keys up to its own end.
+    Attention is computed for one block of queries after another. Each reads the keys up to its own end.
     """
     uses_products = (
         work.device_type == "cpu" and work.compile != "none" and work.precision == "bf16"
     )
     if not uses_products or work.length > MAX_KEYS_IN_BLOCKS:
         return 0
-    blocks = math.ceil(work.length / BLOCK_QUERIES)
-    mean_keys = (
-        sum(min(work.length, (block + 1) * BLOCK_QUERIES) for block in range(blocks)) / blocks
-    )
+    block_ends = [
+        min(work.length, (block + 1) * BLOCK_QUERIES)
+        for block in range(math.ceil(work.length / BLOCK_QUERIES))
+    ]
+    mean_keys = sum(block_ends) / len(block_ends)
     return int(work.config.num_attention_heads * mean_keys)
 
 
@@ -220,7 +222,7 @@ def recomputed_flops(work: Work) -> tuple[int, int]:
     return linear_flops, attention_flops
 
 
-# The names of attention's products among `_products`.
+# The names of attention's products among `_products`; the number says that it is the first call.
 _SCORES, _ATTENTION = ("scores", 0), ("attention", 0)
 
 
@@ -270,7 +272,8 @@ def _kept_products(work: Work, remat: str | float) -> Choice:
     """
     # For less and less recomputation, the choice of products that takes the least memory. The first
     # choice keeps least, the last one keeps all products.
-    choices = Recording(0, 0, 0, _products(work)).choices()
+    recording = Recording(input_bytes=0, stored_bytes=0, rest_flops=0, products=_products(work))
+    choices = recording.choices()
     if remat == "pointwise":
         return choices[-1]
     numbers_beyond_input = (

@@ -7,6 +7,11 @@ compiler calls instead of generating its code, such as a matrix product.
 
 A buffer here is a value that the compiler writes, or an argument of the graph. An expensive value is
 one that a CPU takes long to compute, so that the compiler avoids computing it twice.
+
+Two extern operators of Monograph change a tensor in place: `add_product_` adds a matrix product to a
+gradient (`monograph.ops.fused_gradients`), and `replace_logits_` replaces logits by their gradient and
+returns the losses (`monograph.ops.logits_gradient`). What an operator returns besides the tensors that
+it changes is called its own result.
 """
 
 import operator
@@ -127,9 +132,11 @@ def _written_kernels(
             sources[node] = _Sources.of_buffer(argument_count)
             argument_count += 1
             continue
-        inputs = [sources[source] for source in node.all_input_nodes]
-        buffers = frozenset[BufferName]().union(*(each.buffers for each in inputs))
-        loads = frozenset[tuple[BufferName, ...]]().union(*(each.loads for each in inputs))
+        input_sources = [sources[input_node] for input_node in node.all_input_nodes]
+        buffers = frozenset[BufferName]().union(*(source.buffers for source in input_sources))
+        loads = frozenset[tuple[BufferName, ...]]().union(
+            *(source.loads for source in input_sources)
+        )
         if _is_view(node):
             loads = frozenset((*load, node.name) for load in loads)
         changed_tensors = _changed_in_place(node)
@@ -272,7 +279,11 @@ def _node_kernels(
     part_numbers = 0
     if device_type == "cuda":
         part_numbers = _part_numbers(node)
-        loop_numbers = _row_numbers(node) or part_numbers or loop_numbers
+        row_numbers = _row_numbers(node)
+        if row_numbers:
+            loop_numbers = row_numbers
+        elif part_numbers:
+            loop_numbers = part_numbers
     changes = None
     writes_at_indices = _operator_name(node) in _WRITES_AT_INDICES
     if writes_at_indices:
@@ -308,8 +319,7 @@ def _row_numbers(node: Node) -> int:
     """
     if _operator_name(node) not in _REDUCTIONS:
         return 0
-    source = node.all_input_nodes[0]
-    read = _tensors(source)[0]
+    read = _tensors(node.all_input_nodes[0])[0]
     dims = node.args[1] if len(node.args) > 1 else None
     if not isinstance(dims, list | tuple):
         dims = [dims]
@@ -329,7 +339,11 @@ def _part_numbers(node: Node) -> int:
 
 
 def _only_name(names: frozenset[BufferName], node: Node) -> BufferName:
-    """Return the only one of these names, or the node's own name if there are several."""
+    """Return the buffer that a node changes, if it is the only one of these names.
+
+    If there are several, the changed value was not written before, and is computed from all of them.
+    Then no earlier buffer is changed, and the node's own name is returned.
+    """
     return next(iter(names)) if len(names) == 1 else node.name
 
 
@@ -383,8 +397,8 @@ def _is_written(node: Node, on_cpu: bool, loads: int) -> bool:
 
 
 def _would_be_computed_twice(node: Node, loads: int) -> bool:
-    """Return whether an expensive elementwise value is read by a reduction, which reads all of it,
-    before another reader does.
+    """Return whether an expensive elementwise value is read by a reduction and by another reader. The
+    reduction reads all of it before the other reader can begin.
 
     On a GPU one kernel holds the whole row, so no value is computed twice.
 
