@@ -105,7 +105,7 @@ def test_bytes_are_those_of_the_engine_s_own_buffers(way):
         resident = way.first_resident(count)
         held = engine(way, resident)
         found, exact = way.bytes_by_tier(resident), dict.fromkeys(Home, 0)
-        for stored in held.store.stored:
+        for stored in held.store.stored_planes:
             for name, (tensor, space) in stored.buffers.items():
                 if not (name == GRADIENT and way.gradients_stay_in_slots):
                     exact[space.home] += tensor.numel() * tensor.element_size()
@@ -131,7 +131,7 @@ def in_turn(held):
     """Of gradients, whose memory stages take turns with: the largest of a kind and turn."""
     largest = {}
     for stage in held.store.stages:
-        for stored in (each for each in stage.stored if each.on_host):
+        for stored in (each for each in stage.stored_planes if each.on_host):
             key = stage.index % 2, stored.plane.number
             largest[key] = max(largest.get(key, 0), 4 * stored.plane.grad.numel())
     return sum(largest.values())

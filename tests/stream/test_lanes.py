@@ -240,7 +240,7 @@ def memories(engine: Any) -> dict[int, Space]:
         for room in [*rooms, *walk.updates.staging_buffers.buffers]
         for tensor in room._memory.values()
     ]
-    found += [buffer for each in engine.store.stored for buffer in each.buffers.values()]
+    found += [buffer for each in engine.store.stored_planes for buffer in each.buffers.values()]
     return of_passes(engine) | {
         memory(tensor): space for tensor, space in found if not tensor.is_meta
     }

@@ -194,7 +194,7 @@ def stages_of(
 
 def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
     shapes = []
-    for entry in stage.stored:
+    for entry in stage.stored_planes:
         plane = entry.plane
         parameters = plane.param.numel()
         buffers = {

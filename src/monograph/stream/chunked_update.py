@@ -88,7 +88,7 @@ class Chunk(NamedTuple):
 def chunks(stage: Stage) -> Iterator[Chunk]:
     """Cut the planes that are updated on the device into chunks of at most MAX_CHUNK_ELEMENTS elements."""
     return cut_into_chunks(
-        (stored for stored in stage.stored if not stored.on_host), MAX_CHUNK_ELEMENTS
+        (stored for stored in stage.stored_planes if not stored.on_host), MAX_CHUNK_ELEMENTS
     )
 
 
@@ -231,7 +231,7 @@ class ChunkedUpdate:
         self.stage.version += 1
         if in_slot is not None:
             # Planes that the host has updated are not copied to the slot by `_update`.
-            host_planes = [stored for stored in self.stage.stored if stored.on_host]
+            host_planes = [stored for stored in self.stage.stored_planes if stored.on_host]
             in_slot.fetch(self.staging_buffers.lanes, host_planes)
             in_slot.slot.holds = (self.stage, self.stage.version)
 
@@ -247,7 +247,7 @@ class ChunkedUpdate:
             lanes.copy(target, sources[name], staging.space, stored.buffers[name].space)
         for name, buffer in stored.buffers.items():
             if name == GRADIENT and self.gradient_source is not None:
-                plane_in_slot = self.gradient_source.planes[self.stage.stored.index(stored)]
+                plane_in_slot = self.gradient_source.planes[self.stage.stored_planes.index(stored)]
                 parts[name] = plane_in_slot.grad[begin:end]
                 spaces += self.gradient_source.writes
             elif name not in parts:
@@ -279,7 +279,7 @@ class ChunkedUpdate:
         if in_slot is not None and stored.buffers[WEIGHTS].space.home != Home.DEVICE:
             # The next pass needs these weights. They are copied within the device, so that they do
             # not cross the link again.
-            target = in_slot.planes[self.stage.stored.index(stored)].param[begin:end]
+            target = in_slot.planes[self.stage.stored_planes.index(stored)].param[begin:end]
             lanes.compute(
                 lambda: target.copy_(parts[WEIGHTS]),
                 reads=[staging.space],

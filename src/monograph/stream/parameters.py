@@ -90,7 +90,7 @@ class InStages(Parameters):
         self.store = store_in_stages(
             step.model, kinds, step.optim, rounds_weights=rounds_weights, placement=self.placement
         )
-        return [entry.plane for entry in self.store.stored]
+        return [entry.plane for entry in self.store.stored_planes]
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions that update a part of a plane, on the device and on the host."""
@@ -167,14 +167,14 @@ class InStages(Parameters):
     def weights(self) -> dict[str, Tensor]:
         """Return the model's tensors, by name; split weights are copies in fp32."""
         joined_weights = dict[str, Tensor]()
-        for entry in self.store.stored:
+        for entry in self.store.stored_planes:
             if entry.splits:
                 joined_weights |= dict(entry.plane.views(entry.master()))
         return checkpoint_state(self.step.model) | joined_weights
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Store split weights again: `weights` returned copies of them, not their memory."""
-        for entry in self.store.stored:
+        for entry in self.store.stored_planes:
             if entry.splits:
                 master = entry.master()
                 for name, view in entry.plane.views(master):
@@ -190,7 +190,7 @@ class InStages(Parameters):
         self.wait_for_planes(to_write=True)
         # Split weights are bf16 at home, so a call would use rounded weights. Other weights may be
         # on the device.
-        for entry in self.store.stored:
+        for entry in self.store.stored_planes:
             # While planes hold the average, "weights" are its high halves, and "rest" still has the
             # low halves of the weights. All bits of the average are in "ema".
             if entry.splits and self.step.holds_average:
@@ -201,5 +201,5 @@ class InStages(Parameters):
         try:
             yield self.step.model
         finally:
-            for entry in self.store.stored:
+            for entry in self.store.stored_planes:
                 entry.plane.rebind_parameters(entry.plane.param)

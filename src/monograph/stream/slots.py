@@ -87,7 +87,7 @@ def tensors_to_fetch(stage: Stage, name: str) -> dict[TensorKey, Tensor]:
         The buffers that do not live on the device, by the number of their plane. Stages whose
         planes have the same number take turns in the same memory of a slot.
     """
-    buffers = {stored.plane.number: stored.buffers[name] for stored in stage.stored}
+    buffers = {stored.plane.number: stored.buffers[name] for stored in stage.stored_planes}
     return {
         number: buffer.tensor
         for number, buffer in buffers.items()
@@ -138,7 +138,7 @@ class StageOnDevice:
                 param=weights.get(stored.plane.number, stored.plane.param),
                 grad=gradients.get(stored.plane.number, stored.plane.grad),
             )
-            for stored in stage.stored
+            for stored in stage.stored_planes
         ]
 
     @property
@@ -153,13 +153,13 @@ class StageOnDevice:
 
     def _spaces(self, name: str, memory: DeviceBuffer) -> list[Space]:
         """Return the spaces of the planes' buffers of one name on the device, each once."""
-        homes = [stored.buffers[name].space for stored in self.stage.stored]
+        homes = [stored.buffers[name].space for stored in self.stage.stored_planes]
         spaces = [home if home.home == Home.DEVICE else memory.space for home in homes]
         return list(dict.fromkeys(spaces))
 
     def fetch(self, lanes: Lanes, planes: Sequence[StoredPlane]) -> None:
         """Copy these planes' weights to the slot."""
-        for stored, plane in zip(self.stage.stored, self.planes, strict=True):
+        for stored, plane in zip(self.stage.stored_planes, self.planes, strict=True):
             weights = stored.buffers[WEIGHTS]
             if stored in planes and weights.space.home != Home.DEVICE:
                 lanes.copy(plane.param, weights.tensor, self.slot.weights.space, weights.space)
@@ -243,7 +243,7 @@ class Slots:
         """Copy the stage's weights to a slot, unless they are there, and return the stage."""
         stage_on_device = self.claim(stage)
         if stage_on_device.slot.holds != (stage, stage.version):
-            stage_on_device.fetch(self.lanes, stage.stored)
+            stage_on_device.fetch(self.lanes, stage.stored_planes)
             stage_on_device.slot.holds = (stage, stage.version)
         return stage_on_device
 

@@ -130,7 +130,7 @@ class Stage:
         blocks: the stage's blocks, as (index among the model's blocks, block); empty in the first and
             the last stage.
         families: the groups of linear layers in its blocks that are computed together.
-        stored: the stage's planes.
+        stored_planes: the stage's planes.
         version: how many times the stage's weights were changed. A copy of the weights in a slot
             (device memory for one stage) is outdated if its version differs.
     """
@@ -139,13 +139,13 @@ class Stage:
     index: int
     blocks: list[tuple[int, nn.Module]]
     families: list[FusedLinears]
-    stored: list[StoredPlane]
+    stored_planes: list[StoredPlane]
     version: int = 0
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the stage's parameters, in the order of its planes."""
-        return (placed.parameter for stored in self.stored for placed in stored.plane.slots)
+        return (placed.parameter for stored in self.stored_planes for placed in stored.plane.slots)
 
 
 @dataclass
@@ -161,16 +161,16 @@ class Store:
     tied: bool = False
 
     @property
-    def stored(self) -> Iterator[StoredPlane]:
+    def stored_planes(self) -> Iterator[StoredPlane]:
         """Return the planes of all stages."""
-        return (stored for stage in self.stages for stored in stage.stored)
+        return (stored for stage in self.stages for stored in stage.stored_planes)
 
     def bytes_at(self) -> dict[Home, int]:
         """Return the bytes of buffers by home; memory that stages share is counted once."""
         sizes = dict.fromkeys(Home, 0)
         # Buffers that share memory begin at the same address; the largest of them counts.
         counted_by_address: dict[int, int] = {}
-        buffers = [buffer for stored in self.stored for buffer in stored.buffers.values()]
+        buffers = [buffer for stored in self.stored_planes for buffer in stored.buffers.values()]
         for tensor, space in buffers:
             if tensor.is_meta:
                 continue
@@ -253,7 +253,7 @@ def store_in_stages(
             index=len(store.stages),
             blocks=stage_blocks,
             families=[family for _, block in stage_blocks for family in families(block)],
-            stored=[],
+            stored_planes=[],
         )
         block_of_parameter = {
             name_by_id[id(p)]: index
@@ -279,7 +279,7 @@ def store_in_stages(
             splits = rounds_weights and all(
                 id(placed.parameter) in linear_weights for placed in plane.slots
             )
-            stage.stored.append(_move_home(stage, plane, start, splits, placement))
+            stage.stored_planes.append(_move_home(stage, plane, start, splits, placement))
         store.stages.append(stage)
     if placement.when == "backward":
         _share_gradient_memory(store.stages, placement)
@@ -388,7 +388,7 @@ def _share_gradient_memory(stages: Sequence[Stage], placement: Placement) -> Non
     for turn in range(GRADIENT_SETS):
         stages_of_turn = stages[turn::GRADIENT_SETS]
         host_planes = [
-            stored for stage in stages_of_turn for stored in stage.stored if stored.on_host
+            stored for stage in stages_of_turn for stored in stage.stored_planes if stored.on_host
         ]
         largest: dict[tuple[int, torch.dtype], Tensor] = {}
         for stored in host_planes:

@@ -186,7 +186,9 @@ class HostUpdate:
 
     @staticmethod
     def _chunks(*stages: Stage) -> list[Chunk]:
-        host_planes = (stored for stage in stages for stored in stage.stored if stored.on_host)
+        host_planes = (
+            stored for stage in stages for stored in stage.stored_planes if stored.on_host
+        )
         return list(cut_into_chunks(host_planes, MAX_HOST_CHUNK_ELEMENTS))
 
     def _new_decision(self, index: int) -> DecisionBuffers:
@@ -293,7 +295,7 @@ class Updates:
     def compute_squares(self, stage_on_device: StageOnDevice) -> None:
         """Compute the sums of squares of the stage's gradient, which must be complete."""
         for position, (stored, plane) in enumerate(
-            zip(stage_on_device.stage.stored, stage_on_device.planes, strict=True)
+            zip(stage_on_device.stage.stored_planes, stage_on_device.planes, strict=True)
         ):
             # The keys are such that `decide` can sort them into the order of the resident engine's
             # planes and parts, on which the bits of the norm depend.
@@ -303,7 +305,9 @@ class Updates:
 
     def store_gradients(self, stage_on_device: StageOnDevice) -> None:
         """Copy the stage's gradient home, except for planes that need it only on the device."""
-        for stored, plane in zip(stage_on_device.stage.stored, stage_on_device.planes, strict=True):
+        for stored, plane in zip(
+            stage_on_device.stage.stored_planes, stage_on_device.planes, strict=True
+        ):
             home = stored.buffers[GRADIENT]
             # An update on the device in the backward pass reads the gradient in the slot.
             used_at_home = stored.on_host or not self.in_backward
@@ -402,7 +406,7 @@ class Updates:
 
     def _update_on_host(self, stages: list[Stage], scale: Tensor, accepted: Tensor) -> None:
         # Copying a decision takes time, so it is copied only if the host updates something.
-        if any(stored.on_host for stage in stages for stored in stage.stored):
+        if any(stored.on_host for stage in stages for stored in stage.stored_planes):
             decision = self.host_update.send(stages[0].index, scale, accepted)
             for stage in stages:
                 self.host_update.update(stage, decision)

@@ -430,7 +430,7 @@ class Walk:
         if self.store.tied and stage_on_device.stage is self.store.stages[0]:
             return  # The last stage adds to the same gradients, and has prepared them.
         for needed in self._needed_stages(stage_on_device):
-            for stored, plane in zip(needed.stage.stored, needed.planes, strict=True):
+            for stored, plane in zip(needed.stage.stored_planes, needed.planes, strict=True):
                 home = stored.buffers[GRADIENT]
                 if self.gradient_is_empty:
                     self.lanes.compute(plane.grad.zero_, writes=needed.writes)
