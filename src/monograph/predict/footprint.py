@@ -491,6 +491,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
         batch = {name: rows[: work.rows] for name, rows in window.items()}
         if work.compile != "none":
             capture_with(memory.captured, step, work.compile)
+        # This runs a copy of the blocks, which must not be counted.
         with compat.without_modes():
             step.choose_kept_results(batch)
         # The stages of the step, each with the index of its first sample in `memory.curve`.

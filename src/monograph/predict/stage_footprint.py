@@ -104,8 +104,8 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
             loss=token_loss_on(short.device_type),
             parameters=parameters,
         )
-        # Slots and staging buffers are allocated here, before the origin of new storages becomes one
-        # that is counted.
+        # This allocates slots and staging buffers. It comes before `origin` is set, because only the
+        # origins of TRANSIENT are counted below.
         walk = parameters.walk
         memory.origin = "activations"
         names = ["tokens", "targets"]
@@ -115,6 +115,7 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
         update_functions = [each.function for each in parameters.captured("blocks")]
         if short.compile != "none":
             capture_with(memory.captured, step, "blocks")
+        # This runs a copy of the blocks, which must not be counted.
         with compat.without_modes():
             step.choose_kept_results(batch)
         begin = len(memory.curve)
