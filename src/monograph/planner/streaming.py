@@ -111,6 +111,10 @@ LANES = {
 }
 
 
+# The origins of planes' bytes.
+_PLANE_ORIGINS = ("weights", "gradients", "moments")
+
+
 @dataclass(frozen=True)
 class StreamCandidate(Candidate):
     """One way to stream, with its predicted memory and speed.
@@ -140,9 +144,6 @@ class StreamCandidate(Candidate):
             for tier, by_origin in self.tiers.items()
         }
         return plane_bytes["device"] / max(1, sum(plane_bytes.values()))
-
-
-_PLANE_ORIGINS = ("weights", "gradients", "moments")
 
 
 def stream_candidates(

@@ -241,15 +241,14 @@ def store_in_stages(
     next_start = dict.fromkeys(kinds.values(), 0)
     store = Store()
     stored_ids = set[int]()
-    for stage_name, stage_blocks, modules in _stages(
-        module, staged_module, placement.blocks_per_stage
-    ):
+    for name, stage_blocks, modules in _stage_modules(staged_module, placement.blocks_per_stage):
         used_by_id = {id(p): p for m in modules for p in m.parameters() if id(p) in name_by_id}
+        # A parameter that an earlier stage has stored is tied.
         store.tied = store.tied or bool(used_by_id.keys() & stored_ids)
         new_by_name = {name_by_id[key]: p for key, p in used_by_id.items() if key not in stored_ids}
         stored_ids |= used_by_id.keys()
         stage = Stage(
-            name=stage_name,
+            name=name,
             index=len(store.stages),
             blocks=stage_blocks,
             families=[family for _, block in stage_blocks for family in families(block)],
@@ -288,33 +287,43 @@ def store_in_stages(
         raise UsageError(
             f"Placement: on_device names stage {min(unknown_stages)}, and the stages are 0 to {len(store.stages) - 1}"
         )
-    missing_names = [name for key, name in name_by_id.items() if key not in stored_ids]
-    if missing_names:
+    names_without_stage = [name for key, name in name_by_id.items() if key not in stored_ids]
+    if names_without_stage:
         raise UsageError(
-            f"memory = stream: {missing_names[0]} is in no block and in neither parts_before nor parts_after"
+            f"memory = stream: {names_without_stage[0]} is in no block and in neither parts_before nor parts_after"
         )
     return store
 
 
-def _stages(
-    module: nn.Module, staged_module: Staged, blocks_per_stage: int
-) -> Iterator[tuple[str, list[tuple[int, nn.Module]], Sequence[nn.Module]]]:
-    """Yield for each stage its name, its blocks with their indices, and the modules whose
-    parameters it uses.
+class StageModules(NamedTuple):
+    """The modules of a stage.
+
+    Attributes:
+        name: the stage's name, for messages.
+        blocks: its blocks, as (index among the model's blocks, block).
+        modules: the modules whose parameters it uses.
+    """
+
+    name: str
+    blocks: list[tuple[int, nn.Module]]
+    modules: Sequence[nn.Module]
+
+
+def _stage_modules(staged_module: Staged, blocks_per_stage: int) -> Iterator[StageModules]:
+    """Yield the modules of each stage, in order.
 
     Args:
-        module: the module.
-        staged_module: the same module.
+        staged_module: the module.
         blocks_per_stage: the number of blocks in a stage.
     """
-    yield "before the blocks", [], staged_module.parts_before
-    indexed_blocks = list(enumerate(blocks(module).values()))
+    yield StageModules("before the blocks", [], staged_module.parts_before)
+    indexed_blocks = list(enumerate(blocks(cast(nn.Module, staged_module)).values()))
     for first in range(0, len(indexed_blocks), blocks_per_stage):
         stage_blocks = indexed_blocks[first : first + blocks_per_stage]
         last, _ = stage_blocks[-1]
         name = f"block {first}" if first == last else f"blocks {first}-{last}"
-        yield name, stage_blocks, [block for _, block in stage_blocks]
-    yield "after the blocks", [], staged_module.parts_after
+        yield StageModules(name, stage_blocks, [block for _, block in stage_blocks])
+    yield StageModules("after the blocks", [], staged_module.parts_after)
 
 
 def _move_home(
