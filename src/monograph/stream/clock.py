@@ -103,7 +103,7 @@ class Clock:
     busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*LANES, DISK), 0.0))
     finished_at_s: dict[LaneMark, float] = field(default_factory=dict)
     _disk_free_at_s: float = 0.0
-    _spent_s: float = 0.0  # by the current computation
+    _spent_s: float = 0.0  # seconds of the current computation so far
 
     def spend(self, seconds: float) -> None:
         """Make the current computation last this much longer."""

@@ -53,6 +53,18 @@ MAX_HOST_CHUNK_ELEMENTS = 2**22
 DECISION_SIZE = 4
 
 
+class Decision(NamedTuple):
+    """The decision about an update, on the device.
+
+    Attributes:
+        scale: the gradient's factor.
+        accepted: whether the update is applied.
+    """
+
+    scale: Tensor
+    accepted: Tensor
+
+
 class DecisionBuffers(NamedTuple):
     """Memory for the numbers of a decision about an update.
 
@@ -97,45 +109,46 @@ class HostUpdate:
         self.split = Compilable(split_)
         self.update_part = Compilable(self._update_part)
 
-    def send(self, index: int, scale: Tensor, accepted: Tensor) -> DecisionBuffers:
+    def send(self, index: int, decision: Decision) -> DecisionBuffers:
         """Copy a decision to the host.
 
         Args:
             index: the index of the memory for the decision. Decisions with different indices may be
                 copied and used at the same time.
-            scale: the gradient's factor.
-            accepted: whether the update is applied.
+            decision: the decision.
 
         Returns:
-            The decision; work on the host that reads it must wait for its space.
+            The memory of the decision; work on the host that reads it must wait for its space.
         """
-        decision = self._decisions.get(index)
-        if decision is None:
-            decision = self._decisions[index] = self._new_decision(index)
+        buffers = self._decisions.get(index)
+        if buffers is None:
+            buffers = self._decisions[index] = self._new_decision(index)
+        source, target = buffers.on_device, buffers.on_host
         applied, lr = self.step.applied, self.step.lr
 
         def write_numbers() -> None:
             # All four numbers are in one tensor, so that one copy is enough. They are fp64, which
             # holds the number of updates exactly.
-            numbers = [number.to(torch.float64) for number in (scale, accepted, applied, lr)]
-            decision.on_device.tensor.copy_(torch.stack(numbers))
+            numbers = (decision.scale, decision.accepted, applied, lr)
+            source.tensor.copy_(torch.stack([number.to(torch.float64) for number in numbers]))
 
-        source, target = decision.on_device, decision.on_host
         self.lanes.compute(write_numbers, writes=[source.space])
         self.lanes.copy(target.tensor, source.tensor, target.space, source.space)
-        return decision
+        return buffers
 
     def update(self, stage: Stage, decision: DecisionBuffers) -> None:
         """Update a stage's planes that are updated on the host.
 
         The work begins when the gradients and the decision have arrived on the host.
         """
-        chunks = list(self._chunks(stage))
-        if not chunks:
+        host_chunks = self._chunks(stage)
+        if not host_chunks:
             return
+        # Only work on the host lane uses the tensors that `_read_decision` writes, so they need no
+        # space.
         numbers = decision.on_host
         self.lanes.host(functools.partial(self._read_decision, numbers.tensor), [numbers.space])
-        for chunk in chunks:
+        for chunk in host_chunks:
             stored = chunk.stored
             parts = {name: chunk.part(buffer) for name, buffer in stored.buffers.items()}
             spaces = {name: buffer.space for name, buffer in stored.buffers.items()}
@@ -186,6 +199,7 @@ class HostUpdate:
 
     @staticmethod
     def _chunks(*stages: Stage) -> list[Chunk]:
+        """Return the chunks of the stages' planes that are updated on the host."""
         host_planes = (
             stored for stage in stages for stored in stage.stored_planes if stored.on_host
         )
@@ -239,6 +253,18 @@ class SquaresKey(NamedTuple):
     position: int
 
 
+class UpdateUnderWay(NamedTuple):
+    """The update of a stage that has begun on the device.
+
+    Attributes:
+        update: the update.
+        work: updates one chunk each time it is advanced.
+    """
+
+    update: ChunkedUpdate
+    work: Iterator[None]
+
+
 class Updates:
     """The updates of a walk's stages.
 
@@ -282,10 +308,8 @@ class Updates:
         self.update_part = Compilable(passes.update_part)
         # Sums of squares of gradients.
         self._squares: dict[SquaresKey, list[Tensor]] = {}
-        # The current update's (factor of the gradient, whether the update is applied).
-        self._decided: tuple[Tensor, Tensor] | None = None
-        # The update that is under way on the device, and the iterator that updates its chunks.
-        self._current: tuple[ChunkedUpdate, Iterator[None]] | None = None
+        self._decision: Decision | None = None
+        self._current: UpdateUnderWay | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -338,8 +362,8 @@ class Updates:
             # `decide_by_losses` has counted the update already, and `step.decide` counts it again.
             self.step.applied.copy_(applied_before)
             return grad_norm
-        self._decided = scale, accepted
-        self._update_on_host(self.store.stages, scale, accepted)
+        self._decision = Decision(scale, accepted)
+        self._update_on_host(self.store.stages, self._decision)
         self.waiting = [stage for stage in self.store.stages if any(chunks(stage))]
         if self.placement.when == "sweep":
             self.flush()
@@ -360,9 +384,8 @@ class Updates:
             in_slot: the stage in a slot, to which the new weights are copied as well; None: they are
                 only copied home.
         """
-        assert self._decided is not None
-        scale, accepted = self._decided
-        self._begin(ChunkedUpdate(stage, self.staging_buffers), scale, accepted, in_slot)
+        assert self._decision is not None
+        self._begin(ChunkedUpdate(stage, self.staging_buffers), self._decision, in_slot)
 
     # ── in the backward pass ────────────────────────────────────────────────────────────────────
 
@@ -376,13 +399,13 @@ class Updates:
         unknown_norm = torch.zeros_like(scale)
         accepted = step.accepts(unknown_norm)
         step.applied.add_(accepted)
-        self._decided = (scale, accepted)
+        self._decision = Decision(scale, accepted)
         self.repeatable = False
 
     def update_in_backward(self, stage_on_device: StageOnDevice) -> None:
         """Begin to update a stage whose gradient is complete, on the host and on the device."""
-        assert self._decided is not None
-        scale, accepted = self._decided
+        assert self._decision is not None
+        scale, accepted = self._decision
         stage = stage_on_device.stage
         stage_squares = [
             square
@@ -393,31 +416,28 @@ class Updates:
         # The norm over all stages is not known yet, so each stage's update depends on the norm of
         # its own gradient. The comparison is false for NaN, so such a gradient is not applied.
         stage_norm = torch.stack(stage_squares).sum().sqrt() * scale
-        accepted = accepted & (stage_norm <= self.step.largest_norm)
-        self._update_on_host([stage], scale, accepted)
+        decision_for_stage = Decision(scale, accepted & (stage_norm <= self.step.largest_norm))
+        self._update_on_host([stage], decision_for_stage)
         if any(chunks(stage)):
-            self._begin(
-                ChunkedUpdate(stage, self.staging_buffers, gradient_source=stage_on_device),
-                scale,
-                accepted,
-            )
+            update = ChunkedUpdate(stage, self.staging_buffers, gradient_source=stage_on_device)
+            self._begin(update, decision_for_stage)
 
     # ── on the host ─────────────────────────────────────────────────────────────────────────────
 
-    def _update_on_host(self, stages: list[Stage], scale: Tensor, accepted: Tensor) -> None:
+    def _update_on_host(self, stages: list[Stage], decision: Decision) -> None:
+        """Update the planes of stages that are updated on the host."""
         # Copying a decision takes time, so it is copied only if the host updates something.
         if any(stored.on_host for stage in stages for stored in stage.stored_planes):
-            decision = self.host_update.send(stages[0].index, scale, accepted)
+            buffers = self.host_update.send(stages[0].index, decision)
             for stage in stages:
-                self.host_update.update(stage, decision)
+                self.host_update.update(stage, buffers)
 
     # ── on the device, between other work ───────────────────────────────────────────────────────
 
     def _begin(
         self,
         update: ChunkedUpdate,
-        scale: Tensor,
-        accepted: Tensor,
+        decision: Decision,
         in_slot: StageOnDevice | None = None,
     ) -> None:
         """Begin an update, after finishing the update that is under way.
@@ -426,7 +446,8 @@ class Updates:
         """
         self.finish_current()
         update.fetch_chunks()
-        self._current = update, update.update_chunks(self.update_part, scale, accepted, in_slot)
+        work = update.update_chunks(self.update_part, decision.scale, decision.accepted, in_slot)
+        self._current = UpdateUnderWay(update, work)
 
     def update_due_chunks(self, micro_batches: int) -> None:
         """Update the chunks that are due after one micro-batch.
