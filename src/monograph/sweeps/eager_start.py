@@ -21,7 +21,7 @@ from monograph.planner import defaults
 from monograph.report.quantities import counted, duration
 from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import Progress
-from monograph.run.recorded_state import MOST
+from monograph.run.recorded_state import MAX_COUNT
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
 from monograph.session.eager_start import (
@@ -38,8 +38,8 @@ from monograph.session.setup import BuiltRun
 from monograph.storage.cache_dir import is_compiled, mark_compiled
 from monograph.sweeps.cohort import (
     Cohort,
+    base_bytes,
     begin_run,
-    build_models,
     make_members_engine,
     open_cohort,
     set_schedules,
@@ -96,9 +96,7 @@ class EagerStart:
         for index, timed_group in enumerate(timed_groups):
             timed_group.leave_uncompiled()
             # The models are built again for the sake of their plans; the cohort has been trained.
-            built_runs = build_models(
-                timed_group.group.members, timed_group.text, timed_group.machine
-            )
+            built_runs = timed_group.build(timed_group.group.members)
             _, cohort = self.groups[index]
             self.groups[index] = (built_runs, cohort)
 
@@ -164,9 +162,7 @@ def _open_cohorts(
     windows = []
     for timed_group in timed_groups:
         try:
-            built_runs = build_models(
-                timed_group.group.members, timed_group.text, timed_group.machine
-            )
+            built_runs = timed_group.build(timed_group.group.members)
             engine = make_members_engine(
                 built_runs, have_different_seeds(built_runs), timed_group.device
             )
@@ -176,7 +172,9 @@ def _open_cohorts(
         expected = built_runs[0].plan.expected
         if expected is None:
             return False
-        needed_bytes += MEMORY_FACTOR * len(built_runs) * expected.peak_memory_bytes
+        base = base_bytes(built_runs[0])
+        own_bytes = len(built_runs) * (expected.peak_memory_bytes - base)
+        needed_bytes += MEMORY_FACTOR * (base + own_bytes)
         engines.append((built_runs, engine))
         windows.append(first_window(built_runs, timed_group.text))
     if needed_bytes > timed_groups[0].machine.free_memory_bytes:
@@ -263,7 +261,7 @@ def _expected_updates(timed_groups: Sequence[TimedGroup], start: EagerStart) -> 
     """Return how many updates each member will probably make, and the maximum that a run by the
     clock makes.
     """
-    most = MOST
+    most = MAX_COUNT
     seconds = 0.0  # of one update of all members
     for timed_group, (built_runs, _) in zip(timed_groups, start.groups, strict=True):
         plan = built_runs[0].plan
