@@ -28,7 +28,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.planner import defaults
-from monograph.predict.estimate import copied_bytes, trained_numbers
+from monograph.predict.estimate import gathered_copy_bytes, trained_numbers
 from monograph.predict.footprint import AnswerScoring
 from monograph.predict.roofline import AnswersToSample, Calibration, peak_flops, sampling_s
 from monograph.report.quantities import counted
@@ -273,7 +273,7 @@ class Rewards(Objective):
         by_origin = {"answers": min(cache_bytes, machine.free_memory_bytes // 2)}
         if is_sharded(plan.job.parallel):
             # A rank that trains some rows of each weight samples from a gathered copy.
-            by_origin["whole weights"] = copied_bytes(
+            by_origin["whole weights"] = gathered_copy_bytes(
                 config, lora, training.precision, plan.job.gather_dtype == "bf16"
             )
         if options.kl and options.kl.needs_reference:
