@@ -18,7 +18,7 @@ from torch import Tensor
 from monograph.decode.filters import FILTERS, top_k_of
 from monograph.decode.sampling import ORDERS, Sampling
 from monograph.decode.stages import SamplerKnob, SamplerStage, options
-from monograph.device import sent
+from monograph.device import tensor_on
 from monograph.errors import UsageError
 
 # If every top-k of a chain is at most MAX_SMALL_TOP_K, top-k and the stages after it read only about
@@ -309,8 +309,8 @@ def write_rows(
     for name in values[0]:
         column = columns[name]
         entries = [values_of_request[name] for values_of_request in values]
-        entries_on_device = sent(entries, column.device, column.dtype)
-        column.index_copy_(0, sent(rows, column.device), entries_on_device)
+        entries_on_device = tensor_on(entries, column.device, column.dtype)
+        column.index_copy_(0, tensor_on(rows, column.device), entries_on_device)
 
 
 def _padded(entries: list[Any], length: int, padding: float) -> list[Any]:
