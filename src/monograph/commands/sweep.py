@@ -188,7 +188,7 @@ def _train(state: SweepProgress, progress: Progress) -> None:
             state.sweep.record |= Sweep.open(state.sweep.run.folder).record
         state.prepare(default_device(), describe())
     with (
-        state.block() as block,
+        state.live_display() as block,
         StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop,
     ):
         try:
