@@ -31,7 +31,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from monograph.automata.pattern import MAX_LENGTH
+from monograph.automata.pattern import MAX_PATTERN_LENGTH
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
 from monograph.decode import Sampling
@@ -502,7 +502,7 @@ class TextRequest(BaseRequest):
         None,
         description="The whole text matches this regular expression. docs/constraints.md lists the syntax. Excludes "
         "choice and response_format.",
-        json_schema_extra={"maxLength": MAX_LENGTH},
+        json_schema_extra={"maxLength": MAX_PATTERN_LENGTH},
     )
     choice: Annotated[
         list[str] | None, FailFast(), Field(min_length=1), Expected("a list of texts")
