@@ -41,12 +41,13 @@ from monograph.ranges import Range, whole
 from monograph.serve.compiling import MAX_CHOICES, MAX_CONSTRAINT_BYTES
 from monograph.serve.refused import Refused
 
-MAX_LOGPROBS = 20
-MAX_BIASES = 1024
+# Limits on a request.
+MAX_LOGPROBS = 20  # the likeliest tokens that are reported in the place of each token
+MAX_BIASES = 1024  # the tokens of `logit_bias`
 MAX_MESSAGES = 1024
 MAX_PROMPTS = 1024
-MAX_STOPS = 4
-MAX_STOP_BYTES = 64
+MAX_STOPS = 4  # the texts of `stop`
+MAX_STOP_BYTES = 64  # of each text of `stop`, and of each sequence breaker
 MAX_BREAKERS = 64  # the sequence breakers of DRY, each of which is searched for in every token
 # A seed that the server chooses is below this number. Numbers in JavaScript are floats, which are exact
 # up to it.
@@ -101,7 +102,7 @@ _NotSupported = Annotated[
 def not_supported(advice: str) -> PlainValidator:
     """Return a validator of a field that is not supported and would change the text.
 
-    It accepts only values that turn the field off.
+    It accepts only values that turn the field off, and returns None for them.
 
     Args:
         advice: what to do instead.
@@ -255,7 +256,7 @@ class Body(BaseModel):
         """Return the body without the fields that are null, and refuse unknown fields."""
         if not isinstance(body, dict):  # pydantic itself refuses it
             return body
-        # A Python name that pydantic does not allow, such as `schema`, is an alias.
+        # A field has an alias if pydantic reserves its name for itself, as it does `schema`.
         known = {field.alias or name for name, field in cls.model_fields.items()}
         given = {name: value for name, value in body.items() if value is not None}
         for name in given:
@@ -297,6 +298,8 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     return constraints | {"anyOf": [*options, {"type": "null"}]} | annotations
 
 
+# The models of messages are only for the document. Messages are read by `_read_message`, with the same
+# fields, because training data's messages are read by the same function.
 class TextPart(Body):
     """A part of a message's content."""
 
@@ -487,7 +490,7 @@ class TextRequest(BaseRequest):
     )
     stop: Annotated[
         list[ShortText],
-        FailFast(),
+        FailFast(),  # stops at the first wrong text, since only one fault is reported
         Field(max_length=MAX_STOPS),
         BeforeValidator(
             _text_as_list,

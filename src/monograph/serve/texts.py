@@ -111,9 +111,17 @@ class TextEndpoint:
     async def _answer(
         self, request: AnyTextRequest, version: Version, client: str, send: Send
     ) -> None:
+        """Answer a valid request: score its prompts, or let the decoder write its texts.
+
+        Args:
+            request: the request.
+            version: the version of the model that answers it.
+            client: the client's name, by which the decoder lets clients take turns.
+            send: sends the answer.
+        """
         began_s = clock()
         scores_only = request.token_limit == 0
-        # A chat has one prompt, and n is at most the number of rows.
+        # A chat cannot ask for too many: it has one prompt, and n is at most the number of rows.
         if isinstance(request, CompletionRequest) and not scores_only:
             self._require_few_texts(request)
         prompts = await asyncio.to_thread(self._prompt_ids, request, version)
@@ -172,7 +180,7 @@ class TextEndpoint:
         if isinstance(request, CompletionRequest):
             # A prompt of more characters has more tokens than the context, even if each of them is the
             # longest token. It is refused without encoding it, which would take time.
-            max_characters = version.context * version.longest_piece
+            max_characters = version.context * version.longest_token_bytes
             for prompt in request.prompt:
                 if isinstance(prompt, str) and len(prompt) > max_characters:
                     raise _too_long(f"more than {version.context:,}", version, field)
@@ -313,6 +321,10 @@ class TextEndpoint:
         """Let the decoder write texts; yield an iterator over batches of their events.
 
         At the end of the `async with` block, texts that have not ended are cancelled.
+
+        Args:
+            texts: the texts of a request.
+            began_s: when the request came, by `clock`.
         """
         gate = self._service.gate
         running = set(texts)

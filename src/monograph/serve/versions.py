@@ -89,7 +89,7 @@ class Version:
         return stop_ids(self.tokenizer, self.model.config.eos_token_ids)
 
     @cached_property
-    def longest_piece(self) -> int:
+    def longest_token_bytes(self) -> int:
         """The number of bytes of the longest token."""
         return max(map(len, self.tokenizer.pieces))
 

@@ -107,8 +107,9 @@ class Cohort:
         for place, session in enumerate(self.sessions):
             if place in self.divergences:
                 continue
-            # A checkpoint holds the states of torch's generators. An ensemble samples by its own
-            # seeds and counters instead, so setting them here changes no number that follows.
+            # A checkpoint has the states of torch's generators. They are set, so that they do not depend
+            # on what this process did before. An ensemble samples by its own seeds and counters, so this
+            # changes no number that follows.
             if isinstance(self.engine, Ensemble):
                 seed_all(session.plan.job.seed)
             session.save(keep=keep)

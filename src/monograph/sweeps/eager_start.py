@@ -80,7 +80,7 @@ class EagerStart:
     groups: list[_EagerGroup] = field(default_factory=list)
     graph_keys: list[str] = field(default_factory=list)
 
-    def settle(self, updates: Sequence[int]) -> None:
+    def save(self, updates: Sequence[int]) -> None:
         """Write settings and a checkpoint of every member, from which its round continues.
 
         Args:
@@ -139,8 +139,8 @@ def start_eagerly(
 def _is_possible(timed_groups: Sequence[TimedGroup]) -> bool:
     """Return whether a sweep can begin eagerly.
 
-    Its length must be given as a time, its graphs are to be compiled, and there must be a core for the
-    compiler.
+    Its length must be given as a time, its graphs are to be compiled, its models must be those of this
+    package, and there must be a core for the compiler.
     """
     if not has_spare_core(timed_groups[0].machine):
         return False
@@ -160,15 +160,16 @@ def _open_cohorts(
 ) -> bool:
     """Build a cohort of each group, so that all members can train while the graphs compile.
 
-    Returns:
-        Whether they can train now. They cannot if the memory does not hold all members, if some group
-        does not fit one graph, or if an update fails. They need not if all graphs are in the cache.
-
     Args:
         start: gets the cohorts and the names of the graphs.
         sweep: the sweep.
         timed_groups: for each group, its measured times and engines.
         resources: gets what must be closed afterwards: locks and cohorts.
+
+    Returns:
+        Whether the members can and should train now. They cannot if the memory does not hold all of
+        them, if some group does not fit one graph, or if an update fails. They should not if all
+        graphs are in the cache already.
     """
     needed_bytes = 2 * PROCESS_BYTES  # this process, and the one that compiles
     engines = []
@@ -185,7 +186,7 @@ def _open_cohorts(
             # The reason is reported when `TimedGroup` tries fewer members.
             return False
         expected = built_runs[0].plan.expected
-        if expected is None:
+        if expected is None:  # it is not known how much memory a member needs
             return False
         needed_bytes += MEMORY_FACTOR * len(built_runs) * expected.peak_memory_bytes
         engines.append((built_runs, engine))
@@ -244,9 +245,9 @@ def _train(
         MetricsLogs([session.run for session in cohort.sessions], every=1) for cohort in cohorts
     ]
     began = clock()
-    patience_s = patience_for(timed_groups[0].group.plan.job.span.minutes, len(timed_groups))
+    max_wait_s = patience_for(timed_groups[0].group.plan.job.span.minutes, len(timed_groups))
     with (
-        compiling(_COMPILING_PROGRAM, str(sweep.run.folder)) as is_over,
+        compiling(_COMPILING_PROGRAM, str(sweep.run.folder)) as has_compiler_ended,
         progress.stage("start", "training eagerly while the graphs compile") as stage,
     ):
         # The groups take turns: each makes one update before any makes the next.
@@ -259,19 +260,19 @@ def _train(
             stage.report("update", start.updates)
             # A short text allows only `max_updates`. Half of them are left for the graphs.
             is_half_done = start.updates >= max(1, max_updates // 2)
-            if is_over() or spent_s > patience_s or is_half_done:
+            if has_compiler_ended() or spent_s > max_wait_s or is_half_done:
                 break
         # After half of the updates of a short text, wait without training.
-        while not is_over() and clock() - began < patience_s:
+        while not has_compiler_ended() and clock() - began < max_wait_s:
             time.sleep(0.1)
-        are_compiled = is_over()
+        are_compiled = has_compiler_ended()
         stage.result = f"{counted(start.updates, 'update')} of each member"
-    # So long a training that its patience has the maximum is worth compiling in any case.
-    if not are_compiled and patience_s < MAX_PATIENCE_S:
+    # If the training is so long that the wait has its maximum, it is worth compiling in any case.
+    if not are_compiled and max_wait_s < MAX_PATIENCE_S:
         start.leave_uncompiled(timed_groups)
         progress.line(
             "eager",
-            f"training without compiling: the compiler was not ready in {duration(patience_s)}",
+            f"training without compiling: the compiler was not ready in {duration(max_wait_s)}",
         )
 
 

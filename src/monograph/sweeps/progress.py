@@ -159,15 +159,15 @@ class SweepProgress:
         self._print_time()
         with eager_start.start_eagerly(
             self.sweep, self.timed_groups, self.progress, alone=self.world.alone
-        ) as start:
+        ) as eager:
             self.updates = choose_updates(
-                self.timed_groups, self.least_tokens, self.progress, start.updates
+                self.timed_groups, self.least_tokens, self.progress, eager.updates
             )
-            start.settle(self.updates)
-        spread_rounds(self.groups, self.world.size)
+            eager.save(self.updates)
+        spread_rounds(self.groups, self.world.size)  # so that no rank is idle
         eager_entries = {}
-        if start.updates:
-            eager_entries = {"eager_updates": start.updates, "eager_length": start.expected_length}
+        if eager.updates:
+            eager_entries = {"eager_updates": eager.updates, "eager_length": eager.expected_length}
         self.sweep.record["groups"] = [
             {
                 "rounds": group.round_sizes,
@@ -204,6 +204,7 @@ class SweepProgress:
         saved = next(saved for saved, group in groups if member in group.members)
         if not saved.get("eager_updates"):
             return NO_EAGER_UPDATES
+        # Their warm-up is that of a run of the length that was expected then.
         machine = describe()
         plan = resolve(member.settings, machine)
         expected_plan = resolve(plan, machine, Length(saved["eager_length"]))
@@ -258,7 +259,10 @@ class SweepProgress:
             )
 
     def live_display(self) -> SweepDisplay:
-        """Return the live bar and table, with the updates of the rounds that are over counted."""
+        """Return the live bar and table.
+
+        The bar begins at the updates of the rounds that are over, which are also counted in `done`.
+        """
         self.done = 0
         total = 0
         for _, updates, members in self.rounds:
@@ -316,7 +320,7 @@ class SweepProgress:
         self._training_s += seconds
 
     def evaluate(self, cohort: Cohort, update: int, *, is_last: bool) -> None:
-        """Score some held-out rows by every member that still learns, and record the scores.
+        """Score some held-out rows with every member that still learns, and record the scores.
 
         Args:
             cohort: the members of a round, and what trains them.
