@@ -366,8 +366,10 @@ class _SchemaReader:
         max_length = self._size(schema, "maxLength", default_max, path) or 0
         if max_length < min_length:
             self.refuse(path, f"maxLength = {max_length} is below minLength = {min_length}")
+        # `source` is the keyword that an error blames if the automaton is too large.
         characters: Expression
         if self.counters_in_use == COUNTERS:
+            # No counter is free, so the length is written out.
             source = "maxLength"
             characters = Repetition(in_json(ANY), min_length, max_length)
             if "pattern" in schema:

@@ -174,17 +174,18 @@ class TextBuilder:
         # For finishes that are errors, the request is refused before the event comes here.
         finish: shapes.ServedFinish = "stop" if event.finish == "stop" else "length"
         if finish == "stop" and self._uncertain_entries:
+            # Remove the entry of the stop id that has ended the text, if it is not reported.
             _, last = self._uncertain_entries[-1]
             if last.token in self._unreported_ids:
                 self._uncertain_entries.pop()
         return TextPiece(self._index, new_text, self._take_certain_entries(), finish)
 
     def _add_entry(self, token: int, logprobs: LogProbability, likeliest_count: int) -> None:
-        piece = self._tokenizer.pieces[token]
-        offset = self._offsets.add(piece)
+        token_bytes = self._tokenizer.pieces[token]
+        offset = self._offsets.add(token_bytes)
         entry = ScoredToken(token, offset, logprobs.drawn, logprobs.likeliest[:likeliest_count])
         self._uncertain_entries.append((self._byte_count, entry))
-        self._byte_count += len(piece)
+        self._byte_count += len(token_bytes)
 
     def _take_certain_entries(self) -> list[ScoredToken]:
         """Remove and return the entries of tokens that begin in the certain part of the text.
@@ -218,16 +219,12 @@ class CharacterOffsets:
         self._lead = lead
         self._count = count
 
-    def add(self, piece: bytes) -> int:
-        """Return the number of characters before a token, and count the token's own.
-
-        Args:
-            piece: the token's bytes.
-        """
+    def add(self, token_bytes: bytes) -> int:
+        """Return the number of characters before a token, and count the token's own."""
         offset = self._count
         # The bytes of a character that earlier tokens have begun, which is not counted yet.
         incomplete, _ = self._decoder.getstate()
-        text_bytes = bytes(piece)
+        text_bytes = bytes(token_bytes)
         if text_bytes:
             text_bytes = text_bytes.removeprefix(self._lead)
             self._lead = b""
@@ -255,16 +252,16 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
     A special token has its name. Bytes that are not UTF-8 are written as `bytes:\xf0`.
     """
-    piece = bytes(tokenizer.pieces[token])
-    if not piece:
+    token_bytes = bytes(tokenizer.pieces[token])
+    if not token_bytes:
         for name, index in tokenizer.special.items():
             if index == token:
                 return name
         return f"token_id:{token}"
     try:
-        return piece.decode()
+        return token_bytes.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
 class AnswerBuilder:
@@ -303,7 +300,7 @@ class AnswerBuilder:
         # The choices are serialised one by one: no other thread can run during a call of `json`, and it
         # would take long for all of them.
         choices = b",".join([as_json(self._choice(piece)) for piece in pieces])
-        head = as_json(self._fields)[:-1]
+        head = as_json(self._fields)[:-1]  # without the closing brace
         return head + b',"choices":[' + choices + b'],"usage":' + as_json(usage) + b"}"
 
     def piece_json(self, piece: TextPiece, *, has_usage: bool) -> bytes:
@@ -328,7 +325,8 @@ class AnswerBuilder:
     def _event_json(self, choices: bytes, usage: bytes) -> bytes:
         if not self._event_head:
             fields = self._fields | {"object": self.event_name}
-            self._event_head = as_json(fields)[:-1] + b',"choices":'
+            without_brace = as_json(fields)[:-1]  # the closing one
+            self._event_head = without_brace + b',"choices":'
         return self._event_head + choices + usage + b"}"
 
     def _choice(self, piece: TextPiece) -> Mapping[str, Any]:

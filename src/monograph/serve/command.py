@@ -57,7 +57,8 @@ def run(
         raise UsageError(
             f"--host {host}: other machines can reach this host, so give --api-key-file, a file with a key on each line"
         )
-    source = Source(run, rows or MAX_ROWS[default_device().type], warn)
+    max_rows = rows or MAX_ROWS[default_device().type]
+    source = Source(run, max_rows, warn)
     service = Service(source, _say, _report_bug, aliases=served_names, any_name=any_name)
     allow_connections()
     with _listening_socket(host, port) as listener:

@@ -312,15 +312,16 @@ def _read_automaton(output: bytearray, vocabulary: int) -> Automaton:
         ValueError: the bytes are neither an automaton nor a refusal.
         struct.error: there are too few bytes.
     """
-    states, classes, effects, text_size = _HEAD.unpack_from(output)
+    state_count, class_count, effect_count, text_bytes = _HEAD.unpack_from(output)
+    is_refusal = state_count == 0
     shapes: list[tuple[int, ...]] = [(0,)] * len(_ARRAY_TYPES)
-    if states:
+    if not is_refusal:
         shapes = [
-            (states, classes),
-            (states, classes),
+            (state_count, class_count),
+            (state_count, class_count),
             (vocabulary,),
-            (states,),
-            (effects, len(Effect._fields), COUNTERS),
+            (state_count,),
+            (effect_count, len(Effect._fields), COUNTERS),
         ]
     arrays: list[NDArray[Any]] = []
     offset = _HEAD.size
@@ -328,18 +329,20 @@ def _read_automaton(output: bytearray, vocabulary: int) -> Automaton:
         array = np.frombuffer(output, dtype, math.prod(shape), offset).reshape(shape)
         arrays.append(array)
         offset += array.nbytes
-    if len(output) != offset + text_size:
+    if len(output) != offset + text_bytes:
         raise ValueError
-    text = output[offset:].decode(errors="replace")
-    if not states:
+    text = output[offset:].decode(
+        errors="replace"
+    )  # the reason, or the automaton's name in an error
+    if is_refusal:
         raise InputRefused(text)
     next_SC, effect_SC, class_V, stops_S, effects_E4R = arrays
     # The device uses the numbers of these arrays as indices, and would not notice a wrong one.
-    _require_within(next_SC, -1, states - 1)
-    _require_within(class_V, 0, classes - 1)
-    _require_within(effect_SC, 0, effects - 1)
+    _require_within(next_SC, -1, state_count - 1)
+    _require_within(class_V, 0, class_count - 1)
+    _require_within(effect_SC, 0, effect_count - 1)
     _require_within(stops_S, 0, 1)
-    if effects > MAX_EFFECTS:
+    if effect_count > MAX_EFFECTS:
         raise ValueError
     # A count that needs more bits than it has would change the state. An effect that never applies does
     # no harm.

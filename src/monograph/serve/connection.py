@@ -81,8 +81,9 @@ class Connection(H11Protocol):
         self.conn = _RequestReader(h11.SERVER, MAX_HEAD_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
-        """Start the idle timer. If there are too many connections, close the one that has been idle for
-        the longest time.
+        """Start the idle timer of a new connection.
+
+        If there are too many connections, the one that has been idle for the longest time is closed.
         """
         super().connection_made(transport)
         self._idle_since = self.loop.time()
@@ -187,8 +188,9 @@ class Connection(H11Protocol):
         return not self.is_idle and not self.cycle.more_body
 
     def _check_idle(self) -> None:
-        """Abort the connection if no request came since the last check; else check again in
-        HEAD_TIMEOUT_S.
+        """Abort the connection if it is idle and no request came since the last check.
+
+        Otherwise check again in HEAD_TIMEOUT_S.
         """
         is_first_check = self._idle_timer is None
         if self.is_idle and not is_first_check and self.cycle is self._last_cycle:

@@ -76,10 +76,10 @@ def serving_chains(logprobs: int) -> list[Chain]:
 
 
 def positions_per_row(model: Llama, rows: int) -> int:
-    """Return a number of positions of each row with which `rows` rows fit half of the free memory.
+    """Return how many positions each of `rows` rows may have, so that all fit half of the free memory.
 
-    The model's own number of positions is halved until the rows fit, but not below MIN_POSITIONS.
-    If they do not fit then, the caller takes fewer rows.
+    It is the model's own number of positions, halved until the rows fit, but not below MIN_POSITIONS.
+    If the rows do not fit even then, the caller takes fewer of them.
     """
     positions = model.config.max_position_embeddings
     half_bytes = describe().free_memory_bytes // 2

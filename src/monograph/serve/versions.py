@@ -1,5 +1,6 @@
-"""The model that is served: a run's newest checkpoint, loaded again when a newer one appears, or a
-folder's.
+"""The model that is served: a folder's, or that of a run's newest checkpoint.
+
+When a newer checkpoint appears, it is loaded as a new version.
 """
 
 import hashlib

@@ -227,10 +227,10 @@ def begin_cohort(
     text: Corpus,
     engine: Engine,
 ) -> Cohort:
-    """Return a cohort with its sessions at their beginning, and write settings and tokenizer into
-    runs that do not have them yet.
+    """Return a cohort that trains from the beginning, by the schedules of its members' plans.
 
-    The arguments are those of `open_cohort`.
+    Settings and tokenizer are written into runs that do not have them yet. The arguments are those of
+    `open_cohort`.
     """
     set_planned_schedules(engine, built_runs)
     cohort = open_cohort(members, runs, built_runs, text, engine)

@@ -1,5 +1,6 @@
-"""Track and show a sweep while it runs: the rounds that remain, the progress, and each member's
-results so far.
+"""Track and show a sweep while it runs.
+
+This file knows which rounds remain, how far they are, and each member's results so far.
 
 A group is the members that one graph could hold. They train in rounds: the members of a round train at
 once. A cohort is a round while it trains, with its engine.
@@ -394,8 +395,10 @@ class SweepProgress:
         write_page_so_far(folder, result, settings, curves, describe_start(self.sweep.run), state)
 
     def finish(self) -> dict[str, Any]:
-        """Compare the settings, write tables and figures, print the results, and return the object
-        of `--json`.
+        """End a sweep whose members are all trained: compare them, and write and print the results.
+
+        Returns:
+            The object of `--json`.
         """
         table = results.compare_settings(self.outcomes)
         self.sweep.record["tokens"] = sum(

@@ -1,5 +1,7 @@
-"""Collect the results of a sweep: read each member's numbers, compare the settings, and make their
-tables.
+"""Collect the results of a sweep.
+
+Each member's numbers are read from its run. Settings are compared over their seeds, which gives the
+tables of the terminal, of `--json` and of the page. A member can be compared with the same run alone.
 """
 
 import math
@@ -210,8 +212,9 @@ def compare_settings(outcomes: Sequence[Outcome]) -> Table:
 
 
 def table_lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
-    """Return the table as aligned lines: knobs, mean ± standard error over seeds, and standing
-    against the best.
+    """Return the table as aligned lines.
+
+    Its columns are the knobs, mean ± standard error over seeds, and standing against the best setting.
 
     Args:
         table: the compared settings.
@@ -221,15 +224,17 @@ def table_lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
     rows = [[*map(short_key, keys), table.unit, ""]]
     for setting in table.settings:
         any_diverged = any(member in diverged for member in setting.members.values())
+        # Without a mean, `mean_text` says that all members diverged.
         is_unscored = setting.mean is None and not any_diverged
         value = "" if is_unscored else mean_text(setting.mean)
         knobs = [value_text(setting.knobs[key]) if key in setting.knobs else "" for key in keys]
         rows.append([*knobs, value, _standing(table, setting, diverged)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    column_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, column_widths, strict=True)]
+        lines.append("   ".join(cells).rstrip())
+    return lines
 
 
 def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> str:

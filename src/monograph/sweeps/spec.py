@@ -1,9 +1,8 @@
-"""Define the runs of a sweep: its settings and points, its members, and which members can share a
-graph.
+"""Define the runs of a sweep: its settings and points, its members, and their groups.
 
 A knob is a key whose value varies. A point has a value for each knob, and a member is the run with
 the values of one point. A proxy is a narrow model whose best learning rate is transferred to a wide
-one (`optim.transfer`).
+one (`optim.transfer`). A group is the members that can share a graph.
 """
 
 import itertools
