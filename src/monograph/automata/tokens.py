@@ -178,10 +178,11 @@ def constraint_automaton(
         raise InputRefused(f"{where} needs a token that ends a text, and the tokenizer has none")
     columns_C2S, class_V, effects = _token_columns(automaton, pieces, where)
     states = len(automaton.accepting_S)
+    dead_state = states
     # Two columns are added: one for tokens that are never allowed, and the last one for end tokens.
-    # Both lead to the dead state, whose number is `states`, until end tokens get their own state below.
+    # Both lead to the dead state. End tokens get a state of their own below.
     dead_12S = np.zeros((1, 2, states + 1), dtype=np.int16)
-    dead_12S[:, 0] = states
+    dead_12S[:, 0] = dead_state
     columns_C2S = np.concatenate([columns_C2S, dead_12S, dead_12S])
     # A token without bytes is never allowed, because it adds nothing to the text. End tokens are set
     # afterwards, because some of them have no bytes.
@@ -191,8 +192,9 @@ def constraint_automaton(
     used, new_class_V = np.unique(class_V, return_inverse=True)
     columns_C2S = columns_C2S[used]
     class_V = new_class_V.astype(np.int16)
-    next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)  # row `states` is the dead state
+    next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)  # the last row is that of the dead state
     effect_SC = columns_C2S[:, 1].T
+    # If each byte is a token, tokens lead from and to every state, as bytes do.
     live_S = np.ones(states, dtype=bool)
     if not has_each_byte(automaton, pieces, end_ids):
         edges_SE = _edges(next_SC)
@@ -203,19 +205,17 @@ def constraint_automaton(
     if not live_S[0]:
         raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
     # Renumber the live states, and add one last state, to which only end tokens lead.
-    new_numbers = np.full(states + 1, -1, dtype=np.int16)
+    new_numbers = np.full(states + 1, -1, dtype=np.int16)  # -1: dead
     new_numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
     end_row_1C = np.full((1, next_SC.shape[1]), -1, dtype=np.int16)
     next_SC = np.concatenate([new_numbers[next_SC[:states][live_S]], end_row_1C])
     may_end_S = np.append(automaton.accepting_S[live_S], True)
-    next_SC[may_end_S, -1] = (
-        len(next_SC) - 1
-    )  # from accepting states, end tokens lead to the last state
+    # From accepting states, end tokens lead to the last state.
+    next_SC[may_end_S, -1] = len(next_SC) - 1
     no_effect_1C = np.zeros((1, next_SC.shape[1]), dtype=np.int16)
     effect_SC = np.concatenate([effect_SC[:states][live_S], no_effect_1C])
-    effect_SC[next_SC < 0] = (
-        0  # a forbidden token has no effect, so that equal columns are found below
-    )
+    # The effect of a forbidden token does not matter. It is set to 0, so that more columns are equal below.
+    effect_SC[next_SC < 0] = 0
     stops_S = np.asarray((next_SC[:, :-1] < 0).all(axis=1))
     # Columns may have become equal by the renumbering. Tokens of equal columns then share a class.
     stacked = np.concatenate([next_SC, effect_SC])
@@ -260,8 +260,9 @@ def _token_columns(
         effects: all effects.
     """
     states, byte_classes = automaton.next_SK.shape
-    next_KS = np.full((byte_classes, states + 1), states, dtype=np.int16)
-    next_KS[:, :states] = np.where(automaton.next_SK < 0, states, automaton.next_SK).T
+    dead_state = states
+    next_KS = np.full((byte_classes, states + 1), dead_state, dtype=np.int16)
+    next_KS[:, :states] = np.where(automaton.next_SK < 0, dead_state, automaton.next_SK).T
     effect_KS = np.zeros((byte_classes, states + 1), dtype=np.int16)
     effect_KS[:, :states] = automaton.effect_SK.T
     sequences = _SequenceEffects(automaton.effects, where)
@@ -297,15 +298,18 @@ def _token_columns(
         for first in range(0, len(parents), chunk_columns):
             chunk = slice(first, first + chunk_columns)
             chunk_byte_classes = parent_byte_classes[chunk]
-            # Columns, [pairs of the chunk, 2, S + 1], before and after the byte.
+            # The columns before the byte, [pairs of the chunk, 2, S + 1].
             before = np.stack([columns[parent] for parent in parents[chunk]])
-            after = np.empty_like(before)
-            after[:, 0] = next_KS[chunk_byte_classes[:, None], before[:, 0]]
-            byte_effects = effect_KS[chunk_byte_classes[:, None], before[:, 0]]
-            after[:, 1] = sequences.extend(before[:, 1], byte_effects)
-            # An effect that no counts allow leads to the dead state, where the effect does not matter.
-            after[:, 0][after[:, 1] < 0] = states
-            after[:, 1][after[:, 0] == states] = 0
+            states_before = before[:, 0]
+            effects_before = before[:, 1]
+            states_after = next_KS[chunk_byte_classes[:, None], states_before]
+            byte_effects = effect_KS[chunk_byte_classes[:, None], states_before]
+            effects_after = sequences.extend(effects_before, byte_effects)
+            # An effect that no counts allow leads to the dead state. There the effect does not matter, and
+            # is set to 0 so that more columns are equal.
+            states_after[effects_after < 0] = dead_state
+            effects_after[states_after == dead_state] = 0
+            after = np.stack([states_after, effects_after], axis=1)
             for parent, byte_class, column in zip(
                 parents[chunk], chunk_byte_classes, after, strict=True
             ):

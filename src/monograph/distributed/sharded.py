@@ -179,8 +179,11 @@ class Shards(ByRank):
         self.step.update_plane(plane, total, scale, accepted)
 
     def add_squares(self, squares: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the squares of all planes of all ranks."""
-        # The sum begins with zero, because a rank may have no rows at all.
+        """Return the sum of the squares of all rows, of which this rank has those of `squares`.
+
+        If each machine has all rows, the sum is over the ranks of one machine.
+        """
+        # It begins with zero, because a rank may have no rows at all.
         zero = torch.zeros((), dtype=torch.float64, device=default_device())
         return self.row_ranks.sum(functools.reduce(torch.add, squares, zero))
 
@@ -200,6 +203,7 @@ class Shards(ByRank):
         form = FORMATS[step.optim.state]
         share_largest_numbers(self.row_ranks, cut_planes, scale, form, self._hyperparameters)
         yield
+        # The orthogonal directions are as large as the parameters, so they are freed.
         for plane in step.planes:
             plane.orthogonal = None
 
@@ -216,26 +220,27 @@ class Shards(ByRank):
         for kind, planes in by_kind.items():
             assert kind.matrix_shape is not None and kind.rule.orthogonalise is not None
             orthogonalise = kind.rule.orthogonalise
-            hyper = self._hyperparameters(kind, planes[0][1])
+            _, first_total = planes[0]
+            hyper = self._hyperparameters(kind, first_total)
             directions = [
                 _direction(plane, total * scale.to(total.dtype), form, hyper)
                 for plane, total in planes
             ]
-            compute = hyper.compute
             if len(kind.matrix_shape) == 2:
                 orthogonal = orthogonalise_rows(
                     self.row_ranks,
                     directions,
                     kind.matrix_shape[0],
                     first_owner,
-                    compute,
+                    hyper.compute,
                     orthogonalise,
                 )
                 first_owner += len(planes)
             else:
                 # The parameter is a stack of matrices, whose rows are whole matrices. A rank may have none.
                 orthogonal = [
-                    orthogonalise(stack, compute) if len(stack) else stack for stack in directions
+                    orthogonalise(stack, hyper.compute) if len(stack) else stack
+                    for stack in directions
                 ]
             for (plane, _), rows in zip(planes, orthogonal, strict=True):
                 plane.orthogonal = rows.flatten()

@@ -331,9 +331,8 @@ def _read_automaton(output: bytearray, vocabulary: int) -> Automaton:
         offset += array.nbytes
     if len(output) != offset + text_bytes:
         raise ValueError
-    text = output[offset:].decode(
-        errors="replace"
-    )  # the reason, or the automaton's name in an error
+    # The reason of a refusal, or the automaton's name in an error.
+    text = output[offset:].decode(errors="replace")
     if is_refusal:
         raise InputRefused(text)
     next_SC, effect_SC, class_V, stops_S, effects_E4R = arrays

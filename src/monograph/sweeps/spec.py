@@ -98,11 +98,9 @@ class MemberGroup:
         return knobs_text(self.shared)
 
     def rounds(self) -> list[list[Member]]:
-        """Return the members of each round."""
-        ends = itertools.accumulate(self.round_sizes)
-        return [
-            self.members[end - size : end] for size, end in zip(self.round_sizes, ends, strict=True)
-        ]
+        """Return the members of each round; rounds take the members in their order."""
+        remaining = iter(self.members)
+        return [list(itertools.islice(remaining, size)) for size in self.round_sizes]
 
 
 def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
