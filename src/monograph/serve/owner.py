@@ -330,7 +330,8 @@ class Owner:
     def end(self) -> None:
         """End the thread after its present block, or within a warm-up, and wait for its end.
 
-        If the thread were inside a device's library when Python ends, the process would abort.
+        This must be done before Python ends: if the thread were inside a device's library then, the
+        process would abort.
         """
         self._is_ending = True
         self._calls.put(None)

@@ -307,7 +307,7 @@ class TimedGroup:
             return 60 * plan.job.span.minutes < compile_s
         began = clock()
         built_runs = build_models(self.group.members[:1], self.text, self.machine)
-        engine = make_members_engine(built_runs, False, self.device)
+        engine = make_members_engine(built_runs, windows_differ=False, device=self.device)
         window = first_window(built_runs, self.text)
         building_s = clock() - began
         # A model that takes so long to build also takes long to update, so no update is timed.
@@ -367,7 +367,8 @@ class TimedGroup:
         )
         self.group.compile_s = max(0.0, choice.total_s - updates * self.group.update_s)
         self.group.held_out_s = self.held_out_s(self.group.round_sizes)
-        for width in [width for width in self.engines if width not in self.group.round_sizes]:
+        unused_widths = self.engines.keys() - set(self.group.round_sizes)
+        for width in unused_widths:
             del self.engines[width]
 
     def held_out_s(self, rounds: Sequence[int]) -> float:
@@ -377,7 +378,9 @@ class TimedGroup:
             rounds: the number of members of each round.
         """
         rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
-        return rows * sum(self.held_out_row_s.get(size, self.held_out_row_s[1]) for size in rounds)
+        # A width that was not timed counts like one member.
+        row_s = sum(self.held_out_row_s.get(size, self.held_out_row_s[1]) for size in rounds)
+        return rows * row_s
 
     def cohort_of_round(
         self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress
