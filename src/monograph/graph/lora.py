@@ -13,6 +13,7 @@ PEFT's.
 Shapes: N outputs, K inputs, R rank, E experts.
 """
 
+import copy
 import functools
 import hashlib
 import math
@@ -146,7 +147,7 @@ class Adapted(nn.Linear):
         """Map [..., K] to [..., N], in the dtype of the base layer's output."""
         output = super().forward(input)
         input_dtype = input.dtype
-        has_dropout = isinstance(self.lora_dropout, nn.Dropout)
+        has_dropout = not isinstance(self.lora_dropout, nn.Identity)
         # Without autocast, a linear layer needs its weight's dtype. With dropout the input is cast
         # under autocast too, so that the mask's factor 1 / (1 - p) is not rounded to fewer bits.
         if has_dropout or not torch.is_autocast_enabled(input.device.type):
@@ -285,7 +286,7 @@ def adapt(
     if lora.base != "auto":
         _quantise_base(module, lora.base, device)
     for name, layer in chosen.items():
-        _adapt(layer, lora, f"{seed} {name}.lora_A.weight", device, dtype)
+        _adapt(layer, lora, _seed_key(seed, name), device, dtype)
     store_row_norms(module)
     return adapted_layers(module)
 
@@ -382,6 +383,23 @@ def _adapt(
     options: dict[str, Any] = {"device": device or weight.device, "dtype": dtype}
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
     assert isinstance(layer, AnyAdapted)
+    _add_factors(layer, lora, options)
+    magnitude = nn.Parameter(torch.empty(layer.out_features, **options)) if lora.dora else None
+    layer.register_parameter("lora_magnitude_vector", magnitude)
+    if weight.is_meta:
+        layer.lora_B.weight.zero_()
+    else:
+        _initialise(layer, key)
+
+
+def _add_factors(layer: AnyAdapted, lora: Lora, options: dict[str, Any]) -> None:
+    """Give a layer A and B, uninitialised, with the scale and the dropout of an adapter.
+
+    Args:
+        layer: the layer.
+        lora: the adapter's options.
+        options: dtype and device of A and B.
+    """
     for name, inputs, outputs in (
         ("lora_A", layer.in_features, lora.rank),
         ("lora_B", lora.rank, layer.out_features),
@@ -394,19 +412,65 @@ def _adapt(
         setattr(layer, name, factor)
     layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
     layer.scale = lora.scale
-    magnitude = nn.Parameter(torch.empty(layer.out_features, **options)) if lora.dora else None
-    layer.register_parameter("lora_magnitude_vector", magnitude)
+
+
+@torch.no_grad()
+def _initialise(layer: AnyAdapted, key: str) -> None:
+    """Set a new adapter's values: A is uniform in +-1 / sqrt(K), B is zero, and magnitudes are norms.
+
+    Args:
+        layer: the adapted layer.
+        key: seeds the values of A.
+    """
     layer.lora_B.weight.zero_()
-    if not weight.is_meta:
-        # A is seeded by its name and sampled on the CPU, so that it depends neither on other layers
-        # nor on the device.
-        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
-        generator = torch.Generator().manual_seed(seed)
-        bound = 1 / math.sqrt(layer.in_features)
-        noise = torch.rand(
-            layer.lora_A.weight.shape, generator=generator, dtype=torch.float32, device="cpu"
-        )
-        layer.lora_A.weight.copy_((2 * noise - 1) * bound)
+    # A is seeded by its name and sampled on the CPU, so that it depends neither on other layers nor on
+    # the device.
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
+    generator = torch.Generator().manual_seed(seed)
+    bound = 1 / math.sqrt(layer.in_features)
+    noise = torch.rand(
+        layer.lora_A.weight.shape, generator=generator, dtype=torch.float32, device="cpu"
+    )
+    layer.lora_A.weight.copy_((2 * noise - 1) * bound)
+    if layer.lora_magnitude_vector is not None and hasattr(layer, "lora_norms"):
+        layer.lora_magnitude_vector.copy_(layer.lora_norms)
+
+
+def copy_with_shared_base(
+    module: nn.Module, lora: Lora | None = None, seed: int | None = None
+) -> nn.Module:
+    """Return a copy of a module with adapters that has its own adapters and shares the base.
+
+    The copy holds the same frozen parameters and constants (buffers outside of the state dict), not
+    copies of them, so many sets of adapters take the memory of one base. `monograph.Ensemble` trains
+    such modules together without copying the base.
+
+    Args:
+        module: a module with adapters.
+        lora: other options of the copy's adapters, which are new then. Only rank, alpha, rslora and
+            dropout may differ from those of the module. None: the options are the module's.
+        seed: the seed of new adapters' values, as in `adapt`; None: the module's values, or with
+            `lora` those of seed 0.
+    """
+    shared: list[Tensor] = [p for p in module.parameters() if not p.requires_grad]
+    for part in module.modules():
+        shared += [part._buffers[name] for name in part._non_persistent_buffers_set]  # type: ignore[misc]
+    # The memo of copy.deepcopy: by an object's id, what the copy has in its place.
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared if tensor is not None}
+    copied = copy.deepcopy(module, memo)
+    layers = adapted_layers(copied)
+    for layer in layers.values() if lora else ():
+        A = layer.lora_A.weight
+        _add_factors(layer, lora, {"device": A.device, "dtype": A.dtype})
+    if lora or seed is not None:
+        for name, layer in layers.items():
+            _initialise(layer, _seed_key(seed or 0, name))
+    return copied
+
+
+def _seed_key(seed: int, layer_name: str) -> str:
+    """Return the text that seeds the initial values of a layer's adapter."""
+    return f"{seed} {layer_name}.lora_A.weight"
 
 
 @torch.no_grad()
