@@ -179,9 +179,10 @@ class Shards(ByRank):
         self.step.update_plane(plane, total, scale, accepted)
 
     def add_squares(self, squares: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the squares of all rows, of which this rank has those of `squares`.
+        """Return the sum of the squares of all rows; a collective of the ranks that share them out.
 
-        If each machine has all rows, the sum is over the ranks of one machine.
+        Args:
+            squares: the sum of squares of each plane of this rank.
         """
         # It begins with zero, because a rank may have no rows at all.
         zero = torch.zeros((), dtype=torch.float64, device=default_device())

@@ -33,7 +33,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +85,18 @@ class Busy(Exception):
     """Too many constraints wait to be compiled."""
 
 
+class ChildResult(NamedTuple):
+    """How a child ended, and what it wrote.
+
+    Attributes:
+        exit_code: its exit code, or minus the number of the signal that ended it.
+        output: the bytes that it wrote, see the module's docstring.
+    """
+
+    exit_code: int
+    output: bytearray
+
+
 class ConstraintCompiler:
     """Compiles stop strings and constraints in processes of their own, under limits.
 
@@ -103,7 +115,7 @@ class ConstraintCompiler:
         """
         head = json.dumps([[int(token) for token in stop_ids], [len(piece) for piece in pieces]])
         self._vocabulary_message = head.encode() + b"\n" + b"".join(pieces)
-        self._vocabulary = len(pieces)
+        self._vocabulary_size = len(pieces)
         # The result of each job, by the job's JSON: an automaton, or the reason why it was refused.
         self._cache: OrderedDict[str, Automaton | str] = OrderedDict()
         self._job_lock = asyncio.Lock()
@@ -205,17 +217,17 @@ class ConstraintCompiler:
         if key in self._cache:  # an equal request has compiled it in the meantime
             return self._cache[key]
         job = f"[{key}, {PROCESSOR_S}, {MEMORY_BYTES}]\n".encode()
-        code, output = await self._run_in_process(job)
+        child = await self._run_in_process(job)
         result: Automaton | str
         try:
-            if code:
-                result = _failure_reason(kind, code)
+            if child.exit_code:
+                result = _failure_reason(kind, child.exit_code)
             else:
-                result = _read_automaton(output, self._vocabulary)
+                result = _read_automaton(child.output, self._vocabulary_size)
         except InputRefused as error:
             result = str(error)
         except (ValueError, struct.error):  # the output is not that of an undisturbed child
-            result = _failure_reason(kind, code)
+            result = _failure_reason(kind, child.exit_code)
         self._cache[key] = result
         while self._is_cache_too_large():
             self._cache.popitem(last=False)
@@ -225,8 +237,8 @@ class ConstraintCompiler:
         cached_bytes = sum(map(_size_bytes, self._cache.values()))
         return len(self._cache) > MAX_CACHED or cached_bytes > MAX_CACHED_BYTES
 
-    async def _run_in_process(self, job: bytes) -> tuple[int, bytearray]:
-        """Let the compiling process run a job; return the child's exit code and its output.
+    async def _run_in_process(self, job: bytes) -> ChildResult:
+        """Let the compiling process run a job in a child.
 
         If the process is dead or dies, the job is tried once more in a new one.
         """
@@ -242,7 +254,7 @@ class ConstraintCompiler:
                 # The process is ended, because a late reply could be taken for the reply to the next job.
                 self._end_process()
                 if isinstance(error, TimeoutError):
-                    return _TOO_LONG, bytearray()
+                    return ChildResult(_TOO_LONG, bytearray())
                 if not isinstance(error, OSError | EOFError):
                     raise
         raise RuntimeError("the process that compiles constraints died twice")
@@ -290,8 +302,8 @@ def _failure_reason(kind: str, code: int) -> str:
     return f"{_NAMES[kind]} {reason}: make it simpler"
 
 
-async def _read_reply(reader: asyncio.StreamReader, timeout_s: float) -> tuple[int, bytearray]:
-    """Return a child's exit code and its output."""
+async def _read_reply(reader: asyncio.StreamReader, timeout_s: float) -> ChildResult:
+    """Read a reply of the compiling process: the result of a child."""
     async with asyncio.timeout(timeout_s):
         code, size = _REPLY.unpack(await reader.readexactly(_REPLY.size))
         output = bytearray()
@@ -301,10 +313,10 @@ async def _read_reply(reader: asyncio.StreamReader, timeout_s: float) -> tuple[i
             if not chunk:
                 raise EOFError
             output += chunk
-        return code, output
+        return ChildResult(code, output)
 
 
-def _read_automaton(output: bytearray, vocabulary: int) -> Automaton:
+def _read_automaton(output: bytearray, vocabulary_size: int) -> Automaton:
     """Return the automaton in a child's output, after checking every number in it.
 
     Raises:
@@ -319,7 +331,7 @@ def _read_automaton(output: bytearray, vocabulary: int) -> Automaton:
         shapes = [
             (state_count, class_count),
             (state_count, class_count),
-            (vocabulary,),
+            (vocabulary_size,),
             (state_count,),
             (effect_count, len(Effect._fields), COUNTERS),
         ]

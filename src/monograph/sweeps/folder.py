@@ -193,8 +193,8 @@ class Sweep:
     def programs(self) -> list[str]:
         """The values of knobs that name a function in a Python file.
 
-        config.toml has only the shared settings, not the knobs. So whoever writes the settings takes
-        from this list which further code is to be trusted, and whoever reads them checks it.
+        config.toml has only the shared settings, not the knobs. So `write_config` and `run_settings` get
+        this list, too: the former marks the code as trusted, and the latter checks it.
         """
         return sorted({value for point in self.points for value in programs_in(point)})
 

@@ -204,11 +204,12 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     """
     settings, axes = _settings_and_axes(arguments)
     _require_comparable(settings)
+    # If the members are proxies, `settings` become the proxy's, and `target` has those of the wide run.
     target: Settings | None = None
     if settings.optim.transfer != "none":
         settings, target = _proxy_and_target(settings)
     elif not arguments:
-        # A model without a narrower shape is swept itself.
+        # If the model has no narrower shape, which raises an error, it is swept itself.
         with suppress(UsageError):
             with_transfer = settings.resolve({"optim.transfer": WIDTH}, ORIGIN)
             settings, target = _proxy_and_target(with_transfer)
