@@ -78,7 +78,7 @@ def _divergence_advice(best: Setting) -> Iterator[Advice]:
 
 def _edge_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
     """Say on which axes the best value is the first or the last, and which values to try next."""
-    # The further sweep has the best value of each knob, and on these axes values beyond it.
+    # The further sweep has the best value of each knob, and if it is at an edge, also values beyond it.
     axes = {key: [value] for key, value in best.knobs.items()}
     clauses = list[str]()
     for key, value in best.knobs.items():
@@ -111,7 +111,7 @@ def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Ad
     if not rivals:
         return
     if table.noise is None:  # no setting has two seeds
-        # As many as the noise is estimated from, with the best one.
+        # The noise will be estimated from the better half of the settings, so no others are proposed.
         nearest_rivals = rivals[: pooled(1 + len(rivals))]
         yield Advice(
             f"One seed cannot tell a difference from chance. Run the best with {MIN_SEEDS} seeds each.",
@@ -124,7 +124,7 @@ def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Ad
         return
     nearest = rivals[0]
     assert nearest.difference and nearest.difference.standard_error is not None
-    # The difference and its 95 % confidence interval are printed.
+    # Half of the 95 % confidence interval of the difference.
     half_interval = t_quantile(table.degrees) * nearest.difference.standard_error
     others = "the others"
     if len(rivals) + 1 < len(table.settings):

@@ -135,9 +135,9 @@ class Sweep:
         # The sweep itself has set the minutes if it was begun without arguments.
         if settings.origins.get("train.minutes") == ORIGIN:
             record["least_tokens"] = DEFAULT_TOKENS
+        record["target"] = target.to_toml() if target else None
         sweep = cls(Run.create(out), record)
         with sweep.run.lock(new=True):
-            record["target"] = target.to_toml() if target else None
             sweep.write()
             write_config(sweep.run, settings, sweep.programs)
         return sweep
@@ -169,8 +169,8 @@ class Sweep:
                 raise ValueError("not what was written")
             groups = _Record.model_validate(record).groups
             if groups is not None:
-                members = sum(sum(group.rounds) for group in groups)
-                if members != len(record["points"]):
+                member_count = sum(sum(group.rounds) for group in groups)
+                if member_count != len(record["points"]):
                     raise ValueError("other members")
             record["points"] = [_restored_point(point) for point in record["points"]]
         except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
