@@ -141,7 +141,7 @@ class World:
     Attributes:
         place: this process's place; None: it is a single process.
         alone: whether it is a single process.
-        rank: the process's number among those that sum tensors.
+        rank: the process's number among those that sum tensors, see `subgroup`.
         size: the number of processes that sum tensors.
         machine_size: the number of processes on its machine.
         attempt: how many times the launcher has restarted all processes.
@@ -189,8 +189,8 @@ class World:
                 f"rank {place.rank}: nobody was met at {place.host}:{place.port}: {reason}"
             ) from error
         # A launcher's store outlives an attempt and keeps addresses of processes that are gone
-        # (dev/log.md), so each attempt has its own prefix. A store of rank 0 ends with the attempt, so it
-        # needs no prefix. It must not have one, since the ranks may count attempts differently (`_meet`).
+        # (dev/log.md), so the keys of each attempt have a prefix of their own. A store of rank 0 ends with
+        # the attempt, so its prefix is always 0: the ranks may count attempts differently (`_meet`).
         prefix = place.attempt if place.launcher_has_store else 0
         self._attempt_store = dist.PrefixStore(f"monograph/{prefix}", self.store)
         self._meet(say)
