@@ -42,10 +42,12 @@ class DropoutWithRates(nn.Module):
 
     Attributes:
         rate: the rates, a buffer [N] outside of the state dict.
+        p: the largest rate. A module may read it to see whether there is dropout.
     """
 
     def __init__(self, dropout: nn.Module, rates_N: Tensor):
         super().__init__()
+        self.p = float(rates_N.max())
         self.training = dropout.training
         self._function = type(dropout).__name__.lower()  # Dropout1d -> dropout1d
         self.register_buffer("rate", rates_N, persistent=False)

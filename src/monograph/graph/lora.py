@@ -138,7 +138,7 @@ class Adapted(nn.Linear):
 
     lora_A: nn.Linear
     lora_B: nn.Linear
-    lora_dropout: nn.Module
+    lora_dropout: nn.Dropout
     lora_magnitude_vector: Tensor | None
     lora_norms: Tensor
     scale: float
@@ -147,7 +147,7 @@ class Adapted(nn.Linear):
         """Map [..., K] to [..., N], in the dtype of the base layer's output."""
         output = super().forward(input)
         input_dtype = input.dtype
-        has_dropout = not isinstance(self.lora_dropout, nn.Identity)
+        has_dropout = self.lora_dropout.p > 0
         # Without autocast, a linear layer needs its weight's dtype. With dropout the input is cast
         # under autocast too, so that the mask's factor 1 / (1 - p) is not rounded to fewer bits.
         if has_dropout or not torch.is_autocast_enabled(input.device.type):
@@ -195,7 +195,7 @@ class AdaptedExperts(ExpertLinear):
 
     lora_A: ExpertFactor
     lora_B: ExpertFactor
-    lora_dropout: nn.Module
+    lora_dropout: nn.Dropout
     lora_magnitude_vector: None
     scale: float
 
@@ -410,7 +410,7 @@ def _add_factors(layer: AnyAdapted, lora: Lora, options: dict[str, Any]) -> None
         else:
             factor = Factor(inputs, outputs, bias=False, **options)
         setattr(layer, name, factor)
-    layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
+    layer.lora_dropout = nn.Dropout(lora.dropout)
     layer.scale = lora.scale
 
 
@@ -436,9 +436,7 @@ def _initialise(layer: AnyAdapted, key: str) -> None:
         layer.lora_magnitude_vector.copy_(layer.lora_norms)
 
 
-def copy_with_shared_base(
-    module: nn.Module, lora: Lora | None = None, seed: int | None = None
-) -> nn.Module:
+def copy_with_shared_base(module: nn.Module, lora: Lora, seed: int | None = None) -> nn.Module:
     """Return a copy of a module with adapters that has its own adapters and shares the base.
 
     The copy holds the same frozen parameters and constants (buffers outside of the state dict), not
@@ -447,25 +445,40 @@ def copy_with_shared_base(
 
     Args:
         module: a module with adapters.
-        lora: other options of the copy's adapters, which are new then. Only rank, alpha, rslora and
-            dropout may differ from those of the module. None: the options are the module's.
-        seed: the seed of new adapters' values, as in `adapt`; None: the module's values, or with
-            `lora` those of seed 0.
+        lora: the options of the copy's adapters. Only rank, alpha, rslora and dropout may differ from
+            those of the module.
+        seed: the seed of new adapters' values, as in `adapt`; None: the copy has the module's values,
+            and its rank.
+
+    Raises:
+        UsageError: `seed` is None, but the rank is another one.
     """
-    shared: list[Tensor] = [p for p in module.parameters() if not p.requires_grad]
+    shared = [*frozen_parameters(module)]
     for part in module.modules():
-        shared += [part._buffers[name] for name in part._non_persistent_buffers_set]  # type: ignore[misc]
+        constants = (part._buffers[name] for name in part._non_persistent_buffers_set)
+        shared += [constant for constant in constants if constant is not None]
     # The memo of copy.deepcopy: by an object's id, what the copy has in its place.
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared if tensor is not None}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     copied = copy.deepcopy(module, memo)
-    layers = adapted_layers(copied)
-    for layer in layers.values() if lora else ():
+    for name, layer in adapted_layers(copied).items():
         A = layer.lora_A.weight
-        _add_factors(layer, lora, {"device": A.device, "dtype": A.dtype})
-    if lora or seed is not None:
-        for name, layer in layers.items():
-            _initialise(layer, _seed_key(seed or 0, name))
+        if seed is None and A.shape[-2] != lora.rank:
+            raise UsageError(
+                f"rank = {lora.rank}: these adapters have the rank {A.shape[-2]}; adapters of another rank need a "
+                "seed for their values"
+            )
+        if seed is None:
+            layer.lora_dropout = nn.Dropout(lora.dropout)
+            layer.scale = lora.scale
+        else:
+            _add_factors(layer, lora, {"device": A.device, "dtype": A.dtype})
+            _initialise(layer, _seed_key(seed, name))
     return copied
+
+
+def frozen_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are not trained; of a module with adapters, the base."""
+    return [parameter for parameter in module.parameters() if not parameter.requires_grad]
 
 
 def _seed_key(seed: int, layer_name: str) -> str:

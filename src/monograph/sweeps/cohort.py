@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
@@ -20,7 +21,8 @@ from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.ensemble.member import MemberEngine
 from monograph.errors import NoValidCheckpoint
-from monograph.graph.mmap_weights import materialize_
+from monograph.graph.lora import adapted_layers, frozen_parameters
+from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
 from monograph.optim.formats import FORMATS
@@ -34,7 +36,7 @@ from monograph.session.plan import Length
 from monograph.session.random_state import seed_all
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import BuiltRun, build_run, make_engine
+from monograph.session.setup import BuiltRun, build_on_base_of, build_run, make_engine
 from monograph.sweeps.spec import Member
 
 EVALUATIONS = 6  # how often each member is evaluated, if the settings give no interval
@@ -125,24 +127,61 @@ class Cohort:
         self.windows.close()
 
 
-def build_models(members: Sequence[Member], text: Corpus, machine: Device) -> list[BuiltRun]:
+def build_models(
+    members: Sequence[Member], text: Corpus, machine: Device, base: BuiltRun | None = None
+) -> list[BuiltRun]:
     """Build the members' models and resolve their plans.
 
     Only the values that depend on the run's length stay open, see `with_length`. The planner makes its
-    choices once, for the first member, and the other members take them over.
+    choices once, for the first member, and the other members take them over. Members with adapters
+    share one base.
 
     Args:
         members: members with plans.
+        text: the corpus that they train on.
+        machine: the device that trains them.
+        base: the run of `build_base`, on whose base the members' adapters are; None: it is built if
+            the members have adapters.
+
+    Raises:
+        OutOfDeviceMemory: not even one member fits.
+    """
+    task = TextTask(text)
+    plans = [member.plan for member in members if member.plan]  # all have one by now
+    if base is None:
+        base = build_base(members[0], text, machine)
+    if base is not None:
+        return [build_on_base_of(base, plan, task, machine) for plan in plans]
+    first = build_run(plans[0], task, machine)
+    others = [build_run(plan, task, machine, like=first.plan) for plan in plans[1:]]
+    return [first, *others]
+
+
+def build_base(member: Member, text: Corpus, machine: Device) -> BuiltRun | None:
+    """Build a run with adapters, whose base all members share; None: they have no adapters.
+
+    The run's own adapters are never trained. Members that continue stored adapters get copies of them.
+
+    Args:
+        member: one of the members, with a plan.
         text: the corpus that they train on.
         machine: the device that trains them.
 
     Raises:
         OutOfDeviceMemory: not even one member fits.
     """
-    plans = [member.plan for member in members if member.plan]  # all have one by now
-    first = build_run(plans[0], TextTask(text), machine)
-    others = [build_run(plan, TextTask(text), machine, like=first.plan) for plan in plans[1:]]
-    return [first, *others]
+    plan = member.plan
+    if plan is None or plan.job.adapters() is None:
+        return None
+    return build_run(plan, TextTask(text), machine)
+
+
+def base_bytes(built: BuiltRun) -> int:
+    """Return the bytes of the frozen weights that members with adapters share; 0 without adapters."""
+    if built.recipe.lora is None:
+        return 0
+    frozen = frozen_parameters(built.model)
+    return sum(weight.numel() * kept_dtype(weight).itemsize for weight in frozen)
 
 
 def with_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
@@ -202,8 +241,10 @@ def reuse_engine(engine: Engine, fresh: Engine) -> bool:
 
     Returns:
         Whether it was done. It is not done if more than weights and learning rate differ, as the
-        graph fixes everything else.
+        graph fixes everything else, such as the rank, scale and dropout of adapters.
     """
+    if _adapter_options(engine.model) != _adapter_options(fresh.model):
+        return False
     old = engine.step.optim
     new = fresh.step.optim
     # The graph does not fix the learning rate. It fixes the seed only if the format of the optimizer's
@@ -218,6 +259,14 @@ def reuse_engine(engine: Engine, fresh: Engine) -> bool:
     engine.load_state(fresh.state())
     engine.step.optim = new
     return True
+
+
+def _adapter_options(model: nn.Module) -> dict[str, tuple[int, float, float]]:
+    """Return rank, scale and dropout of each layer with an adapter, by the layer's name."""
+    return {
+        name: (layer.lora_A.weight.shape[-2], layer.scale, layer.lora_dropout.p)
+        for name, layer in adapted_layers(model).items()
+    }
 
 
 def begin_cohort(

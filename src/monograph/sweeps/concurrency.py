@@ -37,7 +37,9 @@ from monograph.session.setup import BuiltRun
 from monograph.sweeps.cohort import (
     EVALUATIONS,
     Cohort,
+    base_bytes,
     begin_cohort,
+    build_base,
     build_models,
     make_members_engine,
     reuse_engine,
@@ -228,6 +230,17 @@ def _why(
     return f"{members} members, {at_once}: {speedup:.2f}x over one after another{conclusion} ({measured})"
 
 
+def members_that_fit(budget_bytes: int, peak_bytes: int, base_bytes: int) -> int:
+    """Return how many members fit at once, at least 1.
+
+    Args:
+        budget_bytes: the memory that may be used.
+        peak_bytes: the planned peak of one member alone.
+        base_bytes: the part of this peak that all members share.
+    """
+    return max(1, (budget_bytes - base_bytes) // (peak_bytes - base_bytes))
+
+
 # Compile time of a graph of several members, divided by that of one member (dev/log.md).
 WIDE_COMPILE_RATIO = 1.3
 # Compile time of a graph in the compiler's cache, divided by that of a new one
@@ -280,6 +293,19 @@ class TimedGroup:
         self.refusal = ""
         self.compile_ratio = WIDE_COMPILE_RATIO
         self.engines: dict[int, CapturedEngine] = {}
+        self._base: BuiltRun | None = None  # see `build`
+
+    def build(self, members: Sequence[Member]) -> list[BuiltRun]:
+        """Build the models of some of the group's members.
+
+        Members with adapters share one base, which is built by the first call.
+
+        Raises:
+            OutOfDeviceMemory: not even one member fits.
+        """
+        if self._base is None:
+            self._base = build_base(members[0], self.text, self.machine)
+        return build_models(members, self.text, self.machine, self._base)
 
     @property
     def given_updates(self) -> int:
@@ -306,7 +332,7 @@ class TimedGroup:
             compile_s = MIN_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
             return 60 * plan.job.span.minutes < compile_s
         began = clock()
-        built_runs = build_models(self.group.members[:1], self.text, self.machine)
+        built_runs = self.build(self.group.members[:1])
         engine = make_members_engine(built_runs, windows_differ=False, device=self.device)
         window = first_window(built_runs, self.text)
         building_s = clock() - began
@@ -396,10 +422,11 @@ class TimedGroup:
         if is_first and size in self.engines:
             built_runs, engine = self.engines[size]  # captured, so this round need not compile
             return begin_cohort(members, runs, with_length(built_runs, updates), self.text, engine)
-        built_runs = with_length(build_models(members, self.text, self.machine), updates)
+        built_runs = with_length(self.build(members), updates)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
-        if size == 1 and 1 in self.engines and reuse_engine(self.engines[1].engine, engine):
-            engine = self.engines[1].engine
+        captured = self.engines.get(1) if size == 1 else None
+        if captured and reuse_engine(captured.engine, engine):
+            engine = captured.engine
         else:
             capture_or_train_eagerly(
                 engine,
@@ -413,14 +440,18 @@ class TimedGroup:
 
     def _time(self, width: int, progress: Progress) -> WidthTime:
         """Build and capture the engine of the first members, keep it, and return its times."""
-        built_runs = build_models(self.group.members[:width], self.text, self.machine)
+        built_runs = self.build(self.group.members[:width])
         if width == 1:
             for line in built_runs[0].notes:
                 progress.line("tokens", line)
             expected = built_runs[0].plan.expected
             if expected:
-                fitting = planner.budget(self.machine) // expected.peak_memory_bytes
-                self.max_at_once = min(self.max_at_once, max(1, fitting))
+                fitting = members_that_fit(
+                    planner.budget(self.machine),
+                    expected.peak_memory_bytes,
+                    base_bytes(built_runs[0]),
+                )
+                self.max_at_once = min(self.max_at_once, fitting)
         window = first_window(built_runs, self.text)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
         began = clock()

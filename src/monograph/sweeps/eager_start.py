@@ -38,8 +38,8 @@ from monograph.session.setup import BuiltRun
 from monograph.storage.cache_dir import is_compiled, mark_compiled
 from monograph.sweeps.cohort import (
     Cohort,
+    base_bytes,
     begin_run,
-    build_models,
     make_members_engine,
     open_cohort,
     set_schedules,
@@ -103,9 +103,7 @@ class EagerStart:
         for index, timed_group in enumerate(timed_groups):
             timed_group.leave_uncompiled()
             # The models are built again only for their new plans. The cohort stays, as it has been trained.
-            built_runs = build_models(
-                timed_group.group.members, timed_group.text, timed_group.machine
-            )
+            built_runs = timed_group.build(timed_group.group.members)
             self.groups[index] = _EagerGroup(built_runs, self.groups[index].cohort)
 
 
@@ -176,9 +174,7 @@ def _open_cohorts(
     windows = []
     for timed_group in timed_groups:
         try:
-            built_runs = build_models(
-                timed_group.group.members, timed_group.text, timed_group.machine
-            )
+            built_runs = timed_group.build(timed_group.group.members)
             engine = make_members_engine(
                 built_runs, have_different_seeds(built_runs), timed_group.device
             )
@@ -188,7 +184,9 @@ def _open_cohorts(
         expected = built_runs[0].plan.expected
         if expected is None:  # it is not known how much memory a member needs
             return False
-        needed_bytes += MEMORY_FACTOR * len(built_runs) * expected.peak_memory_bytes
+        shared_bytes = base_bytes(built_runs[0])
+        own_bytes = expected.peak_memory_bytes - shared_bytes  # of each member
+        needed_bytes += MEMORY_FACTOR * (shared_bytes + len(built_runs) * own_bytes)
         engines.append((built_runs, engine))
         windows.append(first_window(built_runs, timed_group.text))
     if needed_bytes > timed_groups[0].machine.free_memory_bytes:
