@@ -18,7 +18,7 @@ T = TypeVar("T")
 class RestartAll(Retries):
     """The retries of ranks that wait for each other in the middle of a pass.
 
-    If one rank fails in a pass, the others wait for it forever, so all ranks must be restarted.
+    If one rank fails in a pass, the others wait for it, so all ranks must be restarted.
     """
 
     def __init__(self, micro_batch: int | None, world: World):

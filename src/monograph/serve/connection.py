@@ -131,8 +131,8 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         """Handle what was received, and continue to read while a request is answered.
 
-        Uvicorn would pause reading if further requests came, and so would not notice that the client has
-        gone.
+        Uvicorn would pause reading when more bytes come before the answer is complete, and so would not
+        notice that the client has gone.
         """
         super().handle_events()
         if self._is_answering():
