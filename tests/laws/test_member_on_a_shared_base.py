@@ -120,7 +120,7 @@ def test_members_of_other_ranks_scales_and_dropout_train_as_alone(dora):
     compared(members_of(lora, others))
 
 
-@pytest.mark.parametrize("micro_batch", [2, 4])
+@pytest.mark.parametrize("micro_batch", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_members_on_one_base_train_as_alone_captured(micro_batch):
     lora = replace(SMALL, base="nf4", dora=True)
     others = [replace(lora, rank=7, alpha=20.0), replace(lora, rank=2)]

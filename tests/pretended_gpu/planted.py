@@ -202,8 +202,9 @@ FAULTS = [
           GATED),
     Fault("ops/gated_heads_kernels.py", "tl.where(is_first_E, -sin_E, sin_E)", "sin_E", GATED),
     # What a run keeps.
-    Fault("session/random_state.py", "torch.cuda.set_rng_state(recorded_state.tensor_of(saved[\"cuda\"]), device)",
-          "pass", "tests/session/test_random_state.py -m gpu"),
+    Fault("session/random_state.py",
+          "torch.cuda.set_rng_state(recorded_state.tensor_from_hex(saved[\"cuda\"]), device)", "pass",
+          "tests/session/test_random_state.py -m gpu"),
     Fault("session/random_state.py", "_hex(torch.cuda.get_rng_state(device))", "_hex(torch.get_rng_state())",
           "tests/session/test_random_state.py -m gpu"),
     Fault("graph/siblings.py", "torch.random.fork_rng(devices=sorted(cards))", "torch.random.fork_rng(devices=[])",

@@ -453,7 +453,7 @@ def copy_with_shared_base(module: nn.Module, lora: Lora, seed: int | None = None
     Raises:
         UsageError: `seed` is None, but the rank is another one.
     """
-    shared = [*frozen_parameters(module)]
+    shared: list[Tensor] = [*frozen_parameters(module)]
     for part in module.modules():
         constants = (part._buffers[name] for name in part._non_persistent_buffers_set)
         shared += [constant for constant in constants if constant is not None]

@@ -33,7 +33,7 @@ from monograph.run.recipe import (
     lora_record,
     module_digest,
     recorded_lora,
-    require_base_of,
+    require_base_of_adapter,
 )
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
@@ -234,8 +234,8 @@ def build_run(
     lora = job.adapters(trained_tokens)
     if lora:
         recipe = recipe._replace(lora=lora_record(lora), base_sha256=module_digest(model))
-    if new_tokens and new_tokens.vocabulary and isinstance(model, Llama):
-        vocabulary = add_missing_rows(model, new_tokens.vocabulary, str(recipe.init))
+    if new_tokens and new_tokens.sizes and isinstance(model, Llama):
+        vocabulary = add_missing_rows(model, new_tokens.sizes, str(recipe.init))
         recipe = recipe._replace(vocabulary=vocabulary)
     config = _llama_config(model)
     if config:
@@ -249,7 +249,7 @@ def build_run(
     if lora:
         start = job.source.adapter if job.source else None
         if start:
-            require_base_of(start, str(recipe.base_sha256))
+            require_base_of_adapter(start, str(recipe.base_sha256))
         # With fsdp and hsdp the base stays on the host, because a device may have no room for all
         # of it.
         base_device = None if is_sharded(job.parallel) else device

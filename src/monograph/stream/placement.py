@@ -20,7 +20,7 @@ from torch import Tensor
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.optim import OPTIMIZERS
 from monograph.optim.formats import FORMATS
-from monograph.storage.writing import FAILING
+from monograph.storage.writing import DISK_ERRORS
 from monograph.stream.lanes import Home
 
 # When and where weights are updated; `Placement` explains the values.
@@ -176,7 +176,7 @@ def _mapped_file(like: Tensor, label: str, folder: Path | None) -> Tensor:
     try:
         handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
     except OSError as error:
-        refusal = DiskFull if error.errno in FAILING else InputRefused
+        refusal = DiskFull if error.errno in DISK_ERRORS else InputRefused
         raise refusal(
             f"{folder or tempfile.gettempdir()}: cannot hold {label}: {error.strerror}"
         ) from None

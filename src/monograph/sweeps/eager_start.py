@@ -21,7 +21,7 @@ from monograph.planner import defaults
 from monograph.report.quantities import counted, duration
 from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import Progress
-from monograph.run.recorded_state import MOST
+from monograph.run.recorded_state import MAX_COUNT
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
 from monograph.session.eager_start import (
@@ -276,7 +276,7 @@ def _train(
 
 def _max_updates(timed_groups: Sequence[TimedGroup], start: EagerStart) -> int:
     """Return the maximum number of updates of each member, which a short text limits."""
-    max_updates = MOST
+    max_updates = MAX_COUNT
     for timed_group, group in zip(timed_groups, start.groups, strict=True):
         training = group.built_runs[0].plan.training
         max_of_group = defaults.most_updates(

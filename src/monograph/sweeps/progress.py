@@ -461,8 +461,9 @@ def compile_sweep(folder: str) -> None:
 
 
 def _curves(outcomes: Sequence[Outcome]) -> list[MemberCurve]:
-    """Return each member's knobs, by their short names, and the rows of its metrics."""
-    return [
-        ({short_key(key): value for key, value in outcome.member.knobs.items()}, outcome.rows)
-        for outcome in outcomes
-    ]
+    """Return the curve of each member, with the knobs by their short names."""
+    curves = []
+    for outcome in outcomes:
+        knobs = {short_key(key): value for key, value in outcome.member.knobs.items()}
+        curves.append(MemberCurve(knobs, outcome.rows))
+    return curves
