@@ -202,7 +202,7 @@ def test_chunks_of_streamed_planes_are_whole_blocks():
     blocks = [form.block for form in (*FORMATS.values(), FOUR_BITS)]
     assert not any(
         most % block
-        for most in (chunked_update.MAX_CHUNK_ELEMENTS, updates.MAX_CHUNK_ELEMENTS)
+        for most in (chunked_update.MAX_CHUNK_ELEMENTS, updates.MAX_HOST_CHUNK_ELEMENTS)
         for block in blocks
     )
 

@@ -240,7 +240,7 @@ def store_seconds(session: Session, seconds: float) -> None:
         session.plan.training, rows=micro_batch, window_rows=rows, compile=engine.step.scope
     )
     rate = peak_flops(machine, (work.precision,))[work.precision]
-    Calibration(calibration_file()).note(machine, work, seconds, rate)
+    Calibration(calibration_file()).note_time(machine, work, seconds, rate)
 
 
 # ── the trial step, and capturing ───────────────────────────────────────────────────────────────
