@@ -72,7 +72,7 @@ def delta_net_step(
         norm: the norm before the layer.
         position_B: the tokens' positions, int64.
         recurrence: the layer's state, to which new tokens are added.
-        project: `monograph.ops.decode_kernels.project`, or a function that returns the same.
+        project: `monograph.ops.layer_kernels.project`, or a function that returns the same.
     """
     weight, _ = family_weights(_projections(delta_net)[0])
     projected_BP = project(hidden_BD, weight, norm)

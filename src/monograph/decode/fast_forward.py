@@ -54,19 +54,16 @@ from monograph.model.llama import Block, Llama
 from monograph.model.mixture import Mixture
 from monograph.model.rope import cos_sin
 from monograph.ops.attention import BLOCK
-from monograph.ops.decode_kernels import (
-    ROWS,
+from monograph.ops.decode_kernels import ROWS, Norm, attend, attend_fits, channels_at_once
+from monograph.ops.expert_kernels import Combination, expert_inner, expert_sum, route
+from monograph.ops.gated_heads_kernels import multiply_by_gate, multiply_by_gates, prepare_heads
+from monograph.ops.layer_kernels import (
     Activation,
-    Norm,
-    attend,
-    attend_fits,
-    channels_at_once,
+    multiply,
+    multiply_gated,
     project,
     project_gated,
 )
-from monograph.ops.expert_kernels import Combination, expert_inner, expert_sum, route
-from monograph.ops.gated_heads_kernels import multiply_by_gate, multiply_by_gates, prepare_heads
-from monograph.ops.layer_kernels import multiply, multiply_gated
 
 if TYPE_CHECKING:
     from monograph.decode.cache import KVCache
@@ -267,8 +264,10 @@ class FastForward:
             weight_NK, bias_N = side_by_side
             return self._project(x_BK, weight_NK, norm, bias_N, residual_BN)
         columns = [layer.out_features for layer in layers]
-        is_narrow = torch.is_autocast_enabled("cuda")
-        return multiply(x_BK, list(map(tensors_of, layers)), columns, norm, residual_BN, is_narrow)
+        rounds_adapters = torch.is_autocast_enabled("cuda")
+        return multiply(
+            x_BK, list(map(tensors_of, layers)), columns, norm, residual_BN, rounds_adapters
+        )
 
     def _multiply_gated(self, x_BD: Tensor, mlp: MLP, norm: Norm) -> Tensor:
         """Return act(gate(norm(x))) * up(norm(x)) of a gated layer."""
@@ -277,9 +276,9 @@ class FastForward:
         if side_by_side is not None:
             return self._project_gated(x_BD, side_by_side[0], norm, self._activation)
         gate, up = map(tensors_of, layers)
-        is_narrow = torch.is_autocast_enabled("cuda")
+        rounds_adapters = torch.is_autocast_enabled("cuda")
         columns = mlp.gate_proj.out_features
-        return multiply_gated(x_BD, gate, up, columns, norm, self._activation, is_narrow)
+        return multiply_gated(x_BD, gate, up, columns, norm, self._activation, rounds_adapters)
 
     def _rotations(self, position_B: Tensor) -> list[tuple[Tensor, Tensor] | tuple[None, None]]:
         """Return each layer's cosines and sines, [B, F]; (None, None) if it does not rotate."""

@@ -14,8 +14,8 @@ from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.fused_linears import Sibling
 from monograph.graph.lora import Adapted, LoraInt8Linear, LoraLinear, LoraNF4Linear
 from monograph.model.layers import CentredRMSNorm, Linear, RMSNorm
-from monograph.ops.decode_kernels import Activation, Norm
-from monograph.ops.layer_kernels import Form, Layer, LowRank, fits
+from monograph.ops.decode_kernels import Norm
+from monograph.ops.layer_kernels import Activation, Form, Layer, LowRank, fits
 from monograph.ops.rms_norm import rms_norm
 
 # Why the kernels cannot compute some projections.

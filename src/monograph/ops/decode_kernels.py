@@ -26,7 +26,7 @@ X = (H + 2 J) E. In kernels, `x_at_RS` are the addresses of the elements of `x_R
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,7 +34,6 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16  # rows of a tile: the minimum that tensor cores multiply
-Activation = Literal["silu", "gelu"]
 
 
 @triton.jit
@@ -64,85 +63,6 @@ def normalised(x_RS, gain, scale_R, offset_S, CENTRED: tl.constexpr, dtype: tl.c
     if CENTRED:
         gain_S += 1
     return (x_RS.to(tl.float32) * scale_R[:, None] * gain_S[None, :]).to(dtype)
-
-
-@triton.jit
-def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
-    """Return act(gate) * up; both are rounded first, as two linear layers would round them."""
-    gate_RO = gate_RO.to(dtype).to(tl.float32)
-    if GELU:  # by its tanh approximation
-        inner_RO = 0.7978845608028654 * (gate_RO + 0.044715 * gate_RO * gate_RO * gate_RO)
-        activated_RO = gate_RO / (1 + tl.exp(-2 * inner_RO))
-    else:
-        activated_RO = gate_RO / (1 + tl.exp(-gate_RO))
-    return activated_RO.to(dtype).to(tl.float32) * up_RO.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _project(
-    x,
-    gain,
-    weight,
-    bias,
-    residual,
-    out,
-    row_count,
-    N,
-    EPS: tl.constexpr,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    CENTRED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Compute COLUMNS columns of one tile of rows, for `project` and `project_gated`.
-
-    Shapes: R = ROWS, O = COLUMNS, S = STEP summed channels that are read at once.
-    """
-    row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column_O = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    offset_S = tl.arange(0, STEP)
-    is_row_R1 = (row_R < row_count)[:, None]
-    is_column_O = column_O < N
-    is_column_O1 = is_column_O[:, None]
-    product_dtype: tl.constexpr = weight.dtype.element_ty
-    scale_R = tl.full((ROWS,), 1.0, tl.float32)
-    if NORM:
-        scale_R = row_scale(x, row_R, row_count, EPS, K, ROWS, STEP)
-    total_RO = tl.zeros((ROWS, COLUMNS), tl.float32)
-    up_RO = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(0, K, STEP):
-        x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
-        factor_RS = tl.load(x_at_RS, mask=is_row_R1, other=0.0)
-        if NORM:
-            factor_RS = normalised(
-                factor_RS, gain + begin, scale_R, offset_S, CENTRED, product_dtype
-            )
-        weight_at_OS = weight + column_O[:, None].to(tl.int64) * K + begin + offset_S[None, :]
-        weight_OS = tl.load(weight_at_OS, mask=is_column_O1, other=0.0)
-        total_RO = tl.dot(factor_RS, weight_OS.T, total_RO, input_precision=PRECISION)
-        if GATED:  # the second half of the weight's rows
-            up_weight_at_OS = weight_at_OS + N.to(tl.int64) * K
-            weight_OS = tl.load(up_weight_at_OS, mask=is_column_O1, other=0.0)
-            up_RO = tl.dot(factor_RS, weight_OS.T, up_RO, input_precision=PRECISION)
-    dtype = out.dtype.element_ty
-    if BIAS:
-        bias_O = tl.load(bias + column_O, mask=is_column_O, other=0.0)
-        total_RO += bias_O.to(tl.float32)[None, :]
-    if GATED:
-        total_RO = gated(total_RO, up_RO, dtype, GELU)
-    out_offset_RO = row_R[:, None] * N + column_O[None, :]
-    is_output_RO = is_row_R1 & is_column_O[None, :]
-    result_RO = total_RO.to(dtype)
-    if ADD:
-        result_RO = tl.load(residual + out_offset_RO, mask=is_output_RO, other=0.0) + result_RO
-    tl.store(out + out_offset_RO, result_RO, mask=is_output_RO)
 
 
 @triton.jit
@@ -418,51 +338,6 @@ def channels_at_once(summed: int, most: int = 256) -> int:
     return step if step >= ROWS else 0
 
 
-class Tile(NamedTuple):
-    """How much of a weight a program of `_project` computes.
-
-    Attributes:
-        columns: its columns.
-        channels: how many of the summed channels it reads at once, at most.
-        warps: its warps.
-        stages: how many of these reads are under way at once.
-    """
-
-    columns: int
-    channels: int
-    warps: int
-    stages: int
-
-
-# The fastest of 516 tiles for the weights of a 1B model on an H200 (dev/log.md), where the step's
-# products take 850 us, and 1,240 us with the tile for small shared memory. They need up to 144 KiB of
-# shared memory, if the product is gated. From the narrowest to the widest:
-_TILES = (Tile(16, 512, 2, 4), Tile(32, 256, 4, 4), Tile(64, 128, 8, 4))
-SHARED_BYTES_OF_TILES = 147_456
-# For cards with less shared memory.
-_SMALL_TILE = Tile(16, 256, 4, 4)
-# Four stages of fp32 tiles are 115 KiB, and consumer cards have 99.
-_SMALL_TILE_FP32 = Tile(16, 256, 4, 2)
-
-
-def tile_of(columns: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """Return the tile for a weight with so many columns.
-
-    It is the narrowest with which all programs run at once, one on each multiprocessor. Programs
-    with wider tiles would leave multiprocessors without work, and of narrower ones a part would run
-    after the others.
-    """
-    card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute
-    if dtype == torch.float32:
-        return _SMALL_TILE_FP32
-    if card.shared_memory_per_block_optin < SHARED_BYTES_OF_TILES:
-        return _SMALL_TILE
-    for tile in _TILES:
-        if triton.cdiv(columns, tile.columns) <= card.multi_processor_count:
-            return tile
-    return _TILES[-1]
-
-
 class Norm(NamedTuple):
     """An RMS norm before a product.
 
@@ -475,133 +350,6 @@ class Norm(NamedTuple):
     gain_K: Tensor
     eps: float
     is_centred: bool = False
-
-
-def project(
-    x_BK: Tensor,
-    weight_NK: Tensor,
-    norm: Norm | None = None,
-    bias_N: Tensor | None = None,
-    residual_BN: Tensor | None = None,
-) -> Tensor:
-    """Return residual + norm(x) W^T + b.
-
-    Args:
-        x_BK: fp32, fp16 or bf16, contiguous; K is a multiple of 16.
-        weight_NK: the same dtype, contiguous.
-        norm: the norm of x; None: no norm.
-        bias_N: b; None: no bias.
-        residual_BN: the residual; None: no residual.
-
-    Returns:
-        [B, N] in the same dtype; products are summed in fp32 and rounded once before the residual is
-        added, as a linear layer does.
-    """
-    gain_K, eps, is_centred = norm or Norm(weight_NK, 0.0)
-    return torch.ops.monograph.project(
-        x_BK, weight_NK, None if norm is None else gain_K, eps, is_centred, bias_N, residual_BN
-    )
-
-
-def project_gated(x_BK: Tensor, weight_NK: Tensor, norm: Norm, activation: Activation) -> Tensor:
-    """Return act(norm(x) Wg^T) * (norm(x) Wu^T), where W has the rows of Wg and then those of Wu.
-
-    Args:
-        x_BK: see `project`.
-        weight_NK: [2 M, K].
-        norm: the norm of x, before both products.
-        activation: "silu", or "gelu" by its tanh approximation.
-
-    Returns:
-        [B, M] in the same dtype.
-    """
-    return torch.ops.monograph.project_gated(x_BK, weight_NK, *norm, activation == "gelu")
-
-
-@torch.library.custom_op("monograph::project", mutates_args=())
-def _project_op(
-    x_BK: Tensor,
-    weight_NK: Tensor,
-    gain_K: Tensor | None,
-    eps: float,
-    is_centred: bool,
-    bias_N: Tensor | None,
-    residual_BN: Tensor | None,
-) -> Tensor:
-    out_BN = x_BK.new_empty(x_BK.shape[0], weight_NK.shape[0])
-    _launch(x_BK, weight_NK, gain_K, eps, is_centred, bias_N, residual_BN, out_BN)
-    return out_BN
-
-
-@_project_op.register_fake
-def _(
-    x_BK: Tensor,
-    weight_NK: Tensor,
-    gain_K: Tensor | None,
-    eps: float,
-    is_centred: bool,
-    bias_N: Tensor | None,
-    residual_BN: Tensor | None,
-) -> Tensor:
-    return x_BK.new_empty(x_BK.shape[0], weight_NK.shape[0])
-
-
-@torch.library.custom_op("monograph::project_gated", mutates_args=())
-def _project_gated_op(
-    x_BK: Tensor, weight_NK: Tensor, gain_K: Tensor, eps: float, is_centred: bool, is_gelu: bool
-) -> Tensor:
-    out_BM = x_BK.new_empty(x_BK.shape[0], weight_NK.shape[0] // 2)
-    _launch(x_BK, weight_NK, gain_K, eps, is_centred, None, None, out_BM, True, is_gelu)
-    return out_BM
-
-
-@_project_gated_op.register_fake
-def _(
-    x_BK: Tensor, weight_NK: Tensor, gain_K: Tensor, eps: float, is_centred: bool, is_gelu: bool
-) -> Tensor:
-    return x_BK.new_empty(x_BK.shape[0], weight_NK.shape[0] // 2)
-
-
-def _launch(
-    x_BK: Tensor,
-    weight_NK: Tensor,
-    gain_K: Tensor | None,
-    eps: float,
-    is_centred: bool,
-    bias_N: Tensor | None,
-    residual_BN: Tensor | None,
-    out_BN: Tensor,
-    is_gated: bool = False,
-    is_gelu: bool = False,
-) -> None:
-    rows, summed = x_BK.shape
-    columns = out_BN.shape[1]
-    tile = tile_of(columns, x_BK.dtype, x_BK.device)
-    grid = (triton.cdiv(columns, tile.columns), triton.cdiv(rows, ROWS))
-    _project[grid](
-        x_BK,
-        weight_NK if gain_K is None else gain_K,
-        weight_NK,
-        weight_NK if bias_N is None else bias_N,
-        x_BK if residual_BN is None else residual_BN,
-        out_BN,
-        rows,
-        columns,
-        EPS=eps,
-        K=summed,
-        NORM=gain_K is not None,
-        CENTRED=is_centred,
-        BIAS=bias_N is not None,
-        ADD=residual_BN is not None,
-        GATED=is_gated,
-        GELU=is_gelu,
-        ROWS=ROWS,
-        COLUMNS=tile.columns,
-        STEP=channels_at_once(summed, tile.channels),
-        PRECISION=product_precision(x_BK.dtype),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
 
 
 class AttendForm(NamedTuple):
