@@ -137,7 +137,7 @@ def kernel_step(
     from monograph.decode.fast_projections import norm_of
     from monograph.ops.layer_kernels import project
 
-    assert obstacle_of_delta_net(layer) is None
+    assert obstacle_of_delta_net(layer, token_BD.dtype) is None
     return delta_net_step(layer, token_BD, norm_of(norm), position_B, recurrence, project)
 
 
