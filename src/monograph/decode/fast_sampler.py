@@ -390,7 +390,8 @@ def _sample(
     """Find the maxima of a tile's groups; the row's program that finishes last samples its token.
 
     If no row samples at random (RANDOM is false), a tile is one group, and its maximum is a key, so the
-    largest key names the row's token. ALL is the power of two from the number of groups on.
+    largest key names the row's token. ALL is the smallest power of two that is at least the number of
+    groups of a row.
     """
     row, tile = tl.program_id(0), tl.program_id(1)
     row_logits = logits + row.to(tl.int64) * row_stride

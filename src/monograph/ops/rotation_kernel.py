@@ -23,8 +23,8 @@ def _rotate_heads(
 ):  # fmt: skip
     """Rotate the heads of one token.
 
-    HEADS and PAIRS are the powers of two from H and F on; in the names of tensors, they are the sizes
-    of H and F.
+    HEADS and PAIRS are the smallest powers of two that are at least H and F. In the names of tensors, they
+    are the sizes of H and F.
     """
     token = tl.program_id(0)
     row, position = token // T, token % T
