@@ -101,8 +101,8 @@ def _add_nf4(
 ):
     """Add the products of S channels of x, from `begin` on, with a tile of an `NF4Weight`, [O, K].
 
-    A byte has the codes of an even and of the next, odd channel. So the channels of x are in two halves,
-    the even ones and the odd ones, and each half is multiplied by itself.
+    A byte has the codes of an even channel and of the next, odd one. So the even channels of x have one
+    product, and the odd ones another.
     """
     dtype: tl.constexpr = even_RH.dtype
     BLOCKS: tl.constexpr = STEP // 64
@@ -114,6 +114,7 @@ def _add_nf4(
     step_OG = tl.load(steps + block_OG // 256, mask=is_column_O1, other=1.0)
     # `div_rn` rounds as torch's division, by which `NF4Weight` makes its dense weight.
     scale_OG1 = (tl.math.div_rn(level_OG, step_OG) + mean)[:, :, None]
+    # `tl.gather` looks codes up in a flat tensor. A block has 32 even and 32 odd channels.
     flat_codes = tl.reshape(codes_OH, (COLUMNS * STEP // 2,))
     even = tl.reshape(tl.gather(table_T, flat_codes >> 4, 0), (COLUMNS, BLOCKS, 32))
     odd = tl.reshape(tl.gather(table_T, flat_codes & 15, 0), (COLUMNS, BLOCKS, 32))
@@ -151,6 +152,7 @@ def _project_down(
     on are the A of another layer: such a sum is computed and never read.
     """
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    # Axis 0 of the grid has a program for each tile of ranks, layer and split.
     split = tl.program_id(0) % SPLITS
     layer = tl.program_id(0) // SPLITS % LAYERS
     rank_Q = tl.program_id(0) // (SPLITS * LAYERS) * RANKS + tl.arange(0, RANKS)
