@@ -100,7 +100,7 @@ class Settings(BaseModel):
 
     def values(self) -> dict[str, Any]:
         """Return every key's value by the key, in the order of `KEYS`."""
-        values = {}
+        values: dict[str, Any] = {}
         for name in SECTIONS:
             is_of_way = name in self.way_sections
             section = self.way_sections[name] if is_of_way else getattr(self, name)

@@ -196,7 +196,7 @@ def _attend(
         begin = tl.where(is_alone, first_block, own_block)
         end = tl.where(is_alone, end_block, own_block + 1)
         is_unseen = (own_block < first_block) | (own_block >= end_block)
-        is_idle = tl.where(is_alone, own_block > 0, is_unseen)
+        is_idle = tl.where(is_alone, own_block > 0, is_unseen)  # program 0 is the one that is alone
     writes_token = (begin == first_block) & (position // C < BLOCKS)
     if not is_idle:
         dtype = keys.dtype.element_ty
@@ -220,9 +220,8 @@ def _attend(
             k1, k2 = k1 * cos_1F - k2 * sin_1F, k2 * cos_1F + k1 * sin_1F
         q1, q2, k1, k2 = q1.to(dtype), q2.to(dtype), k1.to(dtype), k2.to(dtype)
 
-        if (
-            writes_token
-        ):  # no program reads this slot: the token's own key and value are in registers
+        if writes_token:
+            # No program reads this slot in this launch: the token's key and value are in registers.
             new_at_1F = (position // C) * block_stride + (row * J + head).to(tl.int64) * (C * E)
             new_at_1F += position % C * E + channel_F[None, :]
             tl.store(keys + new_at_1F, k1)
@@ -230,7 +229,7 @@ def _attend(
             tl.store(values + new_at_1F, v1)
             tl.store(values + new_at_1F + F, v2)
 
-        # The sums of the softmax begin with the new token, and the sink.
+        # The sums of the softmax begin with the new token and the sink, which has a weight and no value.
         new_score_Q = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), 1)
         new_score_Q = (new_score_Q + tl.sum(q2.to(tl.float32) * k2.to(tl.float32), 1)) * SCALE
         start_max_Q = new_score_Q
@@ -265,15 +264,18 @@ def _attend(
             block_max_Q = tl.max(scores_QC, 1)
             weights_QC = tl.exp(scores_QC - block_max_Q[:, None])
             rounded_QC = weights_QC.to(dtype)
+            block_weight_sum_Q = tl.sum(weights_QC, 1)
+            block1_QF = tl.dot(rounded_QC, value1_CF, input_precision=PRECISION)
+            block2_QF = tl.dot(rounded_QC, value2_CF, input_precision=PRECISION)
             max_Q, weight_sum_Q, sum1_QF, sum2_QF = _with_block(
                 max_Q,
                 weight_sum_Q,
                 sum1_QF,
                 sum2_QF,
                 block_max_Q,
-                tl.sum(weights_QC, 1),
-                tl.dot(rounded_QC, value1_CF, input_precision=PRECISION),
-                tl.dot(rounded_QC, value2_CF, input_precision=PRECISION),
+                block_weight_sum_Q,
+                block1_QF,
+                block2_QF,
             )
         writes_output = is_alone
         if BLOCKS > FEW:
@@ -303,20 +305,30 @@ def _attend(
                     for block in tl.range(first_block, end_block, loop_unroll_factor=4):
                         query_0 = (block_0 + block) * G
                         sums_at_Q = sums + (query_0 + query_Q) * 2
-                        part_at_QF = partial + (query_0 + query_Q[:, None]) * E + channel_F[None, :]
+                        partial_at_QF = (
+                            partial + (query_0 + query_Q[:, None]) * E + channel_F[None, :]
+                        )
+                        block_max_Q = tl.load(
+                            sums_at_Q, mask=is_query_Q, other=0.0, cache_modifier=".cg"
+                        )
+                        block_weight_sum_Q = tl.load(
+                            sums_at_Q + 1, mask=is_query_Q, other=0.0, cache_modifier=".cg"
+                        )
+                        block1_QF = tl.load(
+                            partial_at_QF, mask=is_query_Q1, other=0.0, cache_modifier=".cg"
+                        )
+                        block2_QF = tl.load(
+                            partial_at_QF + F, mask=is_query_Q1, other=0.0, cache_modifier=".cg"
+                        )
                         max_Q, weight_sum_Q, sum1_QF, sum2_QF = _with_block(
                             max_Q,
                             weight_sum_Q,
                             sum1_QF,
                             sum2_QF,
-                            tl.load(sums_at_Q, mask=is_query_Q, other=0.0, cache_modifier=".cg"),
-                            tl.load(
-                                sums_at_Q + 1, mask=is_query_Q, other=0.0, cache_modifier=".cg"
-                            ),
-                            tl.load(part_at_QF, mask=is_query_Q1, other=0.0, cache_modifier=".cg"),
-                            tl.load(
-                                part_at_QF + F, mask=is_query_Q1, other=0.0, cache_modifier=".cg"
-                            ),
+                            block_max_Q,
+                            block_weight_sum_Q,
+                            block1_QF,
+                            block2_QF,
                         )
         if writes_output:
             out_at_QF = out + (row * H + head * G + query_Q[:, None]) * E + channel_F[None, :]
