@@ -62,23 +62,26 @@ def _replace_row(logits, targets, masks, losses, stride, V, T: tl.constexpr):
         values_T = tl.load(logits_at_T, eviction_policy="evict_last").to(tl.float32)
         largest, total = _add_columns(values_T, largest, total)
     last_column_T = masked_begin + column_T
-    is_column_T = last_column_T < V
-    last_at_T = row_logits + last_column_T
     if masked_begin < V:
-        values_T = tl.load(last_at_T, mask=is_column_T, other=float("-inf")).to(tl.float32)
+        is_column_T = last_column_T < V
+        logits_at_T = row_logits + last_column_T
+        values_T = tl.load(logits_at_T, mask=is_column_T, other=float("-inf")).to(tl.float32)
         largest, total = _add_columns(values_T, largest, total)
     tl.store(losses + row, (tl.log2(total) * _LN_2 + (largest - target_logit)) * mask)
     factor = mask / total
     dtype = logits.dtype.element_ty
     for begin in range(0, masked_begin, T):
-        logits_at_T = row_logits + begin + column_T
+        read_column_T = begin + column_T
+        logits_at_T = row_logits + read_column_T
         values_T = tl.load(logits_at_T, eviction_policy="evict_first").to(tl.float32)
-        gradients_T = _gradients(values_T, begin + column_T, target, largest, mask, factor)
+        gradients_T = _gradients(values_T, read_column_T, target, largest, mask, factor)
         tl.store(logits_at_T, gradients_T.to(dtype))
     if masked_begin < V:
-        values_T = tl.load(last_at_T, mask=is_column_T, other=0.0).to(tl.float32)
+        is_column_T = last_column_T < V
+        logits_at_T = row_logits + last_column_T
+        values_T = tl.load(logits_at_T, mask=is_column_T, other=0.0).to(tl.float32)
         gradients_T = _gradients(values_T, last_column_T, target, largest, mask, factor)
-        tl.store(last_at_T, gradients_T.to(dtype), mask=is_column_T)
+        tl.store(logits_at_T, gradients_T.to(dtype), mask=is_column_T)
 
 
 def launch(
