@@ -66,7 +66,8 @@ ROOMS = {
         ("engine.py", "loop.py", "step/fill.py", "step/guard.py", "step/losses.py", "step/on_device.py",
          "step/parameters.py", "step/parts.py", "step/retries.py", "step/step.py"),
         ("test_parts.py", "test_step.py", "test_resident.py", "test_loop.py", "laws/test_accumulated_is_large_batch.py",
-         "laws/test_one_bad_number.py", "test_clip.py", "laws/test_replayed_is_called.py"),
+         "laws/test_one_bad_number.py", "test_clip.py", "laws/test_replayed_is_called.py",
+         "ops/test_fused_gradients.py"),
     ),
     "optim": Room(
         (
