@@ -418,6 +418,8 @@ def test_what_a_parameter_takes():
         plane = Step(model, optim=AdamW(**FORMS[state]), precision=Precision("bf16")).planes[0]
         held = sum(t.nbytes for t in plane.state.values())
         assert (plane.param.nbytes / 64**2, held / 64**2) == (weight, moments)
+        planned = FORMATS[FORMS[state]["state"]].bytes_each
+        assert planned * len(plane.kind.rule.moments) == moments
 
 
 @pytest.mark.parametrize(
