@@ -87,7 +87,8 @@ ROOMS = {
          "ops/token_rows.py"),
         ("ops/test_rms_norm.py", "ops/test_cached_attention.py", "ops/test_cross_entropy.py",
          "ops/test_log_probabilities.py", "ops/test_token_rows.py",
-         "ops/test_attention.py", "ops/test_attention_kernels.py", "decode/test_reproducible.py"),
+         "ops/test_attention.py", "ops/test_attention_kernels.py", "decode/test_reproducible.py",
+         "ops/test_fused_gradients.py"),
     ),
     "pack": Room(("data/pack.py",), ("data/test_pack.py", "laws/test_packed_is_separate.py")),
     "sampler": Room(
