@@ -144,11 +144,11 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
                     f"--resume {resume}: a run is resumed from its newest checkpoint: name {run.folder}, "
                     f"or start a new run from this one with --from {resume}"
                 )
-        elif world.again and known is None:
+        elif world.was_restarted and known is None:
             raise UsageError(
                 "the ranks were started again: name the run's folder with --out, so that a restart can resume it"
             )
-        elif world.again and known and Run(known).has_begun:
+        elif world.was_restarted and known and Run(known).has_begun:
             run = Run(known)
             is_resumed = True
         else:
