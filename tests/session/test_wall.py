@@ -80,18 +80,18 @@ def test_a_slower_machine_still_ends_in_time(still: float) -> None:
     session.deadline_s = still + 8 + END_S  # of the 25 s that were thought to be left
     reporter = Reporter(session, silent())
     reporter.update_s.extend([1.0] * 5)
-    reporter.keep_time(75)
+    reporter.shorten_if_late(75)
     assert session.early_cool_down == [0, 75 + 6], (
         "the last evaluation and measuring the memory take their part"
     )
     session.deadline_s = still + 3.5 + END_S
     session.engine.step.index = 77
-    reporter.keep_time(77)
+    reporter.shorten_if_late(77)
     assert session.early_cool_down == [0, 77 + 2], (
         "slower still: the cool-down goes on, and ends earlier"
     )
     session.deadline_s = still + END_S
-    reporter.keep_time(78)
+    reporter.shorten_if_late(78)
     assert session.early_cool_down == [0, 79], "no time is left"
 
 

@@ -138,11 +138,12 @@ def _plan(run_to_plan: RunToPlan, target: Device, limits: Limits, json: bool) ->
     plan = streamed_or_resident(request, step_device, peaks, calibration, memory, limits)
     for line in (*notes_on(run_plan, step_device), *token_notes(new_tokens, vocabulary_rows)):
         print(f"note     {line}")
-    sampling_time = objective.extra_seconds(run_plan, config, step_device, calibration)
+    sampling_time = objective.extra_time(run_plan, config, step_device, calibration)
     sampling = None
     if sampling_time is not None:
-        seconds, is_calibrated = sampling_time
-        sampling = AnswerSampling(seconds, is_calibrated, sampling_bytes)
+        sampling = AnswerSampling(
+            sampling_time.seconds, sampling_time.is_calibrated, sampling_bytes
+        )
     length = _length(run_to_plan, run_plan, plan, config)
     remedies = []
     if step_device.type == "cuda":

@@ -22,7 +22,7 @@ from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.signals import StopSignal
 from monograph.run.started import note_start
 from monograph.session import ranks
-from monograph.session.reporting import finished
+from monograph.session.reporting import final_summary
 from monograph.session.setup import repeatable
 from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
@@ -158,14 +158,14 @@ def _distill(state: SweepProgress, best: int, progress: Progress) -> dict[str, A
         progress: the display.
     """
     student = results.open_student(state.sweep, state.outcomes, best)
-    if not finished(student):
+    if not final_summary(student):
         progress.gap()
         progress.line(
             "distill",
             f"{student.folder} learns from the text and from the members' averaged probabilities",
         )
         train_one(Settings(), out=None, resume=str(student.folder), from_=None, json=False)
-    summary = finished(student) or {}
+    summary = final_summary(student) or {}
     return {
         "run": str(student.folder),
         **{key: summary.get(key) for key in (results.NATS, results.BITS)},

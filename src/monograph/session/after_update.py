@@ -89,7 +89,7 @@ class AfterUpdate:
         # A resumed run, or one that began eagerly, may have made more updates already.
         self._doubt_at = max(DOUBT_AFTER_UPDATES, session.engine.index + 1)
         self._graphs_before = compat.captured_graphs()
-        # `keep_time` checks the time at least as often as this, even if train.eval_every is larger.
+        # `shorten_if_late` checks the time at least as often as this, even if train.eval_every is larger.
         self._check_every = defaults.interval(session.updates, defaults.EVALUATIONS)
         session.training_since_s = clock()
         if not session.engine.index and session.task.scores_initial_weights:
@@ -166,14 +166,14 @@ class AfterUpdate:
             self.log.flush()
             self.report.evaluate(self.block, due.updates_done, limit=defaults.CURVE_ROWS)
 
-    def keep_time(self, due: DueWork) -> None:
+    def shorten_if_late(self, due: DueWork) -> None:
         """Begin the cool-down early if the time will not suffice."""
         check_every = min(self.session.plan.intervals.eval_every, self._check_every)
         # A run with train.wall_minutes checks after each update, since it must not end late.
         has_deadline = self.session.deadline_s is not None
         is_due = has_deadline or due.updates_done % check_every == 0
         if is_due and not due.is_last:
-            self.report.keep_time(due.updates_done)
+            self.report.shorten_if_late(due.updates_done)
             self.block.set_end(self.session.updates)
 
     def sample(self, due: DueWork) -> None:

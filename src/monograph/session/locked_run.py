@@ -16,7 +16,7 @@ from monograph.run.progress import Progress
 from monograph.session import ranks, recorded
 from monograph.session.objectives import objective_of, with_records
 from monograph.session.record import ConfigRecord
-from monograph.session.reporting import finished
+from monograph.session.reporting import final_summary
 from monograph.session.requirements import require_possible, require_trained_model
 from monograph.session.setup import repeatable
 from monograph.session.shown_commands import show_command
@@ -102,7 +102,7 @@ def locked_run(
             )
         if warning:
             progress.line("warning", warning)
-        summary = world.broadcast(finished(folder) if is_resumed and world.leads else None)
+        summary = world.broadcast(final_summary(folder) if is_resumed and world.leads else None)
         if summary:
             progress.line(
                 "done",

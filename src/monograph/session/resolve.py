@@ -259,8 +259,9 @@ def _chosen_candidate(
     memory = plan.requested_memory
     objective = plan.job.objective
     if shape.slots:
-        rows, length = objective.largest_window(plan, config, shape.slots)
-        plan = plan.with_training(replace(plan.training, window_rows=rows, length=length))
+        window = objective.largest_window(plan, config, shape.slots)
+        training = replace(plan.training, window_rows=window.rows, length=window.length)
+        plan = plan.with_training(training)
     if objective.samples_answers:
         machine = with_less_memory(machine, sum(plan.extra_bytes.values()))
         memory = "device"

@@ -167,7 +167,7 @@ def _score_initial_weights(session: Session, progress: Progress) -> None:
     session.task.prepare_reference_scores(False, session.batches.rows_per_window, progress)
     report = Reporter(session, silent())
     if session.task.scores_initial_weights:
-        report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
+        report.evaluate(report.training_block(), 0, limit=None, **{eager_start.EAGER_KEY: True})
 
 
 def _require_time(plan: RunPlan, started: Started, doing: str) -> None:
@@ -282,7 +282,7 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     # checkpoint. If that is gone, the run must not begin anew: `load_newest` then raises. If there
     # is a checkpoint, the rows are not read here, since a resume is possible even if one is
     # damaged.
-    if world.broadcast(is_saved or any(eager_start.MARK not in row for row in folder.rows())):
+    if world.broadcast(is_saved or any(eager_start.EAGER_KEY not in row for row in folder.rows())):
         session.restore(load_newest(world, folder.checkpoints, warn), progress)
         if world.leads and writing.repair_tokenizer(folder, session.records.tokenizer):
             warn(f"{folder.tokenizer}: was damaged, and is written again")

@@ -143,7 +143,7 @@ def seconds_per_update(
     """Return the seconds of an update: the lower quartile over a few updates that change nothing.
 
     It is the lower quartile, not the median, because an estimate that is too low does less harm. A
-    run that was planned too long cools down in time (`Reporter.keep_time`), but a run that was
+    run that was planned too long cools down in time (`Reporter.shorten_if_late`), but a run that was
     planned too short would waste time.
 
     Args:
