@@ -117,7 +117,8 @@ def test_groups_that_no_graph_holds_together_make_as_many_updates() -> None:
     made = Sweep.open(Path("whole"))
     assert [group["eager_updates"] for group in made.record["groups"]] == [EARLY, EARLY]
     early = [
-        [row["update"] for row in made.member(index).rows() if EAGER_KEY in row] for index in range(4)
+        [row["update"] for row in made.member(index).rows() if EAGER_KEY in row]
+        for index in range(4)
     ]
     assert early == [[*range(1, EARLY + 1)]] * 4
 

@@ -37,7 +37,7 @@ from monograph.report.quantities import clock_time, count, counted
 from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_atomically
-from monograph.session.ladder import RUNGS, Ladder, Rung, RungMeasurement, RungWay
+from monograph.session.ladder import RUNGS, Ladder, Rung, RungMeasurement, TrainingVariant
 from monograph.session.objectives.texts import Texts
 from monograph.session.plan import RunPlan
 from monograph.session.requirements import (
@@ -277,30 +277,31 @@ class Climb(NamedTuple):
 def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
     """Measure each rung that is possible here."""
     climbs = list[Climb]()
-    # The ways to train on which later rungs build, by the name of the rung that made them. "" has the
-    # plainest way, from which the first rung begins.
-    ways = {"": RungWay()}
+    # The variants that later rungs may change, by the name of the rung that made them. "" has the
+    # plainest variant, from which the first rung begins.
+    variants = {"": TrainingVariant()}
     began = clock()
     for number, rung in enumerate(RUNGS, start=1):
         # The rung that this one changes: the one that it names if that was possible here, else the last.
-        last_rung = [*ways][-1]
-        base = rung.base if rung.base in ways else last_rung
+        last_rung = [*variants][-1]
+        base = rung.base if rung.base in variants else last_rung
+        base_variant = variants[base]
         measured = sum(not isinstance(climb.outcome, str) for climb in climbs)
-        later_rungs = RUNGS[number - 1 :]  # this one included
+        rungs_left = RUNGS[number - 1 :]  # this one included
         possible = sum(
-            not ladder.obstacle(each.applied_to(ways[base]), each) for each in later_rungs
+            not ladder.obstacle(each.applied_to(base_variant), each) for each in rungs_left
         )
         estimate = ""
         if measured and possible:
             left_s = (clock() - began) / measured * possible
             estimate = f"   about {clock_time(left_s)} left"
         progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{estimate}")
-        way, outcome = ladder.measure(rung, ways[base], progress)
+        outcome = ladder.measure(rung, base_variant, progress)
         climbs.append(Climb(rung, base, outcome))
         if isinstance(outcome, str):
             progress.line("", f"not here: {outcome}")
         elif rung.base is None:
-            ways[rung.name] = way
+            variants[rung.name] = rung.applied_to(base_variant)
     warn_if_busy(progress)
     return climbs
 
