@@ -48,7 +48,7 @@ from monograph.session.requirements import (
 )
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import open_session, repeatable
+from monograph.session.setup import make_repeatable, open_session
 from monograph.session.warmup import prepare
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_folder
@@ -85,7 +85,7 @@ def _start_process() -> Progress:
     compat.quiet_profiler()
     progress = Progress()
     progress.header(f"monograph {__version__}   {describe().summary}")
-    repeatable(default_device())
+    make_repeatable(default_device())
     return progress
 
 

@@ -23,7 +23,7 @@ from monograph.run.signals import StopSignal
 from monograph.run.started import note_start
 from monograph.session import ranks
 from monograph.session.reporting import final_summary
-from monograph.session.setup import repeatable
+from monograph.session.setup import make_repeatable
 from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
@@ -61,8 +61,8 @@ def run(
     keep_compiled()
     # All ranks, or this process alone if no launcher started it.
     world = World(read_place(srun=True), say=lambda line: Progress().line("note", line))
-    progress = ranks.progress_of(world)
-    repeatable(default_device())
+    progress = ranks.start_display(world)
+    make_repeatable(default_device())
     led_sweep = None
     own_folder = None
     if world.leads:

@@ -35,7 +35,7 @@ from monograph.session.recorded import run_settings
 from monograph.session.resolve import resolve
 from monograph.session.rewind import windows
 from monograph.session.session import Session
-from monograph.session.setup import open_session, repeatable
+from monograph.session.setup import make_repeatable, open_session
 from monograph.session.warmup import compile_step
 from monograph.storage.cache_dir import (
     calibration_file,
@@ -268,7 +268,7 @@ def compile_run(run_folder: str, window_file: str) -> None:
             answers and their rewards.
     """
     keep_compiled()
-    repeatable(default_device())
+    make_repeatable(default_device())
     run = Run(Path(run_folder))
     progress = silent()
     plan = resolve(run_settings(run), describe())
