@@ -116,7 +116,8 @@ class AfterUpdate:
             self._show(done)
         if done == self._doubt_at and not is_last:
             self._warn_if_nothing_learned()
-        stop_requested, save_requested, is_lost, is_skipping = session.world.any(
+        # Each value is true on all ranks if it is true on one.
+        stop_requested, save_requested, has_diverged, is_skipping = session.world.any(
             self.stop_signal.requested is not None,
             self.stop_signal.save_requested,
             log.has_diverged,
@@ -128,12 +129,13 @@ class AfterUpdate:
         wants_save = (is_due and not is_skipping) or stop_requested or save_requested
         saves = is_last or (session.can_save and wants_save)
         self._save_is_overdue = is_due and not session.can_save
-        goes_back = is_lost or (saves and bool(session.non_finite_parameters()))
+        # A checkpoint of weights that are not finite must not be written.
+        goes_back = has_diverged or (saves and bool(session.non_finite_parameters()))
         stops = stop_requested and saves and not is_last
         return DueWork(done, is_last, goes_back, saves, stops)
 
     def _warn_if_nothing_learned(self) -> None:
-        """Print a warning if the updates so far cannot have taught the model anything."""
+        """Print a warning if the rows show that the model has learned nothing so far."""
         self.log.flush()
         if doubt := self.report.doubt(self.session.run.rows()):
             self.progress.line("warning", f"so far, {doubt}")
@@ -167,7 +169,7 @@ class AfterUpdate:
             self.report.evaluate(self.block, due.updates_done, limit=defaults.CURVE_ROWS)
 
     def shorten_if_late(self, due: DueWork) -> None:
-        """Begin the cool-down early if the time will not suffice."""
+        """Shorten the run if it would take too long; see `Reporter.shorten_if_late`."""
         check_every = min(self.session.plan.intervals.eval_every, self._check_every)
         # A run with train.wall_minutes checks after each update, since it must not end late.
         has_deadline = self.session.deadline_s is not None

@@ -20,8 +20,8 @@ from monograph.planner import defaults
 from monograph.predict.footprint import Training
 from monograph.run.recipe import ModelRecipe, resolve_tokenizer
 from monograph.run.source import ModelSource, checked_recipe
-from monograph.session.adapting import adapter_values, lora_of, rates
-from monograph.session.by_key import by_field
+from monograph.session.adapting import adapter_values, lora_of, rate_fields
+from monograph.session.by_key import values_by_field
 from monograph.session.job import (
     Job,
     OpenChoice,
@@ -29,7 +29,7 @@ from monograph.session.job import (
     RequestedLength,
     RequestedTransfer,
 )
-from monograph.session.new_tokens import tokens_of
+from monograph.session.new_tokens import token_source_of
 from monograph.session.objective import Objective
 from monograph.session.objectives import decided_objective
 from monograph.session.record import ORIGIN, ConfigRecord
@@ -73,11 +73,11 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
     length = int(settings.data.sequence_length)
     tokens_per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     lora = lora_of(settings)
-    tokens = tokens_of(settings, source, settings.data.tokenizer, is_adapted=lora is not None)
+    tokens = token_source_of(settings, source, settings.data.tokenizer, is_adapted=lora is not None)
     default_lr = objective.lr_share * _default_lr(
         recipe, source, optimizer_name, is_adapted=lora is not None
     )
-    optimizer_fields = rates(optim.lr, settings.lora.lr_ratio, default_lr)
+    optimizer_fields = rate_fields(optim.lr, settings.lora.lr_ratio, default_lr)
     optimizer_fields |= fields_for_new_model(recipe, optimizer_name)
     if optim.weight_decay != "auto":
         optimizer_fields["weight_decay"] = optim.weight_decay
@@ -136,7 +136,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         updates=updates,
         span=span,
         intervals=intervals,
-        **by_field(Job, settings.values()),
+        **values_by_field(Job, settings.values()),
     )
     if not needs_shape_only:
         tokens.require_fit()

@@ -176,7 +176,7 @@ class TokenSource:
             )
 
 
-def tokens_of(
+def token_source_of(
     settings: Settings, source: ModelSource | None, tokenizer: str, is_adapted: bool
 ) -> TokenSource:
     """Return the settings on a run's tokens.

@@ -30,7 +30,7 @@ from monograph.run.source import ModelSource
 from monograph.run.trust import carries_mark, is_ours, require_trusted
 from monograph.run.writing import Parent
 from monograph.session.adapting import ADAPTER_KEYS
-from monograph.session.new_tokens import tokens_of
+from monograph.session.new_tokens import token_source_of
 from monograph.session.objectives import BY_RECORDS, OBJECTIVES, objective_of
 from monograph.session.plan import is_sharded
 from monograph.storage.code import HUB, digests
@@ -492,7 +492,9 @@ def _require_same_weights(
     if "data.tokenizer" in new_keys:
         source = ModelSource.open(str(parent.folder))
         tokenizer = resolve_tokenizer(given.data.tokenizer)
-        tokens_of(given, source, tokenizer, is_adapted=False).require_no_new(str(parent.folder))
+        token_source_of(given, source, tokenizer, is_adapted=False).require_no_new(
+            str(parent.folder)
+        )
 
 
 def _keys_of_the_new_run(given: Settings, parent_settings: Settings) -> set[str]:

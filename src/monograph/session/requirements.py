@@ -20,7 +20,7 @@ from monograph.optim.formats import FORMATS, rounding
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, counted, gibibytes
 from monograph.schedule import SCHEDULES
-from monograph.session.by_key import by_field
+from monograph.session.by_key import values_by_field
 from monograph.session.choices import (
     ADAPTED,
     COMPILED_WHOLE,
@@ -193,7 +193,7 @@ def choices_of(settings: Settings) -> Choices:
     return Choices(
         is_code=code_named(init) is not None,
         is_adapted=settings.lora.rank is not None or (init is not None and is_adapter(init)),
-        **by_field(Choices, settings.values()),
+        **values_by_field(Choices, settings.values()),
     )
 
 
