@@ -308,7 +308,8 @@ class Reporter:
             self.sample(block, self.session.updates)
         if not self.is_stdlib:
             return
-        # The checked texts, which are written together, take about as long as this many samples.
+        # The checked texts are written together, so they take about as long as one longer sample. The
+        # time of one more sample is kept free.
         samples = 1 + CHECKED_TOKENS / SAMPLE_TOKENS
         if broadcast(self.deadline.has_time_for_samples(samples)):
             texts = self._write_texts(CHECKED_TEXTS, CHECKED_TOKENS)
@@ -379,7 +380,7 @@ class Reporter:
         session = self.session
         progress = self.progress
         summary = self._summary()
-        trained = duration(session.spent_s)
+        trained_s = session.spent_s  # before the report, whose time does not count
         rows = session.run.rows()
         with progress.stage("report", str(session.run.report)) as stage:
             if self.deadline.has_time_for_figures:
@@ -389,16 +390,34 @@ class Reporter:
                 stage.result = "without PNG files: no time for them"
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
+        self._print_results(summary, rows, trained_s)
+        progress.gap()
+        self._show_next_commands()
+        return summary
+
+    def _print_results(
+        self, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], trained_s: float
+    ) -> None:
+        """Print the results and how the training went.
+
+        Args:
+            summary: the run's summary.
+            rows: the rows of metrics.jsonl.
+            trained_s: the seconds of training.
+        """
+        session = self.session
+        progress = self.progress
         result = session.task.describe_result(rows, self.last_evaluation, self.yardsticks)
-        time_text = f"{trained} of training{self._planned_time_text()}{self._whole_time_text()}"
+        trained = f"{duration(trained_s)} of training"
+        time_text = f"{trained}{self._planned_time_text()}{self._whole_time_text()}"
         progress.line("done", f"{time_text}{result}")
         peak_bytes = summary["peak_memory_bytes"]
         peak = "not measured" if peak_bytes is None else memory(peak_bytes)
         planned_peak = _planned_memory_text(session.plan, session.task.slots(session.plan))
-        compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
+        recompiles = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line(
-            "", f"peak memory {peak}{planned_peak}{compiled}   {skipped}   {session.run.folder}"
+            "", f"peak memory {peak}{planned_peak}{recompiles}   {skipped}   {session.run.folder}"
         )
         held_out_rows = session.task.held_out_rows
         if 0 < self.scored_rows < held_out_rows:
@@ -419,9 +438,6 @@ class Reporter:
             progress.line(
                 "", f"{accepted} of {checked} sampled lines are accepted by Python's tokenizer"
             )
-        progress.gap()
-        self._show_next_commands()
-        return summary
 
     def _planned_time_text(self) -> str:
         """Return how long a run whose length is a time was planned to train; "" for other runs."""
@@ -432,7 +448,8 @@ class Reporter:
             session.batches.rows_per_window, session.plan.training.optim.weight_decay
         )
         if max_updates is not None and session.plan.updates >= max_updates:
-            # The run ends once its records were read as often as is useful, before the time is over.
+            # The run ends once its records were read as often as is useful, perhaps before its time
+            # is over.
             return f" ({duration(session.budget_s)} at most)"
         return f" ({duration(session.budget_s)} planned)"
 
@@ -443,7 +460,8 @@ class Reporter:
         if deadline_s is None or minutes is None:
             return ""
         allowed_s = 60 * minutes
-        taken_s = clock() - (deadline_s - allowed_s)
+        began_s = deadline_s - allowed_s
+        taken_s = clock() - began_s
         return f", {duration(taken_s)} in all (of {duration(allowed_s)})"
 
     def _summary(self) -> dict[str, Any]:

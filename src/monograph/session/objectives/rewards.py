@@ -203,11 +203,11 @@ class Rewards(Objective):
         """
         rl = settings.section(RlSection)
         reward = str(rl.reward)
-        set_values = settings.values()
+        values = settings.values()
         decided_values: dict[str, Any] = {"rl.reward": rl.reward}
         defaults_by_key = {**DEFAULTS, "rl.max_new_tokens": max(1, length // 2)}
         for key, default in defaults_by_key.items():
-            value = set_values[key]
+            value = values[key]
             decided_values[key] = default if value is None else value
         if reward in REWARDS and REWARDS[reward].judges_tokens:
             _refuse_keys_of_whole_answers(settings, reward)
@@ -218,7 +218,7 @@ class Rewards(Objective):
         parameters: dict[str, object] = {}
         teacher: ModelSource | None = None
         for parameter in parameters_of(reward):
-            value = set_values[parameter.key]
+            value = values[parameter.key]
             if value is None:
                 value = decided_values[parameter.key] = parameter.default
             if parameter.is_model:
@@ -418,7 +418,7 @@ def _require_parameters(settings: Settings) -> None:
     for parameter in parameters:
         if parameter.default is None and values[parameter.key] is None:
             raise UsageError(f"{settings.said('rl.reward')} needs {parameter.key}: give it, too")
-    # Several rewards may have the same key.
+    # Another reward may have the same key as the chosen one.
     keys_of_chosen = [parameter.key for parameter in parameters]
     for name, reward in REWARDS.items():
         for parameter in reward.parameters:
