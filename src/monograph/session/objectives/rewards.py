@@ -203,12 +203,11 @@ class Rewards(Objective):
         """
         rl = settings.section(RlSection)
         reward = str(rl.reward)
-        values = settings.values()
+        given = {f"rl.{name}": value for name, value in rl.model_dump().items()}
         decided_values: dict[str, Any] = {"rl.reward": rl.reward}
         defaults_by_key = {**DEFAULTS, "rl.max_new_tokens": max(1, length // 2)}
         for key, default in defaults_by_key.items():
-            value = values[key]
-            decided_values[key] = default if value is None else value
+            decided_values[key] = default if given[key] is None else given[key]
         if reward in REWARDS and REWARDS[reward].judges_tokens:
             _refuse_keys_of_whole_answers(settings, reward)
             # The run has no advantage, so config.toml gets none.
@@ -218,7 +217,7 @@ class Rewards(Objective):
         parameters: dict[str, object] = {}
         teacher: ModelSource | None = None
         for parameter in parameters_of(reward):
-            value = values[parameter.key]
+            value = given[parameter.key]
             if value is None:
                 value = decided_values[parameter.key] = parameter.default
             if parameter.is_model:
