@@ -205,7 +205,7 @@ def test_after_updates_without_a_graph(
     if not compiled:
         monkeypatch.setattr(capture, "compiled", rounding_otherwise)
     monkeypatch.setattr(eager_start, "should_begin_eagerly", lambda session, key: True)
-    monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
+    monkeypatch.setattr(warmup, "time_update", lambda session: 1.0)
     # Or a busy machine would end some of the runs early.
     monkeypatch.setattr(Reporter, "shorten_if_late", lambda *_: None)
     monkeypatch.setattr(defaults, "most_updates", lambda *_: 15)
@@ -257,7 +257,7 @@ def test_answers_are_drawn_as_a_resumed_run_draws_them_where_the_compiler_is_nev
     monkeypatch.setattr(eager_start, "should_begin_eagerly", lambda session, key: True)
     monkeypatch.setattr(eager_start, "patience_s", lambda session: 0.0)
     monkeypatch.setattr(start_of_run, "why_uncompiled", lambda *_: "")
-    monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
+    monkeypatch.setattr(warmup, "time_update", lambda session: 1.0)
     monkeypatch.setattr(Reporter, "shorten_if_late", lambda *_: None)
     ways = []
     draw = Drawer.draw

@@ -116,13 +116,13 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
         return ""
     # An update is timed only if the minutes alone do not decide.
     if max_updates and training_s >= limit_s:
-        training_s = min(training_s, max_updates * _update_s(session))
+        training_s = min(training_s, max_updates * _time_one_update(session))
     if opening_s + training_s >= limit_s:
         return ""
     return f"it takes about {duration(training_s)}, less than compiling"
 
 
-def _update_s(session: Session) -> float:
+def _time_one_update(session: Session) -> float:
     """Time one update without a graph, and return its seconds, including its share of the time to
     make a window, such as sampling answers.
 

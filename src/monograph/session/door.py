@@ -57,7 +57,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
     """
     init = settings.model.init
     needs_shape_only = not will_build and init is not None and is_file(Path(init, "config.json"))
-    # These ask where a value comes from, so they read the settings before `_look_up` adds to them.
+    # These are about what the user gave, so they come before `_look_up` adds values.
     span = _span(settings)
     intervals = _intervals(settings)
     transfer = requested_transfer(settings)
@@ -66,6 +66,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         settings, transfer, needs_shape_only
     )
     if transfer:
+        # `_look_up` has decided the base if the user gave none.
         transfer = transfer._replace(base=settings.optim.transfer_base)
     shape = source.shape if source else None
     optim = settings.optim

@@ -39,7 +39,7 @@ from monograph.session.requirements import require_compatible
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import build_run, open_session
-from monograph.session.warmup import calibrate, peak_bytes, prepare
+from monograph.session.warmup import measure_peak_bytes, prepare, time_update
 from monograph.step import OnDevice, Step
 
 MICRO_BATCH_DIVISOR = 4  # the rung "accumulation" divides the rows of a micro-batch by this
@@ -454,7 +454,7 @@ class Ladder:
                 return notes[-1] if notes else "nothing was captured"
             if not self.updates:
                 # This is the first rung.
-                affordable_updates = int(FIRST_RUNG_S / calibrate(session))
+                affordable_updates = int(FIRST_RUNG_S / time_update(session))
                 max_updates = self.max_updates or MAX_UPDATES
                 self.updates = max(MIN_UPDATES, min(affordable_updates, max_updates))
             session.set_plan(resolve(session.plan, self.machine, Length(self.updates)))
@@ -498,7 +498,7 @@ class Ladder:
                 tokens=tokens / len(seconds),
                 micro_batch=micro_batch,
                 micro_steps=math.ceil(rows / micro_batch),
-                peak_memory_bytes=peak_bytes(session),
+                peak_memory_bytes=measure_peak_bytes(session),
                 train_loss=statistics.fmean(last_quarter),
                 held_out=self._score(engine),
                 compile_s=session.compile_s,

@@ -125,6 +125,7 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
         "memory": "device",
     }
     if shape.like:
+        # Another run of this shape was planned already.
         expected = shape.like.expected
         choices = shape.like.choices
     elif config:

@@ -114,10 +114,11 @@ MIN_TIMED = 3  # at least as many updates are timed, if CALIBRATION_SHARE allows
 MAX_TIMED = 50
 
 
-def calibrate(session: Session) -> float:
-    """Return the seconds of an update of the session, including the sampling of answers.
+def time_update(session: Session) -> float:
+    """Time a few updates of a session, and return the seconds of one, including its share of the
+    time to sample answers; see `seconds_per_update`.
 
-    See `seconds_per_update`.
+    Neither the model nor the session is changed.
     """
     engine = session.engine
     batches = session.open_batches(0)
@@ -188,11 +189,11 @@ def measure_memory(session: Session) -> None:
     """
     if session.engine.step.device.type != "cuda":
         with suppress(Exception):
-            session.peak_bytes = peak_bytes(session)
+            session.peak_bytes = measure_peak_bytes(session)
 
 
-def peak_bytes(session: Session) -> int:
-    """Return the bytes of tensors at the peak of an update: weights, gradients, optimizer state,
+def measure_peak_bytes(session: Session) -> int:
+    """Measure the bytes of tensors at the peak of an update: weights, gradients, optimizer state,
     activations, window.
 
     On a GPU this is the peak of torch's allocator since the last reset. On a CPU the allocator's
@@ -495,7 +496,7 @@ def _length_in_time(session: Session, given_updates: int, progress: Progress) ->
         The length, and a text on how long the training will take.
     """
     with progress.stage("calibrate", "timing a few updates (discarded)") as stage:
-        update_s = calibrate(session)
+        update_s = time_update(session)
         stage.result = f"{update_s * 1000:.0f} ms each"
     store_seconds(session, update_s)
     session.budget_s = _budget_s(session, given_updates, update_s, progress)
