@@ -68,6 +68,7 @@ def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Sess
     folder = locked.folder
     world = locked.world
     progress = locked.progress
+    # A run has begun if its folder has config.toml. It is resumed (below) if it also has a checkpoint.
     has_begun = folder.has_begun
     plan = _first_plan(locked, started, has_begun)
     require_time = partial(_require_time, plan, started)
