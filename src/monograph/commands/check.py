@@ -32,7 +32,7 @@ from monograph.profiling.health import (
 from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
 from monograph.run.folder import DEFAULT_ROOT, TEACHERS, Run, standard_json
-from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
+from monograph.run.models import load_to_export, load_tokenizer, require_all_finite
 from monograph.run.recipe import names_run, require_tokenizer
 from monograph.run.run_index import lock_record, serial_number
 from monograph.run.writing import recorded_parent
@@ -86,7 +86,7 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
     elif not names_run(run) and is_folder(run):
         result = _verify_folder(run)
     else:
-        result = _verify_run(Run.open(run, saved=False))
+        result = _verify_run(Run.open(run, needs_checkpoint=False))
     width = max([16, *(len(name) + 2 for name in result.lines)])
     for name, text in result.lines.items():
         print(f"{name:<{width}}{text}")
@@ -244,7 +244,7 @@ def _verify_run(run: Run) -> CheckResult:
     files = {
         "run.lock": _fault(verify_lock),
         "config.toml": _fault(lambda: run_settings(run, code_keys=())),
-        "tokenizer.json": _fault(lambda: own_tokenizer(run, newest_state)),
+        "tokenizer.json": _fault(lambda: load_tokenizer(run, newest_state)),
         "metrics.jsonl": _fault(metrics_digest, newest_state.get("metrics_sha256")),
         **_faults_of_optional_files(run, newest_state),
     }
@@ -296,7 +296,7 @@ def _faults_of_optional_files(
         files["from.json"] = _fault(lambda: recorded_parent(run))
     if exists(run.folder / REFERENCE):
         files[REFERENCE] = _fault(lambda: verify_reference(run))
-    recorded_digests = recorded_state.recorded_files(newest_state)
+    recorded_digests = recorded_state.recorded_file_digests(newest_state)
     for name in sorted({TEACHERS, *recorded_digests}):
         path = run.folder / name
         if exists(path) or name in recorded_digests:

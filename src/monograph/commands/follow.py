@@ -26,7 +26,7 @@ from monograph.report.trackers import Opener, SettingsByKey, TrackedPoint, Track
 from monograph.run.folder import Run, write_errors_explained
 from monograph.run.run_index import SWEEP, json_object, runs_in, wait_until_free
 from monograph.storage.reading import contents, is_file, open_input, refusing, without_links
-from monograph.storage.writing import FAILING
+from monograph.storage.writing import DISK_ERRORS
 
 POLL_S = 1.0  # seconds between two looks at the metrics
 # This many bytes before the next row are compared with the bytes that were read there before. They differ
@@ -37,7 +37,7 @@ COMPARED_BYTES = 4096
 
 def run(run: str, *, to: str, out: Path | None) -> None:
     """Send rows until no process trains the run; see the command line's help."""
-    folder = Run.locate(run, saved=False)
+    folder = Run.locate(run, needs_checkpoint=False)
     tracker = tracker_named(to)
     if out:
         with write_errors_explained(out):
@@ -169,7 +169,7 @@ class _Followed:
         """Return the update and the numbers of a row; `number` is its line, for the message."""
         row = json_object(line)
         update = row.pop("update", None)
-        # `type` is compared because True is an int, too. No run has more updates (`recorded_state.MOST`).
+        # `type` is compared because True is an int, too. No run has more updates (`recorded_state.MAX_COUNT`).
         if type(update) is not int or not 0 <= update <= 10**15:
             raise InputRefused(f"{self._run.metrics}:{number}: not a row of metrics; put it back")
         return update, dict(_finite_numbers(row))
@@ -273,7 +273,7 @@ def _tracker_errors_explained(to: str) -> Iterator[None]:
     except MonographError:
         raise
     except Exception as error:
-        is_disk = getattr(error, "errno", None) in FAILING
+        is_disk = getattr(error, "errno", None) in DISK_ERRORS
         # MLflow's error has no errno, only SQLite's words.
         if is_disk or "disk is full" in str(error):
             raise DiskFull(

@@ -253,7 +253,7 @@ def store_seconds(session: Session, seconds: float) -> None:
         compile=engine.step.scope,
     )
     flops_per_s = peak_flops(machine, (work.precision,))[work.precision]
-    Calibration(calibration_file()).note(machine, work, seconds, flops_per_s)
+    Calibration(calibration_file()).note_time(machine, work, seconds, flops_per_s)
 
 
 # ── the trial step, and capturing ───────────────────────────────────────────────────────────────
@@ -458,7 +458,7 @@ def fix_length(session: Session, progress: Progress) -> None:
     """
     plan = session.plan
     given_updates = updates_given(session)  # 0 if the settings give a time
-    if given_updates > recorded_state.MOST:
+    if given_updates > recorded_state.MAX_COUNT:
         epochs = plan.job.span.epochs
         raise UsageError(
             f"train.epochs = {epochs}: they have {given_updates:,} updates; give fewer, for at most 1e15"
@@ -502,7 +502,7 @@ def _length_in_time(session: Session, given_updates: int, progress: Progress) ->
     session.budget_s = _budget_s(session, given_updates, update_s, progress)
     decay = session.plan.training.optim.weight_decay
     rows = session.batches.rows_per_window
-    max_updates = given_updates or session.task.max_updates(rows, decay) or recorded_state.MOST
+    max_updates = given_updates or session.task.max_updates(rows, decay) or recorded_state.MAX_COUNT
     # The rest of the budget is for evaluations, samples and checkpoints.
     updates_s = defaults.UPDATES_SHARE * session.budget_s
     evaluations = defaults.EVALUATIONS
