@@ -181,6 +181,7 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
 
     edits = needed(*EDITS)
     stages = needed(*samplings[0].stages)
+    # The order "hf" has all stages.
     left_out = set(needed(*ORDERS["hf"])) - set(stages)
     if left_out:
         raise UsageError(
@@ -218,7 +219,7 @@ def join_chains(chains: Collection[Chain], largest: Chain) -> Chain:
     # A dynamic temperature serves rows with a fixed one, too.
     needed = {stage.removeprefix("dynamic_") for stage in needed}
     counts = [chain.likeliest_count for chain in chains if chain.samples_at_random]
-    likeliest_count = None
+    likeliest_count = None  # all tokens, if one of the chains reads all
     if None not in counts:
         likeliest_count = max((count for count in counts if count is not None), default=None)
     return replace(
