@@ -321,7 +321,7 @@ def test_parts_for_which_a_bank_has_no_form_are_refused_by_name() -> None:
     for lora, words, sizes in (
         (Lora(rank=2, dora=True), "magnitudes", {}),
         (Lora(rank=2, tokens=(3,)), "trained rows of tokens", {}),
-        (Lora(rank=2, targets=("up_proj",)), "adapters of experts", mixture),
+        (Lora(rank=2, targets=("up_proj",)), "target_modules: adapters of experts", mixture),
     ):
         with pytest.raises(InputRefused, match=f"a0: {words}.*can only be merged"):
             many_stored(tiny_llama(**sizes), [lora])

@@ -271,6 +271,14 @@ RegexOption = Annotated[
 JsonSchemaOption = Annotated[
     Path | None, _path_option("FILE", "write JSON that follows this schema")
 ]
+AdapterOption = Annotated[
+    list[str] | None,
+    _option("NAME=FOLDER", "an adapter of this model, a folder of PEFT or a run; may be repeated"),
+]
+UseOption = Annotated[
+    str | None,
+    _option("NAME", "the adapter that writes; default: the first; base: none of them"),
+]
 TrustCodeOption = Annotated[
     bool,
     _flag(
@@ -604,6 +612,8 @@ def generate(
     choice: ChoiceOption = None,
     regex: RegexOption = None,
     json_schema: JsonSchemaOption = None,
+    adapter: AdapterOption = None,
+    use: UseOption = None,
     json: JsonOption = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
@@ -625,6 +635,8 @@ def generate(
         constraints={"choices": choice, "regex": regex, "json_schema": json_schema},
         chat=chat,
         json=json,
+        adapters=adapter or [],
+        use=use,
     )
     if chat and not prompts and file is None:
         if json or n > 1:
@@ -655,6 +667,8 @@ def chat(
     choice: ChoiceOption = None,
     regex: RegexOption = None,
     json_schema: JsonSchemaOption = None,
+    adapter: AdapterOption = None,
+    use: UseOption = None,
 ) -> None:
     """Talk to a model in the terminal; /help there lists what you can type.
 
@@ -678,6 +692,8 @@ def chat(
         constraints={"choices": choice, "regex": regex, "json_schema": json_schema},
         chat=True,
         json=False,
+        adapters=adapter or [],
+        use=use,
     )
     interrupts.working(command)(run, system=system, options=options)
 

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.inspect import shared_parameters
-from monograph.graph.lora import AdaptedExperts, adapted_layers
+from monograph.graph.lora import AdaptedExperts, Lora, adapted_layers
 from monograph.graph.lora_targets import linear_layers
-from monograph.graph.token_rows import tables_with_rows
 from monograph.model.layers import Linear
 from monograph.model.llama import Llama
 
@@ -70,38 +69,46 @@ class StoredAdapter(NamedTuple):
     digest: str
 
 
-def stored_adapter(module: nn.Module, place: str) -> StoredAdapter:
+def require_form(lora: Lora, place: str) -> None:
+    """Refuse adapters with parts for which a bank has no form.
+
+    Args:
+        lora: the options of the adapters.
+        place: the folder that they are in.
+
+    Raises:
+        InputRefused: they have magnitudes or rows of tokens.
+    """
+    if lora.dora:
+        raise InputRefused(f"{place}: magnitudes (lora.dora, use_dora) can only be merged: {MERGE}")
+    if lora.tokens:
+        keys = "lora.tokens, trainable_token_indices"
+        raise InputRefused(f"{place}: trained rows of tokens ({keys}) can only be merged: {MERGE}")
+
+
+def stored_adapter(module: nn.Module, lora: Lora, place: str) -> StoredAdapter:
     """Return the adapters of a module as one that a bank can take; it shares their memory.
 
     Args:
         module: a module with adapters (`monograph.graph.lora.adapt`); its other weights are not read.
+        lora: their options, which `require_form` allows.
         place: the folder that they were read from.
 
     Raises:
-        InputRefused: they have parts for which a bank has no form.
+        InputRefused: a layer has experts, for which a bank has no form.
     """
-    layers = adapted_layers(module)
-    obstacle = ""
-    if tables_with_rows(module):
-        obstacle = "trained rows of tokens (lora.tokens, trainable_token_indices)"
-    for name, layer in layers.items():
-        if layer.lora_magnitude_vector is not None:
-            obstacle = "magnitudes (lora.dora, use_dora)"
-        elif isinstance(layer, AdaptedExperts):
-            obstacle = f"adapters of experts ({name})"
-    if obstacle:
-        raise InputRefused(f"{place}: {obstacle} can only be merged: {MERGE}")
-    sha256 = hashlib.sha256()
+    sha256 = hashlib.sha256(f"{lora.scale}".encode())
     factors = dict[str, Factors]()
-    for name, layer in sorted(layers.items()):
-        A_QK = layer.lora_A.weight.detach()
-        B_NQ = layer.lora_B.weight.detach()
-        factors[name] = Factors(A_QK, B_NQ)
-        sha256.update(f"{name} {layer.scale} {list(A_QK.shape)} ".encode())
-        for factor in (A_QK, B_NQ):
+    for name, layer in sorted(adapted_layers(module).items()):
+        if isinstance(layer, AdaptedExperts):
+            raise InputRefused(
+                f"{place}: target_modules: adapters of experts ({name}) can only be merged: {MERGE}"
+            )
+        factors[name] = Factors(layer.lora_A.weight.detach(), layer.lora_B.weight.detach())
+        sha256.update(f"{name} {lora.rank} ".encode())
+        for factor in factors[name]:
             sha256.update(factor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    some = next(iter(layers.values()))
-    return StoredAdapter(place, len(some.lora_A.weight), some.scale, factors, sha256.hexdigest())
+    return StoredAdapter(place, lora.rank, lora.scale, factors, sha256.hexdigest())
 
 
 class BankedLinear(nn.Linear):
