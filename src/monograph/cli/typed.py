@@ -720,6 +720,24 @@ def serve(
     any_name: Annotated[
         bool, _flag("--any-name", "answer requests whatever model they name")
     ] = False,
+    adapter: AdapterOption = None,
+    adapter_dir: Annotated[
+        Path | None,
+        _path_option("DIR", "a folder of adapters that clients with a key may add and remove"),
+    ] = None,
+    adapter_slots: Annotated[
+        int | None,
+        _option(
+            "N",
+            "adapters at once; default: those given, and 8 more with --adapter-dir",
+            min=1,
+            max=1024,
+        ),
+    ] = None,
+    adapter_rank: Annotated[
+        int | None,
+        _option("N", "their largest rank; default: that of those given, at least 16", min=1),
+    ] = None,
 ) -> None:
     """Serve a model through an OpenAI-compatible API, with a chat page."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
@@ -737,6 +755,10 @@ def serve(
         rows=rows,
         served_names=served_name or [],
         any_name=any_name,
+        adapters=adapter or [],
+        adapter_dir=adapter_dir,
+        adapter_slots=adapter_slots,
+        adapter_rank=adapter_rank,
     )
 
 

@@ -385,7 +385,7 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
     if stored:
         install(network, stored)
     adapter = options.use or next(iter(stored), BASE)
-    stop = [*options.stop, *end_ids]
+    stop: list[str | int] = [*options.stop, *end_ids]
     return ReadyModel(network, tokenizer, sampling, stop, None, options, adapter)
 
 

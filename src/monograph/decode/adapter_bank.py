@@ -86,6 +86,19 @@ def require_form(lora: Lora, place: str) -> None:
         raise InputRefused(f"{place}: trained rows of tokens ({keys}) can only be merged: {MERGE}")
 
 
+def require_rank(rank: int, max_rank: int, place: str) -> None:
+    """Refuse a rank for which there is no room.
+
+    Raises:
+        InputRefused: the rank is above `max_rank`.
+    """
+    if rank > max_rank:
+        raise InputRefused(
+            f"{place}: r = {rank} is above {max_rank}, the largest rank that there is room for: begin with a larger "
+            "--adapter-rank"
+        )
+
+
 def stored_adapter(module: nn.Module, lora: Lora, place: str) -> StoredAdapter:
     """Return the adapters of a module as one that a bank can take; it shares their memory.
 
@@ -208,11 +221,7 @@ class AdapterBank:
         Raises:
             InputRefused: its rank is too large, or it changes a layer that has no bank.
         """
-        if adapter.rank > self.rank:
-            raise InputRefused(
-                f"{adapter.place}: r = {adapter.rank} is above {self.rank}, the largest rank that there is room for: "
-                "begin with a larger --adapter-rank"
-            )
+        require_rank(adapter.rank, self.rank, adapter.place)
         without_bank = [name for name in adapter.factors if name not in self.layers]
         if without_bank:
             raise InputRefused(

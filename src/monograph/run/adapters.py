@@ -17,10 +17,11 @@ from monograph.decode.adapter_bank import (
     MERGE,
     StoredAdapter,
     require_form,
+    require_rank,
     stored_adapter,
 )
 from monograph.errors import InputRefused, UsageError, Warn
-from monograph.graph.lora import adapt
+from monograph.graph.lora import Lora, adapt
 from monograph.model import adapter, hub
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -56,27 +57,30 @@ class AdapterBase:
         # A digest reads all weights, and most folders of PEFT do not record one.
         self.digest = cache(lambda: digest or module_digest(model))
 
-    def read(self, folder: str | Path, warn: Warn = lambda line: None) -> StoredAdapter:
+    def read(
+        self, folder: str | Path, warn: Warn = lambda line: None, max_rank: int | None = None
+    ) -> StoredAdapter:
         """Return the adapter in a folder or a run.
 
         Args:
             folder: a folder that PEFT can load, or a run with adapters, or `last`.
             warn: called with each line that the user should read.
+            max_rank: the largest rank that is read; None: any.
 
         Raises:
             InputRefused: it has no adapter, was trained on another base, or has parts that cannot stay
                 unmerged. The message names the folder and the key.
         """
         if adapter.is_adapter(folder):
-            return self._read_peft(Path(folder))
+            return self._read_peft(Path(folder), max_rank)
         run = find_run(folder)
         if run is None:
             raise InputRefused(
                 f"{folder}: has no adapter: expected a folder with {adapter.CONFIG_FILE}, or a run with lora.rank"
             )
-        return self._read_run(run, recorded_state.load_newest(run, warn))
+        return self._read_run(run, recorded_state.load_newest(run, warn), max_rank)
 
-    def _read_peft(self, folder: Path) -> StoredAdapter:
+    def _read_peft(self, folder: Path, max_rank: int | None) -> StoredAdapter:
         stored = adapter.read_adapter(folder)
         stored.require_base_shape(self.config)
         if stored.weights_sha256 is not None:
@@ -88,12 +92,12 @@ class AdapterBase:
             raise InputRefused(
                 f"{folder}: tokenizer.json is not that of this model: new tokens can only be merged: {MERGE}"
             )
-        require_form(stored.lora, str(folder))
+        _require_readable(stored.lora, str(folder), max_rank)
         skeleton = self._skeleton()
         adapter.install_adapters(skeleton, stored.lora, start=stored, device=torch.device("cpu"))
         return stored_adapter(skeleton, stored.lora, str(folder))
 
-    def _read_run(self, run: Run, checkpoint: Checkpoint) -> StoredAdapter:
+    def _read_run(self, run: Run, checkpoint: Checkpoint, max_rank: int | None) -> StoredAdapter:
         recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
         if recipe.lora is None:
             raise InputRefused(f"{run.folder}: has no adapter: it was trained without lora.rank")
@@ -103,7 +107,7 @@ class AdapterBase:
             raise InputRefused(f"{run.folder}: its new tokens can only be merged: {MERGE}")
         self._require_digest(str(recipe.base_sha256), run.folder, "model.init")
         lora = recorded_lora(recipe.lora | {"base": "auto"})
-        require_form(lora, str(run.folder))
+        _require_readable(lora, str(run.folder), max_rank)
         skeleton = self._skeleton()
         adapt(skeleton, lora, device=torch.device("cpu"))
         load_weights(skeleton, weights_of(checkpoint))
@@ -119,6 +123,13 @@ class AdapterBase:
         """Return a model of this shape whose weights have no numbers."""
         with torch.device("meta"):
             return Llama(self.config).to(self.dtype)
+
+
+def _require_readable(lora: Lora, place: str, max_rank: int | None) -> None:
+    """Refuse an adapter that no bank could take, or this one not, before its numbers are read."""
+    require_form(lora, place)
+    if max_rank is not None:
+        require_rank(lora.rank, max_rank, place)
 
 
 def named_folders(flag: str, given: Sequence[str]) -> dict[str, str]:

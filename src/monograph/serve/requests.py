@@ -415,6 +415,18 @@ class DetokenizeRequest(BaseRequest):
     model: str | None = Field(None, description="Is ignored: the newest model's tokenizer is used.")
 
 
+class UnloadAdapterRequest(BaseRequest):
+    """An adapter to be removed."""
+
+    lora_name: str = Field(description="The adapter's name.")
+
+
+class LoadAdapterRequest(UnloadAdapterRequest):
+    """An adapter to be added."""
+
+    lora_path: str = Field(description="The name of its folder in the server's --adapter-dir.")
+
+
 class Constraint(NamedTuple):
     """A constraint on the text.
 
@@ -442,8 +454,8 @@ class TextRequest(BaseRequest):
     model: Annotated[
         str,
         Field(
-            description="The name of a model, one of GET /v1/models. RUN@UPDATE is exactly these weights; RUN and last "
-            "are the newest."
+            description="The name of a model or an adapter, one of GET /v1/models. RUN@UPDATE is exactly these "
+            "weights; RUN and last are the newest."
         ),
     ]
     n: Annotated[
@@ -749,6 +761,8 @@ _MISSING = {
     "prompt": "expected a text, a list of texts, or lists of token ids",
     "messages": "expected a list of messages",
     "tokens": "expected a list of token ids",
+    "lora_name": "expected the adapter's name",
+    "lora_path": "expected the name of a folder in --adapter-dir",
 }
 # What was expected, by the type of pydantic's error.
 _TYPE_WORDS = {

@@ -39,7 +39,7 @@ from monograph.serve.owner import Inbox, OwnerEnded, ServedText
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.requests import AnyTextRequest, ChatRequest, CompletionRequest, read
 from monograph.serve.service import Service
-from monograph.serve.versions import Version
+from monograph.serve.versions import ServedModel, Version
 from monograph.text.chat import chat_ids
 
 PromptIds = Sequence[Sequence[int]]  # the ids of each prompt
@@ -95,8 +95,8 @@ class TextEndpoint:
         try:
             # In a worker thread, because a large body takes a while.
             request = await asyncio.to_thread(self._read, body)
-            async with self._service.use_version(request.model) as version:
-                await self._answer(request, version, scope["client_name"], send)
+            async with self._service.use_model(request.model) as model:
+                await self._answer(request, model, scope["client_name"], send)
         except Refused as refused:
             await _send_failure(scope, send, refused)
         except OwnerEnded:
@@ -107,9 +107,10 @@ class TextEndpoint:
             await _send_failure(scope, send, failure)
 
     async def _answer(
-        self, request: AnyTextRequest, version: Version, client: str, send: Send
+        self, request: AnyTextRequest, model: ServedModel, client: str, send: Send
     ) -> None:
         began_s = clock()
+        version = model.version
         scores_only = request.token_limit == 0
         if isinstance(request, CompletionRequest) and not scores_only:
             self._require_few_texts(request)
@@ -119,20 +120,20 @@ class TextEndpoint:
             logprob_count = _count_logprobs(request, version, prompts)
         if isinstance(request, CompletionRequest) and scores_only:
             with self._service.gate.reserve_logprobs(logprob_count):
-                return await self._send_scored(request, version, prompts, send)
+                return await self._send_scored(request, model, prompts, send)
         inbox: Inbox = asyncio.Queue()
-        decoder_requests = await self._decoder_requests(request, version, prompts, client)
+        decoder_requests = await self._decoder_requests(request, model, prompts, client)
         texts = [
             ServedText(decoder_request, version, index, inbox, request.stream)
             for index, decoder_request in enumerate(decoder_requests)
         ]
         answer_class = ChatAnswerBuilder if self._is_chat else AnswerBuilder
-        answer = answer_class(version, request.sampling.seed, request.likeliest_count)
+        answer = answer_class(model, request.sampling.seed, request.likeliest_count)
         async with self._write(texts, began_s) as batches:
             if request.stream:
                 await self._send_stream(request, texts, answer, batches, prompts, send)
             else:
-                await self._send_whole(request, texts, answer, batches, prompts, send)
+                await self._send_whole(request, model, texts, answer, batches, prompts, send)
         return None
 
     def _require_few_texts(self, request: CompletionRequest) -> None:
@@ -209,12 +210,13 @@ class TextEndpoint:
         return prompt
 
     async def _decoder_requests(
-        self, request: AnyTextRequest, version: Version, prompts: PromptIds, client: str
+        self, request: AnyTextRequest, model: ServedModel, prompts: PromptIds, client: str
     ) -> list[DecoderRequest]:
         """Return the decoder's requests, n for each prompt.
 
         Text i of a prompt has the seed that `monograph generate` gives to its text i.
         """
+        version = model.version
         tokenizer = version.tokenizer
         sampling = request.sampling
         if request.likeliest_count is not None:
@@ -246,6 +248,7 @@ class TextEndpoint:
                 breaker_V=breaker_V,
                 seed=seed,
                 owner=client,
+                adapter=model.slot,
             )
             for ids in prompts
             for seed in seeds
@@ -368,6 +371,7 @@ class TextEndpoint:
     async def _send_whole(
         self,
         request: AnyTextRequest,
+        model: ServedModel,
         texts: Sequence[ServedText],
         answer: AnswerBuilder,
         batches: AsyncIterator[EventBatch],
@@ -377,7 +381,7 @@ class TextEndpoint:
         # What each answer begins with: its prompt, or nothing.
         echoes = [TextPiece(0, "", [], None)] * len(prompts)
         if isinstance(request, CompletionRequest) and request.echo:
-            echoes = await self._echoes(request, texts[0].version, prompts)
+            echoes = await self._echoes(request, model, prompts)
         builders = []
         pieces = []
         for text in texts:
@@ -406,21 +410,22 @@ class TextEndpoint:
         )
 
     async def _send_scored(
-        self, request: CompletionRequest, version: Version, prompts: PromptIds, send: Send
+        self, request: CompletionRequest, model: ServedModel, prompts: PromptIds, send: Send
     ) -> None:
         """Answer with each prompt and its scores n times, without new text."""
-        echoes = await self._echoes(request, version, prompts)
+        echoes = await self._echoes(request, model, prompts)
         repeated = [echo for echo in echoes for _ in range(request.n)]
         pieces = [
             echo._replace(text_index=index, finish="length") for index, echo in enumerate(repeated)
         ]
-        answer = AnswerBuilder(version, request.sampling.seed, request.likeliest_count)
+        answer = AnswerBuilder(model, request.sampling.seed, request.likeliest_count)
         await _send_answer(answer, pieces, token_usage(sum(map(len, prompts)), 0), send)
 
     async def _echoes(
-        self, request: CompletionRequest, version: Version, prompts: PromptIds
+        self, request: CompletionRequest, model: ServedModel, prompts: PromptIds
     ) -> list[TextPiece]:
         """Return each prompt as a piece, scored if the request asks for log-probabilities."""
+        version = model.version
         echoes = []
         for prompt, ids in zip(request.prompt, prompts, strict=True):
             text = prompt if isinstance(prompt, str) else version.tokenizer.decode(ids)
@@ -429,7 +434,7 @@ class TextEndpoint:
                 scores = []
                 if len(ids) > 1:  # the first token has no score
                     count = min(request.likeliest_count, version.tokenizer.vocab_size)
-                    scores = await self._service.owner.score(version, ids, count)
+                    scores = await self._service.owner.score(model, ids, count)
                 entries = prompt_entries(version.tokenizer, ids, scores)
             echoes.append(TextPiece(0, text, entries, None))
         return echoes
