@@ -300,7 +300,7 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
         (["generate", "run", "a", "--stop", ""], 2, "an empty string would stop every text"),
         (["serve", "run", "--adapter-dir", "."], 2, "could add adapters: give --api-key-file"),
         (["serve", "run", "--adapter", "a"], 2, "--adapter a: expected NAME=FOLDER"),
-        (["serve", "run", "--adapter", "a=texts"], 3, "texts: has no adapter: expected a folder with"),
+        (["generate", "run", "a", "--adapter", "a=texts"], 3, "texts: has no adapter: expected a folder with"),
         (["generate", "run", "a", "--adapter", "a=run"], 3, "run: has no adapter: it was trained without lora.rank"),
         (["train", "--resume", "run", "--minutes", "9"], 2, "was started with 8 updates"),
         (["train", "--from", "run/checkpoints/step-00000006@8"], 2, "is the checkpoint of update 6; leave one of them"),
