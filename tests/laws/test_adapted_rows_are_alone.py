@@ -35,7 +35,7 @@ from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.capture import compiled
 from monograph.graph.lora import Lora
 from monograph.model.llama import Llama
@@ -307,6 +307,10 @@ def test_what_a_bank_cannot_hold_is_refused_by_name() -> None:
         bank.add("third", narrow)
     with pytest.raises(UsageError, match="no adapter 'third': expected narrow, second, base"):
         bank.slot_of("third")
+    with pytest.raises(OutOfDeviceMemory, match="room for 9999999 adapters of rank 16.*are free"):
+        install(copy.deepcopy(base), {"narrow": narrow}, capacity=9999999)
+    with pytest.raises(UsageError, match="2 adapters, but there is room for 1"):
+        install(copy.deepcopy(base), {"narrow": narrow, "same": narrow}, capacity=1)
     with pytest.raises(UsageError, match="has a bank of adapters already"):
         install(model, {})
     assert not any("bank" in name for name in model.state_dict())

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monograph.errors import InputRefused, UsageError
+from monograph.device import describe
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.inspect import shared_parameters
 from monograph.graph.lora import AdaptedExperts, Lora, adapted_layers
 from monograph.graph.lora_targets import linear_layers
@@ -176,7 +177,7 @@ class AdapterBank:
         self._writes = 0
         for name, layer in layers.items():
             weight = layer.weight
-            dtype = torch.promote_types(weight.dtype, torch.float32)
+            dtype = _bank_dtype(layer)
             layer.__class__ = BankedLinear
             assert isinstance(layer, BankedLinear)
             layer.bank = self
@@ -295,6 +296,7 @@ def install(
 
     Raises:
         InputRefused: an adapter does not fit.
+        OutOfDeviceMemory: the bank would not fit into the free memory.
         UsageError: the capacity is too small, or the model has a bank.
     """
     if bank_of(model) is not None:
@@ -314,10 +316,30 @@ def install(
             _require_possible(adapter, possible)
         changed = {name for adapter in adapters.values() for name in adapter.factors}
         chosen = {name: layer for name, layer in possible.items() if name in changed}
+    _require_memory(chosen.values(), capacity, rank)
     bank = AdapterBank(chosen, capacity, rank)
     for name, adapter in adapters.items():
         bank.add(name, adapter)
     return bank
+
+
+def _require_memory(layers: Iterable[nn.Linear], capacity: int, rank: int) -> None:
+    bank_bytes = 0
+    for layer in layers:
+        number_bytes = _bank_dtype(layer).itemsize
+        width = layer.in_features + layer.out_features
+        bank_bytes += (capacity + 1) * rank * width * number_bytes
+    free_bytes = describe().free_memory_bytes
+    if bank_bytes > free_bytes:
+        raise OutOfDeviceMemory(
+            f"room for {capacity} adapters of rank {rank} takes {bank_bytes / 2**30:.3g} GiB, and "
+            f"{free_bytes / 2**30:.3g} GiB are free: give fewer --adapter-slots, or a smaller --adapter-rank"
+        )
+
+
+def _bank_dtype(layer: nn.Linear) -> torch.dtype:
+    """Return the dtype of a layer's bank: its weight's, or fp32 if that has fewer bits."""
+    return torch.promote_types(layer.weight.dtype, torch.float32)
 
 
 def _possible_layers(model: Llama) -> dict[str, nn.Linear]:
