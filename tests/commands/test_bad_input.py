@@ -299,6 +299,7 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
         (["train", "--from", "run@x"], 2, "a whole number after the @, not 'x'"),
         (["generate", "run", "a", "--stop", ""], 2, "an empty string would stop every text"),
         (["serve", "run", "--adapter-dir", "."], 2, "could add adapters: give --api-key-file"),
+        (["serve", "run", "--adapter-slots", "3"], 2, "there are no adapters: give --adapter or --adapter-dir"),
         (["serve", "run", "--adapter", "a"], 2, "--adapter a: expected NAME=FOLDER"),
         (["generate", "run", "a", "--adapter", "a=texts"], 3, "texts: has no adapter: expected a folder with"),
         (["generate", "run", "a", "--adapter", "a=run"], 3, "run: has no adapter: it was trained without lora.rank"),

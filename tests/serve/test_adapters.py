@@ -17,6 +17,7 @@ from daily import nightly
 from monograph.decode import completion, generate
 from monograph.decode.adapter_bank import AdapterBank, install
 from monograph.decode.sampling import Sampling
+from monograph.errors import UsageError
 from monograph.evaluation.choices import score_tokens
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
@@ -232,6 +233,17 @@ def test_a_newer_version_has_the_adapters_too(folders: Path) -> None:
             "new",
         ]
         assert ask(served, "new")["model"] == "given@1+new"
+
+
+@pytest.mark.parametrize("name", ["last", "given", "given@0", "poet"])
+def test_an_adapter_may_not_have_a_name_of_the_model(folders: Path, name: str) -> None:
+    tokenizer = Tokenizer.bytes()
+    room = AdapterRoom({name: str(folders / "a0")})
+    with (
+        pytest.raises(UsageError, match=f"--adapter {name}: the model has this name"),
+        Served(small(tokenizer), tokenizer, adapters=room, aliases=["poet"]),
+    ):
+        pass
 
 
 def requests_with_changes(served: Served, folders: Path, count: int) -> None:

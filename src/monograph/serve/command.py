@@ -70,6 +70,11 @@ def run(
         )
     if adapter_dir is not None and not adapter_dir.is_dir():
         raise InputRefused(f"--adapter-dir {adapter_dir}: no such folder")
+    has_room_for_some = bool(folders) or adapter_dir is not None
+    if not has_room_for_some and (adapter_slots is not None or adapter_rank is not None):
+        raise UsageError(
+            "--adapter-slots, --adapter-rank: there are no adapters: give --adapter or --adapter-dir, too"
+        )
     room = AdapterRoom(folders, adapter_dir, adapter_slots, adapter_rank)
     source = Source(run, rows or MAX_ROWS[default_device().type], warn, room)
     service = Service(source, _say, _report_bug, aliases=served_names, any_name=any_name)

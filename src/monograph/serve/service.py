@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from monograph.errors import MonographError, OutOfDeviceMemory
+from monograph.errors import MonographError, OutOfDeviceMemory, UsageError
 from monograph.run.adapters import require_name
 from monograph.serve.compiling import ConstraintCompiler
 from monograph.serve.gate import Gate
@@ -86,7 +86,7 @@ class Service:
             on_crash: is called if an error ends the owner's thread.
 
         Raises:
-            MonographError: the model cannot be loaded.
+            MonographError: the model cannot be loaded, or an adapter has one of its names.
         """
 
         def record_crash(error: Exception) -> None:
@@ -95,6 +95,10 @@ class Service:
             on_crash()
 
         version = await asyncio.to_thread(self.source.load)
+        names = self.names_of(version)
+        for name in self.source.adapters.folders:
+            if name in names:
+                raise UsageError(f"--adapter {name}: the model has this name: choose another one")
         self.owner = Owner(self.source.rows, record_crash)
         self._has_owner = True
         await self.owner.add(version)
