@@ -23,10 +23,11 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from monograph.report import figures, quantities
+from monograph.report import quantities, run_figures
 from monograph.report.figures import themed
+from monograph.run.curve import YARDSTICK_WIDTH, curve_pieces
 from monograph.run.progress import LABEL_WIDTH
-from monograph.run.screen import YARDSTICK_WIDTH, curve_pieces, cut_to_width, one_line
+from monograph.run.screen import cut_to_width, one_line
 
 FIGURES = Path(__file__).resolve().parent / "figures"
 RECORDING, FIRST_RUN, HELD_OUT = (
@@ -285,7 +286,7 @@ def _place(column: int, row: int, text: str) -> str:
 
 def held_out(run: Recording) -> str:
     """Return the report's figure of the held-out curve, with colours of the reader's theme."""
-    return themed(figures.held_out_svg(run.rows, run.yardsticks))
+    return themed(run_figures.held_out_svg(run.rows, run.yardsticks))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from monograph.profiling.profiler import Profile
 from monograph.report.compare_report import Compared, compare_page
 from monograph.report.profile_report import ladder_page, profile_page
 from monograph.report.run_report import About, run_page
-from monograph.report.sweep_charts import sweep_drawings
+from monograph.report.sweep_charts import MemberCurve, sweep_drawings
 from monograph.report.sweep_report import sweep_page
 
 HOSTILE = "<script>alert(1)</script> & \x1b[31m"
@@ -240,7 +240,7 @@ def of_sweep(folder: Path) -> str:
             members.append({"knobs": knobs, "eval_bits_per_byte": score, **losses, **ended})
             rows = [{"update": 20 * i, "tokens": 40_960 * i, "eval_bits_per_byte": score + 6 / i**2, "eval_rows": 64}
                     for i in range(1, 11) if score is not None]  # fmt: skip
-            curves.append(({"lr": lr, "seed": seed}, rows))
+            curves.append(MemberCurve({"lr": lr, "seed": seed}, rows))
     best = {"knobs": {"optim.lr": 4e-3}, "mean": 2.55, "unit": "bits/byte"}
     found = {"best": best, "members": members, "tokens_per_s": 12_000.0, "wall_s": 80.0}
     found["advice"] = [

@@ -202,7 +202,7 @@ def test_chunks_of_streamed_planes_are_whole_blocks():
     blocks = [form.block for form in (*FORMATS.values(), FOUR_BITS)]
     assert not any(
         most % block
-        for most in (chunked_update.MAX_CHUNK_ELEMENTS, updates.MAX_CHUNK_ELEMENTS)
+        for most in (chunked_update.MAX_CHUNK_ELEMENTS, updates.MAX_HOST_CHUNK_ELEMENTS)
         for block in blocks
     )
 
@@ -340,6 +340,21 @@ def test_gradients_of_bf16_weights_add_up_in_fp32():
     assert step.model.left.dtype == torch.bfloat16 and step.model.left.grad.dtype == torch.float32
 
 
+def test_bf16_weights_have_no_grad_in_a_forward_pass():
+    # torch traces no graph in which a gradient has another dtype than its weight.
+    found = []
+
+    def loss(model, batch):
+        found.append([p.grad for p in model.parameters()])
+        return given_gradient(model, batch)
+
+    optim = AdamW(state="bf16", master_weights=False)
+    step = Step(Given(), loss=loss, optim=optim, precision=Precision("bf16"))
+    step([gradients(0), gradients(1)])
+    assert found == [[None] * 3] * 2
+    assert all(p.grad.dtype == torch.float32 for p in step.model.parameters())
+
+
 @pytest.mark.slow
 def test_bf16_weights_train_in_a_graph():
     """torch traces no graph around a weight and a gradient of another dtype: the gradient is off
@@ -403,6 +418,8 @@ def test_what_a_parameter_takes():
         plane = Step(model, optim=AdamW(**FORMS[state]), precision=Precision("bf16")).planes[0]
         held = sum(t.nbytes for t in plane.state.values())
         assert (plane.param.nbytes / 64**2, held / 64**2) == (weight, moments)
+        planned = FORMATS[FORMS[state]["state"]].bytes_each
+        assert planned * len(plane.kind.rule.moments) == moments
 
 
 @pytest.mark.parametrize(

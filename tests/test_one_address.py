@@ -44,7 +44,7 @@ from monograph.optim.formats import FORMATS
 from monograph.planner.placement_bytes import stages_of
 from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Work, footprint
-from monograph.report import figures, metrics
+from monograph.report import metrics, run_figures
 from monograph.report.compare_report import Compared, compare_page
 from monograph.report.metrics import Metric
 from monograph.report.run_report import About, run_page
@@ -236,7 +236,7 @@ def test_a_new_number_is_checked_drawn_compared_and_printed(
         for name in "ab"
     ]
     assert "Surprise, shannons" in compare_page("two", "bits", sides, [])
-    assert [picture.name for picture in figures.draw(rows, {}, "", "")[1]] == ["surprise"]
+    assert [picture.name for picture in run_figures.draw(rows, {}, "", "")[1]] == ["surprise"]
 
 
 def test_a_plan_makes_the_schedule_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:

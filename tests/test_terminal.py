@@ -84,7 +84,7 @@ def test_any_text_can_be_written_to_a_stream_of_any_encoding(
     for stream in (sys.stdout, sys.stderr):
         print(hostile, file=stream, flush=True)
         stream.writelines([hostile])
-        terminal.own(stream, "\x1b[1m")
+        terminal.write_as_is(stream, "\x1b[1m")
         stream.flush()
         written = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
         assert written.endswith("\x1b[1m") and ("\x1b]" in written) == (kind is io.TextIOWrapper)
@@ -133,11 +133,11 @@ def _to_standard(call: ast.Call) -> bool:
     )
 
 
-ENDS = "write|buffer|^__std|echo|style|Handler$|^own$"
+ENDS = "write|buffer|^__std|echo|style|Handler$"
 
 
 def ways_around(source: str) -> set[str]:
-    """How a file's code would reach a terminal other than by `print`, `Progress` or `own`."""
+    """How a file's code would reach a terminal other than by `print`, `Progress` or `write_as_is`."""
     found = set[str]()
     for node in ast.walk(ast.parse(source)):
         text = node.id if isinstance(node, ast.Name) else ""
@@ -164,7 +164,8 @@ def ways_around(source: str) -> set[str]:
             if isinstance(node, ast.ImportFrom) and node.module == "monograph.terminal"
             else []
         )
-        if text == "terminal.own" or "own" in [each.name for each in imported]:
+        imported_names = [each.name for each in imported]
+        if text == "terminal.write_as_is" or "write_as_is" in imported_names:
             found.add("own")
         value = node.value if isinstance(node, ast.Constant) else None
         if "\x1b" in (value.decode("latin-1") if isinstance(value, bytes) else str(value)):
@@ -187,6 +188,7 @@ def test_all_that_is_printed_passes_the_one_function() -> None:
     for way, source in (
         ("bytes", "os.write(2, text)"), ("bytes", "sys.stdout.buffer.write(b'')"), ("stream", "typer.echo('')"),
         ("stream", "print('', file=sys.__stderr__)"), ("escapes", r"print('\x1b[1m')"),
-        ("own", "terminal.own(sys.stderr, text)"), ("own", "from monograph.terminal import own as w"),
+        ("own", "terminal.write_as_is(sys.stderr, text)"),
+        ("own", "from monograph.terminal import write_as_is as w"),
     ):  # fmt: skip
         assert way in ways_around(source), source

@@ -22,7 +22,7 @@ import torch
 
 from monograph import __version__
 from monograph.errors import DiskFull, InputRefused
-from monograph.storage.writing import FAILING
+from monograph.storage.writing import DISK_ERRORS
 
 RULER = "=" * 100
 _STEP = re.compile(
@@ -117,6 +117,6 @@ class Log:
             with open(self.path, mode) as file:
                 file.write(text.encode())
         except OSError as error:
-            if error.errno in FAILING:
+            if error.errno in DISK_ERRORS:
                 raise DiskFull(f"{self.path}: cannot be written: {error.strerror}") from None
             raise InputRefused(f"{self.path}: cannot be written: {error.strerror}") from None

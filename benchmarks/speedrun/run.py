@@ -58,7 +58,7 @@ from monograph.loss import Batch  # noqa: E402
 from monograph.profiling.memory import peak_memory_bytes, reset_peak_memory  # noqa: E402
 from monograph.run.signals import StopSignal  # noqa: E402
 from monograph.step import Update  # noqa: E402
-from monograph.storage.writing import FAILING, lock_folder  # noqa: E402
+from monograph.storage.writing import DISK_ERRORS, lock_folder  # noqa: E402
 
 CODE = tuple(
     Path(__file__).with_name(name)
@@ -369,7 +369,7 @@ class Run:
             harness.write(self.args.out, self.found())
         except OSError as error:
             line = f"{self.args.out}: cannot be written: {error.strerror}"
-            raise (DiskFull if error.errno in FAILING else InputRefused)(line) from None
+            raise (DiskFull if error.errno in DISK_ERRORS else InputRefused)(line) from None
 
 
 def tell(line: str) -> None:
@@ -505,7 +505,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ) from None
     except OSError as error:
         line = f"{error.filename or args.out}: {error.strerror}"
-        raise (DiskFull if error.errno in FAILING else InputRefused)(line) from None
+        raise (DiskFull if error.errno in DISK_ERRORS else InputRefused)(line) from None
 
 
 def trained(this: Run) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from monograph.errors import DiskFull, InputRefused
 from monograph.loss import Batch
 from monograph.storage.reading import is_folder, matching, open_input, read_json, refusing
-from monograph.storage.writing import FAILING
+from monograph.storage.writing import DISK_ERRORS
 
 MAGIC, VERSION = 20240520, 1
 HEADER_NUMBERS = 256
@@ -166,7 +166,7 @@ def write_whole(path: Path, content: bytes) -> None:
         unfinished.replace(path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        if error.errno in FAILING:
+        if error.errno in DISK_ERRORS:
             raise DiskFull(f"{path}: cannot be written: {error.strerror}") from None
         raise InputRefused(f"{path}: cannot be written: {error.strerror}") from None
 

@@ -64,12 +64,12 @@ class MonographError(Exception):
 
     Attributes:
         exit_code: the exit code of the command line.
-        told: whether another rank of the same run reports this error; None: all ranks raise it, and
-            the first rank reports it.
+        reported_elsewhere: whether another rank of the same run reports this error; None: all ranks
+            raise it, and the first rank reports it.
     """
 
     exit_code = 1
-    told: bool | None = None
+    reported_elsewhere: bool | None = None
 
     def __str__(self) -> str:
         text = super().__str__()

@@ -1,7 +1,7 @@
 """Guard the output: text of any origin is printed so that it cannot control the terminal.
 
 All text that is written to a terminal passes `visible`. Only Monograph's own display writes escape
-sequences, through `own`, and passes the texts in it through `visible` first.
+sequences, through `write_as_is`, and passes the texts in it through `visible` first.
 """
 
 import io
@@ -57,16 +57,16 @@ def _shell_word(word: str) -> str:
 class Terminal:
     """A wrapper of a terminal's text stream that passes all text through `visible`.
 
-    Its attribute `own` writes a text as it is.
+    Its attribute `write_as_is` is the stream's own `write`.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.own = stream.write
+        self.write_as_is = stream.write
 
     def write(self, text: str) -> int:
         """Write a text of any origin."""
-        self.own(visible(text))
+        self.write_as_is(visible(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -77,9 +77,9 @@ class Terminal:
         return getattr(self._stream, name)
 
 
-def own(stream: TextIO, text: str) -> None:
-    """Write a text with Monograph's own escape sequences as it is."""
-    getattr(stream, "own", stream.write)(text)
+def write_as_is(stream: TextIO, text: str) -> None:
+    """Write a text with Monograph's own escape sequences, which a guarded stream would spell out."""
+    getattr(stream, "write_as_is", stream.write)(text)
 
 
 def guard() -> None:

@@ -54,3 +54,9 @@ def test_adapter_peers(script, monkeypatch, tmp_path):
     found = smoke(script("adapter_peers"), monkeypatch, tmp_path / "found.json")
     losses = [case["loss"] for case in found["cases"]]
     assert len(losses) == 5 and max(losses) - min(losses) < 1e-4 * losses[0]
+
+
+def test_shared_base(script, monkeypatch, tmp_path):
+    [case] = smoke(script("shared_base"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert case["base"] == "nf4" and case["members"] == 2 and case["base_bytes"] > 0
+    assert case["speedup"]["wall"]["median"] > 0

@@ -64,4 +64,4 @@ def test_it_holds_a_few_blocks_and_no_more(saved):
     found = checkpointing.load_newest(path, print).model
     for name in found:
         assert len(found[name]) == len(model[name])
-        assert found._block.cache_info().currsize <= 4
+        assert found._read_block_cached.cache_info().currsize <= 4

@@ -51,7 +51,7 @@ def test_what_another_rank_says_is_silent_unless_that_one_is_gone(
 ) -> None:
     monkeypatch.setattr(cli, "SILENT_S", 0.0)
     calls.outcome = kind("no")
-    calls.outcome.told = True
+    calls.outcome.reported_elsewhere = True
     assert monograph_("check") == kind.exit_code
     assert capsys.readouterr().err == said
 

@@ -74,9 +74,9 @@ def test_memory_is_zero_and_that_of_so_many_rows(config: LlamaConfig) -> None:
 
 def test_a_look_at_fewer_blocks_is_into_the_same_memory() -> None:
     cache = cache_of(HYBRID, 2, 24)
-    cache.is_filled = True
+    cache.pads_products = True
     look = cache.with_first_blocks(2)
-    assert look.seen_blocks == 2 and look.is_filled and cache.seen_blocks is None
+    assert look.seen_blocks == 2 and look.pads_products and cache.seen_blocks is None
     assert all(one is other for one, other in zip(all_of(look), all_of(cache), strict=True))
 
 
@@ -126,7 +126,7 @@ def reader_of(
     rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: object
 ) -> PromptReader:
     model = tiny_llama(max_position_embeddings=slots, **sizes).eval()
-    form = CacheSizes(slots, 16, prompts_at_once=rows, is_filled=whole)
+    form = CacheSizes(slots, 16, prompts_at_once=rows, pads_products=whole)
     return PromptReader(model, form, 8, lambda function: function)
 
 

@@ -14,7 +14,7 @@ from alone import Alone, stacked
 from batches import captured_to_train, copied, ragged, tiny_llama
 from monograph import compat
 from monograph.ensemble import Ensemble
-from monograph.ensemble.agreement import DROPOUTS
+from monograph.ensemble.variations import DROPOUTS
 from monograph.laws.comparisons import MEMBER_BOUND, member_is_alone, outcome, relative_error
 from monograph.loop import train
 from monograph.optim import AdamW, Muon

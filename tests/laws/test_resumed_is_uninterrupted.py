@@ -198,7 +198,7 @@ def test_after_updates_without_a_graph(
             return None if updates > 0 else end
 
         monkeypatch.setattr(
-            eager_start, "python_aside", lambda *_: SimpleNamespace(poll=poll, kill=lambda: None)
+            eager_start, "start_python", lambda *_: SimpleNamespace(poll=poll, kill=lambda: None)
         )
 
     monkeypatch.setattr(Resident, "capture", partialmethod(Resident.capture, backend="eager"))
@@ -251,7 +251,7 @@ def test_answers_are_drawn_as_a_resumed_run_draws_them_where_the_compiler_is_nev
     """
     monkeypatch.setattr(
         eager_start,
-        "python_aside",
+        "start_python",
         lambda *_: SimpleNamespace(poll=lambda: None, kill=lambda: None),
     )
     monkeypatch.setattr(eager_start, "should_begin_eagerly", lambda session, key: True)

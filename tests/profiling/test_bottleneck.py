@@ -302,12 +302,12 @@ def test_what_watching_does_to_the_optimizer_is_not_taken_for_the_others() -> No
     kernels = [Kernel("matmul", 0.0, 4.0), Kernel("optimizer", 5.0, 9.0), Kernel("matmul", 10.0, 14.0),
                Kernel("optimizer", 15.0, 19.0)]  # fmt: skip
     watched = Timeline(0.0, 20.0, kernels, updates=[(4.5, 9.5), (14.5, 19.5)])
-    found = estimate_update(watched, 0.0, whole_s=7.5, optimizer_s=2.5, overlaps=False)
+    found = estimate_update(watched, 0.0, update_s=7.5, optimizer_s=2.5, overlaps=False)
     assert found.parts["matmul"] == pytest.approx(4.0) and found.parts[
         "optimizer"
     ] == pytest.approx(2.0)
     assert found.total_s == pytest.approx(7.5)
-    overlapping = estimate_update(watched, 0.0, whole_s=7.5, optimizer_s=2.5, overlaps=True)
+    overlapping = estimate_update(watched, 0.0, update_s=7.5, optimizer_s=2.5, overlaps=True)
     assert overlapping.parts["matmul"] == pytest.approx(
         3.0
     ) and overlapping.total_s == pytest.approx(7.5)

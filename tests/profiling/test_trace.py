@@ -103,7 +103,7 @@ def test_a_step_on_a_cpu() -> None:
     assert 1e6 * time_by_part(timeline).gaps["sync"] == pytest.approx(5)
     first = next(kernel for kernel in timeline.kernels if kernel.part == "matmul")
     assert first.flops == 2 * 8 * 16 * 32 and first.moved_bytes == 4 * (8 * 16 + 16 * 32 + 8 * 32)
-    noted, of_updates = timeline.events, timeline.update_events
+    noted, of_updates = timeline.event_counts, timeline.update_event_counts
     assert noted["matmul"] == 1 and sum(noted.values()) + sum(of_updates.values()) == len(
         made.events
     )

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monograph.report.charts import Chart, Line, columns, figure, moving_median, payload
+from monograph.report.chart_markup import figure, payload
+from monograph.report.charts import Chart, Line, columns, moving_median
 from monograph.report.page import Drawings, section, table
 from monograph.report.page import page as page_of
 from reports import CHARTED, HOSTILE, KINDS

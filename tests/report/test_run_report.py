@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from monograph.errors import DiskFull
-from monograph.report import figures
+from monograph.report import figures, run_figures
 from monograph.report.metrics import BITS_PER_BYTE, METRICS
 from monograph.report.run_report import About, run_page, write_report
 
@@ -171,7 +171,7 @@ def test_where_the_run_stands_is_on_the_axes(bits: list[float]) -> None:
     axes = Figure().add_subplot()
     yardsticks = {"gzip -9": 1.75, "xz -9": 0.75}
     rows = [{"tokens": at, "eval_bits_per_byte": value} for at, value in enumerate(bits, 1)]
-    figures._draw_metric(axes, rows, BITS_PER_BYTE, yardsticks)
+    run_figures._draw_metric(axes, rows, BITS_PER_BYTE, yardsticks)
     low, high = axes.get_ylim()
     assert all(low < level < high for level in (bits[-1], *yardsticks.values()))
     assert len(bits) == 1 or bits[-1] > 2 or high < 5, "a steep start does not flatten what matters"
@@ -201,7 +201,7 @@ def test_no_label_lies_on_a_line_or_another_label(key: str, ends: list[float]) -
         figure = Figure(figsize=(3.5, 2.5), layout="constrained")
         axes = figure.add_subplot()
         [metric] = [metric for metric in METRICS if metric.key == key]
-        figures._draw_metric(axes, rows, metric, {})
+        run_figures._draw_metric(axes, rows, metric, {})
         figure.draw_without_rendering()
         boxes = [text.get_window_extent() for text in axes.texts]
     assert len(boxes) == (2 if key == "tokens_per_s" else 1)
@@ -278,18 +278,18 @@ def test_a_full_disk_leaves_the_former_report(tmp_path: Path) -> None:
 def test_a_persons_own_style_is_neither_used_nor_changed() -> None:
     import matplotlib
 
-    plain = figures.draw(metrics(), YARDSTICKS, "title", "subtitle")
+    plain = run_figures.draw(metrics(), YARDSTICKS, "title", "subtitle")
     with matplotlib.rc_context(
         {"lines.marker": "o", "axes.titlelocation": "right", "font.size": 40}
     ):
         before = dict(matplotlib.rcParams)
-        assert figures.draw(metrics(), YARDSTICKS, "title", "subtitle") == plain
+        assert run_figures.draw(metrics(), YARDSTICKS, "title", "subtitle") == plain
         assert dict(matplotlib.rcParams) == before
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
     rows = [{"tokens": 1, "x": 2.0}, {"tokens": 2, "x": None}, {"tokens": 3}, {"tokens": 4, "x": 5}]
-    tokens, loss = figures._series(rows, "x")
+    tokens, loss = run_figures._series(rows, "x")
     assert tokens.tolist() == [1, 4] and loss.tolist() == [2, 5]
     assert all(map(math.isfinite, loss))
 
@@ -306,7 +306,7 @@ def test_memory_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
         ({"planned": planned, "measured": measured}, True),
     ):
         rows = [*metrics(10), {"update": 2, "memory": found}]
-        _, pictures = figures.draw(rows, {}, "", "")
+        _, pictures = run_figures.draw(rows, {}, "", "")
         assert (pictures[-1].name == "memory") == drawn and len(pictures) == 4 + drawn
         page = run_page(tmp_path, {}, rows, About())
         assert ("Peak memory" in page) == ("5.00 GiB" in page) == ("6.00 GiB" in page) == drawn

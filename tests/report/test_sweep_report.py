@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from monograph.report.charts import payload
-from monograph.report.sweep_charts import sweep_drawings
+from monograph.report.chart_markup import payload
+from monograph.report.sweep_charts import MemberCurve, sweep_drawings
 from monograph.report.sweep_report import draw_sweep, write_page_so_far, write_sweep_report
 
 
@@ -23,13 +23,13 @@ def setting(values: list[float | None], standing: str = "", **knobs: Any) -> dic
             "standing": standing}  # fmt: skip
 
 
-def curve(**knobs: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def curve(**knobs: Any) -> MemberCurve:
     rows = [
         {"update": i, "tokens": 100 * i, "eval_bits_per_byte": 8.0 / i, "eval_rows": 9}
         for i in range(1, 5)
     ]
     last = rows[-1] | {"eval_bits_per_byte": 99.0, "eval_rows": 500}
-    return knobs, [{"update": 1, "tokens": 5, "train_loss": 3.0}, *rows, last]
+    return MemberCurve(knobs, [{"update": 1, "tokens": 5, "train_loss": 3.0}, *rows, last])
 
 
 SWEEPS = {
@@ -140,7 +140,7 @@ def test_the_page_of_a_sweep_in_progress_says_so_and_loads_itself_again(tmp_path
         "tokens_per_s": None,
         "wall_s": 60.0,
     }
-    curves = [curve(lr=1e-3), ({"lr": 1e-2}, [])]
+    curves = [curve(lr=1e-3), MemberCurve({"lr": 1e-2}, [])]
     for state, reloads in (("in progress", True), ("stopped", False)):
         write_page_so_far(tmp_path, found, settings, curves, [], state)
         page = (tmp_path / "report.html").read_text()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monograph.run.screen import ASCII, BRAILLE, SCALE_WIDTH, YARDSTICK_WIDTH, Cells, curve_pieces
+from monograph.run.curve import ASCII, BRAILLE, SCALE_WIDTH, YARDSTICK_WIDTH, Cells, curve_pieces
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97, "order 6": 1.87, "xz -9": 1.66}
 WIDTH, HEIGHT = 80, 8

@@ -391,7 +391,7 @@ def test_last_passes_over_a_run_that_has_saved_nothing_and_says_so(
     for _ in range(2):  # a command asks several times, and says it once
         assert Run.open("last").folder == older.folder
     assert capsys.readouterr().err == "note: using runs/a, as runs/b has no checkpoint yet\n"
-    assert Run.open("last", saved=False).folder == newer.folder, (
+    assert Run.open("last", needs_checkpoint=False).folder == newer.folder, (
         "it can be resumed, checked and followed"
     )
     assert (older.handle, newer.handle) == ("runs/a", "last")

@@ -168,7 +168,7 @@ def test_a_run_of_an_own_module(file: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         model.weight.fill_(2.0)
     run = saved_run(tmp_path / "run", recipe, model)
-    found = load_trained(run, print, named=[str(recipe.init)])
+    found = load_trained(run, print, code_values=[str(recipe.init)])
     assert torch.equal(found.model.weight, model.weight) and found.loss.__name__ == "loss"
     with pytest.raises(
         InputRefused, match=r"holds a module of its own \(.*own\.py:build\), not a Llama"
@@ -176,7 +176,7 @@ def test_a_run_of_an_own_module(file: Path, tmp_path: Path) -> None:
         load(run.folder)
     file.write_text(MODULE + "\n")
     with pytest.raises(InputRefused, match="not the file that"):
-        load_trained(run, print, named=[str(recipe.init)])
+        load_trained(run, print, code_values=[str(recipe.init)])
 
 
 def test_a_run_of_a_llama_and_its_export(tmp_path: Path) -> None:

@@ -20,7 +20,12 @@ from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.recipe import ModelRecipe
-from monograph.run.recorded_state import MOST, load_newest, recorded_files, require
+from monograph.run.recorded_state import (
+    MAX_COUNT,
+    load_newest,
+    recorded_file_digests,
+    require_valid,
+)
 from recorded import recorded
 
 UPDATE = 3
@@ -86,14 +91,14 @@ RUN = Run(Path("run"))
 
 
 def test_every_entry_of_another_type_or_range_is_refused_by_name() -> None:
-    require(whole(), UPDATE, RUN)
+    require_valid(whole(), UPDATE, RUN)
     for path, value in entries(whole()):
         name = ".".join(map(str, path))
         for wrong in WRONG[type(value)]:
             if wrong is None and name in MAY_BE_NULL:
                 continue
             with pytest.raises(InputRefused) as refused:
-                require(altered(path, wrong), UPDATE, RUN)
+                require_valid(altered(path, wrong), UPDATE, RUN)
             said = str(refused.value)
             first = name.split(".")[0]
             assert said.startswith(f"run/checkpoints/step-00000003/state.json: {first}"), (
@@ -112,18 +117,20 @@ def test_a_missing_entry_is_named() -> None:
         with pytest.raises(
             InputRefused, match=rf"state\.json: {name} is missing; put the file back"
         ):
-            require(state, UPDATE, RUN)
-    require({name: value for name, value in whole().items() if name not in optional}, UPDATE, RUN)
+            require_valid(state, UPDATE, RUN)
+    require_valid(
+        {name: value for name, value in whole().items() if name not in optional}, UPDATE, RUN
+    )
 
 
 def test_files_that_a_run_learns_from_are_in_its_own_folder_and_an_earlier_version_had_one() -> (
     None
 ):
-    assert recorded_files(whole()) == {"teachers.json": "0" * 64}
-    assert recorded_files({"teachers": "1" * 64}) == {"teachers.json": "1" * 64}
+    assert recorded_file_digests(whole()) == {"teachers.json": "0" * 64}
+    assert recorded_file_digests({"teachers": "1" * 64}) == {"teachers.json": "1" * 64}
     for name in ("../teachers.json", "/etc/passwd", "a/b.json", ""):
         with pytest.raises(InputRefused, match="files"):
-            require(whole() | {"files": {name: "0" * 64}}, UPDATE, RUN)
+            require_valid(whole() | {"files": {name: "0" * 64}}, UPDATE, RUN)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +140,7 @@ def test_files_that_a_run_learns_from_are_in_its_own_folder_and_an_earlier_versi
         (("data", "seed"), 8, r"data\.seed = 8: expected 7, as in its recipe"),
         (
             ("length",),
-            MOST + 1,
+            MAX_COUNT + 1,
             r"length = 1000000000000001: it should be less than or equal to 1000000000000000",
         ),
         (
@@ -169,7 +176,7 @@ def test_files_that_a_run_learns_from_are_in_its_own_folder_and_an_earlier_versi
 )
 def test_parts_that_do_not_agree_are_refused(path: tuple[Any, ...], value: Any, said: str) -> None:
     with pytest.raises(InputRefused, match=said):
-        require(altered(path, value), UPDATE, RUN)
+        require_valid(altered(path, value), UPDATE, RUN)
 
 
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"], "dropout": 0.0, "base": "auto"}
@@ -196,9 +203,11 @@ LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"], "dropout": 0.0, "base": 
     ids=str,
 )
 def test_a_forged_recipe_is_refused(forged: dict[str, Any]) -> None:
-    require(altered(("recipe",), whole()["recipe"] | {"init": "base", "lora": LORA}), UPDATE, RUN)
+    require_valid(
+        altered(("recipe",), whole()["recipe"] | {"init": "base", "lora": LORA}), UPDATE, RUN
+    )
     with pytest.raises(InputRefused, match=r"state\.json: recipe\."):
-        require(altered(("recipe",), whole()["recipe"] | forged), UPDATE, RUN)
+        require_valid(altered(("recipe",), whole()["recipe"] | forged), UPDATE, RUN)
 
 
 def test_it_is_required_of_what_is_read(tmp_path: Path) -> None:

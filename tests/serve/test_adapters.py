@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections.abc import Iterator
@@ -23,9 +24,10 @@ from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
 from monograph.run.adapters import AdapterBase
+from monograph.serve.service import Service
 from monograph.serve.versions import AdapterRoom
 from monograph.text.tokenizer import Tokenizer
-from served import ROWS, Served, small
+from served import ROWS, Given, Served, small
 
 KEY = "a key of sixteen letters"
 WITH_KEY = {"Authorization": f"Bearer {KEY}"}
@@ -238,12 +240,13 @@ def test_a_newer_version_has_the_adapters_too(folders: Path) -> None:
 @pytest.mark.parametrize("name", ["last", "given", "given@0", "poet"])
 def test_an_adapter_may_not_have_a_name_of_the_model(folders: Path, name: str) -> None:
     tokenizer = Tokenizer.bytes()
-    room = AdapterRoom({name: str(folders / "a0")})
-    with (
-        pytest.raises(UsageError, match=f"--adapter {name}: the model has this name"),
-        Served(small(tokenizer), tokenizer, adapters=room, aliases=["poet"]),
-    ):
-        pass
+    source = Given(small(tokenizer), tokenizer, ROWS, AdapterRoom({name: str(folders / "a0")}))
+
+    async def begin() -> None:
+        await Service(source, print, print, aliases=["poet"]).begin(lambda: None)
+
+    with pytest.raises(UsageError, match=f"--adapter {name}: the model has this name"):
+        asyncio.run(begin())
 
 
 def requests_with_changes(served: Served, folders: Path, count: int) -> None:

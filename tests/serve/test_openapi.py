@@ -262,7 +262,7 @@ def test_what_is_read_is_what_is_allowed(kind: type[Any]) -> None:
                 assert not (found := fault(body, schema)), (name, value, found)
 
 
-@pytest.mark.parametrize("name", sorted(requests.OPTIONS))
+@pytest.mark.parametrize("name", sorted(requests.SAMPLER_OPTIONS))
 def test_an_option_has_the_range_and_the_default_of_sampling(name: str) -> None:
     option = {each.name: each for each in fields_of(Sampling)}[name]
     for request in TEXTS:
@@ -285,9 +285,9 @@ def test_an_option_has_the_range_and_the_default_of_sampling(name: str) -> None:
 
 def test_an_option_that_is_added_to_the_sampler_is_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is declared once, beside its range and its words."""
-    declared = dict(requests._OPTIONS)
+    declared = dict(requests.SAMPLER_OPTIONS)
     monkeypatch.setitem(RANGES, "top_b", RANGES["top_a"])
-    monkeypatch.setattr(requests, "_OPTIONS", declared | {"top_b": declared["top_a"]})
+    monkeypatch.setattr(requests, "SAMPLER_OPTIONS", declared | {"top_b": declared["top_a"]})
     request = requests.with_options(requests.TextRequest)
     assert read(request, {"model": "m", "top_b": 0.5}, rows=8).top_b == 0.5  # type: ignore[attr-defined]
     with pytest.raises(Refused, match="top_b = 2: expected a number from 0 to 1"):

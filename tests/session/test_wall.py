@@ -14,7 +14,7 @@ import pytest
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start, write_inputs
 from monograph.device import clock
 from monograph.errors import UsageError
-from monograph.planner.defaults import END_S, end_s
+from monograph.planner.defaults import END_S, seconds_for_end
 from monograph.run.progress import RunningStage, silent
 from monograph.session import deadline, eager_start, reporting, warmup
 from monograph.session.brief import why_uncompiled
@@ -165,7 +165,7 @@ def test_a_time_that_hardly_suffices_to_start_and_end_is_noted_before_anything_i
 def test_the_report_of_a_busy_machine_gets_more_time(
     start_s: float, limit_s: float, expected: float
 ) -> None:
-    assert end_s(start_s, limit_s) == expected
+    assert seconds_for_end(start_s, limit_s) == expected
 
 
 @pytest.mark.parametrize(("minutes", "compiles"), [(1, False), (30, True)])

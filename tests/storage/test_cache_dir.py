@@ -28,7 +28,7 @@ FILLED: list[str] = []  # the folders that another process would have filled
 def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FILLED.clear()
     filled = lambda code: FILLED.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # noqa: E731
-    monkeypatch.setattr(cache_dir, "python_aside", filled)
+    monkeypatch.setattr(cache_dir, "start_python", filled)
     for name in ("MONOGRAPH_HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -124,8 +124,8 @@ def test_a_process_aside_ends_when_this_one_is_killed(tmp_path: Path) -> None:
     waits = f"import pathlib, time; pathlib.Path({str(mark)!r}).touch(); time.sleep(60)"
     starts = f"""
 import time
-from monograph.storage.cache_dir import python_aside
-print(python_aside({waits!r}).pid, flush=True)
+from monograph.storage.cache_dir import start_python
+print(start_python({waits!r}).pid, flush=True)
 time.sleep(60)
 """
     with subprocess.Popen(

@@ -17,7 +17,7 @@ from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.run.progress import Progress
 from monograph.session.resolve import resolve
-from monograph.sweeps.concurrency import TimedGroup, WidthTime, choose_updates
+from monograph.sweeps.concurrency import TimedGroup, WidthTime, choose_updates, members_that_fit
 from monograph.sweeps.spec import MemberGroup, groups_of, members_of
 
 TEXT = SimpleNamespace(train=SimpleNamespace(per_epoch=10_000), held_out=range(100))
@@ -154,3 +154,11 @@ def test_what_no_graph_holds_trains_one_after_another_with_the_reason(
     choose_updates([timed_group(group, seconds, monkeypatch)], 0, progress())
     assert group.round_sizes == [1] * 8
     assert group.why == "8 members, one after another: noise (RReLU): it draws random numbers"
+
+
+def test_members_share_the_bytes_of_a_base():
+    """A 7B base in 4 bits and adapters of rank 16 on a card of 24 GB: one copy each fits three times."""
+    gib = 2**30
+    assert members_that_fit(22 * gib, 6 * gib, 0) == 3
+    assert members_that_fit(22 * gib, 6 * gib, 4 * gib) == 9
+    assert members_that_fit(5 * gib, 6 * gib, 4 * gib) == 1

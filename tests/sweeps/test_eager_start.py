@@ -59,7 +59,7 @@ def compiling_for(updates: int, monkeypatch: pytest.MonkeyPatch, end: object = 0
         return None if updates > 0 else end
 
     monkeypatch.setattr(
-        "monograph.session.eager_start.python_aside",
+        "monograph.session.eager_start.start_python",
         lambda *_: SimpleNamespace(poll=poll, kill=lambda: None),
     )
 

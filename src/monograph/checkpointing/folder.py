@@ -34,65 +34,6 @@ from monograph.storage.reading import (
     status,
 )
 
-# The number of blocks of a `LargeFile` that stay in memory. A block may have the end of one tensor and
-# the beginning of the next, and should not be read twice.
-KEPT_BLOCKS = 4
-
-
-class LargeFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file by name, in the file's order.
-
-    A tensor is read and verified when it is requested. The file stays open, so the tensors remain
-    those of this file even if another file gets its name.
-    """
-
-    def __init__(
-        self,
-        descriptor: int,
-        entries: list[tensor_layout.TensorEntry],
-        start: int,
-        read: Callable[[int, int], bytes],
-    ):
-        """Keep the file open until this object is deleted.
-
-        Args:
-            descriptor: the file descriptor. A duplicate of it is kept, so the caller may close it.
-            entries: the file's tensors.
-            start: the offset of the tensors' bytes in the file.
-            read: a function that gets a file descriptor and the index of a block, and returns the
-                block's bytes. It raises CheckpointDamaged if their digest is wrong.
-        """
-        self._file = os.dup(descriptor)
-        weakref.finalize(self, os.close, self._file)
-        self._entries = {entry.name: entry for entry in entries}
-        self._start = start
-        self._block = functools.lru_cache(KEPT_BLOCKS)(functools.partial(read, self._file))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        target = tensor_layout.bytes_of(tensor)
-        tensor_start = self._start + entry.begin
-        copied = 0  # bytes of the tensor
-        while copied < len(target):
-            index, offset = divmod(tensor_start + copied, blocks.BLOCK_BYTES)
-            part = self._block(index)[offset : offset + len(target) - copied]
-            target[copied : copied + len(part)] = part
-            copied += len(part)
-        return tensor
-
-    def like(self, name: str) -> Tensor:
-        """Return a meta tensor with the shape and dtype of the named tensor, without reading it."""
-        entry = self._entries[name]
-        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-
-
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
@@ -100,6 +41,9 @@ MANIFEST = "MANIFEST.json"
 FORMAT = "monograph-checkpoint-1"
 # The tensors of a larger file are read one by one, so that the memory never holds the whole file.
 LARGE_BYTES = 2**30
+# The number of blocks of a `LargeFile` that stay in memory. A block may have the end of one tensor and
+# the beginning of the next, and should not be read twice.
+KEPT_BLOCKS = 4
 # The suffix of an old folder while a new checkpoint of the same update gets the folder's name.
 REPLACED = ".replaced"
 FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
@@ -195,6 +139,62 @@ class Manifest:
         }
 
 
+class LargeFile(Mapping[str, Tensor]):
+    """The tensors of a safetensors file by name, in the file's order.
+
+    A tensor is read and verified when it is requested. The file stays open, so the tensors remain
+    those of this file even if another file gets its name.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        entries: list[tensor_layout.TensorEntry],
+        start: int,
+        read: Callable[[int, int], bytes],
+    ):
+        """Keep the file open until this object is deleted.
+
+        Args:
+            descriptor: the file descriptor. A duplicate of it is kept, so the caller may close it.
+            entries: the file's tensors.
+            start: the offset of the tensors' bytes in the file.
+            read: a function that gets a file descriptor and the index of a block, and returns the
+                block's bytes. It raises CheckpointDamaged if their digest is wrong.
+        """
+        self._file = os.dup(descriptor)
+        weakref.finalize(self, os.close, self._file)
+        self._entries = {entry.name: entry for entry in entries}
+        self._start = start
+        read_block = functools.partial(read, self._file)
+        self._read_block_cached = functools.lru_cache(KEPT_BLOCKS)(read_block)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        target = tensor_layout.bytes_of(tensor)
+        tensor_start = self._start + entry.begin
+        copied = 0  # bytes of the tensor
+        while copied < len(target):
+            index, offset = divmod(tensor_start + copied, blocks.BLOCK_BYTES)
+            block = self._read_block_cached(index)
+            part = block[offset : offset + len(target) - copied]
+            target[copied : copied + len(part)] = part
+            copied += len(part)
+        return tensor
+
+    def like(self, name: str) -> Tensor:
+        """Return a meta tensor with the shape and dtype of the named tensor, without reading it."""
+        entry = self._entries[name]
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+
 def is_gone(folder: Path) -> bool:
     """Return whether there is nothing at a checkpoint's path.
 
@@ -213,9 +213,8 @@ def verify(folder: Path) -> None:
     """
     for name, entry in read_manifest(folder).files.items():
         with _open_regular(folder / name, entry.bytes) as descriptor:
-            _require_digests(
-                folder / name, entry.sha256, blocks.digests_of(descriptor, entry.bytes)
-            )
+            digests = blocks.digests_of(descriptor, entry.bytes)
+        _require_digests(folder / name, expected=entry.sha256, actual=digests)
 
 
 def load(folder: Path) -> Checkpoint:
@@ -330,18 +329,20 @@ def _load_state(path: Path, entry: FileEntry) -> dict[str, Any]:
 
 
 def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
-    """Read and verify a file of tensors; of a large file, read only the header.
+    """Verify a file of tensors, and read its tensors or, if it is large, only its header.
 
     Raises:
         CheckpointDamaged: the file is damaged.
     """
+    is_large = entry.bytes > LARGE_BYTES
     with _open_regular(path, entry.bytes) as descriptor:
-        if entry.bytes > LARGE_BYTES:
+        if is_large:
             _require_digests(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
         try:
-            start = os.pread(descriptor, tensor_layout.LENGTH_BYTES, 0)
-            prefix = os.pread(descriptor, tensor_layout.header_bytes(start, entry.bytes), 0)
-            if entry.bytes > LARGE_BYTES:
+            length_field = os.pread(descriptor, tensor_layout.LENGTH_BYTES, 0)
+            prefix_bytes = tensor_layout.header_bytes(length_field, entry.bytes)
+            prefix = os.pread(descriptor, prefix_bytes, 0)  # all before the tensors
+            if is_large:
                 layout = tensor_layout.tensor_entries(prefix, entry.bytes)
                 return LargeFile(
                     descriptor, layout, len(prefix), functools.partial(_read_block, path, entry)

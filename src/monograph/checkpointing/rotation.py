@@ -71,11 +71,11 @@ def save(
     """
     if keep < MIN_KEPT:
         raise UsageError(f"keep = {keep}: expected at least {MIN_KEPT}")
-    text = json.dumps(dict(checkpoint.state), indent=1).encode()
+    state = json.dumps(dict(checkpoint.state), indent=1).encode()
     files = {
         MODEL: tensor_layout.encode(checkpoint.model),
         OPTIMIZER: tensor_layout.encode(checkpoint.optimizer),
-        STATE: (len(text), iter([memoryview(text)])),
+        STATE: (len(state), iter([memoryview(state)])),
     }
     final = checkpoints / f"step-{checkpoint.update:08d}"
     temporary = unfinished_folder(checkpoints, checkpoint.update)
@@ -85,6 +85,7 @@ def save(
         # killed before this line.
         sync(checkpoints.parent)
         remove_leftovers(checkpoints)
+        # A disk that is too full is refused before anything is written.
         if free_bytes(checkpoints) < _total_bytes(files):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(checkpoints))
         _write(temporary, checkpoint, files, write or blocks.write_file)
@@ -92,12 +93,13 @@ def save(
     except OSError as error:
         _remove(temporary)
         if checkpoint.update:
-            loss = "earlier checkpoints are untouched"
+            consequence = "earlier checkpoints are untouched"
         else:
-            loss = "nothing was trained yet, so nothing is lost"
+            consequence = "nothing was trained yet, so nothing is lost"
         raise DiskFull(
-            f"{error.filename or checkpoints}: cannot save the checkpoint of update {checkpoint.update}:"
-            f" {error.strerror} ({_space_needed(checkpoints, files)}); {loss}: make room there or mend it, then resume"
+            f"{error.filename or checkpoints}: cannot save the checkpoint of update {checkpoint.update}: "
+            f"{error.strerror} ({_space_needed(checkpoints, files)}); {consequence}: make room there or mend it, "
+            "then resume"
         ) from error
     # The new checkpoint is durable. It is no error if an old one cannot be removed, because the next save
     # tries again.
@@ -128,10 +130,12 @@ def load_newest(
         Unreadable: the system failed to read a checkpoint, which may still be valid. An older one
             is not loaded in its place, because the next save of the resumed run would remove it.
     """
-    listed = candidates(checkpoints)
+    updates_and_folders = candidates(checkpoints)
     faults: list[str] = []
-    for update, folder in listed:
-        if at not in (None, update) or (until is not None and update > until):
+    for update, folder in updates_and_folders:
+        is_other_update = at is not None and update != at
+        is_too_late = until is not None and update > until
+        if is_other_update or is_too_late:
             continue
         try:
             checkpoint = load(folder)
@@ -151,10 +155,10 @@ def load_newest(
         return checkpoint
     if faults:
         raise NoValidCheckpoint(f"{checkpoints}: no valid checkpoint: {'; '.join(faults)}")
-    if at is not None and listed:
-        updates = ", ".join(str(update) for update in sorted({update for update, _ in listed}))
+    if at is not None and updates_and_folders:
+        updates = sorted({update for update, _ in updates_and_folders})
         raise NoValidCheckpoint(
-            f"{checkpoints}: no checkpoint of update {at}; there are those of {updates}"
+            f"{checkpoints}: no checkpoint of update {at}; there are those of {', '.join(map(str, updates))}"
         )
     raise NoValidCheckpoint(
         f"{checkpoints}: no checkpoint to load; expected a folder such as step-00001000"

@@ -92,26 +92,30 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.stdout.flush()
     except BadCommandLine as error:
         message = _usage_message(error, arguments)
-        code = _end(message, errors.UsageError.exit_code, reported_elsewhere=_is_not_rank_0())
+        code = _report_error(
+            message, errors.UsageError.exit_code, reported_elsewhere=_is_not_rank_0()
+        )
     except errors.Stopped as stop:
         code = stop.exit_code
-        if not stop.told:
+        if not stop.reported_elsewhere:
             _write_to_stderr(f"{stop}\n")
     except errors.MonographError as error:
-        reported_elsewhere = _is_not_rank_0() if error.told is None else error.told
+        reported_elsewhere = error.reported_elsewhere
+        if reported_elsewhere is None:  # all ranks raise it, and rank 0 reports it
+            reported_elsewhere = _is_not_rank_0()
         # If a peer was lost, it may have ended without a message, so this process reports it.
         reports_late = isinstance(error, errors.PeerLost)
-        code = _end(str(error), error.exit_code, reported_elsewhere, reports_late)
+        code = _report_error(str(error), error.exit_code, reported_elsewhere, reports_late)
     except KeyboardInterrupt as interrupt:
         interrupts.while_ending()  # a second Ctrl-C must not print a traceback
         # The exit codes are those of a shell for SIGTERM and SIGINT.
         if isinstance(interrupt, interrupts.Terminated):
-            what = "terminated"
+            reason = "terminated"
             code = 143
         else:
-            what = "interrupted"
+            reason = "interrupted"
             code = 130
-        _print_error("; ".join([what, *interrupt.args]))
+        _print_error("; ".join([reason, *interrupt.args]))
     except BrokenPipeError:
         # The reader of stdout has ended (`| head`), which is not an error. 141 is the exit code
         # that a shell shows for SIGPIPE. Python flushes stdout at exit, which must not fail again.
@@ -150,11 +154,11 @@ def _require_usable_input(arguments: list[str]) -> None:
             raise errors.UsageError(f"{option} has an empty value: give a value, or leave it out")
     texts |= {f"argument {i}": argument for i, argument in enumerate(arguments, 1)}
     texts |= {name: value for name, value in os.environ.items() if name.startswith("MONOGRAPH_")}
-    for what, text in texts.items():
+    for origin, text in texts.items():
         # Python decodes a byte that is not UTF-8 as a surrogate.
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
             raise errors.InputRefused(
-                f"{what}, {text}, is not UTF-8: rename the file, or write the text in UTF-8"
+                f"{origin}, {text}, is not UTF-8: rename the file, or write the text in UTF-8"
             )
 
 
@@ -187,7 +191,8 @@ def _run_command(arguments: list[str]) -> int:
         return exit_.exit_code
     except errors.MonographError as error:
         # If a user's module raised it, the message must name that module.
-        if module_error := _error_of_user_module(error):
+        module_error = _error_of_user_module(error)
+        if module_error:
             raise module_error from error
         raise
 
@@ -239,6 +244,7 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
     if "--resume" not in arguments:
         return arguments
     position = arguments.index("--resume") + 1
+    # After the last argument there is no run either, as before an option.
     following = arguments[position] if position < len(arguments) else "-"
     is_option = following.startswith("-")
     is_key_or_config = "=" in following or following.endswith(".toml")
@@ -250,13 +256,16 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
 
 
 def _usage_message(error: BadCommandLine, arguments: list[str]) -> str:
+    """Return the message for a wrong command line."""
     # Imported here, as only a wrong command line needs it.
     from monograph.cli.answers import usage_message
 
     return usage_message(error, command_tree(), arguments)
 
 
-def _end(message: str, exit_code: int, reported_elsewhere: bool, reports_late: bool = False) -> int:
+def _report_error(
+    message: str, exit_code: int, reported_elsewhere: bool, reports_late: bool = False
+) -> int:
     """Print an error and return its exit code.
 
     Args:
@@ -281,8 +290,9 @@ def _print_error(message: str) -> None:
 
 
 def _write_to_stderr(text: str) -> None:
+    """Write a text that may have escape sequences; a failed write is ignored."""
     try:
-        terminal.own(sys.stderr, text)
+        terminal.write_as_is(sys.stderr, text)
         sys.stderr.flush()
     except OSError:
         # The disk to which stderr is redirected is full. Python flushes stderr again at exit, and
@@ -306,8 +316,11 @@ def _report_unforeseen(error: BaseException, arguments: list[str]) -> int:
     """
     if os.environ.get("MONOGRAPH_DEBUG"):
         traceback.print_exc()
-    if module_error := _error_of_user_module(error):
-        return _end(str(module_error), module_error.exit_code, reported_elsewhere=_is_not_rank_0())
+    module_error = _error_of_user_module(error)
+    if module_error:
+        return _report_error(
+            str(module_error), module_error.exit_code, reported_elsewhere=_is_not_rank_0()
+        )
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         verb = "read or write" if error.errno == errno.EIO else "write"
         # The error of a stream has no file name, and commands write to no stream but stdout.

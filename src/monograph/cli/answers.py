@@ -44,10 +44,11 @@ def usage_message(error: BadCommandLine, tree: Command, arguments: Sequence[str]
     remaining = list(arguments)
     while _is_unknown_option(error) and _takes_keys(command) and len(messages) < MAX_FAULTS:
         remaining = _without_option(_option_of(error), remaining)
+        command_arguments = remaining[remaining.index(name) + 1 :]
         try:
-            with command.make_context(name, remaining[remaining.index(name) + 1 :]) as context:
+            with command.make_context(name, command_arguments) as context:
                 messages += _key_faults(command, context.params)
-            break
+            break  # no unknown option is left
         except BadCommandLine as next_error:
             error = next_error
             messages.append(_message_of(error, tree, remaining))
@@ -66,12 +67,13 @@ def _option_of(error: BadCommandLine) -> str:
 def _without_option(option: str, arguments: Sequence[str]) -> list[str]:
     """Return a command line without an option and its value."""
     typed_option, value = _option_and_value(option, arguments)
-    words = [argument.partition("=")[0] for argument in arguments]
-    place = words.index(typed_option)
+    names = [argument.partition("=")[0] for argument in arguments]
+    index = names.index(typed_option)
+    has_equals_sign = arguments[index] != typed_option
     # An unknown option may take no value. A key that follows is then an argument, which stays.
-    value_is_next_word = value and arguments[place] == typed_option and not key_and_value(value)
-    end = place + 2 if value_is_next_word else place + 1
-    return [*arguments[:place], *arguments[end:]]
+    value_is_next_argument = value and not has_equals_sign and not key_and_value(value)
+    end = index + 2 if value_is_next_argument else index + 1
+    return [*arguments[:index], *arguments[end:]]
 
 
 def _key_faults(command: Command, values: Mapping[str, Sequence[str] | None]) -> list[str]:
@@ -84,7 +86,7 @@ def _key_faults(command: Command, values: Mapping[str, Sequence[str] | None]) ->
     faults = []
     for param in command.params:
         if "KEY=" not in str(param.metavar):
-            continue
+            continue  # KEY=VALUE cannot be an argument of this parameter
         for argument in values[param.name] or ():
             pair = key_and_value(argument)
             if pair is None:
@@ -109,7 +111,7 @@ def _message_of(error: BadCommandLine, tree: Command, arguments: Sequence[str]) 
         arguments: the command line.
     """
     typer_message = str(error.format_message()).rstrip(".")
-    if arguments and arguments[0] in COMMANDS:
+    if arguments and arguments[0] in COMMANDS:  # a command of another program
         return f"No such command {arguments[0]!r}; {COMMANDS[arguments[0]]}"
     command = error.ctx.command if error.ctx is not None else _command_in(tree, arguments)
     if isinstance(command, TyperGroup):
@@ -130,8 +132,9 @@ def _message_of(error: BadCommandLine, tree: Command, arguments: Sequence[str]) 
         return f"{typer_message}: write {_option_of(error)} alone"
     if param is not None:
         return f"{typer_message}; {_param_with_help(param)}, as in {example(command)}"
-    if extra := re.match(r"Got unexpected extra argument\S* \((.*)\)$", typer_message):
-        return f"{typer_message}{_extra_argument_advice(command, extra[1])}"
+    extra_argument = re.match(r"Got unexpected extra argument\S* \((.*)\)$", typer_message)
+    if extra_argument:
+        return f"{typer_message}{_extra_argument_advice(command, extra_argument[1])}"
     return typer_message
 
 
@@ -150,10 +153,10 @@ def _option_named(command: Command, name: str) -> Parameter | None:
 
 def _wrong_number_message(param: Parameter, typer_message: str, arguments: Sequence[str]) -> str:
     """Return the message for an option whose value is not a number, or is out of range."""
-    # An option may have several names. One of them was typed, and has a value.
+    # An option may have several names. The one that was typed has a value.
     names_and_values = [_option_and_value(name, arguments) for name in param.opts]
-    typed = [(name, value) for name, value in names_and_values if value]
-    name, value = (typed or names_and_values)[0]
+    with_value = [(name, value) for name, value in names_and_values if value]
+    name, value = with_value[0] if with_value else names_and_values[0]
     expected = "a whole number" if "integer" in typer_message else "a number"
     if bounds(param):
         expected += f", {bounds(param)}"
@@ -162,10 +165,10 @@ def _wrong_number_message(param: Parameter, typer_message: str, arguments: Seque
 
 def _param_with_help(param: Parameter) -> str:
     """Return an argument or option as "--NAME METAVAR: HELP"."""
-    typed = [] if param.param_type_name == "argument" else [param.opts[0]]
+    words = [] if param.param_type_name == "argument" else [param.opts[0]]
     if param.metavar:
-        typed.append(param.metavar)
-    return f"{' '.join(typed)}: {help_of(param)}"
+        words.append(param.metavar)
+    return f"{' '.join(words)}: {help_of(param)}"
 
 
 def _unknown_option_advice(
@@ -181,19 +184,22 @@ def _unknown_option_advice(
     """
     typed_option, value = _option_and_value(option, arguments)
     name = typed_option.lstrip("-").replace("-", "_")
-    if elsewhere := OPTIONS.get(str(command.name), {}).get(name.rpartition(".")[2]):
+    # `OPTIONS` has the options of other programs, and what this command has in their place.
+    elsewhere = OPTIONS.get(str(command.name), {}).get(name.rpartition(".")[2])
+    if elsewhere:
         return _with_typed_value(elsewhere, value)
     if name in DEVICES:
         return f"; {DEVICES[name]}"
-    same_letter = [long for long in _option_names(command) if long.startswith(f"--{name}")]
-    if len(name) == 1 and same_letter:
-        return f"; did you mean {' or '.join(same_letter)}?"
+    beginning_so = [option for option in _option_names(command) if option.startswith(f"--{name}")]
+    if len(name) == 1 and beginning_so:
+        return f"; did you mean {' or '.join(beginning_so)}?"
     if _takes_keys(command):
         return _key_as_option_advice(command, typed_option, value, similar)
-    if suggestion := did_you_mean(typed_option, _option_names(command)):
+    suggestion = did_you_mean(typed_option, _option_names(command))
+    if suggestion:
         return suggestion
     if key_advice(name):
-        return f"; {_takes_no_keys(command)}"
+        return f"; {_no_keys_message(command)}"
     if command.name == "generate":
         return "; text that begins with a dash goes after --"
     return f"; {_list_options(command)}"
@@ -231,7 +237,7 @@ def _extra_argument_advice(command: Command, argument: str) -> str:
     if elsewhere:
         return _with_typed_value(elsewhere, value if equals else argument)
     if equals and key_advice(name):
-        return f"; {_takes_no_keys(command)}"
+        return f"; {_no_keys_message(command)}"
     return f"; {_list_arguments(command)}"
 
 
@@ -240,13 +246,13 @@ def _option_and_value(option: str, arguments: Sequence[str]) -> tuple[str, str]:
 
     Typer reads `-lr` as the options -l and -r. So for the option -l, the typed option is `-lr`.
     """
-    for place, argument in enumerate(arguments):
+    for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        begins_with_letter = len(option) == 2 and re.fullmatch(rf"{re.escape(option)}\w+", name)
-        if name != option and not begins_with_letter:
+        is_run_of_letters = len(option) == 2 and re.fullmatch(rf"{re.escape(option)}\w+", name)
+        if name != option and not is_run_of_letters:
             continue
-        if not equals and place + 1 < len(arguments):
-            next_argument = arguments[place + 1]
+        if not equals and index + 1 < len(arguments):
+            next_argument = arguments[index + 1]
             # A negative number begins with a dash, too.
             if not next_argument.startswith("-") or _is_number(next_argument):
                 value = next_argument
@@ -286,11 +292,13 @@ def _option_names(command: Command) -> list[str]:
 
 
 def _list_options(command: Command) -> str:
+    """Return the options of a command, as the end of a sentence."""
     long_names = [name for name in _option_names(command) if name.startswith("--")]
     return f"its options are {', '.join(long_names)}" if long_names else "it has no options"
 
 
-def _takes_no_keys(command: Command) -> str:
+def _no_keys_message(command: Command) -> str:
+    """Return that a command takes no keys, and the options that it takes."""
     return f"`monograph {command.name}` takes no keys of a run; {_list_options(command)}"
 
 

@@ -74,11 +74,11 @@ def _write_params(heading: str, params: Sequence[Parameter], formatter: HelpForm
     """Write a section of the help: what a person types for each parameter, and what it means."""
     rows = []
     for param in params:
-        typed = []
+        words = []
         if param.param_type_name == "option":
-            typed.append(", ".join(sorted(param.opts, key=len)))
+            words.append(", ".join(sorted(param.opts, key=len)))
         if param.metavar:
-            typed.append(param.metavar)
+            words.append(param.metavar)
         details = []
         if param.default is not None and param.default is not False:
             details.append(f"default: {param.default}")
@@ -89,7 +89,7 @@ def _write_params(heading: str, params: Sequence[Parameter], formatter: HelpForm
         meaning = help_of(param) or ""
         if details:
             meaning = f"{meaning} [{'; '.join(details)}]".lstrip()
-        rows.append((" ".join(typed), meaning))
+        rows.append((" ".join(words), meaning))
     if rows:
         with formatter.section(heading):
             formatter.write_dl(rows)
@@ -102,8 +102,8 @@ class _Command(TyperCommand):
         """Write the arguments and the options."""
         params = [param for param in self.get_params(ctx) if not getattr(param, "hidden", False)]
         for heading, kind in (("Arguments", "argument"), ("Options", "option")):
-            of_kind = [param for param in params if param.param_type_name == kind]
-            _write_params(heading, of_kind, formatter)
+            params_of_kind = [param for param in params if param.param_type_name == kind]
+            _write_params(heading, params_of_kind, formatter)
 
 
 class _Group(TyperGroup):
@@ -204,6 +204,7 @@ def _download(context: typer.Context, names: str | list[str]) -> str | Path | li
 
 
 def _download_one(context: typer.Context, name: str) -> str | Path:
+    """Return a model's name, with the local folder in place of hf://OWNER/NAME."""
     # Typer sets `resilient_parsing` when a shell completes a line, which must not download a model.
     if context.resilient_parsing or not name.startswith("hf://"):
         return name
@@ -467,6 +468,7 @@ def plan(
 
     short_options = {"train.minutes": minutes}
     settings = _settings(_with_recipe(recipe, arguments), short_options, needs_shape_alone=True)
+    # Not `interrupts.working(run)`: a plan writes nothing, so Ctrl-C may end it at once.
     return run(
         settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json
     )
@@ -762,13 +764,16 @@ def serve(
     )
 
 
-_CONVERTING = [export for export in EXPORTS.values() if export.dtypes]
+_EXPORT_TOOLS = [tool for export in EXPORTS.values() for tool in export.tools]
+# The formats in which the data type of the weights can be chosen.
+_EXPORTS_WITH_DTYPES = [export for export in EXPORTS.values() if export.dtypes]
+_EXPORT_DTYPES = dict.fromkeys(dtype for export in _EXPORTS_WITH_DTYPES for dtype in export.dtypes)
 
 
 @_command(
     USE,
     "monograph export last --to out --format gguf",
-    f"Write a model for {join_with_or(tool for export in EXPORTS.values() for tool in export.tools)}.",
+    f"Write a model for {join_with_or(_EXPORT_TOOLS)}.",
 )
 def export(
     run: RunArgument,
@@ -785,8 +790,8 @@ def export(
     dtype: Annotated[
         str | None,
         _option(
-            "|".join(dict.fromkeys(dtype for export in _CONVERTING for dtype in export.dtypes)),
-            f"data type of the weights in {join_with_or(export.noun_phrase for export in _CONVERTING)}; "
+            "|".join(_EXPORT_DTYPES),
+            f"data type of the weights in {join_with_or(export.noun_phrase for export in _EXPORTS_WITH_DTYPES)}; "
             "default: their own",
         ),
     ] = None,
@@ -905,7 +910,7 @@ def _run_folder(out: Path | None, name: str | None) -> Path | None:
 
 
 def _trust_code_if(is_given: bool) -> None:
-    """Allow any run's Python file to be run by this process, if --trust-code is given."""
+    """If --trust-code is given, let this process run the Python file of any run."""
     if is_given:
         from monograph.run.trust import trust_code
 

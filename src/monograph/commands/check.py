@@ -32,7 +32,7 @@ from monograph.profiling.health import (
 from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
 from monograph.run.folder import DEFAULT_ROOT, TEACHERS, Run, standard_json
-from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
+from monograph.run.models import load_to_export, load_tokenizer, require_all_finite
 from monograph.run.recipe import names_run, require_tokenizer
 from monograph.run.run_index import lock_record, serial_number
 from monograph.run.writing import recorded_parent
@@ -86,7 +86,7 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
     elif not names_run(run) and is_folder(run):
         result = _verify_folder(run)
     else:
-        result = _verify_run(Run.open(run, saved=False))
+        result = _verify_run(Run.open(run, needs_checkpoint=False))
     width = max([16, *(len(name) + 2 for name in result.lines)])
     for name, text in result.lines.items():
         print(f"{name:<{width}}{text}")
@@ -239,7 +239,7 @@ def _verify_run(run: Run) -> CheckResult:
     files = {
         "run.lock": _fault(verify_lock),
         "config.toml": _fault(lambda: run_settings(run, code_keys=())),
-        "tokenizer.json": _fault(lambda: own_tokenizer(run, saved)),
+        "tokenizer.json": _fault(lambda: load_tokenizer(run, saved)),
         "metrics.jsonl": _fault(read_metrics, saved.get("metrics_sha256")),
         **_faults_of_optional_files(run, saved),
     }
@@ -288,7 +288,7 @@ def _faults_of_optional_files(
         files["from.json"] = _fault(lambda: recorded_parent(run))
     if exists(run.folder / REFERENCE):
         files[REFERENCE] = _fault(lambda: verify_reference(run))
-    recorded = recorded_state.recorded_files(saved)
+    recorded = recorded_state.recorded_file_digests(saved)
     for name in sorted({TEACHERS, *recorded}):
         path = run.folder / name
         if exists(path) or name in recorded:

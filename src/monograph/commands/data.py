@@ -14,7 +14,7 @@ from monograph.run.progress import Progress
 from monograph.session.objectives.texts import open_corpus
 from monograph.session.requirements import require_texts
 from monograph.session.resolve import resolve
-from monograph.terminal import own, takes_colour
+from monograph.terminal import takes_colour, write_as_is
 
 
 def show(settings: Settings, *, row: int | None) -> None:
@@ -34,7 +34,7 @@ def show(settings: Settings, *, row: int | None) -> None:
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")
     rendered = render_row(corpus, row or 0, colour=takes_colour(sys.stdout))
-    own(sys.stdout, f"{rendered}\n")  # with the escape sequences of its colours
+    write_as_is(sys.stdout, f"{rendered}\n")  # with the escape sequences of its colours
 
 
 def _sizes(corpus: Corpus, row_length: int) -> Iterator[str]:

@@ -26,7 +26,7 @@ from monograph.report.trackers import Opener, SettingsByKey, TrackedPoint, Track
 from monograph.run.folder import Run, write_errors_explained
 from monograph.run.run_index import SWEEP, json_object, runs_in, wait_until_free
 from monograph.storage.reading import contents, is_file, open_input, refusing, without_links
-from monograph.storage.writing import FAILING
+from monograph.storage.writing import DISK_ERRORS
 
 POLL_S = 1.0  # seconds between two looks at the metrics
 # This many bytes before the next row are compared with the bytes that were read there before. They differ
@@ -37,7 +37,7 @@ COMPARED_BYTES = 4096
 
 def run(run: str, *, to: str, out: Path | None) -> None:
     """Send rows until no process trains the run; see the command line's help."""
-    folder = Run.locate(run, saved=False)
+    folder = Run.locate(run, needs_checkpoint=False)
     tracker = tracker_named(to)
     if out:
         with write_errors_explained(out):
@@ -266,7 +266,7 @@ def _tracker_errors_explained(to: str) -> Iterator[None]:
     except MonographError:
         raise
     except Exception as error:
-        is_disk = getattr(error, "errno", None) in FAILING
+        is_disk = getattr(error, "errno", None) in DISK_ERRORS
         # MLflow's error has only SQLite's words.
         if is_disk or "disk is full" in str(error):
             raise DiskFull(

@@ -105,7 +105,7 @@ def _open_or_create(
     After a failure, a launcher may start the ranks again with the same command line. Then the sweep of
     the first attempt is opened, so that it is resumed and no second one is created.
     """
-    remembered = world.recall("sweep") if world.again else None
+    remembered = world.recall("sweep") if world.was_restarted else None
     out = Path(remembered) if remembered else out
     # --verify without arguments is for an existing sweep: that of --out, or else the newest one.
     verifies_existing = verify is not None and not arguments
@@ -188,7 +188,7 @@ def _train(state: SweepProgress, progress: Progress) -> None:
             state.sweep.record |= Sweep.open(state.sweep.run.folder).record
         state.prepare(default_device(), describe())
     with (
-        state.block() as block,
+        state.live_display() as block,
         StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop,
     ):
         try:

@@ -248,9 +248,9 @@ class Section(BaseModel):
 def _with_parameters(
     section: type[Section], chosen_by: str, declared: Mapping[str, Sequence[Parameter]]
 ) -> Any:
-    """Return a section with more keys: the parameters of the choices in a table.
+    """Return a section with more keys, which are the parameters of a key's choices.
 
-    Such a table is the losses of preferences. The losses have parameters, such as beta.
+    For example, prefer.loss chooses a loss, and losses have parameters, such as prefer.beta.
 
     Args:
         section: the section, which has the key that makes the choice.
@@ -810,21 +810,21 @@ class LoraSection(Section):
         "Rank of the adapters.",
         otherwise="no adapters",
         example=16,
-        varies="between graphs",
+        varies="in one graph",
     )
     alpha: PositiveFloat | None = _key(
         None,
         ABOVE_0.expected,
         "The adapters' output is scaled by alpha / rank.",
         implied=32.0,
-        varies="between graphs",
+        varies="in one graph",
     )
     rslora: bool | None = _key(
         None,
         "true or false",
         "Scale the adapters' output by alpha / sqrt(rank) instead (rsLoRA).",
         implied=False,
-        varies="between graphs",
+        varies="in one graph",
     )
     dora: bool | None = _key(
         None,
@@ -838,7 +838,7 @@ class LoraSection(Section):
         ABOVE_0.expected,
         "Learning rate of the adapters' second matrices as a multiple of optim.lr (LoRA+).",
         implied=1.0,
-        varies="between graphs",
+        varies="in one graph",
     )
     targets: TextList | None = _key(
         None,
@@ -852,7 +852,7 @@ class LoraSection(Section):
         DECAY.expected,
         "Dropout of the adapters' inputs.",
         implied=0.0,
-        varies="between graphs",
+        varies="in one graph",
     )
     base: Literal["auto", "int8", "nf4"] | None = _choice(
         None,

@@ -34,7 +34,7 @@ from monograph.data.sources import Sources, find_sources
 from monograph.data.store import CorpusRequest, StoredCorpus, open_or_build
 from monograph.errors import InputRefused, UsageError
 from monograph.ranges import COUNT
-from monograph.storage.writing import temporary_folder, writing
+from monograph.storage.writing import cache_errors_explained, temporary_folder
 from monograph.terminal import visible
 from monograph.text.tokenizer import Tokenizer, parse_setting
 
@@ -285,7 +285,7 @@ def _rows(
     # the folder for temporary files may be in memory. But the folder of the tokens may belong to
     # another user, and then it cannot be written to.
     scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
-    with writing(scratch):
+    with cache_errors_explained(scratch):
         train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
         held_out = Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
     return train, held_out

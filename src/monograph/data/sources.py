@@ -39,7 +39,7 @@ from monograph.storage.reading import (
     refusing,
     resolved,
 )
-from monograph.storage.writing import writing
+from monograph.storage.writing import cache_errors_explained
 
 # A line is *long* from this size on, without indentation. Two programmers hardly ever write an
 # equal line of this size by chance.
@@ -182,7 +182,7 @@ def spooled_stdin(spool: Path, progress: ProgressCallback | None) -> Path:
         )
     path = spool / STDIN
     meter = Meter(progress, STDIN, None)
-    with writing(spool), open(path, "wb") as file:
+    with cache_errors_explained(spool), open(path, "wb") as file:
         limit_bytes = min(MAX_STDIN_BYTES, shutil.disk_usage(spool).free // 2)
         while block := sys.stdin.buffer.read(BLOCK_BYTES):
             if not meter.done and _looks_binary(block):

@@ -33,7 +33,7 @@ from monograph.data.sources import Sources
 from monograph.errors import InputRefused
 from monograph.storage.cache_dir import cache_root
 from monograph.storage.reading import exists, parse_json, read_input, status
-from monograph.storage.writing import sync, temporary_folder, write_durably, writing
+from monograph.storage.writing import cache_errors_explained, sync, temporary_folder, write_durably
 from monograph.text.chat import template_of
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
@@ -217,7 +217,7 @@ def open_or_build(
     root, root_notes = _writable_root(root, is_chosen)
     # `_writable_root` may have returned a temporary folder, so the folder is set again.
     folder = root / "corpora" / request.key
-    with writing(root), _locked(folder.with_suffix(".lock"), progress):
+    with cache_errors_explained(root), _locked(folder.with_suffix(".lock"), progress):
         try:
             # Another process may have built the corpus while this one waited for the lock.
             return _open(folder, request, progress)
@@ -233,7 +233,7 @@ def _writable_root(root: Path, is_chosen: bool) -> tuple[Path, tuple[str, ...]]:
         InputRefused: the cache folder cannot be written, and the user chose it.
     """
     try:
-        with writing(root):
+        with cache_errors_explained(root):
             (root / "corpora").mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=root / "corpora").close()
     except InputRefused as error:

@@ -57,7 +57,7 @@ _NO_PROMPT: tuple[Reading, tuple[int, ...]] = OF_NOBODY, ()
 
 
 class Generator:
-    """A decoder of many requests, which run in the rows of one cache; one graph steps all rows.
+    """Decodes many requests, which run in the rows of one cache. A step is one graph for all rows.
 
     Attributes:
         rows: the maximum number of requests that run at the same time.
@@ -128,8 +128,8 @@ class Generator:
             self.pace = Pace(steps, steps_while_waiting=steps, max_chunks=None)
         chains = (chain,) if isinstance(chain, Chain) else tuple(chain)
         self.chain = chains[-1]
-        # There is a graph for each number of blocks that attention reads, and for each truncation. By
-        # default torch allows eight graphs of a function.
+        # A step has a graph for each number of blocks that attention reads, and for each truncation.
+        # Torch allows only eight graphs of a function by default.
         if self.compiled:
             compat.allow_variants()
         wrap: Wrap = compile_function if self.compiled else lambda function: function
@@ -139,7 +139,7 @@ class Generator:
         self.cache = KVCache.allocate(
             model.config, rows, sizes.per_row, weight.dtype, weight.device, sizes.block
         )
-        self.cache.is_filled = sizes.is_filled
+        self.cache.pads_products = sizes.pads_products
         # The final hidden state of the last token of each row's prompt, copied from `PromptReader.last_RD`.
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)
         # A ring has lines for two blocks of steps (`Outbox`).
@@ -165,8 +165,8 @@ class Generator:
             key_heads = model.config.num_key_value_heads
             for cache, cache_rows in ((self.cache, rows), (self.reader.cache, self.reader.rows)):
                 cache.kernels = FastAttention(cache_rows, key_heads, weight.device)
-            # Texts that are scored exactly have the bits of the model's own forward pass.
-            if not sizes.is_filled:
+            # With `pads_products`, texts must have the bits of the model's own forward pass.
+            if not sizes.pads_products:
                 forward_kernels = fast_forward(model, rows)
 
         def make_step(chain: Chain) -> StepFunction:
@@ -184,8 +184,8 @@ class Generator:
             )
             return wrap(step.__call__)
 
-        # A step that is compiled or captured takes long to make, so no steps are made for chains other than
-        # the given ones. Neither are they if a single chain was given, which is meant for all requests.
+        # A step that is compiled or captured takes long to make, so steps are made only for the given chains.
+        # This is also so if a single chain was given, which is meant for all requests.
         only_given_chains = self.compiled or recorder is not None or len(chains) == 1
         self.steps = Steps(chains, make_step, recorder, only_given_chains)
         rings = (self.state.codes_RB, self.state.values_RBN, self.state.ids_RBN)
@@ -194,10 +194,12 @@ class Generator:
         self.prefill_s = 0.0
         self.blocks_read = 0
         self.reused = 0
-        # Whether a free row keeps the keys and values of its last prompt. A free row still computes
-        # attention, and writes keys and values at its position. With a sliding window, the position must
-        # be in the blocks that are read, since attention to no position gives NaN. So the position is 0
-        # then, and the row overwrites the beginning of its last prompt.
+        # Whether a free row keeps the keys and values of its last prompt. A free row takes part in every
+        # step: it writes a key and a value at its position, and attends to the positions up to there. So
+        # its position is the last one, which no prompt reaches (`_end_requests`). But with a sliding
+        # window, this position sees only positions near it, which may not be in the blocks that are read,
+        # and attention to no position gives NaN. So the position is 0 then, and the row overwrites the
+        # beginning of its last prompt.
         self._keeps_prompts = not any(
             model.config.window(layer) for layer in range(model.config.num_hidden_layers)
         )
@@ -211,7 +213,7 @@ class Generator:
         self._unread: StepBlock | None = None
         # The number of requests so far, and so the number of the next one.
         self._submitted = 0
-        # The options and stop ids of the last request, its smallest chain and its knobs' values.
+        # What `_chain_and_knobs` returned for the last request, and the options and stop ids of it.
         self._last_options: tuple[Sampling, tuple[int, ...]] | None = None
         self._last_chain_and_knobs: tuple[Chain, dict[str, Any]] = self.chain, {}
 
@@ -533,7 +535,7 @@ class Generator:
             if not self._keeps_prompts:
                 self._prompts[row] = _NO_PROMPT
         self._free_rows += rows
-        # See `_keeps_prompts`. No prompt reaches the last position.
+        # See `_keeps_prompts`.
         position = self.slots - 1 if self._keeps_prompts else 0
         self.state.position_B.index_fill_(0, sent(rows, self.state.position_B.device), position)
 
@@ -542,7 +544,7 @@ class Generator:
     def _launch_block(self) -> StepBlock | None:
         """Start a block of steps and return it; None if no row needs a step."""
         running = [record for record in self._records if record is not None]
-        # A request waits for a row, or for its first token.
+        # Whether a request waits for a row, or for its first token.
         is_awaited = self._queue or not all(record.launched for record in running)
         max_steps = self.pace.steps_while_waiting if is_awaited else self.pace.steps
         needed_steps = max((record.limit - record.launched for record in running), default=0)
@@ -565,11 +567,13 @@ class Generator:
         )
         self.outbox.begin_block(self.state.line_1)
         # If the reader has read the prompts' last tokens, and no row has sampled a token yet, the first
-        # step needs no pass of the model.
+        # step needs no pass of the model, and so no blocks of the cache. It is not captured.
         has_hidden = self.reader.reads_last_token and not any(record.launched for record in running)
+        model_steps = steps
         if has_hidden:
-            self.steps.step_for(chain)(0, truncation, follow_automata, self._last_BD)
-        model_steps = steps - 1 if has_hidden else steps
+            model_steps -= 1
+            step = self.steps.step_for(chain)
+            step(0, truncation, follow_automata, self._last_BD)
         self.replays.run(
             model_steps, chain, self.cache.block_count_for(longest), truncation, follow_automata
         )
@@ -634,7 +638,7 @@ def _chunk_length(model: Llama, sizes: CacheSizes) -> int:
     device = model.lm_head.weight.device.type
     max_chunk = min(sizes.per_row, CHUNKS[device], model.config.max_position_embeddings)
     needed = sizes.longest_prompt
-    if sizes.is_filled:
+    if sizes.pads_products:
         needed = padded_count(needed)
     max_chunk_rounded_down = 1 << (max_chunk.bit_length() - 1)
     needed_rounded_up = 1 << (needed - 1).bit_length()

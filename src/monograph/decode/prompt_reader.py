@@ -5,7 +5,7 @@ default). So the keys and values of a prompt do not depend on other prompts.
 
 If two prompts begin with the same whole chunks, these chunks are read only once. For layers without
 attention, this needs the recurrence after these chunks. A prompt's last token is read by the first
-decode step, or by the reader if `CacheSizes.is_filled`.
+decode step, or by the reader if `CacheSizes.pads_products`.
 
 Shapes: R rows of the reader's cache, T positions of a chunk, D hidden size.
 """
@@ -43,13 +43,12 @@ class Reading(NamedTuple):
 
 
 OF_NOBODY = Reading()
-# The maximum number of places in prompts, each the end of a chunk, for which a reader keeps the
-# recurrences.
+# A reader keeps the recurrences after the first chunks of prompts, for at most this number of beginnings.
 MAX_KNOWN_RECURRENCES = 8
 
 
 class PromptReader:
-    """Reads prompts into a cache, which holds the keys and values of the prompts that were read last.
+    """Reads prompts into a cache, which has the keys and values of the prompts that were read last.
 
     Attributes:
         chunk: the number of tokens of a pass.
@@ -72,7 +71,7 @@ class PromptReader:
         Args:
             model: the language model, in evaluation mode.
             sizes: the sizes of the cache; a prompt is not longer than a row.
-            chunk: the number of tokens of a pass, a power of two up to the cache's block.
+            chunk: the number of tokens of a pass, a power of two that is at most the cache's block.
             wrap: returns a function compiled, or unchanged.
             recorder: captures the pass over a chunk; None: it is not captured.
         """
@@ -85,8 +84,8 @@ class PromptReader:
         self.cache = KVCache.allocate(
             model.config, self.rows, sizes.per_row, weight.dtype, weight.device, sizes.block
         )
-        self.cache.is_filled = sizes.is_filled
-        self.reads_last_token = sizes.is_filled
+        self.cache.pads_products = sizes.pads_products
+        self.reads_last_token = sizes.pads_products
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
+from monograph.ensemble.variations import may_differ_in_shape, varying_attributes
 from monograph.errors import InputRefused
 from monograph.graph.fused_linears import Sibling
 from monograph.graph.inspect import buffers_kept, modes_kept, shared_tensors
 from monograph.optim.planes import require_movable
 
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 # Attributes that `nn.Module` itself has, and those that torch.compile and nn.Module.compile leave
 # in a module.
 _MODULE_ATTRIBUTES = frozenset((*vars(nn.Module()), "_is_torch_compile", "_compiled_call_impl"))
@@ -268,18 +268,17 @@ def _differences_of_modules(
         return
     if one.training != other.training:
         yield Difference("training", str(one.training), str(other.training))
+    form = _form_without_shape if may_differ_in_shape(one) else _form
     for kind in ("_parameters", "_buffers"):
         yield from _differences_by_name(
-            getattr(one, kind), getattr(other, kind), lambda a, b: _form(a) == _form(b), _form
+            getattr(one, kind), getattr(other, kind), lambda a, b: form(a) == form(b), _form
         )
     for kind in _HOOKS:
         ours = list(getattr(one, kind).values())
         theirs = list(getattr(other, kind).values())
         if not _equal(ours, theirs, compared):
             yield Difference("hooks", f"{len(ours)} of its own", f"{len(theirs)} of its own")
-    ignored = _MODULE_ATTRIBUTES | _LABELS | _derived_attributes(one)
-    if isinstance(one, DROPOUTS):
-        ignored |= {"p"}  # members may have different rates
+    ignored = _MODULE_ATTRIBUTES | _LABELS | _derived_attributes(one) | varying_attributes(one)
     our_attributes = {name: value for name, value in vars(one).items() if name not in ignored}
     their_attributes = {name: value for name, value in vars(other).items() if name not in ignored}
     yield from _differences_of_attributes(our_attributes, their_attributes, compared)
@@ -338,9 +337,16 @@ def _form(tensor: Tensor | None) -> str:
     """Return a tensor's shape, dtype, device and whether it is frozen, in words."""
     if tensor is None:
         return "none"
+    return f"{list(tensor.shape)} {_form_without_shape(tensor)}"
+
+
+def _form_without_shape(tensor: Tensor | None) -> str:
+    """Return a tensor's dtype, device and whether it is frozen, in words."""
+    if tensor is None:
+        return "none"
     frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{list(tensor.shape)} {dtype} on {tensor.device}{frozen}"
+    return f"{dtype} on {tensor.device}{frozen}"
 
 
 def _ties(module: nn.Module) -> set[tuple[str, ...]]:

@@ -101,6 +101,13 @@ class MemberCaller:
         self._module_locations = _tensor_locations(modules)
         seed_location = _TensorLocation(_SEED, self._counter, "_buffers", "seed")
         self._locations = [*self._module_locations, seed_location]
+        # The names of the tensors that all members share. vmap gives each member the whole tensor, so a
+        # product with a shared weight is one product, of the rows of all members.
+        self._shared_names = {
+            location.name
+            for location in self._module_locations
+            if id(location.dictionary()[location.key]) in stack.shared
+        }
 
     def __call__(
         self, function: Function, *inputs: object, each: bool, parameters: Tensors | None = None
@@ -132,14 +139,15 @@ class MemberCaller:
         for the first member alone.
         """
         stack = self.stack
-        # Parameters, buffers and seeds are one mapping. vmap batches all of it in its first
-        # dimension, so no tensor of a member can be left out by mistake.
+        # Parameters, buffers and seeds are one mapping, so that no tensor can be left out by mistake.
+        # vmap batches each in its first dimension, except those that all members share.
         stacked = {
             location.name: location.dictionary()[location.key] for location in self._locations
         }
         if parameters is not None:
             stacked |= parameters
         stacked[_SEED] = self.seeds
+        tensor_dims = {name: None if name in self._shared_names else 0 for name in stacked}
         input_dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
         # vmap returns only tensors. So `call_one` writes the rest of the function's result here: the
         # structure (a TreeSpec), and the leaves, in which _TENSOR stands for each tensor.
@@ -171,7 +179,7 @@ class MemberCaller:
             return [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
 
         def call_all() -> Any:
-            vmapped = torch.vmap(call_one, in_dims=(0, *input_dims), randomness="error")
+            vmapped = torch.vmap(call_one, in_dims=(tensor_dims, *input_dims), randomness="error")
             tensors = iter(vmapped(stacked, *inputs))
             spec, leaves = structure
             return tree_unflatten(
@@ -195,11 +203,11 @@ class MemberCaller:
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
     def buffers(self) -> Tensors:
-        """Return the stack's buffers by name."""
+        """Return the stack's buffers by name, without those that all members share."""
         return {
             location.name: location.dictionary()[location.key]
             for location in self._module_locations
-            if location.kind == "_buffers"
+            if location.kind == "_buffers" and location.name not in self._shared_names
         }
 
     def _call_with(self, tensors: Tensors, function: Function, *inputs: object) -> Any:

@@ -22,7 +22,7 @@ from monograph.ensemble.knobs import Knobs
 from monograph.ensemble.layers import Layers
 from monograph.ensemble.optimizers import dropout_seeds, member_optimizers, require_used_knobs
 from monograph.ensemble.replayed_calls import ReplayedCalls
-from monograph.ensemble.stack import Stack
+from monograph.ensemble.stack import Stack, member_view
 from monograph.ensemble.stacked_parameters import StackedParameters
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
@@ -364,7 +364,7 @@ class Ensemble(Engine):
             member: the member's number.
         """
         # Tensors are copied, as a view of one member would keep the memory of all members alive.
-        optimizer = {name: view[member].clone() for name, view in self._buffers().items()}
+        optimizer = {name: view.clone() for name, view in self.member_buffers(member).items()}
         model = {
             name: tensor.clone() for name, tensor in checkpoint_state(self.members[member]).items()
         }
@@ -373,6 +373,16 @@ class Ensemble(Engine):
             for name, counter in self.stacked_parameters.member_counters(member).items()
         }
         return EngineState(model, optimizer, {"index": self.index, **counters})
+
+    def member_buffers(self, member: int) -> dict[str, Tensor]:
+        """Return views of a member's part of the optimizer's buffers, by "<buffer>.<parameter>"."""
+        shapes = {name: p.shape for name, p in self.members[member].named_parameters()}
+        return {
+            f"{buffer}.{name}": member_view(view, member, shapes[name])
+            for plane in self.step.planes
+            for buffer, flat in plane.state.items()
+            for name, view in plane.views(flat)
+        }
 
 
 def _build_members(

@@ -73,10 +73,7 @@ class MemberEngine(Engine):
             InputRefused: the state does not fit the member. Then nothing was copied.
         """
         weights = checkpoint_state(self.model)
-        moments = {
-            name: stacked[self._number]
-            for name, stacked in self._ensemble.state().optimizer.items()
-        }
+        moments = self._ensemble.member_buffers(self._number)
         counters = self._ensemble.stacked_parameters.member_counters(self._number)
         state.require_fit(EngineState(weights, moments, {"index": self.index, **counters}))
         new_counters = {name: state.counter(name, counter) for name, counter in counters.items()}

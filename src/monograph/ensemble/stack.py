@@ -1,6 +1,9 @@
 """Stack modules of one structure: each parameter and buffer holds all members' values, with a
 leading member axis.
 
+What all members share is not stacked: frozen parameters, and buffers outside of the state dict, that
+lie at the same place in memory in each of them. So N sets of adapters need only one base.
+
 Shapes: N members.
 """
 
@@ -11,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monograph.ensemble.agreement import DROPOUTS, hook_attributes, require_stackable
+from monograph.ensemble.agreement import hook_attributes, require_stackable
+from monograph.ensemble.variations import put_differences_into
 from monograph.errors import UsageError
 from monograph.step.guard import MemoryRegion, memory_of
 
@@ -39,12 +43,14 @@ class _StackedTensor(NamedTuple):
     """A parameter or buffer of all members.
 
     Attributes:
-        stacked: all members' values, [N, ...].
+        stacked: all members' values, [N, ...]; if they share it, their tensor itself, [...].
         locations: for each member, where it has its view of `stacked`.
+        is_shared: whether the members share one tensor.
     """
 
     stacked: Tensor
     locations: list[_TensorLocation]
+    is_shared: bool
 
 
 class Stack:
@@ -56,8 +62,10 @@ class Stack:
 
     Attributes:
         members: the modules.
-        module: a module of the same structure, whose parameters and buffers have the same names and
-            are [N, ...]. It cannot be called directly: see `monograph.ensemble.call`.
+        module: a module of the same structure, whose parameters and buffers have the same names. They
+            are [N, ...], or the members' own tensors if all members share them. It cannot be called
+            directly: see `monograph.ensemble.call`.
+        shared: the ids of the tensors that all members share.
     """
 
     def __init__(self, members: Sequence[nn.Module]):
@@ -82,15 +90,21 @@ class Stack:
         self._identities = [_identities(member) for member in members]
         self._tensors: list[_StackedTensor] = []
         for locations in _tensor_locations(members):
-            stacked = _stack([location.tensor() for location in locations])
-            tensor = _StackedTensor(stacked, locations)
+            is_shared = _is_shared(locations)
+            stacked = (
+                locations[0].tensor()
+                if is_shared
+                else _stack([location.tensor() for location in locations])
+            )
+            tensor = _StackedTensor(stacked, locations, is_shared)
             self._tensors.append(tensor)
             # This frees the tensor's old memory before the next tensor is stacked.
             self._point_members(tensor)
-        if not self._tensors:
+        if all(tensor.is_shared for tensor in self._tensors):
             raise UsageError(
-                "the members have no parameters and no buffers: there is nothing that could differ"
+                "the members have no parameters and no buffers of their own: there is nothing that could differ"
             )
+        self.shared = frozenset(id(tensor.stacked) for tensor in self._tensors if tensor.is_shared)
         self.module = _copy_with_stacked_tensors(members[0], self._tensors)
         # Nothing is generated in training. A key-value cache would be useless, and is a result that
         # vmap cannot return.
@@ -98,16 +112,24 @@ class Stack:
             config = getattr(part, "config", None)
             if config is not None and getattr(config, "use_cache", False):
                 config.use_cache = False
-        device = self._tensors[0].stacked.device
-        for path, rates in _different_rates(members).items():
-            rates_N = torch.tensor(rates, dtype=torch.float64, device=device)
-            dropout = _DropoutWithRates(self.module.get_submodule(path), rates_N)
-            self.module.set_submodule(path, dropout)
+        put_differences_into(self.module, members)
 
     @property
     def size(self) -> int:
         """Return N."""
         return len(self.members)
+
+    def padded_parameters(self) -> list[str]:
+        """Return the names of the parameters that are smaller in some members than in others."""
+        shapes = [
+            {name: parameter.shape for name, parameter in member.named_parameters()}
+            for member in self.members
+        ]
+        return [
+            name
+            for name, shape in shapes[0].items()
+            if any(others[name] != shape for others in shapes)
+        ]
 
     def relink(self) -> None:
         """Point the members at the stack again after its parameters have moved."""
@@ -151,7 +173,7 @@ class Stack:
             number: the member's number.
             regions: where the stacked tensors lie.
         """
-        for (stacked, locations), region in zip(self._tensors, regions, strict=True):
+        for (stacked, locations, is_shared), region in zip(self._tensors, regions, strict=True):
             module, name = locations[number]
             # Read from the dictionaries, since `getattr` of a module searches three of them.
             tensor: Tensor | None = module._parameters.get(name)
@@ -160,7 +182,8 @@ class Stack:
             is_view = (
                 isinstance(tensor, type(stacked))
                 and tensor.requires_grad == stacked.requires_grad
-                and memory_of(tensor) == _view_memory(region, number)
+                and memory_of(tensor)
+                == (region if is_shared else _view_memory(region, number, tensor.shape))
             )
             if not is_view:
                 for path, part in self.members[number].named_modules():
@@ -170,9 +193,11 @@ class Stack:
 
     def _point_members(self, tensor: _StackedTensor) -> None:
         """Make each member's tensor a view of the stack, and free its gradient."""
+        if tensor.is_shared:
+            return
         for number, location in enumerate(tensor.locations):
-            view = tensor.stacked.detach()[number]
             member_tensor = location.tensor()
+            view = member_view(tensor.stacked.detach(), number, member_tensor.shape)
             if isinstance(member_tensor, nn.Parameter):
                 member_tensor.data = view
                 member_tensor.grad = None
@@ -180,32 +205,24 @@ class Stack:
                 location.module._buffers[location.name] = view
 
 
-class _DropoutWithRates(nn.Module):
-    """The dropout module of a stack whose members have different rates.
+def member_view(stacked: Tensor, number: int, shape: torch.Size) -> Tensor:
+    """Return a member's view of a stacked tensor, of the shape that the tensor has in the member.
 
-    Attributes:
-        rate: the rates, a buffer [N] outside of the state dict.
+    Args:
+        stacked: [N, ...].
+        number: the member's number.
+        shape: the tensor's shape in this member. It is smaller than that of `stacked` if the rank of
+            its adapters is.
     """
-
-    def __init__(self, dropout: nn.Module, rates_N: Tensor):
-        super().__init__()
-        self.training = dropout.training
-        self._function = type(dropout).__name__.lower()  # Dropout1d -> dropout1d
-        self.register_buffer("rate", rates_N, persistent=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Apply one member's dropout. It runs inside vmap, where `rate` is that member's, 0-d."""
-        # The function is looked up at each call, as `MemberCaller.context` replaces it.
-        dropped: Tensor = getattr(nn.functional, self._function)(hidden, self.rate, self.training)
-        return dropped
+    return stacked[number][tuple(slice(size) for size in shape)]
 
 
-def _view_memory(region: MemoryRegion, number: int) -> MemoryRegion:
-    """Return `memory_of(stacked[number])` for a stacked tensor at `region`, without making this view:
-    it takes time, and this runs for many tensors in each update.
+def _view_memory(region: MemoryRegion, number: int, shape: torch.Size) -> MemoryRegion:
+    """Return `memory_of(member_view(stacked, number, shape))` for a stacked tensor at `region`,
+    without making this view: it takes time, and this runs for many tensors in each update.
     """
-    storage, offset, shape, stride = region
-    return storage, offset + number * stride[0], shape[1:], stride[1:]
+    storage, offset, _, stride = region
+    return storage, offset + number * stride[0], shape, stride[1:]
 
 
 def _identities(member: nn.Module) -> list[int]:
@@ -221,17 +238,50 @@ def _identities(member: nn.Module) -> list[int]:
     return ids
 
 
+def _is_shared(locations: Sequence[_TensorLocation]) -> bool:
+    """Return whether several members share a tensor that nothing changes.
+
+    Training changes parameters that require gradients. A forward pass may change buffers, such as a
+    batch norm's statistics; but those are in the state dict, and other buffers are constants.
+    """
+    module, name = locations[0]
+    tensors = [location.tensor() for location in locations]
+    is_constant = (
+        not tensors[0].requires_grad
+        if name in module._parameters
+        else name in module._non_persistent_buffers_set
+    )
+    return len(tensors) > 1 and is_constant and len({memory_of(tensor) for tensor in tensors}) == 1
+
+
 def _stack(tensors: list[Tensor]) -> Tensor:
-    """Return the members' tensors as one; it is a parameter if they are parameters."""
-    stacked = torch.stack([tensor.detach() for tensor in tensors])
+    """Return the members' tensors as one, smaller ones with zeros at the end of their axes. It is a
+    parameter if they are parameters.
+    """
+    largest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    stacked = torch.stack([_padded(tensor.detach(), largest) for tensor in tensors])
     first = tensors[0]
     if isinstance(first, nn.Parameter):
         return nn.Parameter(stacked, requires_grad=first.requires_grad)
     return stacked
 
 
+def _padded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of this shape: the given one, and zeros after it along each axis."""
+    if list(tensor.shape) == list(shape):
+        return tensor
+    padded = tensor.new_zeros(shape)
+    padded[tuple(slice(size) for size in tensor.shape)] = tensor
+    return padded
+
+
 def _copy_with_stacked_tensors(member: nn.Module, tensors: list[_StackedTensor]) -> nn.Module:
-    """Return a copy of the first member that has the stacked tensors in place of its own."""
+    """Return a copy of the first member that has the stacked tensors in place of its own.
+
+    Args:
+        member: the first member.
+        tensors: the stacked tensors. The copy has the shared ones, too, and no copies of them.
+    """
     # The memo of copy.deepcopy: by an object's id, what the copy has in its place. It goes by
     # identity, so tied tensors stay tied.
     memo: dict[int, Any] = {id(tensor.locations[0].tensor()): tensor.stacked for tensor in tensors}
@@ -256,16 +306,3 @@ def _tensor_locations(members: Sequence[nn.Module]) -> Iterator[list[_TensorLoca
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield [_TensorLocation(module, name) for module in modules]
-
-
-def _different_rates(members: Sequence[nn.Module]) -> dict[str, list[float]]:
-    """Return, by path, the members' rates of each dropout module in which they differ."""
-    different = {}
-    for named_modules in zip(*(member.named_modules() for member in members), strict=True):
-        path, first = named_modules[0]
-        if not isinstance(first, DROPOUTS):
-            continue
-        rates = [float(module.p) for _, module in named_modules]
-        if len(set(rates)) > 1:
-            different[path] = rates
-    return different

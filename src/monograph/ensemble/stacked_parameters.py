@@ -20,7 +20,7 @@ from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.precision import FP8, Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Batch, check_result, count_tensor, has_count, require_constant
-from monograph.optim import Optimizer, Plane, planes, require_optimizer, trainable
+from monograph.optim import Muon, Optimizer, Plane, planes, require_optimizer, trainable
 from monograph.optim.formats import FORMATS
 from monograph.schedule import Schedule, factor_at
 from monograph.step import OnDevice, Step, Update, finish_update
@@ -153,6 +153,12 @@ class StackedParameters(OnDevice):
             optim.kinds(member)
             for optim, member in zip(self.optims, self.caller.stack.members, strict=True)
         ]
+        padded = self.caller.stack.padded_parameters()
+        if padded and isinstance(self.optim, Muon):
+            raise UsageError(
+                f"{padded[0]} has another rank in some members, and Muon's steps depend on a matrix's shape: take "
+                "AdamW, or one rank"
+            )
         kinds = merge_kinds(member_kinds, self.frozen.device)
         stacked_planes = planes(trainable(step.model), kinds, lead=1)
         return [step.prepare_plane(plane) for plane in stacked_planes]

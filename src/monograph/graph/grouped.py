@@ -205,7 +205,35 @@ def _vmap_rule(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, i
     return call_with_members_as_groups
 
 
-product.register_vmap(_vmap_rule(product))
+_product_of_members = _vmap_rule(product)
+
+
+@product.register_vmap
+def _product_under_vmap(
+    info: VmapInfo,
+    in_dims: tuple[int | None, ...],
+    left: Tensor,
+    right: Tensor,
+    ends: Tensor,
+) -> tuple[Tensor, int]:
+    """Compute `product` for all members, whose matrices may be the same for all: a frozen base.
+
+    Then the rows of all members are sorted by their group, so each matrix is read once.
+    """
+    left_dim, right_dim, ends_dim = in_dims
+    if right_dim is not None or left_dim is None or ends_dim is None:
+        return _product_of_members(info, in_dims, left, right, ends)
+    left_NPK = left.movedim(left_dim, 0)
+    ends_NE = ends.movedim(ends_dim, 0)
+    members, rows, _ = left_NPK.shape
+    row_NP = torch.arange(rows, dtype=ends.dtype, device=ends.device).expand(members, rows)
+    group_NP = torch.searchsorted(ends_NE.contiguous(), row_NP.contiguous(), right=True)
+    order = group_NP.flatten().argsort(stable=True)
+    ends_E = ends_NE.sum(0, dtype=ends.dtype)
+    out = product(left_NPK.flatten(0, 1)[order], right, ends_E)
+    return torch.empty_like(out).index_copy(0, order, out).unflatten(0, (members, rows)), 0
+
+
 _outer.register_vmap(_vmap_rule(_outer))
 
 

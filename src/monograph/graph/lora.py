@@ -13,6 +13,7 @@ PEFT's.
 Shapes: N outputs, K inputs, R rank, E experts.
 """
 
+import copy
 import functools
 import hashlib
 import math
@@ -137,7 +138,7 @@ class Adapted(nn.Linear):
 
     lora_A: nn.Linear
     lora_B: nn.Linear
-    lora_dropout: nn.Module
+    lora_dropout: nn.Dropout
     lora_magnitude_vector: Tensor | None
     lora_norms: Tensor
     scale: float
@@ -146,7 +147,7 @@ class Adapted(nn.Linear):
         """Map [..., K] to [..., N], in the dtype of the base layer's output."""
         output = super().forward(input)
         input_dtype = input.dtype
-        has_dropout = isinstance(self.lora_dropout, nn.Dropout)
+        has_dropout = self.lora_dropout.p > 0
         # Without autocast, a linear layer needs its weight's dtype. With dropout the input is cast
         # under autocast too, so that the mask's factor 1 / (1 - p) is not rounded to fewer bits.
         if has_dropout or not torch.is_autocast_enabled(input.device.type):
@@ -194,7 +195,7 @@ class AdaptedExperts(ExpertLinear):
 
     lora_A: ExpertFactor
     lora_B: ExpertFactor
-    lora_dropout: nn.Module
+    lora_dropout: nn.Dropout
     lora_magnitude_vector: None
     scale: float
 
@@ -285,7 +286,7 @@ def adapt(
     if lora.base != "auto":
         _quantise_base(module, lora.base, device)
     for name, layer in chosen.items():
-        _adapt(layer, lora, f"{seed} {name}.lora_A.weight", device, dtype)
+        _adapt(layer, lora, _seed_key(seed, name), device, dtype)
     store_row_norms(module)
     return adapted_layers(module)
 
@@ -382,6 +383,23 @@ def _adapt(
     options: dict[str, Any] = {"device": device or weight.device, "dtype": dtype}
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
     assert isinstance(layer, AnyAdapted)
+    _add_factors(layer, lora, options)
+    magnitude = nn.Parameter(torch.empty(layer.out_features, **options)) if lora.dora else None
+    layer.register_parameter("lora_magnitude_vector", magnitude)
+    if weight.is_meta:
+        layer.lora_B.weight.zero_()
+    else:
+        _initialise(layer, key)
+
+
+def _add_factors(layer: AnyAdapted, lora: Lora, options: dict[str, Any]) -> None:
+    """Give a layer A and B, uninitialised, with the scale and the dropout of an adapter.
+
+    Args:
+        layer: the layer.
+        lora: the adapter's options.
+        options: dtype and device of A and B.
+    """
     for name, inputs, outputs in (
         ("lora_A", layer.in_features, lora.rank),
         ("lora_B", lora.rank, layer.out_features),
@@ -392,21 +410,80 @@ def _adapt(
         else:
             factor = Factor(inputs, outputs, bias=False, **options)
         setattr(layer, name, factor)
-    layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
+    layer.lora_dropout = nn.Dropout(lora.dropout)
     layer.scale = lora.scale
-    magnitude = nn.Parameter(torch.empty(layer.out_features, **options)) if lora.dora else None
-    layer.register_parameter("lora_magnitude_vector", magnitude)
+
+
+@torch.no_grad()
+def _initialise(layer: AnyAdapted, key: str) -> None:
+    """Set a new adapter's values: A is uniform in +-1 / sqrt(K), B is zero, and magnitudes are norms.
+
+    Args:
+        layer: the adapted layer.
+        key: seeds the values of A.
+    """
     layer.lora_B.weight.zero_()
-    if not weight.is_meta:
-        # A is seeded by its name and sampled on the CPU, so that it depends neither on other layers
-        # nor on the device.
-        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
-        generator = torch.Generator().manual_seed(seed)
-        bound = 1 / math.sqrt(layer.in_features)
-        noise = torch.rand(
-            layer.lora_A.weight.shape, generator=generator, dtype=torch.float32, device="cpu"
-        )
-        layer.lora_A.weight.copy_((2 * noise - 1) * bound)
+    # A is seeded by its name and sampled on the CPU, so that it depends neither on other layers nor on
+    # the device.
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
+    generator = torch.Generator().manual_seed(seed)
+    bound = 1 / math.sqrt(layer.in_features)
+    noise = torch.rand(
+        layer.lora_A.weight.shape, generator=generator, dtype=torch.float32, device="cpu"
+    )
+    layer.lora_A.weight.copy_((2 * noise - 1) * bound)
+    if layer.lora_magnitude_vector is not None and hasattr(layer, "lora_norms"):
+        layer.lora_magnitude_vector.copy_(layer.lora_norms)
+
+
+def copy_with_shared_base(module: nn.Module, lora: Lora, seed: int | None = None) -> nn.Module:
+    """Return a copy of a module with adapters that has its own adapters and shares the base.
+
+    The copy holds the same frozen parameters and constants (buffers outside of the state dict), not
+    copies of them, so many sets of adapters take the memory of one base. `monograph.Ensemble` trains
+    such modules together without copying the base.
+
+    Args:
+        module: a module with adapters.
+        lora: the options of the copy's adapters. Only rank, alpha, rslora and dropout may differ from
+            those of the module.
+        seed: the seed of new adapters' values, as in `adapt`; None: the copy has the module's values,
+            and its rank.
+
+    Raises:
+        UsageError: `seed` is None, but the rank is another one.
+    """
+    shared: list[Tensor] = [*frozen_parameters(module)]
+    for part in module.modules():
+        constants = (part._buffers[name] for name in part._non_persistent_buffers_set)
+        shared += [constant for constant in constants if constant is not None]
+    # The memo of copy.deepcopy: by an object's id, what the copy has in its place.
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    copied = copy.deepcopy(module, memo)
+    for name, layer in adapted_layers(copied).items():
+        A = layer.lora_A.weight
+        if seed is None and A.shape[-2] != lora.rank:
+            raise UsageError(
+                f"rank = {lora.rank}: these adapters have the rank {A.shape[-2]}; adapters of another rank need a "
+                "seed for their values"
+            )
+        if seed is None:
+            layer.lora_dropout = nn.Dropout(lora.dropout)
+            layer.scale = lora.scale
+        else:
+            _add_factors(layer, lora, {"device": A.device, "dtype": A.dtype})
+            _initialise(layer, _seed_key(seed, name))
+    return copied
+
+
+def frozen_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are not trained; of a module with adapters, the base."""
+    return [parameter for parameter in module.parameters() if not parameter.requires_grad]
+
+
+def _seed_key(seed: int, layer_name: str) -> str:
+    """Return the text that seeds the initial values of a layer's adapter."""
+    return f"{seed} {layer_name}.lora_A.weight"
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from monograph import compat
 from monograph.compat import inductor
 from monograph.device import clock, cpu_model
-from monograph.storage.cache_dir import found_once
+from monograph.storage.cache_dir import cached_answer
 
 # Multiplications from which `matmul.cpp` is faster than MKL, whose call is the cheapest.
 NATIVE_FROM = 2**18
@@ -53,7 +53,7 @@ def mkl_is_slow() -> bool:
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not has_both or "avx512f" not in flags:
         return False
-    return found_once(f"slow MKL {name} {torch.__version__}", _onednn_is_faster)
+    return cached_answer(f"slow MKL {name} {torch.__version__}", _onednn_is_faster)
 
 
 def _onednn_is_faster() -> bool:

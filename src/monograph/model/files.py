@@ -32,7 +32,7 @@ from monograph.storage.reading import (
     unreadable,
     without_links,
 )
-from monograph.storage.writing import FULL, lock_folder, sync, sync_below
+from monograph.storage.writing import DISK_FULL_ERRORS, lock_folder, sync, sync_below
 
 # torch's dtypes by safetensors' names, of all dtypes that weights may have.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -328,7 +328,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             partial.rename(target)
     except (OSError, SafetensorError) as error:
         number = error_number(error)
-        if number in FULL:
+        if number in DISK_FULL_ERRORS:
             raise DiskFull(
                 f"{target}: no space left to write the model; nothing was kept"
             ) from error

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from monograph.predict.roofline import KERNELS, MICRO_STEP_S, UPDATE_BYTES
+from monograph.predict.roofline import BLOCK_KERNELS, MICRO_STEP_S, UPDATE_TRAFFIC_BYTES
 from monograph.profiling.intervals import PARTS, Kernel, Part, Spent
 
 # What limits a kernel: FLOPs, bytes, neither of them, or unknown.
@@ -35,13 +35,13 @@ MIN_SAVED_SHARE = 0.05
 # (docs/profile.md has the measurement).
 FUSED_TIME_SHARE = 0.45
 # The share of kernels that remain when the step is one graph, and so of the host's gaps between
-# them.
-REMAINING_KERNELS_SHARE = KERNELS[True] / KERNELS[False]
+# them. `BLOCK_KERNELS` and `UPDATE_TRAFFIC_BYTES` have their values by whether the step is captured.
+REMAINING_KERNELS_SHARE = BLOCK_KERNELS[True] / BLOCK_KERNELS[False]
 # The host's seconds for a call of a graph. There is one call for each micro-step and one for the
 # optimizer.
 GRAPH_CALL_S = MICRO_STEP_S
 # The share of the optimizer's bytes that remains when its operators are fused.
-FUSED_UPDATE_SHARE = UPDATE_BYTES[True] / UPDATE_BYTES[False]
+FUSED_UPDATE_SHARE = UPDATE_TRAFFIC_BYTES[True] / UPDATE_TRAFFIC_BYTES[False]
 # The parts that compute.
 COMPUTING_PARTS: tuple[Part, ...] = (
     "matmul",
@@ -219,7 +219,7 @@ def verdict(
 def changes(
     spent: Spent, floors: Mapping[Part, float], bounds: Bounds, situation: Situation
 ) -> list[Change]:
-    """Return the changes worth making, the largest saving first.
+    """Return the changes that are worth making, by `MIN_SAVED_SHARE`, the largest saving first.
 
     Changes that change the trained model come last.
 
@@ -262,11 +262,11 @@ def changes(
     return sorted(worth_making, key=lambda change: (not change.same_training, -change.saved_s))
 
 
-def _share(bounds: Bounds, part: Part, kind: Bound) -> float:
-    """Return the share of a part's kernel time that is limited by `kind`."""
+def _share(bounds: Bounds, part: Part, limit: Bound) -> float:
+    """Return the share of a part's kernel time that `limit` limits."""
     if part not in bounds:
         return 0.0
-    return bounds[part].get(kind, 0.0) / sum(bounds[part].values())
+    return bounds[part].get(limit, 0.0) / sum(bounds[part].values())
 
 
 def _fewer_launches(
@@ -283,6 +283,7 @@ def _fewer_launches(
     # The optimizer is launched as well, which counts as one micro-batch more.
     steps = situation.micro_steps
     launches = steps + 1
+    # Micro-batches twice as large are half as many.
     larger_batches = Change(
         "a train.micro_batch twice as large",
         f"the host launches {steps} micro-steps an update",
@@ -290,15 +291,16 @@ def _fewer_launches(
     )
     if situation.captured or not situation.can_compile:
         return [larger_batches]
-    launch_s = max(0.0, gaps_s * (1 - REMAINING_KERNELS_SHARE) - launches * GRAPH_CALL_S)
-    elementwise_s = spent.parts["elementwise"] * (1 - FUSED_TIME_SHARE)
+    saved_gaps_s = max(0.0, gaps_s * (1 - REMAINING_KERNELS_SHARE) - launches * GRAPH_CALL_S)
+    saved_elementwise_s = spent.parts["elementwise"] * (1 - FUSED_TIME_SHARE)
     # In an optimizer that multiplies matrices, such as Muon, a graph fuses only the work between
     # products.
     between_products_s = spent.parts["optimizer"] * (1 - _share(bounds, "optimizer", "compute"))
+    saved_optimizer_s = between_products_s * (1 - FUSED_UPDATE_SHARE)
     one_graph = Change(
         "train.compile=whole",
         "operators run one by one, each over its own copy",
-        launch_s + elementwise_s + between_products_s * (1 - FUSED_UPDATE_SHARE),
+        saved_gaps_s + saved_elementwise_s + saved_optimizer_s,
     )
     return [larger_batches, one_graph]
 
@@ -316,10 +318,10 @@ def _narrower_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> lis
         part_s = spent.parts[part]
         if part == "optimizer":
             saved_s += optimizer_products_s * (1 - situation.bf16.get("matmul", 1.0))
-            part_s -= optimizer_products_s
-        kind: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
+            part_s -= optimizer_products_s  # the rest is elementwise
+        limit: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
         # A speedup applies to the kernels that are bound so, and a slowdown to all kernels.
-        changed_share = _share(bounds, part, kind) if ratio < 1 else 1.0
+        changed_share = _share(bounds, part, limit) if ratio < 1 else 1.0
         saved_s += part_s * (1 - ratio) * changed_share
     return [
         Change("train.precision=bf16", "products are faster and numbers half as large", saved_s)

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,9 +67,9 @@ def compiled_obstacle(device: torch.device) -> str | None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return (torch.tanh(x @ x.T) * 2).sum()
 
-    def gradient(called: object) -> torch.Tensor:
+    def gradient(of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         x = torch.linspace(-1, 1, 256, device=device).reshape(16, 16).requires_grad_()
-        called(x).backward()  # type: ignore[operator]
+        of(x).backward()
         assert x.grad is not None
         return x.grad
 
@@ -93,15 +94,16 @@ def resource_limits() -> dict[str, int | None]:
 
     The keys are "open_files", "address_space_bytes" and "file_bytes" (the size of a file).
     """
-    kinds = {
+    resources = {
         "open_files": resource.RLIMIT_NOFILE,
         "address_space_bytes": resource.RLIMIT_AS,
         "file_bytes": resource.RLIMIT_FSIZE,
     }
-    values = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
-    return {
-        name: None if value == resource.RLIM_INFINITY else value for name, value in values.items()
-    }
+    limits: dict[str, int | None] = {}
+    for name, number in resources.items():
+        soft_limit, _ = resource.getrlimit(number)
+        limits[name] = None if soft_limit == resource.RLIM_INFINITY else soft_limit
+    return limits
 
 
 def resource_limits_text(values: dict[str, int | None]) -> str:
@@ -109,13 +111,13 @@ def resource_limits_text(values: dict[str, int | None]) -> str:
     open_files = values["open_files"]
     memory_bytes = values["address_space_bytes"]
     file_bytes = values["file_bytes"]
-    said = list[str]()
+    texts = list[str]()
     if open_files:
-        said.append(f"{open_files:,} open files")
+        texts.append(f"{open_files:,} open files")
     if memory_bytes is not None:
-        said.append(f"memory {memory_bytes / 2**30:.3g} GiB (ulimit -v)")
+        texts.append(f"memory {memory_bytes / 2**30:.3g} GiB (ulimit -v)")
     if file_bytes is not None:
-        said.append(f"files of {file_bytes / 2**30:.3g} GiB (ulimit -f)")
+        texts.append(f"files of {file_bytes / 2**30:.3g} GiB (ulimit -f)")
     if open_files is not None and open_files < FEWEST_FILES:
-        said.append(f"open files should be {FEWEST_FILES} or more: ulimit -n {FEWEST_FILES}")
-    return ", ".join(said) or "none"
+        texts.append(f"open files should be {FEWEST_FILES} or more: ulimit -n {FEWEST_FILES}")
+    return ", ".join(texts) or "none"

@@ -33,7 +33,7 @@ Cause = Literal["data", "sync", "launch", "kernel gap", "transfer", "other"]
 
 PARTS: tuple[Part, ...] = get_args(Part)
 # The part to which a gap's time is added.
-OF_CAUSE: Mapping[Cause, Part] = {
+PART_OF_CAUSE: Mapping[Cause, Part] = {
     "data": "data wait",
     "sync": "host gaps",
     "launch": "host gaps",
@@ -94,9 +94,9 @@ class Timeline(NamedTuple):
         kernels: the device's busy intervals.
         spans: the host's waits.
         updates: the intervals in which the optimizer worked, in order.
-        events: the number of events that a profiler recorded outside `updates`, by the part of the
-            kernel around them; events between kernels count as "host gaps".
-        update_events: the number of events inside `updates`, by part.
+        event_counts: the number of events that a profiler recorded outside `updates`, by the part of
+            the kernel around them; events between kernels count as "host gaps".
+        update_event_counts: the number of events inside `updates`, by part.
     """
 
     begin_s: float
@@ -104,12 +104,13 @@ class Timeline(NamedTuple):
     kernels: Sequence[Kernel]
     spans: Sequence[Span] = ()
     updates: Sequence[tuple[float, float]] = ()
-    events: Mapping[Part, int] = {}  # noqa: RUF012 (never written to)
-    update_events: Mapping[Part, int] = {}  # noqa: RUF012
+    event_counts: Mapping[Part, int] = {}  # noqa: RUF012 (never written to)
+    update_event_counts: Mapping[Part, int] = {}  # noqa: RUF012
 
     @property
     def rest(self) -> list[tuple[float, float]]:
         """Return the intervals before, between and after updates."""
+        # The edges of `updates` shifted by one: what was an end begins an interval of the rest.
         edges = [self.begin_s, *chain.from_iterable(self.updates), self.end_s]
         return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -133,7 +134,9 @@ class Spent:
 
     def share(self, part: Part) -> float:
         """Return the part's share of the stretch, 0 to 1; all of an empty stretch is "other"."""
-        return self.parts[part] / self.total_s if self.total_s else float(part == "other")
+        if not self.total_s:
+            return 1.0 if part == "other" else 0.0
+        return self.parts[part] / self.total_s
 
     def __add__(self, other: Self) -> Self:
         gaps = {
@@ -161,8 +164,8 @@ def time_by_part(timeline: Timeline, within: Iterable[tuple[float, float]] | Non
         within: intervals of the stretch; None: all of it.
     """
     stretches = [(timeline.begin_s, timeline.end_s)] if within is None else within
-    nothing = Spent(dict.fromkeys(PARTS, 0.0))
-    return sum((_time_by_part_between(timeline, begin, end) for begin, end in stretches), nothing)
+    zero = Spent(dict.fromkeys(PARTS, 0.0))
+    return sum((_time_by_part_between(timeline, begin, end) for begin, end in stretches), zero)
 
 
 def _time_by_part_between(timeline: Timeline, begin: float, end: float) -> Spent:
@@ -194,7 +197,7 @@ def _time_by_part_between(timeline: Timeline, begin: float, end: float) -> Spent
             next_kernel = kernels[next_index] if next_index < len(kernels) else None
             cause = _cause(timeline.spans, left, right, next_kernel, last_end)
         gaps[cause] += right - left
-        parts[OF_CAUSE[cause]] += right - left
+        parts[PART_OF_CAUSE[cause]] += right - left
     return Spent(parts, dict(gaps))
 
 
@@ -232,40 +235,44 @@ def _cause(
 
 
 def estimate_update(
-    profiled: Timeline, event_s: float, whole_s: float, optimizer_s: float, overlaps: bool
+    profiled: Timeline, event_s: float, update_s: float, optimizer_s: float, overlaps: bool
 ) -> Spent:
     """Estimate the seconds of each part in an unprofiled update, from a few profiled updates.
 
     Args:
         profiled: the profiled updates.
         event_s: the profiler's seconds to record one event.
-        whole_s: seconds of an unprofiled update.
+        update_s: seconds of an unprofiled update.
         optimizer_s: seconds of the optimizer in an unprofiled update.
         overlaps: whether the device still runs earlier work when the host begins the optimizer;
             then `optimizer_s` is not used.
     """
     if overlaps:
-        events = Counter(profiled.events) + Counter(profiled.update_events)
-        return estimate_unprofiled(time_by_part(profiled), events, event_s, whole_s)
+        event_counts = Counter(profiled.event_counts) + Counter(profiled.update_event_counts)
+        return estimate_unprofiled(time_by_part(profiled), event_counts, event_s, update_s)
     optimizer = time_by_part(profiled, profiled.updates)
     rest = time_by_part(profiled, profiled.rest)
-    in_updates = estimate_unprofiled(optimizer, profiled.update_events, event_s, optimizer_s)
-    return in_updates + estimate_unprofiled(rest, profiled.events, event_s, whole_s - optimizer_s)
+    in_updates = estimate_unprofiled(optimizer, profiled.update_event_counts, event_s, optimizer_s)
+    return in_updates + estimate_unprofiled(
+        rest, profiled.event_counts, event_s, update_s - optimizer_s
+    )
 
 
 def estimate_unprofiled(
-    profiled: Spent, events: Mapping[Part, int], event_s: float, measured_s: float
+    profiled: Spent, event_counts: Mapping[Part, int], event_s: float, measured_s: float
 ) -> Spent:
     """Estimate the seconds of each part in an unprofiled stretch, from a profiled stretch.
 
     Args:
         profiled: the seconds of the profiled stretch.
-        events: the number of events that the profiler recorded in it, by part (see `Timeline`).
+        event_counts: the number of events that the profiler recorded in it, by part (see `Timeline`).
         event_s: the profiler's seconds to record one event; in the trace they are not part of the
             event, but of the event around it.
         measured_s: the seconds of the unprofiled stretch.
     """
-    parts = {part: max(0.0, profiled.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
+    parts = {
+        part: max(0.0, profiled.parts[part] - event_counts.get(part, 0) * event_s) for part in PARTS
+    }
     remaining_s = sum(parts.values())
     if not remaining_s:
         # The estimated cost of events exceeds all of the time, so the events are ignored.
@@ -276,6 +283,6 @@ def estimate_unprofiled(
     gaps = dict.fromkeys(profiled.gaps, 0.0)
     for cause, seconds in profiled.gaps.items():
         if seconds:
-            part = OF_CAUSE[cause]
+            part = PART_OF_CAUSE[cause]
             gaps[cause] = seconds * scale * parts[part] / profiled.parts[part]
     return Spent({part: parts[part] * scale for part in PARTS}, gaps)

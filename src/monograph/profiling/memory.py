@@ -68,6 +68,8 @@ def _status_bytes(name: str) -> int | None:
 def _free_bytes_of_graphs(device: torch.device, _allocated: int, _freed: int) -> int:
     """Return the bytes in the memory pools of captured graphs that no tensor occupies.
 
+    Pool (0, 0) is the allocator's ordinary one; each graph has another pool.
+
     The allocated and freed bytes of segments are arguments, so that the cached result is not used
     after they have changed.
     """
@@ -162,9 +164,9 @@ class LiveBytes:
             elif address in live_addresses:
                 live_addresses.remove(address)
             else:
-                # A block from before is freed. Its size must not be used: torch keeps the
-                # allocations of earlier profiles, and may give the size of an older block that had
-                # the same address.
+                # Memory from before the `with` block is freed. Its size must not be used: torch keeps the
+                # allocations of earlier profiles, and may give the size of an older allocation that
+                # had the same address.
                 continue
             self.kept_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.kept_bytes)

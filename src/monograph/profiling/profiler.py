@@ -44,18 +44,30 @@ COLD_BYTES = 2**26
 # with 16-bit numbers directly.
 BF16_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
 BF16: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
-TIMED_SHAPES = (
-    12  # the number of shapes of products that are timed in bf16; they are the slowest ones
-)
+# The number of shapes of products that are timed in bf16; they are the slowest ones.
+TIMED_SHAPES = 12
+WARMUP_UPDATES = 2  # updates before anything is measured
+PROFILED_UPDATES = 3
+# Updates are profiled up to MAX_ATTEMPTS times, until they take less than MAX_SLOWDOWN times their
+# unprofiled time.
+MAX_ATTEMPTS = 3
+MAX_SLOWDOWN = 1.1
+TIMED_UPDATES = 9  # without the profiler; the lower quartile of their times counts
+# The windows that `profile` needs at least. One more update is profiled but not timed.
+MIN_WINDOWS = WARMUP_UPDATES + TIMED_UPDATES + 1 + PROFILED_UPDATES
+EVENTS_PER_ROUND = 1000  # operators in a round that measures the profiler's cost per event
+ROUNDS = 3  # rounds of a measurement; the quickest round counts
+# Operators whose names begin so only allocate.
+_ALLOCATING = ("empty", "new_empty", "resize_", "set_")
 
 
 def machine_of(engine: Engine) -> Machine:
     """Return the rates of the engine's device in the engine's dtype."""
-    device, dtype = engine.step.device, engine.step.precision.dtype
+    device = engine.step.device
     # A card's bandwidth is from its datasheet, because only the host's is measured.
     datasheet_rate = describe(device).bandwidth_bytes_per_s
     return Machine(
-        matmul_flops=measured_matmul_flops(device, dtype),
+        matmul_flops=measured_matmul_flops(device, engine.step.precision.dtype),
         copy_bytes_per_s=datasheet_rate or measured_memory_bytes_per_s(),
     )
 
@@ -72,20 +84,21 @@ def situation_of(
         used: the share of positions that hold tokens.
         packed: the share of positions that would hold tokens if rows were packed.
     """
-    step, device = engine.step, engine.step.device
+    step = engine.step
+    device = step.device
     captured = step.scope != "none"
-    bf16: dict[Part, float] = {}
+    bf16_ratios: dict[Part, float] = {}  # seconds in bf16 / seconds in fp32
     # bf16 does not help an eager step: casting the weights in each micro-batch takes about as long
     # as bf16 saves.
     if step.precision.name == "fp32" and captured and describe(device).has_bf16:
         product_ratio = _bf16_ratio(device, kernels)
-        bf16 = {"matmul": product_ratio, "loss head": product_ratio, "attention": product_ratio}
-        bf16 |= BF16_ON_CPU if device.type == "cpu" else BF16
+        bf16_ratios = dict.fromkeys(("matmul", "loss head", "attention"), product_ratio)
+        bf16_ratios |= BF16_ON_CPU if device.type == "cpu" else BF16
     return Situation(
         captured=captured,
         can_compile=device.type == "cuda" or compiler_obstacle() is None,
         micro_steps=micro_steps,
-        bf16=bf16,
+        bf16=bf16_ratios,
         used=used,
         packed=packed,
     )
@@ -93,6 +106,7 @@ def situation_of(
 
 def _bf16_ratio(device: torch.device, kernels: Sequence[Kernel]) -> float:
     """Return the seconds in bf16 / the seconds in fp32 of the run's longest products."""
+    # The seconds of each call of a product, by its operands' shapes and strides.
     seconds: defaultdict[Operands, list[float]] = defaultdict(list)
     for kernel in kernels:
         if kernel.part in ("matmul", "loss head") and kernel.operands and kernel.flops:
@@ -111,20 +125,20 @@ def _bf16_ratio(device: torch.device, kernels: Sequence[Kernel]) -> float:
 
 def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> float:
     """Time one product, with operands that are not in the caches."""
-    # The numbers of elements that an operand's strides reach.
+    # For each operand the number of elements from its first to its last one in memory.
     sizes = [
         1 + sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True))
         for shape, strides in operands
     ]
     count = COLD_BYTES // (sum(sizes) * dtype.itemsize)
-    count = min(64, max(2, count))
-    pairs = [
-        [
+    count = min(64, max(2, count))  # pairs of operands
+    pairs = []
+    for _ in range(count):
+        pair = [
             torch.ones(size, device=device, dtype=dtype).as_strided(shape, strides)
             for size, (shape, strides) in zip(sizes, operands, strict=True)
         ]
-        for _ in range(count)
-    ]
+        pairs.append(pair)
     # A captured step multiplies fp32 matrices with oneDNN on a CPU on which MKL is slow.
     first_shape, _ = operands[0]
     is_fp32_on_cpu = device.type == "cpu" and dtype == torch.float32
@@ -138,20 +152,6 @@ def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> 
         synchronize(device)
         times.append((clock() - began) / count)
     return min(times)
-
-
-WARMUP_UPDATES = 2  # updates before anything is measured
-PROFILED_UPDATES = 3
-# Updates are profiled up to MAX_ATTEMPTS times, until they take less than MAX_SLOWDOWN times their
-# unprofiled time.
-MAX_ATTEMPTS = 3
-MAX_SLOWDOWN = 1.1
-TIMED_UPDATES = 9  # without the profiler; the lower quartile of their times counts
-# The windows that `profile` needs at least. One more update is profiled but not timed.
-MIN_WINDOWS = WARMUP_UPDATES + TIMED_UPDATES + 1 + PROFILED_UPDATES
-EVENTS_PER_ROUND = 1000  # operators in a round that measures the profiler's cost per event
-ROUNDS = 3  # rounds of a measurement; the quickest round counts
-_ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 
 
 @dataclass(frozen=True)
@@ -216,27 +216,26 @@ def profile(
     micro_batch = engine.micro_batch or rows
     micro_steps = math.ceil(rows / micro_batch)
     _time_updates(engine, chain([first], windows), WARMUP_UPDATES)
-    times = sorted(_time_updates(engine, windows, TIMED_UPDATES))
-    measured = times[len(times) // 4]
-    profiled, profiled_s = _profile_updates(engine, windows, measured.whole_s)
-    events = _export_trace(profiled, file)
+    times = sorted(_time_updates(engine, windows, TIMED_UPDATES))  # by the whole update's seconds
+    measured = times[len(times) // 4]  # the lower quartile
+    profiler, profiled_s = _profile_updates(engine, windows, measured.update_s)
     timeline = trace.read_trace(
-        events,
+        _export_trace(profiler, file),
         has_kernel,
-        vocabulary=_head_rows(engine, micro_batch * math.prod(row_shape)),
+        vocabulary=_identifying_vocabulary(engine, micro_batch * math.prod(row_shape)),
         heads_are_batched=isinstance(engine.model, Llama),
     )
     spent = estimate_update(
         timeline,
-        _event_s(),
-        measured.whole_s,
-        measured.optimizer_s,
+        event_s=_event_s(),
+        update_s=measured.update_s,
+        optimizer_s=measured.optimizer_s,
         overlaps=engine.step.device.type != "cpu",
     )
     machine = machine_of(engine)
     situation = situation_of(engine, timeline.kernels, micro_steps, used, packed)
     return Profile(
-        update_s=measured.whole_s,
+        update_s=measured.update_s,
         profiled_s=profiled_s,
         updates=PROFILED_UPDATES,
         micro_steps=micro_steps,
@@ -250,11 +249,11 @@ class _Times(NamedTuple):
     """The seconds of an update.
 
     Attributes:
-        whole_s: seconds of the whole update.
+        update_s: seconds of the whole update.
         optimizer_s: seconds of the optimizer in it.
     """
 
-    whole_s: float
+    update_s: float
     optimizer_s: float
 
 
@@ -272,7 +271,7 @@ def _profile_updates(
         update_s: seconds of an unprofiled update.
 
     Returns:
-        The profile in which updates took the shortest time, and this time in seconds.
+        The profiler under which updates took the shortest time, and this time in seconds.
     """
     activities = [ProfilerActivity.CPU]
     if engine.step.device.type == "cuda":
@@ -284,7 +283,7 @@ def _profile_updates(
         )
         try:
             with record_cpu_kernels(), profiler, _head_span(engine):
-                parse_no_events(profiler)
+                parse_no_events(profiler)  # only the exported trace is needed
                 # The first update under a profiler takes longer, so it is not timed.
                 _update(engine, _next_window(windows))
                 times = _time_updates(engine, windows, PROFILED_UPDATES)
@@ -292,31 +291,32 @@ def _profile_updates(
             if not attempts:
                 raise
             break
-        profiled_s = sum(update.whole_s for update in times) / PROFILED_UPDATES
+        profiled_s = sum(update.update_s for update in times) / PROFILED_UPDATES
         attempts.append((profiler, profiled_s))
         if profiled_s < MAX_SLOWDOWN * update_s:
             break
     return min(attempts, key=lambda attempt: attempt[1])
 
 
-def _export_trace(profiled: torch.profiler.profile, file: Path) -> dict[str, Any]:
-    """Write the trace, and return it.
+def _export_trace(profiler: torch.profiler.profile, file: Path) -> dict[str, Any]:
+    """Write a profiler's trace, and return its content.
 
     Torch writes it to a temporary file first, because torch neither reports a failed write nor
     escapes the file's name.
     """
     with tempfile.TemporaryDirectory() as folder:
         temporary = Path(folder, "trace.json")
-        profiled.export_chrome_trace(str(temporary))
+        profiler.export_chrome_trace(str(temporary))
         try:
-            trace: dict[str, Any] = json.loads(temporary.read_text()) | {"traceName": str(file)}
-            file.write_text(json.dumps(trace))
+            content: dict[str, Any] = json.loads(temporary.read_text())
+            content["traceName"] = str(file)  # torch has written the temporary file's name
+            file.write_text(json.dumps(content))
         except (OSError, ValueError):
             file.unlink(missing_ok=True)
             raise DiskFull(
                 f"{file}: the trace could not be written whole; free some space, or name another folder"
             ) from None
-    return trace
+    return content
 
 
 def _time_updates(engine: Engine, windows: Iterator[Batch], count: int) -> list[_Times]:
@@ -342,6 +342,7 @@ def _update(engine: Engine, window: Batch) -> float:
 
 
 def _next_window(windows: Iterator[Batch]) -> Batch:
+    """Return the rows of the next update; raises UsageError if there are none."""
     window = next(windows, None)
     if window is None:
         raise UsageError(
@@ -384,14 +385,15 @@ def has_kernel(name: str) -> bool:
     Operators that make a view, allocate, or only call other operators do not.
     """
     namespace, _, operator = name.rpartition("::")
-    packet = None
+    packet = None  # torch's object for an operator with all its overloads
     if namespace.isidentifier():
         packet = getattr(getattr(torch.ops, namespace, None), operator, None)
-    if packet is None or name == trace.ADDED or operator.startswith(_ALLOCATES):
+    if packet is None or name == trace.ADDED or operator.startswith(_ALLOCATING):
         return False
     overload = getattr(packet, packet.overloads()[0])
-    calls_others = torch._C.DispatchKey.CompositeImplicitAutograd
-    if overload.has_kernel_for_dispatch_key(calls_others):
+    # Operators with a kernel for this key only call other operators.
+    composite_key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if overload.has_kernel_for_dispatch_key(composite_key):
         return False
     returns = overload._schema.returns
     # All results of a view are aliases of an input that is not written.
@@ -401,7 +403,7 @@ def has_kernel(name: str) -> bool:
     return not is_view
 
 
-def _head_rows(engine: Engine, tokens: int) -> int | None:
+def _identifying_vocabulary(engine: Engine, tokens: int) -> int | None:
     """Return the size of the vocabulary, if it identifies the products of a Llama's head.
 
     This is needed for one graph of a whole step, which has no spans.

@@ -38,6 +38,10 @@ TraceEvent = Mapping[str, Any]
 # Returns whether the operator with a name computes something itself.
 HasKernel = Callable[[str], bool]
 
+# The categories of events on the host and on the device.
+_HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+
 # Bytes of a number, by the name of its dtype in a trace; dtypes that are not here have 1 byte.
 _BYTES = {
     "double": 8,
@@ -91,6 +95,34 @@ class _Place(NamedTuple):
     kernel_part: Part | None = None
 
 
+class _EventAround(NamedTuple):
+    """An event that is around the current one.
+
+    Attributes:
+        end_us: the time at which it ends, in microseconds.
+        place: its place.
+        operator: the operator by which events inside it are launched; None: there is none.
+    """
+
+    end_us: float
+    place: _Place
+    operator: TraceEvent | None
+
+
+class _Launch(NamedTuple):
+    """The event of the host that launched an event of the device.
+
+    Attributes:
+        begin_s: the time of the launch; None: unknown.
+        place: the place of the event around the launch.
+        operator: the operator that made it; None: unknown.
+    """
+
+    begin_s: float | None = None
+    place: _Place = _Place()
+    operator: TraceEvent | None = None
+
+
 def read_trace(
     trace: Mapping[str, Any], has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool
 ) -> Timeline:
@@ -120,36 +152,32 @@ def read_trace(
     ]
     if not steps:
         raise ValueError(f"the trace has no {STEP}")
-    begin = min(event["ts"] for event in steps)
-    end = max(event["ts"] + event["dur"] for event in steps)
+    begin_us = min(event["ts"] for event in steps)
+    end_us = max(event["ts"] + event["dur"] for event in steps)
     main_thread = steps[0]["tid"]
-    events = [event for event in events if begin <= event["ts"] <= end]
-    reader = _Reader(has_kernel, vocabulary, heads_are_batched, _seconds(begin))
+    events = [event for event in events if begin_us <= event["ts"] <= end_us]
+    reader = _Reader(has_kernel, vocabulary, heads_are_batched, _seconds(begin_us))
     reader.head_numbers = _sequence_numbers(events)
     host_events = [event for event in events if event.get("cat") in _HOST]
     for thread in dict.fromkeys(event["tid"] for event in host_events):
-        of_thread = [event for event in host_events if event["tid"] == thread]
+        thread_events = [event for event in host_events if event["tid"] == thread]
         # Outer events come before the events inside them.
-        of_thread.sort(key=lambda event: (event["ts"], -event["dur"]))
-        reader.read_thread(of_thread, is_main=thread == main_thread)
+        thread_events.sort(key=lambda event: (event["ts"], -event["dur"]))
+        reader.read_thread(thread_events, is_main=thread == main_thread)
     device_events = [event for event in events if event.get("cat") in _DEVICE]
+    # On a GPU only the device's events compute; the host's operators launch them.
     kernels = reader.kernels
     if device_events:
         kernels = [*reader.device_kernels(device_events)]
     return Timeline(
         begin_s=0.0,
-        end_s=_seconds(end - begin),
+        end_s=_seconds(end_us - begin_us),
         kernels=kernels,
         spans=reader.spans,
         updates=reader.updates,
-        events=reader.events,
-        update_events=reader.update_events,
+        event_counts=reader.event_counts,
+        update_event_counts=reader.update_event_counts,
     )
-
-
-# The categories of events on the host and on the device.
-_HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
-_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 def _seconds(microseconds: float) -> float:
@@ -183,50 +211,51 @@ class _Reader:
         has_kernel: see `read_trace`.
         vocabulary: see `read_trace`.
         heads_are_batched: see `read_trace`.
-        begin_s: the time that becomes 0 s, in the trace's seconds.
+        origin_s: the time on the trace's clock that becomes 0 s.
         head_numbers: the sequence numbers of the operators of the loss's head.
         kernels: the intervals of operators that compute; on a CPU these are the kernels.
         spans: the host's waits.
         updates: the intervals of the optimizer's updates.
-        events: the number of the main thread's events outside updates, by part.
-        update_events: the number of the main thread's events inside updates, by part.
-        launches: for each correlation number, which an event on the device shares with its launch:
-            the time of the launch, its place, and the operator that made it.
+        event_counts: the number of the main thread's events outside updates, by part.
+        update_event_counts: the number of the main thread's events inside updates, by part.
+        launches: the launches by their correlation numbers. An event on the device has the same
+            number as its launch.
     """
 
     def __init__(
-        self, has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool, begin_s: float
+        self,
+        has_kernel: HasKernel,
+        vocabulary: int | None,
+        heads_are_batched: bool,
+        origin_s: float,
     ) -> None:
         self.has_kernel = has_kernel
         self.vocabulary = vocabulary
         self.heads_are_batched = heads_are_batched
-        self.begin_s = begin_s
+        self.origin_s = origin_s
         self.head_numbers: set[int] = set()
         self.kernels: list[Kernel] = []
         self.spans: list[Span] = []
         self.updates: list[tuple[float, float]] = []
-        self.events = Counter[Part]()
-        self.update_events = Counter[Part]()
-        self.launches: dict[int, tuple[float, _Place, TraceEvent | None]] = {}
+        self.event_counts = Counter[Part]()
+        self.update_event_counts = Counter[Part]()
+        self.launches: dict[int, _Launch] = {}
 
     def read_thread(self, events: Sequence[TraceEvent], is_main: bool) -> None:
         """Read the events of a thread, in order of time, each before the events inside it."""
-        # The events around the current one: their ends, places, and the operators in which other
-        # events are launched.
-        stack: list[tuple[float, _Place, TraceEvent | None]] = []
+        stack: list[_EventAround] = []  # the events around the current one, the outermost first
         for event in events:
-            while stack and event["ts"] >= stack[-1][0]:
+            while stack and event["ts"] >= stack[-1].end_us:
                 stack.pop()
-            outer_place, operator = _Place(), None
-            if stack:
-                _, outer_place, operator = stack[-1]
+            outer_place = stack[-1].place if stack else _Place()
+            operator = stack[-1].operator if stack else None
             place = self._place(event, outer_place)
             if "correlation" in event.get("args", {}):
-                launch = (self._begin_s(event), outer_place, operator)
+                launch = _Launch(self._begin_s(event), outer_place, operator)
                 self.launches[event["args"]["correlation"]] = launch
             if is_main:
                 in_update = outer_place.span_part == "optimizer"
-                counts = self.update_events if in_update else self.events
+                counts = self.update_event_counts if in_update else self.event_counts
                 counts[outer_place.kernel_part or "host gaps"] += 1
             # Events inside an operator that computes are parts of it, and are not counted again.
             is_outermost = not outer_place.kernel_part
@@ -234,30 +263,31 @@ class _Reader:
                 self._add(event, place)
             if event.get("cat") == "cpu_op" and is_outermost:
                 operator = event
-            stack.append((event["ts"] + event["dur"], place, operator))
+            stack.append(_EventAround(event["ts"] + event["dur"], place, operator))
 
     def _begin_s(self, event: TraceEvent) -> float:
-        return _seconds(event["ts"]) - self.begin_s
+        """Return the time at which an event begins, counted from `origin_s`."""
+        return _seconds(event["ts"]) - self.origin_s
 
     def _add(self, event: TraceEvent, place: _Place) -> None:
         """Add an event of the main thread to the waits, updates or kernels."""
-        begin = self._begin_s(event)
-        end = begin + _seconds(event["dur"])
+        begin_s = self._begin_s(event)
+        end_s = begin_s + _seconds(event["dur"])
         if event["name"] == DATA:
-            self.spans.append(Span("data", begin, end))
+            self.spans.append(Span("data", begin_s, end_s))
         elif event["name"] == UPDATE:
-            self.updates.append((begin, end))
+            self.updates.append((begin_s, end_s))
         elif _WAITS.search(event["name"]):
-            self.spans.append(Span("sync", begin, end))
+            self.spans.append(Span("sync", begin_s, end_s))
         elif place.kernel_part:
             flops, moved_bytes = operator_work(event)
             kernel = Kernel(
                 part=place.kernel_part,
-                begin_s=begin,
-                end_s=end,
+                begin_s=begin_s,
+                end_s=end_s,
                 flops=flops,
                 moved_bytes=moved_bytes,
-                launched_s=begin,
+                launched_s=begin_s,
                 name=event["name"],
                 operands=_operands(event),
             )
@@ -301,35 +331,43 @@ class _Reader:
 
     def device_kernels(self, events: Sequence[TraceEvent]) -> Iterator[Kernel]:
         """Yield the kernels of a device, each with the work of the operator that launched it."""
-        # The operators whose work was given to a kernel. It is given to their first kernel only.
-        given: set[int] = set()
+        # Only the first kernel of an operator gets the operator's work, so that it counts once.
+        operators_with_kernel: set[int] = set()  # by `id`
         for event in events:
-            begin = self._begin_s(event)
-            end = begin + _seconds(event["dur"])
-            launched, place, operator = self.launches.get(
-                event["args"].get("correlation"), (None, _Place(), None)
-            )
+            begin_s = self._begin_s(event)
+            end_s = begin_s + _seconds(event["dur"])
+            launch = self.launches.get(event["args"].get("correlation"), _Launch())
+            # Copies between host and device; other copies belong to the operator that made them.
             if event["cat"] == "gpu_memcpy" and re.search("HtoD|DtoH", event["name"]):
                 yield Kernel(
                     part="transfers",
-                    begin_s=begin,
-                    end_s=end,
+                    begin_s=begin_s,
+                    end_s=end_s,
                     moved_bytes=event["args"].get("bytes"),
-                    launched_s=launched,
+                    launched_s=launch.begin_s,
                     name=event["name"],
                 )
                 continue
-            part: Part = place.span_part or "other"
+            part: Part = launch.place.span_part or "other"
             flops = moved_bytes = operands = None
-            if operator is not None:
-                part = self._part(operator, place.span_part)
-                if id(operator) not in given:
-                    given.add(id(operator))
-                    flops, moved_bytes = operator_work(operator)
-                    operands = _operands(operator)
-            elif place.span_part is None and _GENERATED.search(event["name"]):
+            if launch.operator is not None:
+                part = self._part(launch.operator, launch.place.span_part)
+                if id(launch.operator) not in operators_with_kernel:
+                    operators_with_kernel.add(id(launch.operator))
+                    flops, moved_bytes = operator_work(launch.operator)
+                    operands = _operands(launch.operator)
+            elif launch.place.span_part is None and _GENERATED.search(event["name"]):
                 part = "elementwise"
-            yield Kernel(part, begin, end, flops, moved_bytes, launched, event["name"], operands)
+            yield Kernel(
+                part=part,
+                begin_s=begin_s,
+                end_s=end_s,
+                flops=flops,
+                moved_bytes=moved_bytes,
+                launched_s=launch.begin_s,
+                name=event["name"],
+                operands=operands,
+            )
 
 
 def _shapes(event: TraceEvent) -> list[list[int]]:
@@ -353,8 +391,8 @@ def _operands(event: TraceEvent) -> Operands | None:
     arguments = event.get("args", {})
     shapes = arguments.get("Input Dims", [])
     strides = arguments.get("Input Strides", [])
-    inputs = [(tuple(shape), tuple(steps)) for shape, steps in zip(shapes, strides, strict=False)]
-    left = _PRODUCTS[name]
+    inputs = [(tuple(shape), tuple(stride)) for shape, stride in zip(shapes, strides, strict=False)]
+    left = _PRODUCTS[name]  # the right operand is the next input
     operands = tuple(inputs[left : left + 2])
     return operands if len(operands) == 2 else None
 
@@ -379,12 +417,13 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
     name = event["name"].rpartition("::")[2]
     shapes = _shapes(event)
     types = event.get("args", {}).get("Input type", [])
-    input_bytes = [
-        math.prod(shape) * _BYTES.get(kind, 1)
-        for shape, kind in zip(event.get("args", {}).get("Input Dims", []), types, strict=False)
-        # A 0-d tensor has the shape [], as a number has, but a tensor's type.
-        if (isinstance(shape[0], int) if shape else kind in _BYTES)
-    ]
+    input_bytes = []
+    for shape, kind in zip(event.get("args", {}).get("Input Dims", []), types, strict=False):
+        # A 0-d tensor has the shape [], as a number has, but a tensor's type. A list of tensors has
+        # a list of shapes.
+        is_tensor = isinstance(shape[0], int) if shape else kind in _BYTES
+        if is_tensor:
+            input_bytes.append(math.prod(shape) * _BYTES.get(kind, 1))
     if not input_bytes or _TEMPLATE.search(name):
         return None, None
     if _GENERATED.search(name):
@@ -396,8 +435,8 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
         # A right operand of more than two dimensions has a matrix for each of the left one's.
         matrices = math.prod(left[:-2]) if len(right) > 2 else 1
         columns = math.prod(right) // max(1, left[-1] * matrices)
-        bytes_each = max(_BYTES.get(kind, 1) for kind in types)
-        output_bytes = math.prod(left[:-1]) * columns * bytes_each
+        element_bytes = max(_BYTES.get(kind, 1) for kind in types)
+        output_bytes = math.prod(left[:-1]) * columns * element_bytes
         return 2.0 * math.prod(left) * columns, float(sum(input_bytes) + output_bytes)
     if name in _GROUPED:
         return 2.0 * math.prod(shapes[0]) * shapes[1][1], moved_bytes

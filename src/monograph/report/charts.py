@@ -1,37 +1,26 @@
-"""Describe charts as data that a page's script draws, and draw a still picture of each chart.
-
-The script (charts.js) draws with uPlot. Readers without JavaScript see the still picture.
+"""Describe charts as data, which a page's script draws (`monograph.report.chart_markup`).
 
 A page has tables and charts. A table is a dictionary of columns, such as the metrics of a run. The
 lines of a chart are columns of these tables. A chart without an axis of its own is drawn over the
 horizontal axis that the reader chooses: tokens, updates or time.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monograph.report.markup import escaped
 from monograph.report.metrics import Metric
-from monograph.report.quantities import count
 
 MetricsRow = Mapping[str, Any]
 Yardsticks = Mapping[str, float]  # bits per byte to compare a run with, by name, such as "gzip -9"
 Columns = dict[str, list[float | None]]
 Floats = NDArray[np.float64]
 
-# The horizontal axes that a reader can choose: the column's key, and its name in the menu.
-AXES = {"tokens": "tokens", "update": "updates", "time": "time"}
 POINTS = 1200  # maximum of evenly spaced rows in a table; a chart is fewer pixels wide
-# A still picture has this many points in a line, and this size in units that a page stretches.
-STILL_POINTS = 150
-STILL_WIDTH = 600
-STILL_HEIGHT = 200
 
 # How a line is drawn.
 #   trend:   all values pale, and their moving median strong
@@ -52,7 +41,8 @@ class Line:
         label: the line's name for the reader; "" for a line that has none.
         style: how it is drawn.
         table: the index of its table.
-        shade: the index of its colour; lines of one setting have the same.
+        shade: the index of its colour. In the chart of a sweep, lines of members that differ only in
+            the seed have the same.
     """
 
     key: str
@@ -173,6 +163,7 @@ def without_empty_columns(table: Columns) -> Columns:
 
 
 def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return evenly spaced rows, at most `POINTS`, and the last row and each event."""
     step = math.ceil(len(rows) / POINTS)
     return [
         row
@@ -194,6 +185,7 @@ def rounded(value: float | None) -> float | None:
     """
     if value is None or not math.isfinite(value):
         return None
+    # An int, such as a number of tokens, stays exact.
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
@@ -218,14 +210,15 @@ def limits(
     high = float(values.max())
     # An axis must have a height. `or 1.0` gives one to values that are all 0.
     if metric.limits == "zero":
-        return min(0.0, low), headroom * high or 1.0
+        return min(0.0, low), (headroom * high) or 1.0
     if metric.limits == "spikes":
-        return min(0.0, low), headroom * float(np.quantile(values, 0.995)) or 1.0
+        return min(0.0, low), (headroom * float(np.quantile(values, 0.995))) or 1.0
     if metric.limits == "late":
         last = max(float(line[-1]) for line in lines if len(line))
         # An untrained model's first values are cut off at 2.2 times the last value.
         line_tops = [min(float(line.max()), 2.2 * last) for line in lines if len(line)]
         high = max(line_tops + list(levels))
+    # If all values are equal, the margin depends on the value, and on nothing if that is 0.
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return low - margin, high + margin
 
@@ -254,13 +247,14 @@ def lines_of(
             label = f"{run_name}, held out"
         else:
             label = run_name
+        # In the chart of one run, shade 1 next to training values, and 0 without them.
         held_out_shade = shade if run_name else len(lines)
         lines.append(Line(metric.held_out, label, "points", table_index, held_out_shade))
     return lines
 
 
 def moving_median(
-    values: Floats, share: int = 40, points: int = 300
+    values: Floats, windows: int = 40, points: int = 300
 ) -> tuple[NDArray[np.int64], Floats]:
     """Return the moving median of values at some of their indices.
 
@@ -268,112 +262,15 @@ def moving_median(
 
     Args:
         values: the values.
-        share: a median is over 1 / `share` of all values, centred at its index.
+        windows: a median is over one `windows`-th of all values, centred at its index.
         points: the maximum number of indices, which are evenly spaced.
 
     Returns:
         The indices, and the median at each.
     """
-    half = len(values) // (2 * share)
+    half = len(values) // (2 * windows)
     indices = np.unique(
         np.linspace(0, len(values) - 1, min(len(values), points)).round().astype(np.int64)
     )
     medians = [np.median(values[max(0, i - half) : i + half + 1]) for i in indices]
     return indices, np.array(medians)
-
-
-# ---- markup --------------------------------------------------------------------------------------
-
-
-def payload(tables: Sequence[Columns], charts: Sequence[Chart]) -> str:
-    """Return tables and charts as JSON that can stand inside a <script> element."""
-    content = {"axes": AXES, "tables": tables, "charts": [asdict(chart) for chart in charts]}
-    text = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    # A text such as "</script>" would end the element.
-    return text.replace("<", "\\u003c")
-
-
-def figure(chart: Chart, tables: Sequence[Columns]) -> str:
-    """Return a chart's markup: a still picture, and its first and last values in words.
-
-    charts.js replaces both.
-    """
-    size_class = ' class="chart wide"' if chart.is_wide else ' class="chart"'
-    note = f'<p class="note">{escaped(chart.note)}</p>' if chart.note else ""
-    words = _values_in_words(chart, tables)
-    return (
-        f'<figure{size_class} id="chart-{chart.name}"><figcaption><h2>{escaped(chart.title)}</h2></figcaption>\n'
-        f'<div class="plot">{_still(chart, tables, words)}</div><p class="readout">{escaped(words)}</p>{note}</figure>'
-    )
-
-
-def _values_in_words(chart: Chart, tables: Sequence[Columns]) -> str:
-    """Return the first and last values of the chart's first four lines, and its levels."""
-    words = []
-    for line in chart.lines[:4]:
-        values = known_values(tables[line.table], line.key)
-        if len(values) > 1:
-            first = count(values[0])
-            last = count(values[-1])
-            words.append(f"{line.label}: {first} at first, {last} at last")
-        elif len(values):
-            words.append(f"{line.label}: {count(values[-1])}")
-    words += [f"{name}: {count(level)}" for name, level in chart.levels.items()]
-    return "; ".join(words)
-
-
-def _still(chart: Chart, tables: Sequence[Columns], words: str) -> str:
-    """Return a chart as an SVG element without text, which can be stretched to any width."""
-    x_key = chart.axis.key if chart.axis else "tokens"
-    xs_by_line = [known_values(tables[line.table], x_key) for line in chart.lines]
-    begin = min((float(xs.min()) for xs in xs_by_line if len(xs)), default=0.0)
-    end = max((float(xs.max()) for xs in xs_by_line if len(xs)), default=1.0)
-    shapes = [
-        _line_markup(line, tables[line.table], x_key, (begin, end), chart.limits)
-        for line in chart.lines
-    ]
-    for level in chart.levels.values():
-        shapes.append(_polyline([(0.0, level), (1.0, level)], chart.limits, "level"))
-    return (
-        f'<svg viewBox="0 0 {STILL_WIDTH} {STILL_HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escaped(chart.title)}: {escaped(words)}">{"".join(shapes)}</svg>'
-    )
-
-
-def _line_markup(
-    line: Line,
-    table: Columns,
-    x_key: str,
-    x_ends: tuple[float, float],
-    y_limits: tuple[float, float],
-) -> str:
-    """Return the moving median of a line as a polyline; "" if the line has no values."""
-    pairs = zip(table[x_key], table.get(line.key, []), strict=False)
-    known = [(x, y) for x, y in pairs if x is not None and y is not None]
-    if not known:
-        return ""
-    indices, medians = moving_median(np.array([y for _, y in known]), points=STILL_POINTS)
-    begin, end = x_ends
-    width = (end - begin) or 1.0
-    points = [
-        ((known[index][0] - begin) / width, float(median))
-        for index, median in zip(indices, medians, strict=True)
-    ]
-    return _polyline(points, y_limits, f"shade{line.shade}")
-
-
-def _polyline(
-    points: Sequence[tuple[float, float]], y_limits: tuple[float, float], css_class: str
-) -> str:
-    """Return an SVG polyline.
-
-    Args:
-        points: (x as a share of the picture's width, value) pairs.
-        y_limits: the values at the picture's lower and upper edge; others are drawn at the edge.
-        css_class: the line's class, which gives it a colour.
-    """
-    low, high = y_limits
-    height = (high - low) or 1.0
-    shares = [(x, min(max((high - value) / height, 0.0), 1.0)) for x, value in points]
-    corners = " ".join(f"{STILL_WIDTH * x:.0f},{STILL_HEIGHT * y:.0f}" for x, y in shares)
-    return f'<polyline class="{css_class}" points="{corners}"/>'

@@ -68,8 +68,8 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequen
         key_figures=[(f"{side.name}, {unit}", f"{side.score:.4f}") for side in sides],
         drawings=_drawings(sides),
         sections=[
-            section(f"Scores, {unit}", _scores(sides, unit), whole=True),
-            section("Settings that differ", _settings(sides), whole=True),
+            section(f"Scores, {unit}", _scores_table(sides, unit), full_width=True),
+            section("Settings that differ", _settings_table(sides), full_width=True),
         ],
     )
 
@@ -92,7 +92,7 @@ def _drawings(sides: Sequence[Compared]) -> Drawings:
     return Drawings(tables, charts, halves=True)
 
 
-def _scores(sides: Sequence[Compared], unit: str) -> str:
+def _scores_table(sides: Sequence[Compared], unit: str) -> str:
     rows: list[list[Cell]] = []
     for side in sides:
         rows.append(
@@ -122,7 +122,7 @@ def _scores(sides: Sequence[Compared], unit: str) -> str:
     return table("Scores", heads, rows)
 
 
-def _settings(sides: Sequence[Compared]) -> str:
+def _settings_table(sides: Sequence[Compared]) -> str:
     """Return a table of the settings that are not the same in all runs."""
     names = [side.name for side in sides if side.config]
     configs = [_flat_config(side.config) for side in sides if side.config]

@@ -14,7 +14,9 @@ def value_text(value: object) -> str:
         return f"{value:.4g}"
     if isinstance(value, tuple | list):  # a list if it was read from JSON
         return ",".join(map(value_text, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()  # as in TOML
+    return str(value)
 
 
 def knobs_text(knobs: Mapping[str, object], without: str = "") -> str:

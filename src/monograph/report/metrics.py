@@ -84,13 +84,19 @@ LOSS = Metric(
     place="second",
 )
 LEARNING_RATE = Metric(
-    "lr", "learning_rate", "Learning rate", "rate", limits="zero", is_line=True, place="lower"
+    "lr",
+    "learning_rate",
+    "Learning rate",
+    label="rate",
+    limits="zero",
+    is_line=True,
+    place="lower",
 )
 SPEED = Metric(
     "tokens_per_s",
     "speed",
     "Tokens per second",
-    "tokens/s",
+    label="tokens/s",
     limits="zero",
     is_count=True,
     place="lower",
@@ -99,7 +105,7 @@ SPEED = Metric(
 
 def _gauge(key: str, chart: str, title: str, label: str) -> Metric:
     """Return the metric of a number that the GPU itself measures."""
-    return Metric(key, chart, title, label, limits="zero", is_count=True, is_compared=False)
+    return Metric(key, chart, title, label=label, limits="zero", is_count=True, is_compared=False)
 
 
 # In the order of the charts on a page.
@@ -128,11 +134,11 @@ METRICS = [
         "entropy",
         "entropy",
         "Entropy of answers, nats per token",
-        "entropy",
+        label="entropy",
         limits="zero",
         place="second",
     ),
-    Metric("kl", "kl", "KL divergence from the reference, nats per token", "KL"),
+    Metric("kl", "kl", "KL divergence from the reference, nats per token", label="KL"),
     Metric(
         "margin",
         "margin",
@@ -146,7 +152,7 @@ METRICS = [
         "grad_norm",
         "gradient_norm",
         "Gradient norm, before clipping",
-        "norm",
+        label="norm",
         limits="spikes",
         place="lower",
     ),

@@ -11,7 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from monograph.report.charts import Chart, Columns, figure, payload
+from monograph.report.chart_markup import figure, payload
+from monograph.report.charts import Chart, Columns
 from monograph.report.markup import escaped
 from monograph.storage.reading import contents
 
@@ -109,6 +110,7 @@ def page(
 
 
 def _grid(items: Sequence[str], halves: bool) -> str:
+    """Return the grid of a page's charts; see `Drawings`."""
     body = "\n".join(items)
     css_classes = "drawings half" if halves else "drawings"
     return f'<div class="{css_classes}">\n{body}\n</div>\n'
@@ -133,16 +135,16 @@ def column(*sections: str) -> str:
     return f'<div class="column">\n{body}\n</div>' if body else ""
 
 
-def section(heading: str, *parts: str, whole: bool = False) -> str:
+def section(heading: str, *parts: str, full_width: bool = False) -> str:
     """Return markup under a heading; "" if all parts are empty.
 
     Args:
         heading: the heading.
         parts: markup.
-        whole: whether the section takes the page's whole width; False inside a `column`.
+        full_width: whether the section takes the page's whole width; False inside a `column`.
     """
     body = "\n".join(filter(None, parts))
-    css_class = ' class="whole"' if whole else ""
+    css_class = ' class="whole"' if full_width else ""
     return f"<section{css_class}><h2>{escaped(heading)}</h2>\n{body}\n</section>" if body else ""
 
 
@@ -157,17 +159,18 @@ def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> st
     if not rows:
         return ""
     css_classes = []
-    for column in range(len(heads)):
-        is_number = any(isinstance(row[column], tuple) for row in rows)
+    for index in range(len(heads)):
+        is_number = any(isinstance(row[index], tuple) for row in rows)
         css_classes.append("number" if is_number else "")
     is_long = max(len(str(row[-1])) for row in rows) > _MAX_ONE_LINE
     if css_classes[-1] != "number" and is_long:
         css_classes[-1] = "words"  # these cells may wrap
     names = "".join(
-        f'<th scope="col" aria-sort="none"{_class(css_class)}><button type="button">{escaped(head)}</button></th>'
+        f'<th scope="col" aria-sort="none"{_class_attribute(css_class)}>'
+        f'<button type="button">{escaped(head)}</button></th>'
         for head, css_class in zip(heads, css_classes, strict=True)
     )
-    lines = "\n".join(f"<tr>{''.join(map(_cell, row, css_classes))}</tr>" for row in rows)
+    lines = "\n".join(f"<tr>{''.join(map(_cell_markup, row, css_classes))}</tr>" for row in rows)
     return (
         f'<div class="scroll" role="region" aria-label="{escaped(name)}" tabindex="0"><table class="sortable">\n'
         f"<thead><tr>{names}</tr></thead>\n<tbody>\n{lines}\n</tbody></table></div>"
@@ -179,18 +182,19 @@ def number(value: float | None, form: str) -> Cell:
     return ("", None) if value is None else (form.format(value), value)
 
 
-def _class(css_class: str) -> str:
+def _class_attribute(css_class: str) -> str:
+    """Return the class attribute of an element, with a space before it; "" for no class."""
     return f' class="{css_class}"' if css_class else ""
 
 
-def _cell(cell: Cell, css_class: str) -> str:
+def _cell_markup(cell: Cell, css_class: str) -> str:
     text, value = cell if isinstance(cell, tuple) else (cell, None)
     sort_key = ""
     if css_class == "number":
         # The sorting script puts an empty value last.
         digits = "" if value is None else format(value, ".9g")
         sort_key = f' data-value="{digits}"'
-    return f"<td{_class(css_class)}{sort_key}>{escaped(text)}</td>"
+    return f"<td{_class_attribute(css_class)}{sort_key}>{escaped(text)}</td>"
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> str:
@@ -247,9 +251,9 @@ def bars(name: str, heads: Sequence[str], rows: Sequence[tuple[str, bool, Sequen
     head_row = f"<thead><tr><td></td>{names}</tr></thead>\n" if heads else ""
     body_rows = []
     for row_name, is_highlighted, cells in rows:
-        css_class = _class("best" if is_highlighted else "")
+        best_class = _class_attribute("best" if is_highlighted else "")
         body_rows.append(
-            f'<tr{css_class}><th scope="row">{escaped(row_name)}</th>{"".join(map(_bar, cells))}</tr>'
+            f'<tr{best_class}><th scope="row">{escaped(row_name)}</th>{"".join(map(_bar_markup, cells))}</tr>'
         )
     lines = "\n".join(body_rows)
     return (
@@ -258,7 +262,7 @@ def bars(name: str, heads: Sequence[str], rows: Sequence[tuple[str, bool, Sequen
     )
 
 
-def _bar(bar: Bar) -> str:
+def _bar_markup(bar: Bar) -> str:
     text = f"<span>{escaped(bar.text)}</span>"
     if bar.share is None:
         return f"<td>{text}</td>"

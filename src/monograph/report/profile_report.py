@@ -4,7 +4,13 @@ A profile shows where an update's time goes, what limits it and what to change. 
 update are those of `monograph.profiling.intervals.PARTS`, such as "matmul".
 
 A ladder trains the same small run several times and changes one thing each time: each such training
-is a rung. It is drawn from the JSON object that `monograph profile --ladder --json` prints.
+is a rung. It is drawn from the JSON object that `monograph profile --ladder --json` prints. Of a
+rung's keys, these are not obvious:
+
+- `rung`: the rung's name.
+- `over`: the name of the rung that it is compared with.
+- `times`, `memory_times`: its speed and its memory as a multiple of that rung's.
+- `obstacle`: why it could not run; its numbers are then None.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,21 +32,22 @@ def draw_profile(verdict: Verdict, title: str) -> str:
     """
     from matplotlib.figure import Figure
 
+    # Reversed, since a vertical axis begins below.
     parts = [part for part in reversed(PARTS) if verdict.spent.parts[part] > 0]
     with style():
         figure = Figure(figsize=(7.3, 0.7 + 0.34 * len(parts)), layout="constrained")
         axes = figure.add_subplot()
         axes.set_title(title)
         axes.grid(visible=False)
-        for place, part in enumerate(parts):
+        for y, part in enumerate(parts):
             spent_ms = 1e3 * verdict.spent.parts[part]
             floor_ms = 1e3 * verdict.floors[part]
             colour = ACCENT if part == verdict.bottleneck else MUTED
-            axes.barh(place, spent_ms, height=0.62, color=colour)
-            axes.plot([floor_ms, floor_ms], [place - 0.4, place + 0.4], color=INK, linewidth=1.6)
+            axes.barh(y, spent_ms, height=0.62, color=colour)
+            axes.plot([floor_ms, floor_ms], [y - 0.4, y + 0.4], color=INK, linewidth=1.6)
             axes.text(
                 spent_ms,
-                place,
+                y,
                 f"  {verdict.spent.share(part):.0%}",
                 va="center",
                 fontsize=8,
@@ -63,9 +70,10 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
         config: the run's settings as TOML.
     """
     verdict = profile.verdict
-    possible_speedup = profile.update_s / max(verdict.floor_s, 1e-12)
+    possible_speedup = profile.update_s / max(verdict.floor_s, 1e-12)  # the best time may be 0
     standing = describe_limit(profile)
-    if best := verdict.change:
+    best = verdict.change
+    if best:
         standing += f"; {best.what} is predicted to make it {verdict.gain(best):.2f} × as fast"
     return page(
         kind="Profile",
@@ -81,10 +89,10 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
         ],
         drawings=Drawings(),
         sections=[
-            section("Where an update's time goes", _part_bars(verdict), whole=True),
-            section("Changes to try", _changes_table(verdict), whole=True),
-            section("Parts of an update", _parts_table(verdict), whole=True),
-            section("Configuration", folded("config.toml", config), whole=True),
+            section("Where an update's time goes", _part_bars(verdict), full_width=True),
+            section("Changes to try", _changes_table(verdict), full_width=True),
+            section("Parts of an update", _parts_table(verdict), full_width=True),
+            section("Configuration", folded("config.toml", config), full_width=True),
         ],
     )
 
@@ -112,7 +120,7 @@ def describe_limit(profile: Profile) -> str:
 
 def largest_bound(bounds: Mapping[Bound, float]) -> str:
     """Return the bound with the most seconds, such as "memory"; "" if there is no bound."""
-    return max(bounds, key=lambda kind: bounds[kind]) if bounds else ""
+    return max(bounds, key=lambda bound: bounds[bound]) if bounds else ""
 
 
 def _part_bars(verdict: Verdict) -> str:
@@ -189,16 +197,16 @@ def draw_ladder(ladder: Values) -> str:
             axes.set_xticks([])
             axes.spines["bottom"].set_visible(False)
             axes.set_xlim(0, 1.6 * max(rung[key] or 0 for rung in rungs))
-            for place, rung in enumerate(rungs):
+            for y, rung in enumerate(rungs):
                 if rung[key] is None:
                     axes.text(
-                        0, place, "\u2002not available here", va="center", fontsize=8, color=MUTED
+                        0, y, "\u2002not available here", va="center", fontsize=8, color=MUTED
                     )
                     continue
-                axes.barh(place, rung[key], height=0.62, color=ACCENT if rung is best else MUTED)
+                axes.barh(y, rung[key], height=0.62, color=ACCENT if rung is best else MUTED)
                 axes.text(
                     rung[key],
-                    place,
+                    y,
                     f"\u2002{_bar_text(rung, key)}",
                     va="center",
                     fontsize=8,
@@ -210,7 +218,9 @@ def draw_ladder(ladder: Values) -> str:
 
 
 def _bar_text(rung: Values, key: str) -> str:
-    """Return a rung's memory, or its speed and how many times as fast it is as the rung before."""
+    """Return a rung's memory, or its speed and how many times as fast it is as the rung that it is
+    compared with.
+    """
     if key == "peak_memory_bytes":
         return quantities.memory(rung[key])
     speedup = f" ({rung['times']:.2f} ×)" if rung["times"] else ""
@@ -241,13 +251,13 @@ def ladder_page(title: str, ladder: Values, config: str) -> str:
         ],
         drawings=Drawings(),
         sections=[
-            section("Speed and memory", _rung_bars(ladder["rungs"], best), whole=True),
+            section("Speed and memory", _rung_bars(ladder["rungs"], best), full_width=True),
             section(
                 "All numbers",
                 table("Rungs of the ladder", LADDER_HEADS, ladder_cells(ladder["rungs"])),
-                whole=True,
+                full_width=True,
             ),
-            section("Configuration", folded("config.toml", config), whole=True),
+            section("Configuration", folded("config.toml", config), full_width=True),
         ],
     )
 

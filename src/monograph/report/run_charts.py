@@ -35,7 +35,7 @@ def run_drawings(
     """Return the charts of the metrics that a run's rows have values of, and its peak memory.
 
     Args:
-        metrics: rows as `monograph.report.figures` describes them.
+        metrics: rows as `monograph.report.run_figures` describes them.
         yardsticks: bits per byte to draw in the chart of held-out bits per byte.
         moments: moments to mark in the chart of the learning rate, such as the end of the warm-up.
     """
@@ -56,7 +56,7 @@ def _chart(
 ) -> Chart:
     levels = yardsticks if metric is BITS_PER_BYTE else {}
     marks: list[ChartMark] = []
-    note = ""
+    note = ""  # the sentence below the chart
     if metric is LEARNING_RATE:
         marks = _marks(table, sorted(moments))
     if metric is SPEED:
@@ -64,9 +64,9 @@ def _chart(
         slower = [(row["update"], "slower") for row in metrics if "slower" in row]
         marks = _marks(table, [*skipped, *slower])
         note = f"{counted(len(skipped), 'update')} skipped, each marked below." if skipped else ""
-    labels = sum(bool(mark.label) for mark in marks)
+    label_count = sum(bool(mark.label) for mark in marks)
     # Each label may need a line of its own above the curve.
-    headroom = 1.15 + 0.16 * labels
+    headroom = 1.15 + 0.16 * label_count
     is_wide = metric.place == "first"
     if metric is LOSS and BITS_PER_BYTE.held_out not in table:
         is_wide = True  # no wide chart of held-out bits per byte stands before it

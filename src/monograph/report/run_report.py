@@ -10,18 +10,19 @@ from typing import Any
 from monograph.errors import DiskFull
 from monograph.report import quantities
 from monograph.report.charts import MetricsRow, Yardsticks
-from monograph.report.figures import Picture, draw
+from monograph.report.figures import Picture
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.metrics import LOSS, held_out_metrics, shown_metrics
 from monograph.report.page import column, config_of, number, page, pairs, section, table
 from monograph.report.run_charts import run_drawings
+from monograph.report.run_figures import draw
 
 Summary = Mapping[str, Any]
 TextSample = tuple[float, str]  # (share of the run, 0 to 1; text that the model generated then)
 
 # The keys of a summary that a person reads first: (key, name, function that formats the value).
-_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+_KEY_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("params", "parameters", quantities.count),
     ("tokens", "tokens", quantities.count),
     ("wall_s", "total time", quantities.duration),
@@ -33,6 +34,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("train_loss", "training loss, nats", lambda value: f"{value:.3f}"),
     ("eval_loss", "held-out loss, nats", lambda value: f"{value:.3f}"),
 )
+_IN_SUBTITLE = 4  # number of the first key figures that the line below a title has
 # The names of other keys, where the key itself would not be understood.
 _NAMES = {
     "update": "updates",
@@ -86,7 +88,7 @@ def write_report(
         run_folder: the run's folder.
         summary: the object that `monograph train --json` prints. Missing keys are left out, and
             unknown keys are in a table.
-        metrics: rows as `monograph.report.figures` describes them.
+        metrics: rows as `monograph.report.run_figures` describes them.
         about: what the report shows beside these.
 
     Raises:
@@ -121,7 +123,7 @@ def run_page(
     samples_heading = "Samples, from the same prompt"
     if "reward" in known_keys:
         samples_heading = "Samples"  # each answers a prompt of its own
-    if LOSS not in shown_metrics(known_keys):
+    if LOSS not in shown_metrics(known_keys):  # a score replaces the loss, as in the charts
         known_keys -= {*LOSS.keys}
     warning = ""
     if about.doubt:
@@ -130,17 +132,19 @@ def run_page(
         kind=f"Training run, {state}" if state else "Training run",
         title=run_folder.name,
         headline=_headline(summary),
-        standing=_standing(summary, about.yardsticks),
+        standing=_yardsticks_sentence(summary, about.yardsticks),
         warning=warning,
         key_figures=[
-            (name, form(summary[key])) for key, name, form in _FIGURES if key in known_keys
+            (name, format_value(summary[key]))
+            for key, name, format_value in _KEY_FIGURES
+            if key in known_keys
         ],
         drawings=run_drawings(metrics, about.yardsticks, about.moments),
         sections=[
-            section(samples_heading, _samples(about.samples), whole=True),
+            section(samples_heading, _samples_markup(about.samples), full_width=True),
             column(
-                section("Held-out scores", _evaluations(metrics)),
-                section("Slowdowns", _slowdowns(metrics)),
+                section("Held-out scores", _scores_table(metrics)),
+                section("Slowdowns", _slowdowns_table(metrics)),
             ),
             column(
                 section("Summary", pairs(_other_values(summary))),
@@ -152,6 +156,7 @@ def run_page(
 
 
 def _headline(summary: Summary) -> str:
+    """Return the run's result in a few words: that of its most telling score."""
     if summary.get("reward") is not None:
         return f"Mean reward {summary['reward']:.2f}, {summary['reward_first']:.2f} at the start"
     if summary.get("accuracy") is not None:
@@ -160,15 +165,16 @@ def _headline(summary: Summary) -> str:
         if summary.get("labelled"):
             return f"{share:.0%} of the answers are scored as they are labelled"
         return f"The chosen answer scores higher in {share:.0%} of the pairs"
-    if (bits := summary.get("eval_bits_per_byte")) is not None:
-        return f"{bits:.2f} bits per byte on held-out text"
-    if (held_out := summary.get("eval_loss")) is not None:
-        return f"Held-out loss {held_out:.2f} nats per token"
-    loss = summary.get("train_loss")
-    return "No results yet" if loss is None else f"Training loss {loss:.2f} nats per token"
+    if summary.get("eval_bits_per_byte") is not None:
+        return f"{summary['eval_bits_per_byte']:.2f} bits per byte on held-out text"
+    if summary.get("eval_loss") is not None:
+        return f"Held-out loss {summary['eval_loss']:.2f} nats per token"
+    if summary.get("train_loss") is not None:
+        return f"Training loss {summary['train_loss']:.2f} nats per token"
+    return "No results yet"
 
 
-def _standing(summary: Summary, yardsticks: Yardsticks) -> str:
+def _yardsticks_sentence(summary: Summary, yardsticks: Yardsticks) -> str:
     """Return a sentence that names the yardsticks that the run's score is below, and the others."""
     bits = summary.get("eval_bits_per_byte")
     if bits is None or not math.isfinite(bits) or not yardsticks:
@@ -193,16 +199,16 @@ def _subtitle(run_folder: Path, summary: Summary) -> str:
     """Return the folder, device, precision, size, tokens, time and speed in a line."""
     parts = [run_folder.name]
     parts += [str(summary[key]) for key in ("device", "dtype") if summary.get(key)]
-    for key, name, form in _FIGURES[:4]:
+    for key, name, format_value in _KEY_FIGURES[:_IN_SUBTITLE]:
         if summary.get(key) is not None:
             # A duration needs no name.
-            parts.append(f"{form(summary[key])} {name}".removesuffix(" total time"))
+            parts.append(f"{format_value(summary[key])} {name}".removesuffix(" total time"))
     return "  ·  ".join(parts)
 
 
 def _other_values(summary: Summary) -> list[tuple[str, str]]:
     """Return (name, value) pairs of the summary's keys that the page shows nowhere else."""
-    left_out = {key for key, _, _ in _FIGURES}
+    left_out = {key for key, _, _ in _KEY_FIGURES}
     left_out.add("schema")  # is for programs
     left_out.add("run")  # is the page's title
     if not summary.get("compile_s"):
@@ -252,7 +258,7 @@ def _score_columns() -> dict[str, tuple[str, str]]:
     }
 
 
-def _evaluations(rows: Sequence[MetricsRow]) -> str:
+def _scores_table(rows: Sequence[MetricsRow]) -> str:
     """Return a table of the held-out curve's points, for readers who want the numbers."""
     scores = [metric.held_out for metric in held_out_metrics()]
     scored = [row for row in rows if any(row.get(key) is not None for key in scores)]
@@ -265,7 +271,7 @@ def _evaluations(rows: Sequence[MetricsRow]) -> str:
     return table("Scores on held-out text", [head for head, _ in columns.values()], cells)
 
 
-def _slowdowns(metrics: Sequence[MetricsRow]) -> str:
+def _slowdowns_table(metrics: Sequence[MetricsRow]) -> str:
     """Return a table of the updates at which the run became slower."""
     heads = ["update", "tokens/s", "before", "likely cause"]
     rows = []
@@ -284,7 +290,7 @@ def _slowdowns(metrics: Sequence[MetricsRow]) -> str:
     return table("Moments at which the run became slower", heads, rows)
 
 
-def _samples(samples: Sequence[TextSample]) -> str:
+def _samples_markup(samples: Sequence[TextSample]) -> str:
     blocks = "\n".join(
         f"<figure><figcaption>at {100 * share:.0f} % of training</figcaption>"
         f'<pre tabindex="0">{escaped(text)}</pre></figure>'

@@ -23,10 +23,19 @@ from monograph.report.knobs import knobs_text, value_text
 from monograph.report.page import Drawings
 
 SettingSummary = Mapping[str, Any]
-MemberCurve = tuple[
-    Mapping[str, Any], Sequence[MetricsRow]
-]  # a member's knobs, and its rows of metrics
 SHADES = 4  # the page has this many colours that can be told apart
+
+
+class MemberCurve(NamedTuple):
+    """What the curve of a member is drawn from.
+
+    Attributes:
+        knobs: the member's values of the knobs.
+        rows: its rows of metrics.
+    """
+
+    knobs: Mapping[str, Any]
+    rows: Sequence[MetricsRow]
 
 
 def sweep_drawings(
@@ -42,7 +51,8 @@ def sweep_drawings(
     """
     tables: list[Columns] = []
     charts = [_chart_against_knob(settings, name, unit, tables) for name in varied_in(settings)]
-    if curve_chart := _chart_of_curves(curves, key, unit, tables):
+    curve_chart = _chart_of_curves(curves, key, unit, tables)
+    if curve_chart:
         charts.append(curve_chart)
     return Drawings(tables, charts, halves=True)
 
@@ -82,7 +92,8 @@ def _chart_against_knob(
     for group_index, (other_knobs_text, group) in enumerate(groups.items()):
         shade = group_index % SHADES
         table_index = len(tables)
-        table = _table(sorted(group, key=lambda place_and_setting: place_and_setting[0]))
+        by_place = sorted(group, key=lambda place_and_setting: place_and_setting[0])
+        table = _columns_by_place(by_place)
         tables.append(table)
         if has_band:
             lines.append(Line("low", "mean - standard error", "edge", table_index))
@@ -114,7 +125,7 @@ def _chart_against_knob(
     )
 
 
-def _table(group: Sequence[tuple[float, SettingSummary]]) -> Columns:
+def _columns_by_place(group: Sequence[tuple[float, SettingSummary]]) -> Columns:
     """Return (place on the axis, setting) pairs, sorted by place, as columns."""
     seeds = max(len(setting["values"]) for _, setting in group)
     seed_keys = [f"seed{seed}" for seed in range(seeds)]
@@ -199,7 +210,9 @@ def _chart_of_curves(
         shade = settings.index(knobs_text(knobs, without="seed")) % SHADES
         lines.append(Line(key, knobs_text(knobs) or "member", "line", len(tables), shade))
         tables.append(table)
-        last_scores += [value for value in table[key][-1:] if value is not None]
+        last_score = table[key][-1]
+        if last_score is not None:  # it is None if the score was not finite
+            last_scores.append(last_score)
     if not lines:
         return None
     # The ends of the curves decide the axis, since their beginnings are far above them.

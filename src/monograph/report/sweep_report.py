@@ -12,7 +12,7 @@ A setting is a mapping with these keys:
 - `standard_error`: the mean's standard error; None for one seed.
 - `standing`: "best", "tied" (with the best) or "".
 
-A curve is a pair: its member's knobs, and its rows of metrics.
+The curve of a member is a `MemberCurve`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from monograph.report import quantities
 from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, single_picture, style
@@ -55,7 +53,7 @@ def draw_sweep(
     """Return a figure for each knob that varies, and a figure with the curves of all members.
 
     Args:
-        settings: settings as described above.
+        settings: settings as this module's docstring describes them.
         curves: the members' curves.
         key: the score's key in a row of metrics.
         unit: the score's unit.
@@ -91,9 +89,8 @@ def _draw_against_knob(
     axes.set_xticks([], minor=True)
     axes.set_xticks([place for place, _ in axis.ticks], labels)
     scored = [setting for setting in settings if setting["mean"] is not None]
-    low, high = limits_of(
-        [value for setting in scored for value in setting["values"] if value is not None]
-    )
+    scores = [value for setting in scored for value in setting["values"] if value is not None]
+    low, high = limits_of(scores)
     axes.set_ylim(low, high)
     for setting, place in zip(settings, axis.places, strict=True):
         _draw_setting(axes, setting, place)
@@ -101,10 +98,16 @@ def _draw_against_knob(
             axes.plot([place], [high], "x", color=WARN, markersize=6, clip_on=False)
     # A line connects the means if each place has one mean. If other knobs vary, too, a place has
     # several.
-    if len({repr(setting["knobs"]) for setting in scored}) == len(set(axis.places)):
-        order = [index for index in np.argsort(axis.places) if settings[index]["mean"] is not None]
-        places = [axis.places[index] for index in order]
-        means = [settings[index]["mean"] for index in order]
+    mean_count = len({repr(setting["knobs"]) for setting in scored})
+    if mean_count == len(set(axis.places)):
+        points = [
+            (place, setting["mean"])
+            for setting, place in zip(settings, axis.places, strict=True)
+            if setting["mean"] is not None
+        ]
+        points.sort(key=lambda point: point[0])
+        places = [place for place, _ in points]
+        means = [mean for _, mean in points]
         axes.plot(places, means, color=GRID, linewidth=1.4, zorder=0)
     words = "filled: best; blue: tied with it"
     if any(None in setting["values"] for setting in settings):
@@ -144,7 +147,10 @@ def _draw_setting(axes: Axes, setting: SettingSummary, place: float) -> None:
 def _draw_curves(
     axes: Axes, curves: Sequence[MemberCurve], key: str, unit: str, varied: Sequence[str]
 ) -> None:
-    """Draw each member's held-out scores over training, each setting in a shade of its own."""
+    """Draw each member's held-out scores over training, each setting in a shade of its own.
+
+    Later settings have darker shades.
+    """
     axes.set_title(f"Held out, {unit}, all members")
     shades = list(dict.fromkeys(_varied_knobs_text(knobs, varied) for knobs, _ in curves))
     last_scores = []
@@ -251,27 +257,31 @@ def sweep_page(
 ) -> str:
     """Return a sweep's page as HTML; see `write_sweep_report` and `write_page_so_far`."""
     best = results["best"]
-    standing = [advice["text"] for advice in results["advice"]]
+    sentences = [advice["text"] for advice in results["advice"]]
     if state:
-        standing = [f"{results['finished']} of {len(results['members'])} members have finished."]
+        sentences = [f"{results['finished']} of {len(results['members'])} members have finished."]
     return page(
         kind=f"Sweep, {state}" if state else "Sweep",
         title=folder.name,
         headline=_headline(best, so_far=bool(state)),
-        standing=" ".join(standing),
+        standing=" ".join(sentences),
         key_figures=_key_figures(results),
         drawings=drawings,
         sections=[
-            section("What to run next", *_commands(results["advice"]), whole=True),
-            section("Settings", _settings(settings, best["unit"] if best else "nats"), whole=True),
-            section("Members", _members(results["members"]), whole=True),
-            section("How it was run", pairs(origin), config_of(folder), whole=True),
+            section("What to run next", *_command_blocks(results["advice"]), full_width=True),
+            section(
+                "Settings",
+                _settings_table(settings, best["unit"] if best else "nats"),
+                full_width=True,
+            ),
+            section("Members", _members_table(results["members"]), full_width=True),
+            section("How it was run", pairs(origin), config_of(folder), full_width=True),
         ],
         refresh_s=refresh_s(state),
     )
 
 
-def _commands(advice: Sequence[Mapping[str, Any]]) -> list[str]:
+def _command_blocks(advice: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the markup of each command that the sweep's advice has."""
     commands = [entry["command"] for entry in advice if entry["command"]]
     return [f"<pre>{escaped(command)}</pre>" for command in commands]
@@ -292,6 +302,7 @@ def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:
 
 
 def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) pairs of the numbers to read first."""
     diverged = sum(member["diverged"] is not None for member in results["members"])
     figures = [("members", str(len(results["members"]))), ("diverged", str(diverged))]
     if results["wall_s"]:
@@ -301,7 +312,7 @@ def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     return figures
 
 
-def _settings(settings: Sequence[SettingSummary], unit: str) -> str:
+def _settings_table(settings: Sequence[SettingSummary], unit: str) -> str:
     """Return a table of the settings' means over seeds, and how each compares with the best."""
     rows: list[list[Cell]] = []
     for setting in settings:
@@ -319,7 +330,7 @@ def _settings(settings: Sequence[SettingSummary], unit: str) -> str:
     return _table_with_knobs("Settings of the sweep", knobs, heads, rows)
 
 
-def _members(members: JsonObjects) -> str:
+def _members_table(members: JsonObjects) -> str:
     rows: list[list[Cell]] = []
     for member in members:
         rows.append(

@@ -42,6 +42,15 @@ class Tracker(NamedTuple):
     view: str
 
 
+# Opens a run in a tracker. The arguments are:
+#   name: the run's name;
+#   key: a text that is different for a run of the same name in another folder. By it the tracker's
+#       earlier entries of the same run are found;
+#   settings: the run's settings;
+#   out: the folder for the tracker's files, or None for the tracker's default.
+Opener = Callable[[str, str, SettingsByKey, Path | None], Tracker]
+
+
 def _tensorboard(name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tracker:
     """Open a run in TensorBoard: write event files to OUT/NAME, by default to tensorboard/NAME."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -77,6 +86,7 @@ def _tensorboard(name: str, key: str, settings: SettingsByKey, out: Path | None)
             add_event(update, summary={"value": values})
         writer.flush()
 
+    # The first event of each file has the version of the format.
     writer.write(Event(wall_time=began_s, file_version="brain.Event:2").SerializeToString())
     add_event(0, session_log=SessionLog(status=SessionLog.START))
     # A hyperparameter cannot be a list.
@@ -223,14 +233,6 @@ def _mlflow(name: str, key: str, settings: SettingsByKey, out: Path | None) -> T
         client.set_terminated(run_id)
 
     return Tracker(write, close, f"mlflow ui --backend-store-uri {shell_words(uri)}")
-
-
-# Opens a run in a tracker. The arguments are:
-#   the run's name;
-#   a key that is different for a run of the same name in another folder;
-#   the run's settings;
-#   the folder for the tracker's files, or None for the tracker's default.
-Opener = Callable[[str, str, SettingsByKey, Path | None], Tracker]
 
 
 class Library(NamedTuple):

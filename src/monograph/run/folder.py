@@ -54,7 +54,8 @@ DEFAULT_ROOT = Path("runs")
 MIXTURE = "mixture"
 # A run whose folder contains this file is distilled from the members of a sweep.
 TEACHERS = "teachers.json"
-# The files that a run folder may contain before the run has begun.
+# The files that a run folder may contain before the run has begun. NAME.partial is a file that is
+# being written, and gets its final name once it is complete.
 _FILES_BEFORE_BEGIN = {
     "run.lock",
     "from.json",
@@ -71,22 +72,27 @@ _FILES_BEFORE_BEGIN = {
 }
 _LOCK_RECORD_START = b'{"serial": '  # the first bytes of run.lock
 
-# The numbers that a row may have, besides times, whose names end in their unit.
+# The numbers that a row may have, besides times, whose names end in "_s" (seconds). "share" is how
+# much of the run was done when a sample was written, from 0 to 1.
 _NUMBERS = (*metrics.metric_keys(), "share")
 # A function of a run's folder, which returns why "last" cannot mean this run, such as "is a sweep",
 # or "" if it can.
 ObstacleOf = Callable[[Path], str]
-_STRICT = ConfigDict(strict=True)
+_STRICT = ConfigDict(strict=True)  # values are not converted to other types
+# The entries of a row's summary that commands rely on, as name=(type, default).
 _Summary = create_model("_Summary", __config__=_STRICT, update=(int, 0))
-# The entries of a row that commands rely on, as name=(type, default). A row may have other entries.
+# The same of a row. A row and a summary may have other entries.
 _Row = create_model(
     "_Row",
     __config__=_STRICT,
-    **dict.fromkeys(("update", "tokens", "diverged"), (int, 0)),  # type: ignore[call-overload]
-    **dict.fromkeys(_NUMBERS, (float | None, None)),
+    update=(int, 0),
+    tokens=(int, 0),
+    diverged=(int, 0),
+    **dict.fromkeys(_NUMBERS, (float | None, None)),  # type: ignore[call-overload]
     summary=(_Summary | None, None),
     sample=(str, ""),
 )
+# The type of an entry that is a time in seconds.
 _TIME = TypeAdapter[float | None](float | None, config=ConfigDict(strict=True))
 
 # File descriptors of the locks that this process holds. A forked child inherits the descriptors,
@@ -113,6 +119,10 @@ class Run:
         folder: the run's folder.
         at_update: the update of the checkpoint to read, if the user named the run by the folder of a
             checkpoint; None for the newest checkpoint.
+        parent_file: the file that names the run from which this one branches
+            (`monograph.run.writing`).
+        starts: the file with the commands that began and resumed the run (`monograph.run.started`).
+        config, checkpoints, report, tokenizer, metrics, lock_file: the paths of what they say.
     """
 
     def __init__(self, folder: Path, at_update: int | None = None) -> None:
@@ -148,7 +158,8 @@ class Run:
                 folder = _claim_given_folder(Path(out))
             run = cls(folder)
             others = folders_with_lock(run.folder.parent)
-            number = 1 + (serial_number(others[-1]) if others else 0)
+            # The others are sorted by serial number.
+            newest_serial = serial_number(others[-1]) if others else 0
             for other in others:
                 _remove_stdin_copy(other)
             with _locked(run.lock_file) as descriptor:
@@ -156,11 +167,13 @@ class Run:
                     raise _already_a_run(run.folder)
                 for name in _FILES_BEFORE_BEGIN - {"run.lock"}:
                     (run.folder / name).unlink(missing_ok=True)
-                run._write_lock_record(descriptor, number)
+                run._write_lock_record(descriptor, newest_serial + 1)
         return run
 
     @classmethod
-    def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT, *, saved: bool = True) -> Self:
+    def open(
+        cls, name: str | Path, root: str | Path = DEFAULT_ROOT, *, needs_checkpoint: bool = True
+    ) -> Self:
         """Return the run that a user names.
 
         Args:
@@ -168,14 +181,14 @@ class Run:
                 run in `root` with the highest serial number, so that the clock does not matter.
                 "last/PATH" is a path inside that run.
             root: the folder of all runs.
-            saved: whether "last" must be a run with a checkpoint, and newer sweeps and runs without
-                one are passed over. A line on standard error then says so.
+            needs_checkpoint: whether "last" must be a run with a checkpoint, and newer sweeps and
+                runs without one are passed over. A line on standard error then says so.
 
         Raises:
             InputRefused: there is no such run, or the name is that of a whole sweep.
         """
         name = resolve_checkpoint(Path(name))
-        folder = _locate(name, root, _obstacle_to_one_model if saved else _no_obstacle)
+        folder = _locate(name, root, _obstacle_to_one_model if needs_checkpoint else _no_obstacle)
         at_update = update_of_checkpoint(name)
         if is_file(folder / SWEEP):
             example = "best" if exists(folder / "best") else "members/000"
@@ -185,22 +198,22 @@ class Run:
         return cls(folder, at_update)
 
     @staticmethod
-    def locate(name: str | Path, root: str | Path = DEFAULT_ROOT, *, saved: bool = True) -> Path:
+    def locate(
+        name: str | Path, root: str | Path = DEFAULT_ROOT, *, needs_checkpoint: bool = True
+    ) -> Path:
         """Return the folder of the run or of the sweep that a user names; see `open`.
 
         Raises:
             InputRefused: there is no such run or sweep.
         """
-        return _locate(name, root, _obstacle_to_models if saved else _no_obstacle)
+        return _locate(name, root, _obstacle_to_models if needs_checkpoint else _no_obstacle)
 
     @property
     def named_path(self) -> Path:
         """Return the path that names this run: the checkpoint of update `at_update`, or the run's folder."""
-        return (
-            self.folder
-            if self.at_update is None
-            else self.checkpoints / f"step-{self.at_update:08d}"
-        )
+        if self.at_update is None:
+            return self.folder
+        return self.checkpoints / f"step-{self.at_update:08d}"
 
     @property
     def has_begun(self) -> bool:
@@ -237,14 +250,14 @@ class Run:
             self._write_lock_record(descriptor, serial_number(self.folder))
             yield
 
-    def _write_lock_record(self, descriptor: int, number: int) -> None:
+    def _write_lock_record(self, descriptor: int, serial: int) -> None:
         """Write the run's serial number and this process into run.lock.
 
         Args:
             descriptor: the file descriptor of run.lock.
-            number: the run's serial number.
+            serial: the run's serial number.
         """
-        lock_record = {"serial": number, "pid": os.getpid(), "host": socket.gethostname()}
+        lock_record = {"serial": serial, "pid": os.getpid(), "host": socket.gethostname()}
         content = json.dumps(lock_record).encode()
         # Bytes that the file has already are not written again: a power cut during the write then
         # cannot lose the serial number.
@@ -301,7 +314,11 @@ class Run:
             raise InputRefused(f"{self.metrics}: cannot be read: {error.strerror}") from None
 
     def _checked_rows(self, content: bytes) -> list[dict[str, Any]]:
-        """Return the rows in whole lines of metrics.jsonl; raises InputRefused for a damaged row."""
+        """Return the rows of metrics.jsonl, of which `content` has only complete lines.
+
+        Raises:
+            InputRefused: a row is damaged; the message names its line.
+        """
         rows = [json_object(line) for line in content.splitlines()]
         for number, row in enumerate(rows, 1):
             try:
@@ -362,6 +379,7 @@ class Run:
                 f"missing; {remedy}"
             )
         if exists(self.metrics):
+            # Older checkpoints have no digest, but a damaged row is noticed in any case.
             self._checked_rows(self._read_metrics()[:offset])
             digest = self.metrics_digest(offset)
             if sha256 not in (None, digest):
@@ -430,8 +448,9 @@ def _obstacle_to_models(folder: Path) -> str:
     """Return why a folder has no model: it has no checkpoint and is not a sweep."""
     if is_file(folder / SWEEP):
         return ""
-    saved = any(update_of_checkpoint(path) is not None for path in entries(folder / "checkpoints"))
-    return "" if saved else "has no checkpoint yet"
+    paths = entries(folder / "checkpoints")
+    has_checkpoint = any(update_of_checkpoint(path) is not None for path in paths)
+    return "" if has_checkpoint else "has no checkpoint yet"
 
 
 def _obstacle_to_one_model(folder: Path) -> str:
@@ -509,7 +528,8 @@ def _locked(lock_file: Path) -> Iterator[int]:
                 raise _in_use(lock_file.parent) from None
         yield descriptor
     finally:
-        if descriptor in _held_locks:  # a forked child has closed it: `_close_inherited_locks`
+        # In a forked child, `_close_inherited_locks` has already closed the child's descriptor.
+        if descriptor in _held_locks:
             _held_locks.remove(descriptor)
             os.close(descriptor)
 
@@ -581,8 +601,8 @@ def _has_not_begun(folder: Path) -> bool:
     content = contents(folder / "run.lock")
     if content is None:
         return False
-    # A kill or a power cut may have cut run.lock after any byte, or left zeros at its end. So the
-    # first bytes need only be a prefix of those that a run writes.
+    # A kill or a power cut may have cut run.lock after any byte, or left zeros at its end, and
+    # `_locked` makes an empty one. So the first bytes need only be a prefix of those that a run writes.
     first_bytes = content.rstrip(b"\0")[: len(_LOCK_RECORD_START)]
     if not _LOCK_RECORD_START.startswith(first_bytes):
         return False
@@ -605,11 +625,13 @@ def _remove_stdin_copy(folder: Path) -> None:
 
 
 def _already_a_run(folder: Path) -> InputRefused:
+    """Return the error for a folder in which a new run cannot begin, since it has one."""
     remedy = f"continue it with --resume {shell_words(folder)}, or give another --name or --out"
     return InputRefused(f"{folder} already holds a run; {remedy}")
 
 
 def _in_use(folder: Path) -> RunInUse:
+    """Return the error for a run whose lock another process holds."""
     holder: dict[str, Any] = {}
     with suppress(Unreadable):  # the run is in use even if its record is unreadable
         holder = lock_record(folder)
@@ -634,8 +656,10 @@ def standard_json(value: object) -> Any:
 
 def _write_all(descriptor: int, content: bytes) -> None:
     """Write all bytes, since one call of os.write may write only some."""
-    while content:
-        content = content[os.write(descriptor, content) :]
+    rest = content
+    while rest:
+        written = os.write(descriptor, rest)
+        rest = rest[written:]
 
 
 class Follower(Run):

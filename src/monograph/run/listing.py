@@ -16,7 +16,7 @@ from monograph.run.run_index import CONFIG, SWEEP, folders_with_lock, json_objec
 from monograph.storage.reading import contents, entries, exists, is_file, open_input, parse_json
 from monograph.terminal import shell_words
 
-# So much is read of the beginning and of the end of a run's metrics, which may be long.
+# Of a run's metrics, which may be long, only this many bytes are read at the beginning and at the end.
 PIECE_BYTES = 1 << 16
 # The states of a run.
 FINISHED = "finished"
@@ -115,6 +115,7 @@ def list_runs(root: Path, kinds: Sequence[RunKind]) -> list[ListedRun]:
         Unreadable: the system failed to read the folder.
     """
     parent = root / "members" if is_file(root / SWEEP) else root
+    # A folder with checkpoints but without config.toml is listed as damaged.
     begun = [
         folder
         for folder in folders_with_lock(parent)
@@ -138,6 +139,7 @@ def _best(group: Sequence[ListedRun]) -> ListedRun:
     """Return the best of comparable runs, each of which has a result."""
     measure = group[0].measure
     sign = -1 if measure and measure.higher_is_better else 1
+    # The value is not None here; `or` is for the type checker.
     return min(group, key=lambda run: sign * (run.value or 0.0))
 
 
@@ -152,26 +154,30 @@ def _read_folder(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
 
 
 def _read_run(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
+    """Return the run in a folder; raises _Damaged."""
     config = _read_config(folder)
     first_row, last_lines = _read_metrics(folder)
     kind = _kind(config, first_row, kinds)
     value, measure = _newest_result_in_lines(kind, last_lines)
     last_row = _row(last_lines[-1]) if last_lines else {}
     update = last_row.get("update")
-    state = FINISHED
     resume = ""
-    if not isinstance(last_row.get("summary"), dict):
-        state = RUNNING if _is_in_use(folder) else STOPPED
+    if isinstance(last_row.get("summary"), dict):  # the last row of a run that ended
+        state = FINISHED
+    elif _is_in_use(folder):
+        state = RUNNING
+    else:
+        state = STOPPED
     if state == STOPPED and entries(folder / "checkpoints", "step-"):
         resume = f"monograph train --resume {shell_words(folder)}"
     updates = config.get("train", {}).get("updates")
     return ListedRun(
         folder,
-        kind.name,
-        _model(config),
-        _data(config),
-        value,
-        measure,
+        kind=kind.name,
+        model=_model(config),
+        data=_data(config),
+        value=value,
+        measure=measure,
         state=state,
         update=update if isinstance(update, int) else 0,
         updates=updates if isinstance(updates, int) else None,
@@ -181,6 +187,7 @@ def _read_run(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
 
 
 def _read_sweep(folder: Path) -> ListedRun:
+    """Return the sweep in a folder, with the result of its best member; raises _Damaged."""
     config = _read_config(folder)
     try:
         record = parse_json(contents(folder / SWEEP) or b"")
@@ -191,21 +198,22 @@ def _read_sweep(folder: Path) -> ListedRun:
         best_scores = members[best["member"]] if best else {}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise _Damaged(f"{SWEEP} cannot be read") from None
-    value, measure = _newest_result(TEXTS, [best_scores])
-    state = FINISHED
+    value, measure = _newest_result(TEXTS, [best_scores])  # a sweep is always on texts
     resume = ""
-    if not result and _is_in_use(folder):
+    if result:
+        state = FINISHED
+    elif _is_in_use(folder):
         state = RUNNING
-    elif not result:
+    else:
         state = STOPPED
         resume = f"monograph sweep --out {shell_words(folder)}"
     return ListedRun(
         folder,
-        f"sweep of {count}",
-        _model(config),
-        _data(config),
-        value,
-        measure,
+        kind=f"sweep of {count}",
+        model=_model(config),
+        data=_data(config),
+        value=value,
+        measure=measure,
         state=state,
         resume=resume,
         comparable_if_equal=_result_conditions(TEXTS, config, measure),
@@ -213,6 +221,7 @@ def _read_sweep(folder: Path) -> ListedRun:
 
 
 def _read_config(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections of config.toml by name; raises _Damaged."""
     text = contents(folder / CONFIG)
     if text is None:
         raise _Damaged(f"there is no {CONFIG}")
@@ -236,13 +245,14 @@ def _read_metrics(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
     # The last line may be half written.
     lines = last_piece[: last_piece.rfind(b"\n") + 1].splitlines()
     if size > PIECE_BYTES:
-        lines = lines[1:]  # the piece begins in the middle of a line
+        lines = lines[1:]  # the first one is usually cut, since the piece begins anywhere in a line
     first_line, line_end, _ = first_piece.partition(b"\n")
     first_row = _row(first_line) if line_end else {}
     return first_row, lines
 
 
 def _row(line: bytes) -> dict[str, Any]:
+    """Return the row in a line of metrics.jsonl; raises _Damaged."""
     row = json_object(line)
     if not row:
         raise _Damaged("metrics.jsonl has a line that is no row")
@@ -254,14 +264,14 @@ def _kind(
 ) -> RunKind:
     """Return a run's kind: that of `kinds` whose key it has, or else CONVERSATIONS or TEXTS."""
     for kind in kinds:
-        if kind.key and _value(config, kind.key) is not None:
+        if kind.key and _config_value(config, kind.key) is not None:
             return kind
     # Of the other runs, only those on conversations measure the model before the first update.
     is_measured_at_0 = first_row.get("update") == 0 and "eval_loss" in first_row
     return CONVERSATIONS if is_measured_at_0 else TEXTS
 
 
-def _value(config: Mapping[str, Mapping[str, Any]], key: str) -> object:
+def _config_value(config: Mapping[str, Mapping[str, Any]], key: str) -> object:
     """Return the value of SECTION.KEY in config.toml; None if it is not there."""
     section, _, name = key.partition(".")
     return config.get(section, {}).get(name)
@@ -289,13 +299,14 @@ def _newest_result(
     """
     newest: dict[str, float] = {}  # by the measure's key
     for row in rows:
+        # The last row of a run that ended has its numbers in a summary.
         numbers = row["summary"] if isinstance(row.get("summary"), dict) else row
         for measure in kind.measures:
             value = numbers.get(measure.key)
             if isinstance(value, int | float):
                 newest.setdefault(measure.key, float(value))
         if kind.measures[0].key in newest:
-            break
+            break  # no older row can change the answer
     for measure in kind.measures:
         if measure.key in newest:
             return newest[measure.key], measure
@@ -334,11 +345,11 @@ def _result_conditions(
     conditions = [kind.name, str(data.get("source")), str(data.get("held_out"))]
     if measure is not None and measure.unit == "nats/token":
         conditions += [str(data.get("tokenizer")), str(data.get("vocab_size"))]
-    return (*conditions, *(str(_value(config, key)) for key in kind.result_keys))
+    return (*conditions, *(str(_config_value(config, key)) for key in kind.result_keys))
 
 
 def _is_in_use(folder: Path) -> bool:
-    """Return whether a process holds the run's lock."""
+    """Return whether a process holds the run's lock; False if run.lock cannot be read."""
     with suppress(OSError, MonographError), open_input(folder / "run.lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,7 +1,8 @@
 """Write updates as rows of metrics.jsonl, for one run or for the runs of several members.
 
-A member is one of several models that one engine trains at once (`monograph.ensemble`). A skipped
-update changes no weights, e.g. since its gradient is not finite (`Update.skipped`).
+A member is one of several models that one engine trains at once (`monograph.ensemble`); a model
+that is trained alone is the only member of its engine. A skipped update changes no weights, e.g.
+since its gradient is not finite (`Update.skipped`).
 """
 
 import itertools
@@ -16,7 +17,7 @@ from monograph.run.folder import Run
 from monograph.step import Update
 from monograph.step.parts import seconds
 
-# A run has diverged after this many skipped updates in a row. Fewer may be an accident.
+# A run has diverged after this many skipped updates in a row. Fewer may come of a few bad batches.
 PATIENCE = 20
 
 
@@ -34,7 +35,7 @@ class _PendingUpdates(ABC):
             every: number of updates after which their rows are written.
         """
         self.every = every
-        self.pending: list[tuple[Update, dict[str, Any]]] = []
+        self.pending: list[tuple[Update, dict[str, Any]]] = []  # with further entries of its row
 
     def add(self, update: Update, extra: dict[str, Any]) -> bool:
         """Add an update, and write the pending rows if there are `every` of them.
@@ -93,7 +94,7 @@ class MetricsLog(_PendingUpdates):
     def _write(
         self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]
     ) -> None:
-        self.write([members[0] for members in rows], extras)
+        self.write([only_row for [only_row] in rows], extras)
 
     @property
     def has_diverged(self) -> bool:
@@ -145,6 +146,7 @@ class MetricsLogs(_PendingUpdates):
     def __init__(self, runs: Sequence[Run], every: int):
         """Open the log of each member's run; see `MetricsLog`."""
         super().__init__(every)
+        # Updates are added to this object alone, which writes rows through the members' logs.
         self.logs = [MetricsLog(run, every) for run in runs]
         self.divergences: dict[int, int] = {}
         for index, run in enumerate(runs):
@@ -158,7 +160,7 @@ class MetricsLogs(_PendingUpdates):
         """Write the rows of all members that have not diverged."""
         for index, log in enumerate(self.logs):
             if index not in self.divergences:
-                log.write([members[index] for members in rows], extras)
+                log.write([member_rows[index] for member_rows in rows], extras)
 
     def find_diverged(self, updates: int | None = None) -> list[int]:
         """Record the members that have diverged since the last call, and return their indices.
@@ -176,8 +178,9 @@ class MetricsLogs(_PendingUpdates):
                 continue
             if log.has_diverged or (updates and log.diverges_at_end(updates)):
                 newly_diverged.append(index)
-                self.divergences[index] = log.last["update"] - log.skipped_in_a_row
-                log.run.log({"update": log.last["update"], "diverged": self.divergences[index]})
+                last_applied = log.last["update"] - log.skipped_in_a_row
+                self.divergences[index] = last_applied
+                log.run.log({"update": log.last["update"], "diverged": last_applied})
         return newly_diverged
 
 
@@ -187,31 +190,30 @@ def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
     Returns:
         For each update, a row for each member. An engine of one model has one member.
     """
-    tensors = []
+    tensors = []  # for each update [4, members]; `atleast_1d` makes a single model one member
     for update in updates:
         values = (update.loss, update.grad_norm, update.tokens, update.skipped)
         tensors.append(torch.stack([torch.atleast_1d(value).double() for value in values]))
+    numbers = torch.stack(tensors).tolist()  # the only read from the device
     rows = []
-    for update, values_of_members in zip(updates, torch.stack(tensors).tolist(), strict=True):
-        losses, norms, tokens, skipped = values_of_members
-        if isinstance(update.lr, tuple):
+    for update, (losses, norms, tokens, skipped) in zip(updates, numbers, strict=True):
+        if isinstance(update.lr, tuple):  # an ensemble has a learning rate for each member
             rates = update.lr
             times = {}  # not written: they are those of all members together
         else:
             rates = (update.lr,) * len(losses)
-            times = seconds(update.marks)
-        rows.append(
-            [
-                {
-                    "update": update.index + 1,
-                    "tokens": int(tokens[i]),
-                    "train_loss": losses[i],
-                    "lr": rates[i],
-                    "grad_norm": norms[i],
-                    "skipped": int(skipped[i]),
-                    **times,
-                }
-                for i in range(len(losses))
-            ]
-        )
+            times = seconds(update.marks)  # of each part of the update, such as "optimizer_s"
+        member_rows = []
+        for i in range(len(losses)):
+            row = {
+                "update": update.index + 1,
+                "tokens": int(tokens[i]),
+                "train_loss": losses[i],
+                "lr": rates[i],
+                "grad_norm": norms[i],
+                "skipped": int(skipped[i]),
+                **times,
+            }
+            member_rows.append(row)
+        rows.append(member_rows)
     return rows

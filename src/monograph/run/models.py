@@ -1,7 +1,8 @@
 """Build the model that a run starts from, load a model by its name, and save one for other tools.
 
-A weight file is a file of torch.save. An adapter is merged when its product is added to the
-weights of its base, and the adapter itself is removed.
+A weight file is a file of torch.save. An adapter's base is the model that it was trained on. To
+merge an adapter means to add the product of its two matrices to the base's weights, and to remove
+the adapter.
 """
 
 import hashlib
@@ -40,8 +41,8 @@ from monograph.run.recipe import (
     module_digest,
     no_tokenizer_error,
     recorded_lora,
-    require_base,
-    require_base_of,
+    require_base_of_adapter,
+    require_base_of_run,
     require_same_file,
     require_tokenizer,
 )
@@ -83,7 +84,7 @@ def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
     Raises:
         InputRefused: the folder or file cannot be used, or the sizes do not fit together.
     """
-    # For a Python function that takes no seed and samples weights with torch's global generator.
+    # This is for a Python function that takes no seed: it draws from torch's global generator.
     torch.manual_seed(recipe.seed)
     if recipe.init is None:
         return Llama(recipe.shape(), seed=recipe.seed), token_loss
@@ -93,9 +94,12 @@ def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
         raise InputRefused(
             f"model.init = {recipe.init}: name the function that builds the module, {recipe.init}:NAME"
         )
-    return _merge_adapters(
-        _load_unmerged(recipe.init, lambda line: None, torch.float32, recipe.sizes)
-    ), token_loss
+    model = _load_unmerged(recipe.init, _no_warning, torch.float32, recipe.sizes)
+    return _merge_adapters(model), token_loss
+
+
+def _no_warning(line: str) -> None:
+    """Ignore a warning about a base, where only errors are reported."""
 
 
 def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer | None]:
@@ -121,8 +125,10 @@ def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tok
     folder = fetch_if_on_hub(folder)
     run = find_run(folder)
     if run:
-        return load_run(run, warn)[:2]
-    model = materialize_(_merge_adapters(_load_unmerged(folder, warn, None, {})))
+        model, tokenizer, _ = load_run(run, warn)
+        return model, tokenizer
+    unmerged = _load_unmerged(folder, warn, dtype=None, sizes={})
+    model = materialize_(_merge_adapters(unmerged))  # reads weights that are still in their files
     require_all_finite(model, folder)  # not needed for a run, which saves only finite weights
     path = find_tokenizer(folder)
     return model, Tokenizer.from_file(path) if path else None
@@ -147,8 +153,9 @@ def load_with_tokenizer(
 def load_run(run: Run, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer, int]:
     """Load a run's model and its tokenizer, and return them with the update of the checkpoint."""
     checkpoint = recorded_state.load_newest(run, warn)
-    model = materialize_(_merge_adapters(_load_run_unmerged(run, checkpoint, None)[0]))
-    return model, own_tokenizer(run, checkpoint.state), checkpoint.update
+    unmerged, _ = _load_run_unmerged(run, checkpoint, dtype=None)
+    model = materialize_(_merge_adapters(unmerged))
+    return model, load_tokenizer(run, checkpoint.state), checkpoint.update
 
 
 def require_all_finite(model: nn.Module, folder: str | Path) -> None:
@@ -183,28 +190,27 @@ def load_to_export(
         if left_out:
             warn(f"{folder}: only the text model is written: {left_out} are left out")
         return (
-            _load_unmerged(folder, warn, None, {}),
+            _load_unmerged(folder, warn, dtype=None, sizes={}),
             Tokenizer.from_file(require_tokenizer(folder)),
             None,
         )
     checkpoint = recorded_state.load_newest(run, warn)
-    model, base = _load_run_unmerged(run, checkpoint, None)
+    model, base_shape = _load_run_unmerged(run, checkpoint, dtype=None)
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
-    tokenizer = own_tokenizer(run, checkpoint.state)
-    stored = None
-    if recipe.lora:
-        try:
-            stored = adapter.pack_adapters(
-                model, recorded_lora(recipe.lora), str(recipe.init), base
-            )
-        except InputRefused as error:
-            warn(f"{error}: the model is written merged, without a folder of its adapters")
-            return model, tokenizer, None
-        base_record = {**stored.base, "weights_sha256": str(recipe.base_sha256)}
-        # Without new tokens, the base's own tokenizer is that of the adapters.
-        own = tokenizer if recipe.vocabulary else None
-        stored = stored._replace(base=base_record, tokenizer=own)
-    return model, tokenizer, stored
+    tokenizer = load_tokenizer(run, checkpoint.state)
+    if recipe.lora is None:
+        return model, tokenizer, None
+    try:
+        adapters = adapter.pack_adapters(
+            model, recorded_lora(recipe.lora), str(recipe.init), base_shape
+        )
+    except InputRefused as error:
+        warn(f"{error}: the model is written merged, without a folder of its adapters")
+        return model, tokenizer, None
+    base_record = {**adapters.base, "weights_sha256": str(recipe.base_sha256)}
+    # Without new tokens, adapters need no tokenizer next to them: their base has it.
+    own_tokenizer = tokenizer if recipe.vocabulary else None
+    return model, tokenizer, adapters._replace(base=base_record, tokenizer=own_tokenizer)
 
 
 def _load_run_unmerged(
@@ -215,10 +221,12 @@ def _load_run_unmerged(
     Args:
         run: the run.
         checkpoint: the checkpoint from which to load.
-        dtype: the dtype of the base of adapters; None for the dtype in which they can be merged.
+        dtype: the dtype in which the base of adapters is loaded; None for the dtype in which they
+            can be merged. Without adapters the model is in fp32.
 
     Returns:
-        The model, and the shape of the base before rows for new tokens were added.
+        The model, and the shape of its base before rows for new tokens were added. Without adapters
+        it is the model's own shape.
 
     Raises:
         InputRefused: the model is not a Llama, or the base cannot be used.
@@ -231,16 +239,16 @@ def _load_run_unmerged(
         )
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     if recipe.lora is None or recipe.code:
+        # A Python file is not run here. A Llama that its function built is in the checkpoint as a
+        # whole; if it has adapters, only these are there, which `_restore_llama` refuses.
         model = _restore_llama(run, checkpoint)
         model.sampling = checkpoint.state.get("sampling") or {}
         return model, model.config
-    assert recipe.init is not None
+    assert recipe.init is not None  # `recorded_state` requires a base of adapters
     base_dtype = dtype or _dtype_to_merge_in(recipe.init)
-    model = _merge_adapters(
-        _load_unmerged(recipe.init, lambda line: None, base_dtype, recipe.sizes)
-    )
-    base = model.config
-    require_base(module_digest(model), recipe.base_sha256, recipe.init, run.folder)
+    model = _merge_adapters(_load_unmerged(recipe.init, _no_warning, base_dtype, recipe.sizes))
+    base_shape = model.config
+    require_base_of_run(module_digest(model), recipe.base_sha256, recipe.init, run.folder)
     if recipe.vocabulary:
         set_new_rows(model, *recipe.vocabulary)
     # "auto" keeps the base's weights unchanged, even if the run trained with them in 4 or 8 bits.
@@ -249,7 +257,7 @@ def _load_run_unmerged(
     # An older checkpoint does not record `sampling`; the model then keeps its base's.
     if "sampling" in checkpoint.state:
         model.sampling = checkpoint.state["sampling"] or {}
-    return model, base
+    return model, base_shape
 
 
 def _restore_llama(run: Run, checkpoint: Checkpoint) -> Llama:
@@ -278,7 +286,8 @@ def _dtype_to_merge_in(init: str) -> torch.dtype | None:
         return torch.float32
     if is_weight_file(init):
         return None
-    dtypes = {tensor.dtype for tensor in hub.read_checked_headers(init)[1].values()}
+    _, tensors = hub.read_checked_headers(init)
+    dtypes = {tensor.dtype for tensor in tensors.values()}
     return torch.float32 if len(dtypes) > 1 else None
 
 
@@ -298,7 +307,8 @@ def _load_unmerged(
     """
     run = find_run(folder)
     if run:
-        return _load_run_unmerged(run, recorded_state.load_newest(run, warn), dtype)[0]
+        model, _ = _load_run_unmerged(run, recorded_state.load_newest(run, warn), dtype)
+        return model
     if adapter.is_adapter(folder):
         stored = adapter.read_adapter(folder)
         base = adapter.resolved_base(stored)
@@ -307,11 +317,11 @@ def _load_unmerged(
         )
         stored.require_base_shape(model.config)
         if stored.weights_sha256:  # not needed for the result, but a digest reads all weights
-            require_base_of(stored, module_digest(model))
+            require_base_of_adapter(stored, module_digest(model))
         file = hub.tokenizer_file(folder)
         if file:
-            vocabulary = compare_tokenizers(Tokenizer.from_file(file), base, str(file))
-            add_missing_rows(model, vocabulary, base)
+            tokenizer_sizes = compare_tokenizers(Tokenizer.from_file(file), base, str(file))
+            add_missing_rows(model, tokenizer_sizes, base)
         adapter.install_adapters(model, stored.lora, start=stored)
         return model
     if is_weight_file(folder):
@@ -324,7 +334,7 @@ def _load_unmerged(
 
 
 def load_trained(
-    run: Run, warn: Warn, precision: Precision | None = None, named: Collection[str] = ()
+    run: Run, warn: Warn, precision: Precision | None = None, code_values: Collection[str] = ()
 ) -> Trained:
     """Load a run's newest model of any kind. Its Python file, if there is one, builds the module.
 
@@ -333,8 +343,8 @@ def load_trained(
         warn: called with each line that the user should read.
         precision: the precision in which a model with adapters will compute. If it has 16 bits, the
             base is stored in 16 bits.
-        named: every value of the run's settings that may name code; the run's mark covers these
-            (`monograph.run.trust`).
+        code_values: every value of the run's settings that may name code, such as
+            FILE.py:FUNCTION. The mark in config.toml covers all of them (`monograph.run.trust`).
 
     Raises:
         InputRefused: the Python file has changed or is not trusted, or the saved weights do not fit
@@ -345,12 +355,12 @@ def load_trained(
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     loss: Loss = token_loss
     if recipe.code or recipe.lora:
-        vouched = require_trusted(run.config, named, [recipe.init], recipe.sha256)
+        vouched = require_trusted(run.config, code_values, [recipe.init], recipe.sha256)
         recipe = recipe._replace(vouched=vouched)
         require_same_file(recipe, run)
         model, loss = build(recipe)
         if recipe.lora:
-            require_base(module_digest(model), recipe.base_sha256, recipe.init, run.folder)
+            require_base_of_run(module_digest(model), recipe.base_sha256, recipe.init, run.folder)
             if recipe.vocabulary and isinstance(model, Llama):
                 set_new_rows(model, *recipe.vocabulary)
             adapter.install_adapters(model, recorded_lora(recipe.lora), precision=precision)
@@ -361,9 +371,9 @@ def load_trained(
     return Trained(
         model,
         loss,
-        own_tokenizer(run, checkpoint.state),
+        load_tokenizer(run, checkpoint.state),
         checkpoint.state,
-        bool(averages(checkpoint)),
+        averaged=bool(averages(checkpoint)),
     )
 
 
@@ -384,7 +394,7 @@ def averages(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name.removeprefix("ema."): checkpoint.optimizer[name] for name in names}
 
 
-def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
+def load_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     """Read a run's tokenizer, and require that its files are unchanged.
 
     Args:
@@ -396,7 +406,7 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
         InputRefused: a file is damaged or was replaced; the message says where to find a copy.
     """
     recorded = state.get("tokenizer")
-    recorded_files = state.get("tokenizer_files")
+    recorded_digests = state.get("tokenizer_files")
     try:
         # The recorded digest is that of the text without its last line end. A file with this digest
         # is as the run wrote it, so it need not pass the checks of a stranger's file.
@@ -408,16 +418,16 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
                 f"{run.tokenizer}: expected content of sha256 {recorded}, found {tokenizer.digest}"
             )
     except InputRefused as error:
-        fault = str(error).rpartition("; ")[0] or str(error)  # without its own advice
+        fault = str(error).rpartition("; ")[0] or str(error)  # without the advice after "; "
         remedy = (
             f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
         )
         raise InputRefused(f"{fault}; put it back: {remedy}") from None
-    if recorded_files is None:  # no checkpoint, or one from before these files were recorded
+    if recorded_digests is None:  # no checkpoint, or one from before these files were recorded
         return tokenizer
     # Other files may have been added: the user may give a chat template to a run without one.
-    for name in sorted({*recorded_files, tokenizer_config.CONFIG}):
-        expected = recorded_files.get(name, "nothing")
+    for name in sorted({*recorded_digests, tokenizer_config.CONFIG}):
+        expected = recorded_digests.get(name, "nothing")
         actual = tokenizer.config.digests.get(name, "nothing")
         if expected != actual:
             raise InputRefused(
@@ -458,7 +468,7 @@ def save(
     format: str = "hf",
     dtype: str | None = None,
     warn: Warn = lambda line: None,
-    beside: Callable[[Path], None] = write_no_extras,
+    write_extras: Callable[[Path], None] = write_no_extras,
 ) -> None:
     """Write a model into a new folder, for other tools, in one of the formats of
     `monograph.model.exports`.
@@ -471,8 +481,8 @@ def save(
             "gguf" for llama.cpp.
         dtype: the dtype of the weights in "gguf"; None for its default.
         warn: called with each line that the user should read.
-        beside: a function that writes further files. It is called with a temporary folder, which is
-            renamed to `folder` after the call.
+        write_extras: a function that writes further files. It is called with a temporary folder,
+            which is renamed to `folder` after the call.
 
     Raises:
         UsageError: an unknown format or dtype, a missing package, or a module that is not a Llama
@@ -490,4 +500,4 @@ def save(
         raise UsageError(
             f"save writes a language model of this package, not a {type(model).__name__}"
         )
-    export.write(model, Path(folder), tokenizer, dtype, warn, beside)
+    export.write(model, Path(folder), tokenizer, dtype, warn, write_extras)

@@ -20,19 +20,14 @@ from rich.text import Text
 
 from monograph.errors import Stopped
 from monograph.report import quantities
-from monograph.run.screen import (
-    ASCII,
-    BRAILLE,
-    YARDSTICK_WIDTH,
-    Screen,
-    curve_pieces,
-    cut_to_width,
-    one_line,
-)
+from monograph.run.curve import ASCII, BRAILLE, YARDSTICK_WIDTH, curve_pieces
+from monograph.run.screen import Screen, cut_to_width, one_line
 
 LABEL_WIDTH = 10  # characters of the column of labels at the left
 _TIME_COLUMN = 78  # the column in which a stage's time ends
-_CURVE_ROWS = 8  # the largest height of a curve
+_CURVE_ROWS = 8  # the largest height of a curve, in lines without its x axis
+_MIN_CURVE_ROWS = 4  # a flatter curve is not drawn
+_SAMPLE_HEAD_WIDTH = 18  # characters before a sample, such as "  sample at 10 %"
 _LABEL_STYLES = {
     "done": "bold green",
     "stopped": "bold yellow",
@@ -52,6 +47,16 @@ def wrap_lines(text: str, width: int) -> list[str]:
     """
     unbroken = _WITH_UNIT.sub(lambda match: match[0].replace(" ", _NO_BREAK), text)
     return [line.replace(_NO_BREAK, " ") for line in textwrap.wrap(unbroken, width)]
+
+
+def _with_label(label: str, text: str) -> Text:
+    """Return a line with a label in the column at the left; "" leaves the column empty."""
+    return Text.assemble((label.ljust(LABEL_WIDTH), _LABEL_STYLES.get(label, "bold")), text)
+
+
+def _with_label_first(label: str, lines: Sequence[str]) -> list[Text]:
+    """Return lines of which the first has the label; the column of the others is empty."""
+    return [_with_label(label if i == 0 else "", line) for i, line in enumerate(lines)]
 
 
 class Progress:
@@ -122,7 +127,9 @@ class Progress:
         """
         stage = RunningStage(label, text, self._watch)
         try:
-            with self.screen.live(lambda: [stage.running()], stage.running, stage.state):
+            with self.screen.live(
+                region=lambda: [stage.running_line()], status=stage.running_line, state=stage.state
+            ):
                 yield stage
         except Exception:
             stage.outcome = "failed after "
@@ -180,7 +187,7 @@ class RunningStage:
         """Return what the stage last reported."""
         return self._detail
 
-    def running(self) -> Text:
+    def running_line(self) -> Text:
         """Return the line that is shown while the stage runs."""
         elapsed = quantities.duration(int(monotonic() - self._start_s))
         return _with_label(self.label, f"{self.text}{self._detail}   {elapsed}")
@@ -206,41 +213,45 @@ class RunningStage:
 
 
 class _Display:
-    """A context manager that shows a bar with figures and a note; the base class of two displays.
+    """A context manager that shows a bar with figures and a note: the base class of `TrainingBlock`
+    and `SweepDisplay`.
 
     Args:
         screen: where it is shown.
-        work: number of all units of work.
-        start: number of units that were done by earlier processes.
+        work: number of all units of work, such as updates.
+        done_before: number of units that were done by earlier processes.
     """
 
-    def __init__(self, screen: Screen, work: int, start: int) -> None:
+    def __init__(self, screen: Screen, work: int, done_before: int) -> None:
         self._screen = screen
         self._work = work
-        self._start = start
-        self._done = start
+        self._done_before = done_before
+        self._done = done_before  # by earlier processes and this one
         self._figures = ""
         self._note = ""
-        self._since_s = monotonic()
-        self._outcome = ""
+        self._start_s = monotonic()
+        self._outcome = ""  # words before the elapsed time, as in `RunningStage.outcome`
         self._live = screen.live(
-            self._region, self._plain_line, lambda: (self._done, self._figures)
+            region=self._region,
+            status=self._plain_line,
+            state=lambda: (self._done, self._figures),
         )
 
     def __enter__(self) -> Self:
-        self._since_s = monotonic()
+        self._start_s = monotonic()
         self._live.__enter__()
         return self
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._live.__exit__(kind, error, trace)
-        if kind is not None:
-            was_stopped = issubclass(kind, Stopped) or not issubclass(kind, Exception)
+        self._live.__exit__(error_type, error, trace)
+        if error is not None:
+            # Ctrl-C raises KeyboardInterrupt, which is no Exception.
+            was_stopped = isinstance(error, Stopped) or not isinstance(error, Exception)
             self._outcome = "stopped after " if was_stopped else "failed after "
         self._print_final()
 
@@ -264,31 +275,31 @@ class _Display:
         return lines
 
     def _bar(self) -> Text:
-        start = self._bar_start()
-        end = f" {self._progress()}"
+        start = self._text_before_bar()
+        end = f" {self._text_after_bar()}"
         room = max(0, self._screen.width - len(start) - len(end))
         filled = round(min(1.0, self._done / self._work) * room)
         return Text.assemble(start, ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), end)
 
     def _plain_line(self) -> Text:
         """Return the bar's figures without the bar, for a stream that is not a terminal."""
-        return Text(self._bar_start() + self._progress())
+        return Text(self._text_before_bar() + self._text_after_bar())
 
-    def _bar_start(self) -> str:
+    def _text_before_bar(self) -> str:
         """Return the text before the bar."""
         return "  "
 
-    def _progress(self) -> str:
+    def _text_after_bar(self) -> str:
         """Return the text after the bar: the share of the work, figures, and the time."""
         share = f"{100 * self._done / self._work:>3.0f} %"
         return "   ".join(filter(None, [share, self._figures, self._time()]))
 
     def _time(self) -> str:
         """Return the time that is left; if it cannot be estimated, the elapsed time."""
-        elapsed_s = monotonic() - self._since_s
-        done_here = self._done - self._start
+        elapsed_s = monotonic() - self._start_s
         if self._outcome:
             return self._outcome + quantities.clock_time(elapsed_s)
+        done_here = self._done - self._done_before
         # `done_here` may be negative: a run whose updates are skipped goes back to a checkpoint,
         # which may be older than the one that it was resumed from.
         if done_here <= 0 or self._done >= self._work:
@@ -369,13 +380,13 @@ class TrainingBlock(_Display):
             skipped: number of skipped updates since the run's start.
             score: a text in place of the loss.
         """
-        parts = [score or f"loss {loss:.3f}", quantities.count(tokens_per_s, "tok/s")]
+        figures = [score or f"loss {loss:.3f}", quantities.count(tokens_per_s, "tok/s")]
         if memory_bytes is not None:
-            parts.append(quantities.memory(memory_bytes))
+            figures.append(quantities.memory(memory_bytes))
         if skipped:
-            parts.append(f"{skipped} skipped")
+            figures.append(f"{skipped} skipped")
         self._done = at
-        self._figures = "   ".join(parts)
+        self._figures = "   ".join(figures)
 
     def set_end(self, work: int) -> None:
         """Change the run's number of updates, and in proportion the number of tokens."""
@@ -418,29 +429,33 @@ class TrainingBlock(_Display):
             line.append(f"   held-out {self._measure} {self._held_out[-1].value:.2f}")
         return line
 
-    def _bar_start(self) -> str:
+    def _text_before_bar(self) -> str:
         return f"  update {self._done:>{len(str(self._work))}}/{self._work} "
 
     def _time(self) -> str:
         time = super()._time()
-        if self._done == self._start and not self._outcome:
-            time += " so far"
+        if self._done == self._done_before and not self._outcome:
+            time += (
+                " so far"  # `time` is the elapsed time, since no update tells how long one takes
+            )
         return time
 
     def _curve(self, room: int = _CURVE_ROWS) -> list[Text]:
-        """Return the lines of the curve with its heading; none if there is too little to draw.
+        """Return the lines of the curve with its heading; none if there is too little to draw, or too
+        little room.
 
         Args:
             room: number of lines that the plot may take.
         """
         rows = min(_CURVE_ROWS, room)
-        is_single_point = len(self._held_out) + len(self._yardsticks) < 2
-        if not self._held_out or is_single_point or rows < 4:
+        # A single point is worth drawing only if it can be compared with a yardstick.
+        is_comparable = len(self._held_out) + len(self._yardsticks) >= 2
+        if not self._held_out or not is_comparable or rows < _MIN_CURVE_ROWS:
             return []
         width = self._screen.width
         last = self._held_out[-1]
         # The number of tokens at the end of the run is extrapolated: in some runs only the tokens
-        # of sampled answers count, and nobody knows the length of an answer beforehand.
+        # of sampled answers count, and the length of an answer is not known beforehand.
         x_end: float = self._tokens
         if last.update and last.tokens:
             x_end = last.tokens * self._work / last.update
@@ -461,20 +476,10 @@ class TrainingBlock(_Display):
         return lines
 
     def _sample_line(self, share: float, text: str) -> Text:
-        head = f"  sample at {share:.0%}".replace("%", " %").ljust(18)
+        head = f"  sample at {100 * share:.0f} %".ljust(_SAMPLE_HEAD_WIDTH)
         return Text.assemble(
             (head, "dim"), cut_to_width(one_line(text), self._screen.width - len(head))
         )
-
-
-def _with_label(label: str, text: str) -> Text:
-    """Return a line with a label in the column at the left; "" leaves the column empty."""
-    return Text.assemble((label.ljust(LABEL_WIDTH), _LABEL_STYLES.get(label, "bold")), text)
-
-
-def _with_label_first(label: str, lines: Sequence[str]) -> list[Text]:
-    """Return lines of which the first has the label; the column of the others is empty."""
-    return [_with_label(label if i == 0 else "", line) for i, line in enumerate(lines)]
 
 
 class SweepDisplay(_Display):
@@ -510,14 +515,14 @@ class SweepDisplay(_Display):
     def resume(self, units: int) -> None:
         """Report that `units` more units of work were done by an earlier process."""
         self._done += units
-        self._start += units
+        self._done_before += units
 
     def shorten_bar(self, units: int) -> None:
         """Report that `units` units of the remaining work will not be done."""
         self.set_end(max(1, self._work - units))  # never 0, by which the share is divided
 
     def _print_final(self) -> None:
-        if self._done > self._start:
+        if self._done > self._done_before:  # a bar says nothing if this process did no work
             super()._print_final()
 
     def refresh_table(self) -> None:
@@ -532,7 +537,7 @@ class SweepDisplay(_Display):
 
     def _region(self) -> list[Text]:
         region = super()._region()
-        room = max(2, self._screen.height - 2 - len(region))
+        room = max(2, self._screen.height - len(region) - 2)  # two lines stay free
         lines = self._lines
         if len(lines) > room:
             lines = [*lines[: room - 1], "..."]

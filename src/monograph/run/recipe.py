@@ -39,7 +39,8 @@ from monograph.text.tokenizer import Tokenizer
 
 # Entries that were added after the first version: checkpoints have them only if they differ from
 # the default, so that the checkpoints of runs without them stay the same.
-_ADDED = ("lora", "adapter", "base_sha256", "vocabulary", "family", "norm_eps")
+_ADDED = ("lora", "adapter", "base_sha256", "vocabulary", "family")
+_NOT_RECORDED = ("norm_eps", "vouched")  # fields of `ModelRecipe` that checkpoints do not have
 # The preset from which a shape takes what its sizes do not say, e.g. rope and initialisation.
 SHAPE_OF_SIZES = "micro"
 
@@ -64,11 +65,11 @@ class ModelRecipe(NamedTuple):
             (`monograph.model.vocabulary.set_new_rows`); otherwise None. New ids are those that the
             weights of `init` were not trained with.
         family: the family of a new Llama.
-        norm_eps: the rms_norm_eps of a new Llama, from a checkpoint of its run or of the run's
-            parent; None for the preset's value. Needed since the presets of hybrid models once had
-            another value. Checkpoints do not record this entry.
-        vouched: the digest of each Python file that may run, by the value of `init` that names it
-            (`monograph.run.trust`). Checkpoints do not record this entry.
+        norm_eps: the rms_norm_eps of a new Llama; None for the preset's value. The presets of
+            hybrid models once had another value, so a run from then gets the one that the shape in
+            its checkpoint has. A recipe in a checkpoint has no such entry.
+        vouched: {FILE.py:FUNCTION: digest of FILE.py}, for the Python files that may run
+            (`monograph.run.trust`). A recipe in a checkpoint has no such entry.
     """
 
     init: str | None
@@ -91,7 +92,7 @@ class ModelRecipe(NamedTuple):
         Args:
             saved: the checkpoint's entry, already checked by `monograph.run.recorded_state`.
         """
-        recorded_names = set(cls._fields) - {"norm_eps", "vouched"}
+        recorded_names = set(cls._fields) - set(_NOT_RECORDED)
         values = {name: value for name, value in saved.items() if name in recorded_names}
         # Until version 0.2 a preset's name contained the family, as in "olmo2:nano".
         family, _, preset = str(values["preset"]).rpartition(":")
@@ -100,15 +101,13 @@ class ModelRecipe(NamedTuple):
         return cls(**values)
 
     def entries(self) -> dict[str, Any]:
-        """Return the recipe as a checkpoint records it; see `_ADDED`."""
-        values = self._replace(norm_eps=None)._asdict()
-        del values["vouched"]
-        defaults = self._field_defaults
-        return {
-            key: value
-            for key, value in values.items()
-            if key not in _ADDED or value != defaults[key]
-        }
+        """Return the recipe as a checkpoint records it; see `_ADDED` and `_NOT_RECORDED`."""
+        entries = {}
+        for key, value in self._asdict().items():
+            is_default = key in _ADDED and value == self._field_defaults[key]
+            if key not in _NOT_RECORDED and not is_default:
+                entries[key] = value
+        return entries
 
     @property
     def code(self) -> Code | None:
@@ -132,6 +131,20 @@ class ModelRecipe(NamedTuple):
         intermediate_size = 8 * ((sizes["hidden_size"] + 2) // 3)
         sizes = {"num_key_value_heads": 0, "intermediate_size": intermediate_size} | sizes
         return LlamaConfig.preset(SHAPE_OF_SIZES, family=self.family, **sizes)
+
+
+def lora_record(lora: Lora) -> dict[str, Any]:
+    """Return the options of adapters as JSON values for `ModelRecipe.lora`; see `recorded_lora`."""
+    values = dict(vars(lora))
+    if not isinstance(lora.targets, str):
+        values["targets"] = list(lora.targets)
+    values["tokens"] = list(lora.tokens)
+    # Later versions added these options. The records of older runs lack them, so they are recorded
+    # only if they are on.
+    for added in ("tokens", "rslora", "dora"):
+        if not values[added]:
+            del values[added]
+    return values
 
 
 def recorded_lora(saved: Mapping[str, Any]) -> Lora:
@@ -208,82 +221,90 @@ def build_from_file(recipe: ModelRecipe, code: Code) -> tuple[nn.Module, Loss]:
             module.
     """
     where = f"model.init = {code.value!r}"
-    function_name = code.function
     source = code.vouched_source(recipe.vouched.get(code.value))
-    # Dataclasses and Dynamo look up a class's module in sys.modules, which may already have another
-    # module of the file's own name. So the module gets a name that is unique to the file's path.
     file = without_links(code.path)
-    folder = str(file.parent)
-    name = f"{USER_MODULE_PREFIX}{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
-    loader = _LoaderOfBytes(name, str(file))
-    loader.source = source
-    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
-    assert spec
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if folder not in sys.path:
-        sys.path.append(folder)  # so that the file can import files next to it
     try:
-        loader.exec_module(module)
-        function = getattr(module, function_name, None)
+        program = _import_source(file, source)
+        function = getattr(program, code.function, None)
         if not callable(function):
-            hint = did_you_mean(
-                function_name, [name for name, value in vars(module).items() if callable(value)]
-            )
-            raise InputRefused(f"{where}: {file} has no function {function_name!r}{hint}")
+            function_names = [name for name, value in vars(program).items() if callable(value)]
+            hint = did_you_mean(code.function, function_names)
+            raise InputRefused(f"{where}: {file} has no function {code.function!r}{hint}")
         parameters = inspect.signature(function).parameters
         offered = {"seed": recipe.seed, **recipe.sizes}
         arguments = {key: value for key, value in offered.items() if key in parameters}
-        built = function(**arguments)
+        model = function(**arguments)
     except InputRefused:
         raise
     except (Exception, SystemExit) as error:  # the file is a user's program: it may raise anything
         raise InputRefused(
             f"{where}: {file} failed: {type(error).__name__}: {said_by(error)}"
         ) from error
-    if not isinstance(built, nn.Module):
-        raise InputRefused(f"{where}: it returned {type(built).__name__}, expected an nn.Module")
-    if empty := [name for name, parameter in built.named_parameters() if parameter.is_meta]:
+    if not isinstance(model, nn.Module):
+        raise InputRefused(f"{where}: it returned {type(model).__name__}, expected an nn.Module")
+    on_meta_device = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta_device:
         raise InputRefused(
-            f"{where}: {empty[0]} is on the meta device, without numbers: build the module on the CPU"
+            f"{where}: {on_meta_device[0]} is on the meta device, without numbers: build the module on the CPU"
         )
-    if not hasattr(module, "loss") and not hasattr(built, "lm_head"):
+    if not hasattr(program, "loss") and not hasattr(model, "lm_head"):
         raise InputRefused(
-            f"{where}: {file} has no loss(model, batch) -> (sum, count), and a {type(built).__name__} has no lm_head, "
+            f"{where}: {file} has no loss(model, batch) -> (sum, count), and a {type(model).__name__} has no lm_head, "
             "which the loss of tokens needs: add one of them"
         )
-    loss = getattr(module, "loss", token_loss)
+    loss = getattr(program, "loss", token_loss)
     if not hasattr(loss, "fill"):
         # `fill` has the values of a row without targets, with which short micro-batches are padded
         # (`monograph.loss`). A loss that cannot have attributes gets short micro-batches instead.
         with suppress(AttributeError):
             loss.fill = token_loss.fill
-    return unwrap_(built), loss
+    return unwrap_(model), loss  # without `torch.compile`: the whole step is compiled instead
 
 
-_MAX_SHOWN_CHARACTERS = 40  # of a token in a message
+def _import_source(file: Path, source: bytes) -> types.ModuleType:
+    """Run a Python file, and return it as a Python module.
+
+    Args:
+        file: the path of the file, with all links followed.
+        source: its content, whose digest was checked.
+    """
+    # Dataclasses and Dynamo look up a class's module in sys.modules, which may already have another
+    # module of the file's own name. So the module gets a name that is unique to the file's path.
+    path_digest = hashlib.sha256(str(file).encode()).hexdigest()
+    name = f"{USER_MODULE_PREFIX}{path_digest[:8]}_{file.stem}"
+    loader = _LoaderOfBytes(name, str(file))
+    loader.source = source
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    assert spec
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = str(file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # so that the file can import files next to it
+    loader.exec_module(module)
+    return module
 
 
-class Vocabulary(NamedTuple):
+class TokenizerSizes(NamedTuple):
     """The sizes of a base model's own tokenizer and of the run's tokenizer, which extends it.
 
     Attributes:
-        own: number of tokens of the base's tokenizer; None if the base has no tokenizer.
-        all: number of tokens of the run's tokenizer. Its first `own` tokens are those of the base.
+        base: number of tokens of the base's tokenizer; None if the base has no tokenizer.
+        run: number of tokens of the run's tokenizer. Its first `base` tokens are the base's.
     """
 
-    own: int | None
-    all: int
+    base: int | None
+    run: int
 
-    def new(self, rows: int) -> range:
+    def new_ids(self, rows: int) -> range:
         """Return the ids of the run's tokenizer that the base was not trained with.
 
         Args:
             rows: number of rows of the base's embedding. Without a tokenizer of the base, the new
                 ids are those without a row.
         """
-        trained = rows if self.own is None else min(self.own, rows)
-        return range(trained, self.all)
+        trained_ids = rows if self.base is None else min(self.base, rows)
+        return range(trained_ids, self.run)
 
 
 def find_tokenizer(folder: str | Path) -> Path | None:
@@ -337,14 +358,14 @@ def tokenizer_path(folder: str | Path) -> Path | None:
 
 
 def compare_tokenizers(
-    tokenizer: Tokenizer, base: str, named: str = "data.tokenizer"
-) -> Vocabulary:
+    tokenizer: Tokenizer, base: str, origin: str = "data.tokenizer"
+) -> TokenizerSizes:
     """Require that a tokenizer has the same text as the base's tokenizer for each id of both.
 
     Args:
         tokenizer: the run's tokenizer.
         base: the base model, whose own tokenizer.json is read.
-        named: the key or file that `tokenizer` comes from, for the message.
+        origin: the key or file that `tokenizer` comes from, for the message.
 
     Returns:
         The sizes of both tokenizers.
@@ -354,25 +375,26 @@ def compare_tokenizers(
     """
     path = tokenizer_path(base)
     if path is None or not is_file(path):
-        return Vocabulary(None, tokenizer.vocab_size)
+        return TokenizerSizes(None, tokenizer.vocab_size)
     texts_of_base = tokenizer_file.texts(tokenizer_file.read(path), str(path))
     texts = tokenizer.texts()
     for index in sorted(texts_of_base.keys() & texts.keys()):
         if texts_of_base[index] != texts[index]:
             raise InputRefused(
-                f"{named}: another tokenizer than {path}: id {index} is {_shown(texts[index])}, but the model has "
+                f"{origin}: another tokenizer than {path}: id {index} is {_shown(texts[index])}, but the model has "
                 f"trained its row for {_shown(texts_of_base[index])}: take the model's own tokenizer, with new tokens "
                 "at its end"
             )
-    return Vocabulary(max(texts_of_base, default=-1) + 1, tokenizer.vocab_size)
+    base_size = max(texts_of_base, default=-1) + 1
+    return TokenizerSizes(base_size, tokenizer.vocab_size)
 
 
-def add_missing_rows(model: Llama, vocabulary: Vocabulary, base: str) -> list[int] | None:
+def add_missing_rows(model: Llama, sizes: TokenizerSizes, base: str) -> list[int] | None:
     """Give a model, in place, a row for each new token of the run's tokenizer.
 
     Args:
         model: the model as it was loaded.
-        vocabulary: the result of `compare_tokenizers`.
+        sizes: the result of `compare_tokenizers`.
         base: where the model comes from, for the message.
 
     Returns:
@@ -380,20 +402,24 @@ def add_missing_rows(model: Llama, vocabulary: Vocabulary, base: str) -> list[in
         is new.
 
     Raises:
-        InputRefused: rows are missing, but the model has no tokenizer, so that nobody knows which
+        InputRefused: rows are missing, but the model has no tokenizer, so it is unknown which
             tokens are new.
     """
     rows = model.config.vocab_size
-    new = vocabulary.new(rows)
-    if not new:
+    new_ids = sizes.new_ids(rows)
+    if not new_ids:
         return None
-    if vocabulary.own is None:
+    if sizes.base is None:
         raise InputRefused(
-            f"model.vocab_size = {rows} of {base} is smaller than the tokenizer's {vocabulary.all}, and no "
+            f"model.vocab_size = {rows} of {base} is smaller than the tokenizer's {sizes.run}, and no "
             "tokenizer.json next to its weights says which tokens are new: put the model's own there"
         )
-    set_new_rows(model, new.start, new.stop)
-    return [new.start, new.stop]
+    arguments = [new_ids.start, new_ids.stop]
+    set_new_rows(model, *arguments)
+    return arguments
+
+
+_MAX_SHOWN_CHARACTERS = 40  # of a token in a message
 
 
 def _shown(text: str) -> str:
@@ -401,20 +427,6 @@ def _shown(text: str) -> str:
     if len(text) > _MAX_SHOWN_CHARACTERS:
         text = text[:_MAX_SHOWN_CHARACTERS] + "..."
     return repr(text)
-
-
-def lora_record(lora: Lora) -> dict[str, Any]:
-    """Return the options of adapters as JSON values for `ModelRecipe.lora`; see `recorded_lora`."""
-    values = dict(vars(lora))
-    if not isinstance(lora.targets, str):
-        values["targets"] = list(lora.targets)
-    values["tokens"] = list(lora.tokens)
-    # These options were added later. Left out where they are off, as in the records of older runs.
-    return {
-        key: value
-        for key, value in values.items()
-        if value or key not in ("tokens", "rslora", "dora")
-    }
 
 
 def module_digest(module: nn.Module) -> str:
@@ -429,12 +441,16 @@ def module_digest(module: nn.Module) -> str:
         if tensor.is_floating_point() and tensor.dtype != torch.float64:
             numbers = numbers.float()
         sha256.update(f"{name} {list(tensor.shape)} ".encode())
-        sha256.update(numbers.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        # Reshaped, since a 0-dimensional tensor has no view of another item size.
+        number_bytes = numbers.contiguous().reshape(-1).view(torch.uint8)
+        sha256.update(number_bytes.numpy().data)
     return sha256.hexdigest()
 
 
-def require_base_of(adapter: Adapter, base_sha256: str) -> None:
-    """Require that a base has the weights that a stored adapter was trained on, if it records them.
+def require_base_of_adapter(adapter: Adapter, base_sha256: str) -> None:
+    """Require that a base has the weights that a stored adapter was trained on.
+
+    An adapter that does not record their digest takes any base.
 
     Args:
         adapter: the stored adapter.
@@ -451,7 +467,9 @@ def require_base_of(adapter: Adapter, base_sha256: str) -> None:
         )
 
 
-def require_base(actual: str | None, expected: str | None, init: str | None, folder: Path) -> None:
+def require_base_of_run(
+    actual: str | None, expected: str | None, init: str | None, folder: Path
+) -> None:
     """Require that a base has the weights that a run's adapters were trained on.
 
     Args:

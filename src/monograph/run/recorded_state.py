@@ -1,8 +1,8 @@
 """Check the state of a run's checkpoint, and set random generators to a recorded state.
 
 The state is the JSON object that a checkpoint stores next to its tensors. A checkpoint's digests
-only show that its bytes are unchanged: whoever writes false entries can write matching digests. So
-each reader of a run checks here the types and ranges of all entries, and that they agree.
+only show that its bytes are unchanged: who forges entries can write matching digests, too. So all
+code that reads a run's state checks here the types and ranges of its entries, and that they agree.
 """
 
 import json
@@ -27,19 +27,20 @@ from monograph.run.recipe import recorded_lora
 
 # The largest size of a tokenizer. A false size must not exhaust the memory, since the model gets a
 # row for each token.
-MOST_TOKENS = 2**24
+MAX_TOKENIZER_SIZE = 2**24
 # The largest number of updates, tokens, rows or bytes. No run has more, and a false number must not
 # mean endless work.
-MOST = 10**15
+MAX_COUNT = 10**15
 _MAX_SHOWN_CHARACTERS = 60  # of a value in a message
 
-Natural = Annotated[int, Field(ge=0, le=MOST)]
+Natural = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 RecordedSeed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[FiniteFloat, Field(ge=0)]
 RecordedText = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern="^[a-z][a-z_]*[.][a-z]+$")]  # in the run's own folder
 NaturalPair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
+# Strict even inside a list for which strictness is off; see `_FROM_LIST`.
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True)]
 # NumPy's generator MT19937 has a state of 624 words of 32 bits, and the position of the next word.
@@ -47,7 +48,7 @@ GeneratorWords = Annotated[
     list[Annotated[Int, Field(ge=0, lt=2**32)]], Field(min_length=624, max_length=624)
 ]
 GeneratorPosition = Annotated[Int, Field(ge=0, le=624)]
-# Takes a list for a tuple, since JSON has no tuples. The types of the items are strict, see `Int`.
+# Takes a list for a tuple, since JSON has no tuples.
 _FROM_LIST = Field(strict=False)
 
 
@@ -58,6 +59,8 @@ class Strict(BaseModel):
 
 
 class _Counters(Strict):
+    """The counters of the training step, which `monograph.step.step` describes."""
+
     index: Natural
     applied: Natural
     tokens: Natural
@@ -68,12 +71,16 @@ class _Counters(Strict):
 
 
 class _Position(Strict):
+    """The position in the data, which `monograph.data.batches` describes."""
+
     seed: RecordedSeed
     rows: Natural
     skip: list[NaturalPair] = []
 
 
 class _Generators(Strict):
+    """The states of the random generators of Python, NumPy, and torch on the CPU and on the GPU."""
+
     python: Annotated[tuple[Int, list[Int], Float | None], _FROM_LIST]
     # NumPy's set_state does not check the position, so `GeneratorPosition` does.
     numpy: Annotated[
@@ -84,6 +91,8 @@ class _Generators(Strict):
 
 
 class _Recipe(Strict):
+    """A `monograph.run.recipe.ModelRecipe`."""
+
     init: RecordedText | None
     preset: RecordedText
     sizes: dict[str, bool | Natural]
@@ -103,15 +112,17 @@ class _Versions(Strict):
 
 
 class _State(Strict):
+    """The state of a checkpoint, which `monograph.session.session` makes."""
+
     engine: _Counters
     data: _Position
     random: _Generators
-    micro_batch: Annotated[int, Field(gt=0, le=MOST)] | None
-    length: Annotated[Natural, Field(ge=1)]
-    cooled: NaturalPair | None
-    budget_s: Seconds | None
+    micro_batch: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None
+    length: Annotated[Natural, Field(ge=1)]  # the run's number of updates
+    cooled: NaturalPair | None  # first and last update of an early cool-down
+    budget_s: Seconds | None  # of training; None if the length is given in updates
     elapsed_s: Seconds
-    metrics_offset: Natural
+    metrics_offset: Natural  # length of metrics.jsonl in bytes
     metrics_sha256: Digest | None = None
     fingerprint: str
     tokenizer: Digest
@@ -121,17 +132,21 @@ class _State(Strict):
     attention: str | None = None
     files: dict[FileName, Digest] = {}
     teachers: Digest | None = None  # of an earlier version: that of teachers.json
+    # The entry is called model_config, a name that pydantic keeps for itself.
     shape: dict[str, Any] | None = Field(alias="model_config")
     sampling: dict[str, Any] | None = None
     versions: _Versions
 
 
-def recorded_files(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sha256 of the files in a run's folder that it learns from, by name, as a
-    checkpoint's state records them.
+def recorded_file_digests(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return {file name: SHA-256} of the files in a run's folder that the run learns from, such as
+    teachers.json, as a checkpoint's state records them.
     """
-    earlier = state.get("teachers")
-    return {**({TEACHERS: earlier} if earlier else {}), **state.get("files", {})}
+    digests: dict[str, str] = {}
+    if state.get("teachers"):  # an earlier version recorded this file in an entry of its own
+        digests[TEACHERS] = state["teachers"]
+    digests.update(state.get("files", {}))
+    return digests
 
 
 def load_newest(run: Run, warn: Warn) -> Checkpoint:
@@ -142,11 +157,11 @@ def load_newest(run: Run, warn: Warn) -> Checkpoint:
         warn: called with a line for each newer checkpoint that is damaged.
 
     Raises:
-        InputRefused: the state is invalid; see `require`.
+        InputRefused: the state is invalid; see `require_valid`.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     checkpoint = checkpointing.load_newest(run.checkpoints, warn, at=run.at_update)
-    require(checkpoint.state, checkpoint.update, run)
+    require_valid(checkpoint.state, checkpoint.update, run)
     return checkpoint
 
 
@@ -155,10 +170,10 @@ def state_in(folder: Path, run: Run) -> dict[str, Any]:
 
     Raises:
         CheckpointDamaged: the folder fails verification; see `checkpointing.verify`.
-        InputRefused: the state is invalid; see `require`.
+        InputRefused: the state is invalid; see `require_valid`.
     """
     update, state = checkpointing.load_state(folder)
-    require(state, update, run)
+    require_valid(state, update, run)
     return state
 
 
@@ -166,7 +181,7 @@ def newest_state(run: Run) -> dict[str, Any]:
     """Return the state of a run's newest valid checkpoint; an empty dict if there is none.
 
     Raises:
-        InputRefused: the state is invalid; see `require`.
+        InputRefused: the state is invalid; see `require_valid`.
     """
     for _, folder in checkpointing.candidates(run.checkpoints):
         with suppress(CheckpointDamaged):
@@ -185,7 +200,7 @@ def require_metrics(run: Run) -> None:
         run.require_metrics(state["metrics_offset"], state.get("metrics_sha256"))
 
 
-def require(state: Mapping[str, Any], update: int, run: Run) -> None:
+def require_valid(state: Mapping[str, Any], update: int, run: Run) -> None:
     """Require that all entries of a checkpoint's state are valid and agree with each other.
 
     Args:
@@ -199,14 +214,14 @@ def require(state: Mapping[str, Any], update: int, run: Run) -> None:
     """
     folder = run.checkpoints / f"step-{update:08d}"
     try:
-        _require(state, update, run)
+        _check_entries(state, update)
     except InputRefused as error:
         remedy = f"put the file back, or move {folder.name} elsewhere, and the checkpoint before it is taken"
         raise InputRefused(f"{folder / 'state.json'}: {error}; {remedy}") from None
 
 
-def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
-    """Do the work of `require`. Its messages do not name the file; `require` adds the file."""
+def _check_entries(state: Mapping[str, Any], update: int) -> None:
+    """Do the work of `require_valid`, which adds the file to this function's messages."""
     try:
         checked = _State.model_validate(state)
     except ValidationError as error:
@@ -220,7 +235,7 @@ def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
         raise InputRefused(
             f"engine.index = {checked.engine.index}: expected {update}, as in MANIFEST.json"
         )
-    # `cooled` is [first, last] update of a cool-down that replaced the schedule, and so the end.
+    # The last update of an early cool-down replaces the length as the run's end.
     begin, end = checked.cooled or (update, checked.length)
     if end < begin or end < update:
         raise InputRefused(
@@ -232,6 +247,7 @@ def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
         except InputRefused as error:
             raise InputRefused(f"model_config: {error}") from None
     sampling = checked.sampling or {}
+    # `select_defaults` returns the known keys that have a value.
     known_keys = sampling_defaults.select_defaults(sampling, "sampling").keys()
     unknown = sorted(sampling.keys() - known_keys)
     if unknown:
@@ -253,7 +269,7 @@ def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
 def _require_adapters(recipe: _Recipe) -> None:
     """Require valid ids of new tokens and valid options of adapters; raises InputRefused."""
     first, tokens = recipe.vocabulary or (1, 2)  # (1, 2) is any valid pair
-    if not 0 < first < tokens <= MOST_TOKENS:
+    if not 0 < first < tokens <= MAX_TOKENIZER_SIZE:
         raise InputRefused(
             f"recipe.vocabulary = [{first}, {tokens}]: expected the first new id and the number of all tokens"
         )
@@ -297,23 +313,27 @@ class NumpyGenerator(Protocol):
 
 
 def set_generators(
-    saved: Mapping[str, Any], python: PythonGenerator, numpy: NumpyGenerator, own: torch.Generator
+    saved: Mapping[str, Any],
+    python: PythonGenerator,
+    numpy: NumpyGenerator,
+    torch_cpu: torch.Generator,
 ) -> None:
     """Set three random generators to a recorded state.
 
     Args:
         saved: the entry `random` of a checkpoint's state.
-        python: a generator of Python.
-        numpy: a generator of NumPy.
-        own: a generator of torch on the CPU.
+        python: the generator of Python to set.
+        numpy: the generator of NumPy to set.
+        torch_cpu: the generator of torch to set, on the CPU.
     """
-    version, words, gauss = saved["python"]
-    python.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = saved["numpy"]
-    numpy.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    own.set_state(tensor_of(saved["torch"]))
+    version, python_words, python_gauss = saved["python"]
+    python.setstate((version, tuple(python_words), python_gauss))
+    algorithm, keys, position, has_gauss, cached_gauss = saved["numpy"]
+    words = np.array(keys, dtype=np.uint32)
+    numpy.set_state((algorithm, words, position, has_gauss, cached_gauss))
+    torch_cpu.set_state(tensor_from_hex(saved["torch"]))
 
 
-def tensor_of(text: str) -> torch.Tensor:
-    """Return the bytes that hexadecimal digits write, as a uint8 tensor."""
+def tensor_from_hex(text: str) -> torch.Tensor:
+    """Return the bytes that a text of hexadecimal digits stands for, as a uint8 tensor."""
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

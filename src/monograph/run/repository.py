@@ -15,7 +15,7 @@ from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.extras import command_for
 from monograph.storage.code import HUB
 from monograph.storage.reading import error_number, is_file, matching
-from monograph.storage.writing import FULL
+from monograph.storage.writing import DISK_FULL_ERRORS
 
 # The files of a model that this package reads. Nothing else is fetched, such as code and pickles.
 FILES = (
@@ -138,16 +138,18 @@ def _hub_access(name: str) -> Iterator[tuple[Any, str, str | None]]:
     try:
         yield library, match[1], match[2]
     except Exception as error:  # the library and the network may raise anything
-        if error_number(error) in FULL:
+        if error_number(error) in DISK_FULL_ERRORS:
             raise DiskFull(
                 f"{name}: there is no room in the Hub's cache; free some, or set HF_HOME"
             ) from None
-        class_names = [kind.__name__ for kind in type(error).__mro__]
+        class_names = [error_class.__name__ for error_class in type(error).__mro__]
         message = str(getattr(error, "server_message", None) or error)
         message = " ".join(message.split())[:160]
         if "HfHubHTTPError" in class_names:
             status = error.response.status_code  # type: ignore[attr-defined]
             message = f"the Hub answers {status}: {message}"
-        known_reasons = [_REASONS[kind] for kind in class_names if kind in _REASONS]
+        known_reasons = [
+            _REASONS[class_name] for class_name in class_names if class_name in _REASONS
+        ]
         reason = known_reasons[0] if known_reasons else message or class_names[0]
         raise InputRefused(f"{name}: {reason}") from None

@@ -115,6 +115,7 @@ def wait_until_free(folder: Path, limit_s: float) -> bool:
     with suppress(OSError, Unreadable), open_input(folder / "run.lock") as file:
         while time.monotonic() < end:
             try:
+                # A shared lock, so that processes that wait do not hinder each other.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 time.sleep(POLL_S)

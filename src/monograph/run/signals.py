@@ -13,36 +13,46 @@ from typing import Any, Self
 
 from monograph.terminal import takes_escapes
 
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal:
-    """The flags that signals set while its `with` block runs; the training loop reads them between
-    updates.
+    """A context manager that notes signals; the training loop asks it between updates.
 
         with StopSignal() as stop:
             for update in train(...):
-                if stop.save_requested: save; stop.save_requested = False
-                if stop.requested: save; raise Stopped
-
-    requested: the name of the first SIGINT, SIGTERM or SIGHUP; None until one arrives.
-    save_requested: whether SIGUSR1 arrived; the loop sets it back once it has saved.
+                if stop.save_requested:
+                    save()
+                    stop.save_requested = False
+                if stop.requested:
+                    save()
+                    raise Stopped
 
     A SIGINT after the first stop signal ends the process at once with exit code 130. Nothing is
-    lost, because a checkpoint gets its name only once it is complete. `on_request(name)` runs at
-    the first stop signal, between two bytecodes of the main thread's work, so it should only print.
-    The former handlers are restored when the block ends. Only the main thread may enter the block,
-    since Python runs signal handlers there.
+    lost, because a checkpoint gets its name only once it is complete. The former handlers are
+    restored when the block ends. Only the main thread may enter the block, since Python runs signal
+    handlers there.
+
+    Attributes:
+        requested: the name of the first stop signal: SIGINT, SIGTERM or SIGHUP. None until one
+            arrives.
+        save_requested: whether SIGUSR1 arrived. The loop sets it back once it has saved.
     """
 
     def __init__(self, on_request: Callable[[str], None] | None = None) -> None:
+        """Note no signals yet.
+
+        Args:
+            on_request: called with the name of the first stop signal. It runs between two bytecodes
+                of the main thread's work, so it should only print.
+        """
         self.requested: str | None = None
         self.save_requested = False
         self._on_request = on_request
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in _STOP:
+        for number in _STOP_SIGNALS:
             # A signal that nohup or a shell's & made this process ignore stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._stop)

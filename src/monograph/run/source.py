@@ -46,7 +46,7 @@ class ModelSource:
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """Return the model of a name. If the name is that of an adapter, read its configuration.
+        """Return the model that a name stands for. An adapter's configuration is read at once.
 
         Raises:
             InputRefused: the adapter cannot be used.
@@ -107,8 +107,9 @@ class ModelSource:
     @property
     def _is_folder(self) -> bool:
         """Return whether the base is a Hugging Face folder."""
-        other = self.base.endswith(".py") or self.code or self.is_weight_file or self.run
-        return not other and is_folder(self.base)
+        if self.base.endswith(".py") or self.code or self.is_weight_file or self.run:
+            return False
+        return is_folder(self.base)
 
     @cached_property
     def positions(self) -> int | None:
@@ -140,7 +141,8 @@ class ModelSource:
         """
         if self.adapter:
             base = self.open(self.base)
-            if base.adapter is None:  # otherwise the base has a base of its own, and other answers
+            # If the base is an adapter itself, what its base has is not what this model's base has.
+            if base.adapter is None:
                 base = self._with_cached_answers(base)
             base.require_headers(sizes)
             self.adapter.require_base_shape(base.shape)
@@ -175,7 +177,9 @@ class ModelSource:
 
     @cached_property
     def own_tokenizer(self) -> str:
-        """Return the path of the tokenizer.json next to `name`, which may not exist."""
+        """Return the path of the tokenizer.json next to `name`, which may not exist; "None" if no
+        such path is known.
+        """
         return str(tokenizer_path(self.name))
 
 
@@ -192,7 +196,9 @@ def checked_recipe(recipe: ModelRecipe, source: ModelSource | None) -> ModelReci
         InputRefused: the sizes do not fit together, or a folder or file cannot be used.
     """
     if source is None:
-        recipe.shape(vocab_size=1)  # any size: the tokenizer is not read yet
+        # Called to refuse sizes that do not fit together. The tokenizer, which gives the size of the
+        # vocabulary, is not read yet, so any size will do.
+        recipe.shape(vocab_size=1)
     elif source.code:
         return recipe._replace(sha256=recipe.vouched.get(source.code.value) or source.code.digest())
     else:

@@ -38,7 +38,7 @@ def note_start(run: Run) -> None:
     }
     with suppress(Unreadable, InputRefused, OSError, ValueError):
         start["commit"] = _commit()
-    lines = [json.dumps(known) for known in [*starts_of(run), start]]
+    lines = [json.dumps(each_start) for each_start in [*starts_of(run), start]]
     with suppress(DiskFull):
         write_atomically(run.starts, "".join(f"{line}\n" for line in lines))
 
@@ -48,13 +48,13 @@ def starts_of(run: Run) -> list[dict[str, Any]]:
     content = b""
     with suppress(Unreadable, OSError):
         content = contents(run.starts) or b""
-    found = []
+    starts = []
     for line in content.splitlines():
         with suppress(ValueError, RecursionError):
             start = parse_json(line)
             if isinstance(start, dict) and isinstance(start.get("command"), str):
-                found.append(start)
-    return found
+                starts.append(start)
+    return starts
 
 
 def describe_start(run: Run) -> list[tuple[str, str]]:
@@ -62,15 +62,14 @@ def describe_start(run: Run) -> list[tuple[str, str]]:
     starts = starts_of(run)
     if not starts:
         return []
-    first = starts[0]
-    pairs = [("command", starts[0]["command"])]
-    pairs += [("continued by", start["command"]) for start in starts[1:]]
+    first, *later = starts
+    pairs = [("command", first["command"])]
+    pairs += [("continued by", start["command"]) for start in later]
     pairs.append(("started", str(first.get("time"))))
     versions = first.get("versions")
     if isinstance(versions, dict):
-        pairs.append(
-            ("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
-        )
+        text = ", ".join(f"{name} {version}" for name, version in versions.items())
+        pairs.append(("versions", text))
     if first.get("commit"):
         pairs.append(("git commit of your folder", str(first["commit"])))
     return pairs
@@ -86,26 +85,33 @@ def _commit() -> str:
     """Return the commit of the git repository of the working folder; "" if there is none."""
     # Read from git's files. The program git would run programs that a repository's settings name.
     folder = Path.cwd()
-    repository = next((each for each in (folder, *folder.parents) if exists(each / ".git")), None)
+    repository = next((path for path in (folder, *folder.parents) if exists(path / ".git")), None)
     if repository is None:
         return ""
     git = repository / ".git"
-    if is_file(git):  # of a second working tree: the path of its own part of the repository
+    if is_file(git):  # in a second working tree, a file with the path of the tree's own git folder
         git = repository / _text(git).removeprefix("gitdir: ")
     head = _text(git / "HEAD")
     if not head.startswith("ref: "):
-        return _hash(head)
-    branch = head.removeprefix("ref: ")
-    shared = git / (_text(git / "commondir") or ".")
-    packed = (line.partition(" ") for line in _text(shared / "packed-refs").splitlines())
-    return _hash(_text(shared / branch)) or _hash(
-        next((commit for commit, _, name in packed if name == branch), "")
-    )
+        return _short_hash(head)
+    branch = head.removeprefix("ref: ")  # such as refs/heads/main
+    shared_git = git / (_text(git / "commondir") or ".")  # has the branches of all working trees
+    commit = _short_hash(_text(shared_git / branch))
+    if commit:
+        return commit
+    # A branch without a file has a line "COMMIT BRANCH" in packed-refs.
+    for line in _text(shared_git / "packed-refs").splitlines():
+        commit, _, name = line.partition(" ")
+        if name == branch:
+            return _short_hash(commit)
+    return ""
 
 
 def _text(path: Path) -> str:
+    """Return the text of a file, without white space around it; "" if there is no such file."""
     return (contents(path) or b"").decode("utf-8", "replace").strip()
 
 
-def _hash(text: str) -> str:
+def _short_hash(text: str) -> str:
+    """Return the first 12 digits of a commit's hash; "" if the text is no hash."""
     return text[:12] if re.fullmatch("[0-9a-f]{40,64}", text) else ""

@@ -6,11 +6,11 @@ config.toml and of the code that it names, under a secret that only this user ca
 
     mark = HMAC-SHA256(secret, text, [(value, path of its file, SHA-256 of the file), ...])
 
-A value is that of a key that names code, such as FILE.py:FUNCTION (`monograph.storage.code`). A
-mark is only made for files that the user named, or whose run has a valid mark. A mark is invalid if
-it was copied to another run, or if the Python file was replaced or moved without the run. If no
-secret can be stored, this process makes a temporary one. Training then works, but a later command
-asks the user.
+A value is that of a key that names code, such as FILE.py:FUNCTION (`monograph.storage.code`), and a
+digest is the hex SHA-256 of the file. A mark is only made for files that the user named, or whose
+run has a valid mark. A mark is invalid if it was copied to another run, or if the Python file was
+replaced or moved without the run. If no secret can be stored, this process makes a temporary one.
+Training then works, but a later command asks the user.
 """
 
 import errno
@@ -49,38 +49,41 @@ def carries_mark(toml: Path) -> bool:
     return f"\n{_MARK}".encode() in (contents(toml) or b"")
 
 
-def with_mark(text: str, digests: Mapping[str, str]) -> str:
+def with_mark(text: str, code_digests: Mapping[str, str]) -> str:
     """Return a text for config.toml with this user's mark at its end.
 
     Args:
         text: the settings as TOML.
-        digests: {value that names code: digest of its Python file}, for files that may run.
+        code_digests: {value that names code: digest of its Python file}, for files that may run.
     """
-    return f"{text}{_MARK}{_mark(text, digests, create=True)}\n"
+    return f"{text}{_MARK}{_mark(text, code_digests, create=True)}\n"
 
 
-def is_ours(config: Path, named: Collection[str]) -> bool:
+def is_ours(config: Path, code_values: Collection[str]) -> bool:
     """Return whether config.toml has a valid mark of this user.
 
     Args:
         config: the run's config.toml.
-        named: every value of its settings that may name code.
+        code_values: every value of its settings that may name code.
     """
     try:
-        return _has_mark(config, digests(named))
+        return _has_mark(config, digests(code_values))
     except InputRefused:
         return False
 
 
 def require_trusted(
-    config: Path, named: Collection[str], runs: Collection[str | None], sha256: object = None
+    config: Path,
+    code_values: Collection[str],
+    values_to_run: Collection[str | None],
+    sha256: object = None,
 ) -> Mapping[str, str]:
     """Require that the code of a run may run: it is this user's, or --trust-code was given.
 
     Args:
         config: the run's config.toml.
-        named: every value of its settings that may name code; the mark covers these.
-        runs: the values whose code would run.
+        code_values: every value of its settings that may name code; the mark covers these.
+        values_to_run: the values whose code would run now; those that name no code are ignored.
         sha256: the digest of the Python file that the run records; None if it records none.
 
     Returns:
@@ -89,19 +92,19 @@ def require_trusted(
     Raises:
         InputRefused: the code may not run, or cannot be read. The message names the file.
     """
-    running = [code for code in map(code_named, runs) if code is not None]
-    if not running:
+    codes = [code for code in map(code_named, values_to_run) if code is not None]
+    if not codes:
         return {}
-    vouched = digests(code.value for code in running)
-    if _given_options:
-        return vouched
-    covered = digests(named)
+    digests_to_run = digests(code.value for code in codes)
+    if is_all_trusted():
+        return digests_to_run
+    covered = digests(code_values)
     if _has_mark(config, covered):
-        # The files are read twice; between the two reads they may have changed.
-        if all(covered.get(value) == digest for value, digest in vouched.items()):
-            return vouched
-    first = min(running, key=lambda code: code.value)
-    if sha256 not in (None, vouched[first.value]):
+        # The files were read twice, and may have changed between the two reads.
+        if all(covered.get(value) == digest for value, digest in digests_to_run.items()):
+            return digests_to_run
+    first = min(codes, key=lambda code: code.value)
+    if sha256 not in (None, digests_to_run[first.value]):
         raise InputRefused(
             f"{first.path}: not the file that {config.parent} was trained with: put it back, or read it, and then "
             f"add {OPTION}"
@@ -164,8 +167,9 @@ def _stored_secret(path: Path, create: bool) -> bytes:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with readable(path), open(os.open(path, flags), "rb") as file:
             entry = os.fstat(file.fileno())
-            secret = file.read(_SECRET_BYTES + 1)
-        if (entry.st_uid, entry.st_mode & 0o077, len(secret)) == (os.geteuid(), 0, _SECRET_BYTES):
+            secret = file.read(_SECRET_BYTES + 1)  # one more, by which a longer file is noticed
+        is_private = entry.st_uid == os.geteuid() and entry.st_mode & 0o077 == 0
+        if is_private and len(secret) == _SECRET_BYTES:
             return secret
     return _process_secret()
 

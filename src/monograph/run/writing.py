@@ -109,16 +109,17 @@ def recorded_parent(run: Run) -> Parent | None:
 
 def discard(run: Run) -> None:
     """Remove the files of a new run that never began, and its folder if nothing else is in it."""
-    templates = run.folder / NAMED_FOLDER
+    # config.toml first: without it the run counts as one that has not begun.
     files = [run.config, run.starts, run.parent_file, run.tokenizer]
     files += [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)]
-    files += entries(templates)
+    named_templates = run.folder / NAMED_FOLDER
+    files += entries(named_templates)
     files.append(run.lock_file)
     files += [entry for entry in entries(run.folder) if entry.suffix == ".partial"]
     for path in files:
         path.unlink(missing_ok=True)
     with suppress(FileNotFoundError):
-        templates.rmdir()
+        named_templates.rmdir()
     if not entries(run.folder):
         run.folder.rmdir()
 
@@ -139,12 +140,12 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
     if out is not None and (is_file(out) or entries(out)):
         raise InputRefused(f"--out {out}: holds something already; name a new folder")
     target = root if out is None else out
-    new_folders = [each for each in (target, *target.parents) if not exists(each)]
+    new_folders = [path for path in (target, *target.parents) if not exists(path)]
     with write_errors_explained(target):
         folder = claim_new_folder(root) if out is None else out
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        with taken_back():
+        with taken_back():  # SIGTERM raises an exception, so that the folder is removed then, too
             yield folder
     except BaseException:
         with suppress(OSError):  # another program may have put something there in the meantime

@@ -43,7 +43,7 @@ from monograph.serve.requests import (
 from monograph.serve.service import Service
 from monograph.serve.texts import TextEndpoint
 
-# A Host header: the name or address, and perhaps a port.
+# The value of a Host header: the name or address, and perhaps a port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(?::[0-9]*)?")
 _CHARSET = re.compile(r"(?:^|;)\s*charset\s*=\s*\"?([^\s;\"]+)", re.IGNORECASE)
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -335,12 +335,16 @@ class _JsonEndpoint:
         return await send_json(send, answer)
 
 
+# Starlette passes errors to these functions by the rows of `exception_handlers`, so their types are known.
+
+
 async def _answer_refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     return JSONResponse(error_body(error), error.status, error.headers)
 
 
 async def _answer_missing(request: Request, error: Exception) -> Response:
+    """Answer a request for an address that does not exist (404), or that has other methods (405)."""
     assert isinstance(error, HTTPException)
     fault = "there is nothing at"
     if error.status_code == 405:

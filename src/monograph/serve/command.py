@@ -33,8 +33,8 @@ IDLE_S = 20
 MAX_KEY_FILE_BYTES = 1 << 16
 # The maximum number of characters of a name for the model.
 MAX_NAME_LENGTH = 200
-# The maximum number of open files besides the connections. Most of them are connections that are being
-# closed.
+# The maximum number of open files in addition to those of MAX_CONNECTIONS. Most of them are connections
+# that are being closed.
 OTHER_FILES = 1000
 # The maximum number of connections that wait to be accepted, and that are accepted at once.
 BACKLOG = 128
@@ -76,7 +76,8 @@ def run(
             "--adapter-slots, --adapter-rank: there are no adapters: give --adapter or --adapter-dir, too"
         )
     room = AdapterRoom(folders, adapter_dir, adapter_slots, adapter_rank)
-    source = Source(run, rows or MAX_ROWS[default_device().type], warn, room)
+    max_rows = rows or MAX_ROWS[default_device().type]
+    source = Source(run, max_rows, warn, room)
     service = Service(source, _say, _report_bug, aliases=served_names, any_name=any_name)
     allow_connections()
     with _listening_socket(host, port) as listener:
@@ -131,7 +132,8 @@ def read_keys(path: Path) -> list[str]:
         key = line.strip()
         if not key:
             continue
-        # A user who types the key from the screen would leave them out, and a header cannot contain them.
+        # Such a character is not seen, so a key that is typed from the screen would lack it. A header
+        # cannot contain it.
         invisible = [letter for letter in key if not letter.isprintable()]
         if invisible:
             raise InputRefused(
@@ -153,9 +155,9 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
     """Yield a socket that listens at an address."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = infos[0]
+        family, socket_type, protocol, _, address = infos[0]
         # The protocol is given because asyncio turns Nagle's delay off only for sockets that name TCP.
-        with socket.socket(family, kind, protocol) as listener:
+        with socket.socket(family, socket_type, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             # Clients can connect from now on, and are told that the model is being loaded.
@@ -166,7 +168,10 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
 
 
 async def _serve(service: Service, host: str, keys: list[str], listener: socket.socket) -> None:
-    """Serve until a signal, and print what was done. Raise the error that ended the server, if any."""
+    """Serve until a signal, and then print how much was answered.
+
+    If an error has ended the server, it is raised.
+    """
     server = _Server(server_config(service, host, keys), service)
     port = listener.getsockname()[1]
     serving = asyncio.create_task(server.serve([listener]))
@@ -193,7 +198,7 @@ async def _serve(service: Service, host: str, keys: list[str], listener: socket.
 
 
 def server_config(service: Service, host: str, keys: list[str]) -> uvicorn.Config:
-    """Return uvicorn's configuration of the server, with those limits that are its options."""
+    """Return uvicorn's configuration, with those limits that are options of uvicorn."""
     return uvicorn.Config(
         application(service, host, keys),
         http=Connection,
@@ -245,7 +250,7 @@ def _print_ready(version: Version, host: str, port: int, needs_key: bool) -> Non
         room = f"room for {version.bank.capacity} of rank {version.bank.rank} or less"
         _say(f"adapters: {adapters}; {room}, {version.bank.nbytes / 2**20:,.0f} MiB")
     print(
-        f"ready     {address}   {version.id}: {version.size}; {template}\n"
+        f"ready     {address}   {version.id}: {version.capacity}; {template}\n"
         f"          OPENAI_BASE_URL={address}/v1   chat page: {address}/   {access}\n"
         "          a request with a seed always gets the same text, however busy the server is",
         flush=True,
@@ -263,8 +268,9 @@ def _report_bug(error: Exception) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A server that ends at SIGTERM or Ctrl-C: at the first one after its requests, at the second at
-    once.
+    """A server that ends at SIGTERM or Ctrl-C.
+
+    After the first one it still answers the requests that have begun; at the second it ends at once.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -288,6 +294,7 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _handle_signal(self) -> None:
+        # uvicorn's flags: `should_exit` ends the server after its requests, and `force_exit` at once.
         is_second = self.should_exit
         self.force_exit = is_second
         if not is_second and self._service.is_ready:

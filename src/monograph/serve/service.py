@@ -15,7 +15,7 @@ from monograph.serve.owner import Owner, OwnerEnded
 from monograph.serve.refused import Refused
 from monograph.serve.versions import ServedModel, Source, Version
 
-POLL_S = 2.0  # the seconds between two looks for a newer version
+POLL_S = 2.0  # a newer version is looked for this often
 
 
 class Service:
@@ -64,8 +64,7 @@ class Service:
         self.crash_error: Exception | None = None
         self.crashed = asyncio.Event()
         self._say = say
-        # Whether there is a newer version for which the memory did not suffice, beside the versions that
-        # are in use.
+        # Whether a newer version could not be loaded because the versions in use left too little memory.
         self._newest_did_not_fit = False
         # Versions and adapters change one at a time.
         self._changing = asyncio.Lock()
@@ -76,7 +75,7 @@ class Service:
         self._newest: Version | None = None
         self._has_owner = False
         self._users: Counter[Version] = Counter()  # requests that use each version
-        # By the digest of the tokenizer and the ids that end a text.
+        # Each compiler by the digest of its tokenizer and the ids that end a text.
         self._compilers: dict[tuple[str, tuple[int, ...]], ConstraintCompiler] = {}
 
     async def begin(self, on_crash: Callable[[], None]) -> Version:
@@ -107,11 +106,12 @@ class Service:
         return version
 
     async def follow(self) -> None:
-        """Load each newer version as soon as it appears, until an unforeseen error.
+        """Load each newer version as soon as it appears, until an unforeseen error, which is reported.
 
         Requests that have begun end with the version that they began with.
         """
-        last_fault = ""  # why the newest version cannot be loaded, as it was printed
+        # Why the newest version cannot be loaded. It is printed once, not at each attempt.
+        last_fault = ""
         while True:
             await asyncio.sleep(POLL_S)
             try:
@@ -137,7 +137,7 @@ class Service:
                 self.report_bug(error)
                 return
             last_fault = ""
-            self._say(f"now {version.id}: {version.size}")
+            self._say(f"now {version.id}: {version.capacity}")
             if previous is not None and not self._users[previous]:
                 self._drop(previous)
 
@@ -169,7 +169,7 @@ class Service:
 
     @property
     def rows(self) -> int:
-        """The number of texts that are written at once.
+        """The number of texts that the newest version writes at once.
 
         Raises:
             Refused: see `newest`.
@@ -307,7 +307,7 @@ class Service:
         Raises:
             Refused: see `newest`.
         """
-        _ = self.newest  # it raises while there is nothing to count
+        _ = self.newest  # the property raises while the owner, whose counts follow, does not exist
         counts = self.owner.counts
         lines = ["# TYPE monograph_requests_total counter"]
         for status, number in self.request_counts.by_status.items():
@@ -336,7 +336,7 @@ class Service:
             # Its memory is free now, so the newest version may fit.
             self._newest_did_not_fit = False
             self.source.load_again()
-        digest = self.newest.tokenizer.digest
-        for key in list(self._compilers):
-            if key[0] != digest:
-                self._compilers.pop(key).close()
+        newest_digest = self.newest.tokenizer.digest
+        for digest, stop_ids in list(self._compilers):
+            if digest != newest_digest:
+                self._compilers.pop((digest, stop_ids)).close()

@@ -1,5 +1,6 @@
-"""The model that is served: a run's newest checkpoint, loaded again when a newer one appears, or a
-folder's.
+"""The model that is served: a folder's, or that of a run's newest checkpoint.
+
+When a newer checkpoint appears, it is loaded as a new version.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ class Version:
         tokenizer: the model's tokenizer.
         precision: the precision in which prompts are scored: that of the run, as in
             `monograph evaluate`.
-        rows: how many texts are written at once; 0 before the version has a decoder.
-        context: the maximum number of tokens of a prompt and its text. The memory may hold fewer
-            than the model allows; a version's decoder sets it.
+        rows: how many texts are written at once; 0 until the version's decoder sets it.
+        context: the maximum number of tokens of a prompt and its text: what the model allows, until
+            the version's decoder sets what the memory holds.
         created: when the version was loaded, in seconds since 1970.
         base: the model as the base of adapters.
         bank: the model's adapters; None: it has none, and gets none.
-        breakers: takes a tuple of texts, and returns which tokens contain one of them; see
-            `monograph.decode.chain.breakers`. The last answers are cached.
+        breakers: a cached function that takes a tuple of texts, and returns which tokens contain one
+            of them; see `monograph.decode.chain.breakers`.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Version:
         self.bank = install(self.model, stored, capacity=capacity, rank=room.rank)
 
     def fingerprint(self, slot: int) -> str:
-        """Return a digest of all that decides the bits of a text, except the request.
+        """Return a digest of all that decides which text a request gets, apart from the request.
 
         Args:
             slot: the slot of the adapter that writes.
@@ -107,8 +108,8 @@ class Version:
         return "fp_" + hashlib.sha256(json.dumps(causes).encode()).hexdigest()[:12]
 
     @property
-    def size(self) -> str:
-        """How many texts the version writes at once, and their positions, in words."""
+    def capacity(self) -> str:
+        """How many texts the version writes at once, and how long they may be, in words."""
         return f"{counted(self.rows, 'row')} of {self.context:,} positions"
 
     @property
@@ -117,12 +118,12 @@ class Version:
         return self.tokenizer.config.template is not None
 
     @cached_property
-    def ends(self) -> tuple[int, ...]:
+    def chat_stop_ids(self) -> tuple[int, ...]:
         """The ids that end an answer in a chat."""
         return stop_ids(self.tokenizer, self.model.config.eos_token_ids)
 
     @cached_property
-    def longest_piece(self) -> int:
+    def longest_token_bytes(self) -> int:
         """The number of bytes of the longest token."""
         return max(map(len, self.tokenizer.pieces))
 
@@ -147,7 +148,7 @@ class ServedModel(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all that decides the bits of a text, except the request."""
+        """A digest of all that decides which text a request gets, apart from the request."""
         return self.version.fingerprint(self.slot)
 
     def entry(self, name: str) -> shapes.Model:
@@ -200,13 +201,13 @@ class Source:
         self.rows = rows
         self.warn = warn
         self.adapters = adapters or AdapterRoom({})
-        # What there was when a version was last loaded.
+        # The run and its checkpoints when a version was last loaded.
         self._seen = _NO_VERSIONS
 
     def has_newer(self) -> bool:
-        """Return whether there may be a version that was not loaded yet.
+        """Return whether there may be a newer version than the one that was loaded last.
 
-        There may be one if a checkpoint's name is new, or if `last` is another run now.
+        There may be one if a checkpoint's name is new, or if `last` stands for another run now.
         """
         now = self._versions()
         return now.run != self._seen.run or not now.checkpoints <= self._seen.checkpoints
@@ -221,8 +222,8 @@ class Source:
         return version
 
     def _load_base(self) -> Version:
-        # This is before the checkpoint is chosen, so that one that is saved in between counts as new the
-        # next time.
+        # The checkpoints are listed before one is chosen. So one that is saved in between still counts
+        # as newer afterwards.
         self._seen = self._versions()
         run = find_run(self.name)
         if run is None:
@@ -242,8 +243,8 @@ class Source:
         run = find_run(self.name)
         if run is None or run.at_update is not None:
             return _Versions(self.name, frozenset())
-        # The newest name alone would not do: its checkpoint may be damaged forever, and an older one may
-        # be new.
+        # The newest checkpoint's name alone would not tell whether there is something to load: it may be
+        # damaged, and an older one may appear after it.
         names = frozenset(folder.name for _, folder in candidates(run.checkpoints))
         return _Versions(str(without_links(run.folder)), names)
 

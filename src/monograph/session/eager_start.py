@@ -26,7 +26,7 @@ from monograph.report.quantities import counted, duration
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
-from monograph.run.recorded_state import MOST
+from monograph.run.recorded_state import MAX_COUNT
 from monograph.schedule import constant
 from monograph.session.brief import CACHED_S, COMPILE_S, compiled_key
 from monograph.session.measured_memory import log_memory
@@ -42,9 +42,9 @@ from monograph.storage.cache_dir import (
     is_compiled,
     keep_compiled,
     mark_compiled,
-    python_aside,
+    start_python,
 )
-from monograph.storage.writing import temporary_folder, write_durably, writing
+from monograph.storage.writing import cache_errors_explained, temporary_folder, write_durably
 
 MARK = "eager"  # rows of metrics.jsonl that come from eager updates have this entry
 # Bytes of libraries, text and compiler in a process, in addition to the tensors of a step.
@@ -163,7 +163,7 @@ def compiling(script: str, *arguments: str) -> Iterator[Callable[[], bool]]:
         A function that returns whether the process has ended.
     """
     threads = torch.get_num_threads()
-    compiler = python_aside(script, *arguments)
+    compiler = start_python(script, *arguments)
     torch.set_num_threads(max(1, threads - 1))
     try:
         yield lambda: compiler.poll() is not None
@@ -197,7 +197,7 @@ def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress
     spent_s = 0.0
     with temporary_folder() as folder:
         path = folder / "window.safetensors"
-        with writing(folder):
+        with cache_errors_explained(folder):
             write_durably(path, save({name: tensor.clone() for name, tensor in window.items()}))
         with (
             compiling(_COMPILE_SCRIPT, str(session.run.folder), str(path)) as has_compiler_ended,
@@ -229,7 +229,7 @@ def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress
 def _max_updates(session: Session) -> int:
     """Return the maximum number of updates of the run, which a short text limits."""
     rows = session.batches.rows_per_window
-    return session.task.max_updates(rows, session.plan.training.optim.weight_decay) or MOST
+    return session.task.max_updates(rows, session.plan.training.optim.weight_decay) or MAX_COUNT
 
 
 def _likely_updates(session: Session) -> int:

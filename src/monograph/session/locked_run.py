@@ -112,7 +112,7 @@ def locked_run(
                 show_command(progress, "next", "train", "--from", folder.handle)
         else:
             ranks.require_launched(
-                settings.train.parallel, settings.said("train.parallel"), world.own
+                settings.train.parallel, settings.said("train.parallel"), world.place
             )
         yield LockedRun(
             folder, ConfigRecord(settings), world, progress, retry_rows, summary or None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from monograph.config import Settings
 from monograph.errors import InputRefused, UsageError
 from monograph.report.quantities import counted
-from monograph.run.recipe import Vocabulary, compare_tokenizers
+from monograph.run.recipe import TokenizerSizes, compare_tokenizers
 from monograph.run.source import ModelSource
 from monograph.text.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ class NewTokens(NamedTuple):
 
     Attributes:
         tokenizer: the run's tokenizer.
-        vocabulary: the sizes of the model's tokenizer and of the run's. None for a model that a
+        sizes: the sizes of the model's tokenizer and of the run's. None for a model that a
             Python function builds, which has rows for any number of tokens.
         listed: the ids that `lora.tokens` names.
         stored: the ids of the tokens whose rows a stored adapter has; None if the run does not
@@ -34,7 +34,7 @@ class NewTokens(NamedTuple):
     """
 
     tokenizer: Tokenizer
-    vocabulary: Vocabulary | None
+    sizes: TokenizerSizes | None
     listed: tuple[int, ...]
     stored: tuple[int, ...] | None
     init: str
@@ -42,7 +42,7 @@ class NewTokens(NamedTuple):
 
     def new_ids(self, rows: int) -> range:
         """Return the ids that are new to the model, which has `rows` rows."""
-        return self.vocabulary.new(rows) if self.vocabulary else range(0)
+        return self.sizes.new_ids(rows) if self.sizes else range(0)
 
     def trained_ids(self, rows: int) -> tuple[int, ...]:
         """Return the ids whose rows are trained together with adapters.
@@ -108,10 +108,10 @@ class TokenSource:
                 return None
             file = source.tokenizer if self.tokenizer == AUTO else self.tokenizer
             tokenizer = Tokenizer.bytes() if file == "bytes" else Tokenizer.from_file(file)
-        vocabulary = None if source.code else compare_tokenizers(tokenizer, source.base)
+        sizes = None if source.code else compare_tokenizers(tokenizer, source.base)
         stored = source.adapter.lora.tokens if source.adapter else None
         return NewTokens(
-            tokenizer, vocabulary, self._listed_ids(tokenizer), stored, source.name, self.is_adapted
+            tokenizer, sizes, self._listed_ids(tokenizer), stored, source.name, self.is_adapted
         )
 
     def _listed_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -166,9 +166,9 @@ class TokenSource:
             UsageError: the tokenizer has more tokens than the parent's.
         """
         tokens = self.compare()
-        if not tokens or not tokens.vocabulary:
+        if not tokens or not tokens.sizes:
             return
-        new = tokens.vocabulary.new(tokens.vocabulary.all)
+        new = tokens.sizes.new_ids(tokens.sizes.run)
         if new:
             raise UsageError(
                 f"{self.tokenizer_origin}: data.tokenizer has {counted(len(new), 'token')} that {parent} has "
@@ -231,7 +231,7 @@ def token_notes(tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
     if known_ids and tokens.is_adapted:
         texts = _first_texts(tokens, known_ids)
         lines.append(f"{counted(len(known_ids), 'token')} with rows of their own: {texts}")
-    if tokens.vocabulary and tokens.vocabulary.own is None:
+    if tokens.sizes and tokens.sizes.base is None:
         lines.append(
             f"{tokens.init} has no tokenizer.json to compare data.tokenizer with: its ids are taken as they are"
         )

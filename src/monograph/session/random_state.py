@@ -56,7 +56,7 @@ def restore_random(saved: dict[str, Any], device: torch.device) -> None:
     """Set the generators back to a saved state."""
     recorded_state.set_generators(saved, random, np.random, torch.default_generator)
     if saved["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(recorded_state.tensor_of(saved["cuda"]), device)
+        torch.cuda.set_rng_state(recorded_state.tensor_from_hex(saved["cuda"]), device)
 
 
 def _hex(tensor: torch.Tensor) -> str:

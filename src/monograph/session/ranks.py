@@ -138,17 +138,17 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
         stored = world.recall("run")
         known = out or (Path(stored) if stored else None)
         if resume:
-            run = Run.open(resume, saved=False)
+            run = Run.open(resume, needs_checkpoint=False)
             if run.at_update is not None:
                 raise UsageError(
                     f"--resume {resume}: a run is resumed from its newest checkpoint: name {run.folder}, "
                     f"or start a new run from this one with --from {resume}"
                 )
-        elif world.again and known is None:
+        elif world.was_restarted and known is None:
             raise UsageError(
                 "the ranks were started again: name the run's folder with --out, so that a restart can resume it"
             )
-        elif world.again and known and Run(known).has_begun:
+        elif world.was_restarted and known and Run(known).has_begun:
             run = Run(known)
             is_resumed = True
         else:
@@ -218,7 +218,8 @@ def report_error_once(world: World, run: Run, has_not_begun: Callable[[], bool])
 
 
 def _ending(world: World, run: Run, error: BaseException) -> BaseException:
-    """Return the error with which this process ends. Its `told` says that another rank reports it.
+    """Return the error with which this process ends. Its `reported_elsewhere` says whether another rank
+    reports it.
 
     Args:
         world: the ranks.
@@ -228,7 +229,7 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
     # This comes first, because the error of a lost connection may also come out of a user's module.
     if not world.alone and is_rank_lost(error):
         peer = PeerLost(f"rank {world.rank}: another rank has ended, or was ended")
-        peer.told = not world.leads
+        peer.reported_elsewhere = not world.leads
         return peer
     if not exists(run.folder):
         gone = "was moved or deleted while it was in use; what was saved before is where it went, for --resume"
@@ -240,9 +241,9 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
         # A launcher may kill all processes once the first has ended, so rank 0, which saves, must
         # end first.
         wait_until_free(run.folder, PATIENCE_S)
-        error.told = True
+        error.reported_elsewhere = True
     else:
-        error.told = not _record_end(run.folder / ENDED, error)
+        error.reported_elsewhere = not _record_end(run.folder / ENDED, error)
     return error
 
 
@@ -274,7 +275,7 @@ def _require_not_ended(world: World, file: Path) -> int:
             f"ended before with exit code {end['exit_code']}: {end['message']}",
             end["exit_code"],
         )
-        error.told = not world.leads
+        error.reported_elsewhere = not world.leads
         raise error
     # A folder of this name was not written here, and is left alone.
     if world.leads and not is_folder(file):

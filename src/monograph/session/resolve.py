@@ -364,5 +364,5 @@ def shape_of(plan: RunPlan, tokens: NewTokens | None = None) -> LlamaConfig:
 
 def with_rows(config: LlamaConfig, tokens: NewTokens | None) -> LlamaConfig:
     """Return the shape with an embedding row for each token of the run's tokenizer."""
-    rows = tokens.vocabulary.all if tokens and tokens.vocabulary else 0
+    rows = tokens.sizes.run if tokens and tokens.sizes else 0
     return replace(config, vocab_size=max(config.vocab_size, rows))

@@ -29,7 +29,7 @@ from monograph.profiling.memory import peak_memory_bytes
 from monograph.run import recorded_state
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
-from monograph.run.recipe import ModelRecipe, require_base, require_same_file
+from monograph.run.recipe import ModelRecipe, require_base_of_run, require_same_file
 from monograph.schedule import Schedule, cool_down
 from monograph.session.objective import Records, RunWindows, Task
 from monograph.session.plan import RunPlan
@@ -227,7 +227,7 @@ class Session:
                 begun with, or the state is not one that a run records.
         """
         state = checkpoint.state
-        recorded_state.require(state, checkpoint.update, self.run)
+        recorded_state.require_valid(state, checkpoint.update, self.run)
         self._require_same(state)
         self.initial_fingerprint = state["settings"]
         self._load_weights_and_optimizer(checkpoint)
@@ -284,7 +284,7 @@ class Session:
             raise InputRefused(
                 f"{records.name}: not what {self.run.folder} was trained on ({self.task.depends_on} changed): {remedy}"
             )
-        recorded_digests = recorded_state.recorded_files(state)
+        recorded_digests = recorded_state.recorded_file_digests(state)
         digests = self.task.file_digests
         for file in sorted({*recorded_digests, *digests}):
             if recorded_digests.get(file) != digests.get(file):
@@ -293,7 +293,9 @@ class Session:
                 )
         recipe = ModelRecipe.recorded(state["recipe"])
         require_same_file(recipe, self.run)
-        require_base(self.recipe.base_sha256, recipe.base_sha256, recipe.init, self.run.folder)
+        require_base_of_run(
+            self.recipe.base_sha256, recipe.base_sha256, recipe.init, self.run.folder
+        )
         # Shapes are compared, not their entries: an older checkpoint lacks entries that were added
         # later, for which a shape has defaults.
         entries = state["model_config"]
@@ -330,7 +332,7 @@ class Session:
             InputRefused: the state is not one that a run records, or its tensors do not fit this
                 model.
         """
-        recorded_state.require(checkpoint.state, checkpoint.update, parent)
+        recorded_state.require_valid(checkpoint.state, checkpoint.update, parent)
         # A parent in another precision may have no loss scale. Then this run's initial one stays.
         scalars = self.engine.state().scalars | checkpoint.state["engine"]
         self._load_weights_and_optimizer(

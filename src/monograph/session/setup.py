@@ -15,7 +15,7 @@ from monograph.distributed.engine import Replicated, Sharded, StepOptions, strea
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.lora import OptionalDevice
+from monograph.graph.lora import OptionalDevice, copy_with_shared_base
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import policy_named
@@ -32,7 +32,8 @@ from monograph.run.recipe import (
     add_missing_rows,
     lora_record,
     module_digest,
-    require_base_of,
+    recorded_lora,
+    require_base_of_adapter,
 )
 from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
@@ -233,8 +234,8 @@ def build_run(
     lora = job.adapters(trained_tokens)
     if lora:
         recipe = recipe._replace(lora=lora_record(lora), base_sha256=module_digest(model))
-    if new_tokens and new_tokens.vocabulary and isinstance(model, Llama):
-        vocabulary = add_missing_rows(model, new_tokens.vocabulary, str(recipe.init))
+    if new_tokens and new_tokens.sizes and isinstance(model, Llama):
+        vocabulary = add_missing_rows(model, new_tokens.sizes, str(recipe.init))
         recipe = recipe._replace(vocabulary=vocabulary)
     config = _llama_config(model)
     if config:
@@ -248,7 +249,7 @@ def build_run(
     if lora:
         start = job.source.adapter if job.source else None
         if start:
-            require_base_of(start, str(recipe.base_sha256))
+            require_base_of_adapter(start, str(recipe.base_sha256))
         # With fsdp and hsdp the base stays on the host, because a device may have no room for all
         # of it.
         base_device = None if is_sharded(job.parallel) else device
@@ -261,6 +262,35 @@ def build_run(
             device=base_device,
         )
     return BuiltRun(plan, recipe, model, task.loss(plan, model) or loss, notes)
+
+
+def build_on_base_of(other: BuiltRun, plan: RunPlan, task: Task, machine: Device) -> BuiltRun:
+    """Build a run's model with its own adapters on the base of another run, which both then share.
+
+    Args:
+        other: the other run, whose adapters were not trained yet. It has the same base, tokens and
+            targets, and this run takes the planner's choices for it.
+        plan: the run's plan, from its settings alone.
+        task: what the run learns from.
+        machine: the device, for the planner.
+    """
+    tokens = recorded_lora(other.recipe.lora).tokens if other.recipe.lora else ()
+    lora = plan.job.adapters(tokens)
+    if lora is None:
+        raise ValueError("a run without adapters cannot share a base")
+    shape = Shape(
+        _llama_config(other.model),
+        tokens,
+        like=other.plan,
+        slots=task.slots(plan),
+        records_per_epoch=task.records_per_epoch if task.epochs_repeat else 0,
+    )
+    plan = resolve(plan, machine, shape)
+    # Adapters that continue stored ones begin with their values, others with values by the seed.
+    starts_new = plan.job.source is None or plan.job.source.adapter is None
+    model = copy_with_shared_base(other.model, lora, plan.job.seed if starts_new else None)
+    recipe = other.recipe._replace(lora=lora_record(lora))
+    return BuiltRun(plan, recipe, model, task.loss(plan, model) or other.loss, other.notes)
 
 
 def _require_fit(config: LlamaConfig, vocab_size: int, length: int) -> None:

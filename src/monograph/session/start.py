@@ -87,7 +87,7 @@ def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Sess
     wall_minutes = plan.job.span.wall_minutes
     if wall_minutes and not resumed:
         session.deadline_s = started.at_s + 60 * wall_minutes
-        session.reserved_s = defaults.end_s(started.took_s, 60 * wall_minutes)
+        session.reserved_s = defaults.seconds_for_end(started.took_s, 60 * wall_minutes)
     eager_reason = ""
     if "compile" in plan.open_choices and not resumed:
         eager_reason = why_uncompiled(session, window, opening_s)

@@ -240,7 +240,7 @@ def store_seconds(session: Session, seconds: float) -> None:
         session.plan.training, rows=micro_batch, window_rows=rows, compile=engine.step.scope
     )
     rate = peak_flops(machine, (work.precision,))[work.precision]
-    Calibration(calibration_file()).note(machine, work, seconds, rate)
+    Calibration(calibration_file()).note_time(machine, work, seconds, rate)
 
 
 # ── the trial step, and capturing ───────────────────────────────────────────────────────────────
@@ -435,7 +435,7 @@ def fix_length(session: Session, progress: Progress) -> None:
     rows = session.batches.rows_per_window
     time_text = ""  # on how long the training will take
     given = updates_given(session)
-    if given > recorded_state.MOST:
+    if given > recorded_state.MAX_COUNT:
         epochs = plan.job.span.epochs
         raise UsageError(
             f"train.epochs = {epochs}: they have {given:,} updates; give fewer, for at most 1e15"
@@ -449,7 +449,7 @@ def fix_length(session: Session, progress: Progress) -> None:
         store_seconds(session, seconds)
         session.budget_s = _budget_s(session, given, seconds, progress)
         decay = plan.training.optim.weight_decay
-        max_updates = given or session.task.max_updates(rows, decay) or recorded_state.MOST
+        max_updates = given or session.task.max_updates(rows, decay) or recorded_state.MAX_COUNT
         # The rest of the budget is for evaluations, samples and checkpoints.
         updates_s = defaults.UPDATES_SHARE * session.budget_s
         if session.deadline_s is not None:

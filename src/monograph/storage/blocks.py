@@ -79,7 +79,7 @@ def read_pieces(descriptor: int, pieces: Iterable[memoryview]) -> list[str]:
 
 
 def digests_of(descriptor: int, length: int) -> list[str]:
-    """Return the digest of each block in the first `length` bytes of an open file.
+    """Return the hex digest of each block in the first `length` bytes of an open file.
 
     Only a few blocks are in memory at a time.
     """

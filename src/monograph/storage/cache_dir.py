@@ -13,6 +13,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+MOST_COMPILED_BYTES = 4 * 2**30  # a run's compiled step takes about 10 MB
+
+# The code with which `keep_compiled` fills a new folder. Before its first graph, torch tests the
+# processor's vector instructions and compiles its headers. Both take seconds, and the results are
+# stored in the folder.
+_COMPILE_SMALL_GRAPH = """
+import torch
+from monograph.graph.capture import compiled
+compiled(lambda x: x + 1)(torch.ones(64))
+"""
+
+# The beginning of the code of each process of `start_python`. Its standard input ends when this
+# process ends, even if this process is killed.
+_EXIT_WITH_PARENT = """
+import os, threading
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+"""
+
 
 def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
     """Return the cache folder, and whether the user chose it.
@@ -75,11 +93,8 @@ def keep_compiled() -> None:
         used_folder = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
         if used_folder == str(folder):
             if is_new:
-                python_aside(_COMPILE_SMALL_GRAPH)
+                start_python(_COMPILE_SMALL_GRAPH)
             _remove_least_recent(folder)
-
-
-MOST_COMPILED_BYTES = 4 * 2**30  # a run's compiled step takes about 10 MB
 
 
 def compiled_folder() -> Path:
@@ -117,23 +132,7 @@ def _remove_least_recent(folder: Path) -> None:
                 path.unlink()
 
 
-# Before its first graph, torch tests the processor's vector instructions and compiles its headers.
-# Both take seconds, and the results are stored in the folder.
-_COMPILE_SMALL_GRAPH = """
-import torch
-from monograph.graph.capture import compiled
-compiled(lambda x: x + 1)(torch.ones(64))
-"""
-
-
-# The child's standard input ends when this process ends, even if this process is killed.
-_EXIT_WITH_PARENT = """
-import os, threading
-threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
-"""
-
-
-def python_aside(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+def start_python(code: str, *arguments: str) -> subprocess.Popen[bytes]:
     """Start another Python process that prints nothing and ends with this process at the latest.
 
     Args:
@@ -173,12 +172,12 @@ def _mark_file(key: str) -> Path | None:
     return Path(folder, "steps", key_digest(key)) if folder else None
 
 
-def found_once(key: str, find: Callable[[], bool]) -> bool:
-    """Return the answer to a question with the answers yes and no, from the cache if it is there.
+def cached_answer(key: str, find: Callable[[], bool]) -> bool:
+    """Return the answer to a yes-or-no question: from the cache, or by a call of `find`.
 
     Args:
         key: a text with the question, and everything on which the answer depends.
-        find: finds the answer. It is called only if the cache does not have the answer.
+        find: finds the answer, which is then put into the cache.
     """
     folder = cache_root()[0] / "found"
     # The cache has an empty file for each question, and the end of the file's name is the answer.

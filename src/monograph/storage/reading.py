@@ -55,10 +55,10 @@ def error_number(error: BaseException) -> int | None:
     if number:
         return int(number)
     message = str(error)
-    for text in re.findall(r"\((?:os error )?(\d{1,3})\)", message):
+    for digits in re.findall(r"\((?:os error )?(\d{1,3})\)", message):
         # The system's own text for the number must be there, too.
-        if os.strerror(int(text)) in message:
-            return int(text)
+        if os.strerror(int(digits)) in message:
+            return int(digits)
     return None
 
 
@@ -151,7 +151,10 @@ def read_input(path: Path, most_bytes: int | None = MAX_JSON_BYTES) -> bytes:
     with readable(path), open_input(path) as file:
         size = os.fstat(file.fileno()).st_size
         if most_bytes is not None and size > most_bytes:
-            bound = f"{most_bytes >> 20} MiB" if most_bytes >> 20 else f"{most_bytes >> 10} KiB"
+            if most_bytes >= 2**20:
+                bound = f"{most_bytes // 2**20} MiB"
+            else:
+                bound = f"{most_bytes // 2**10} KiB"
             raise OSError(
                 errno.EINVAL, f"is larger than {bound}, which no such file needs", str(path)
             )
@@ -179,7 +182,8 @@ def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result 
     Raises:
         Unreadable: the system failed to tell.
     """
-    with suppress(OSError, ValueError), readable(path):  # ValueError comes from a name with a NUL
+    # ValueError comes from a name with a NUL. Unreadable, which `readable` raises, is no OSError.
+    with suppress(OSError, ValueError), readable(path):
         return os.stat(path, follow_symlinks=follow)
     return None
 
@@ -266,15 +270,16 @@ def _matching(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
     first = parts[0]
     rest = parts[1:]
     if not glob.has_magic(first):
+        # A folder in the middle of the path need not be tested: one that is missing has no entries.
         if rest or exists(folder / first):
             yield from _matching(folder / first, rest)
         return
-    # "**" matches no folder, or a folder and then "**" again.
+    # "**" matches either nothing, or a folder and then "**" again.
     if first == "**" and (rest or is_folder(folder)):
         yield from _matching(folder, rest)
     for entry in entries(folder):
         if entry.name.startswith(".") and not first.startswith("."):
-            continue
+            continue  # as in a shell, a hidden file is matched only by a dot
         if first == "**" and is_folder(entry):
             yield from _matching(entry, parts)
         elif fnmatch.fnmatchcase(entry.name, first) and (not rest or is_folder(entry)):
@@ -371,12 +376,12 @@ def parse_json(text: str | bytes | bytearray) -> Any:
     return _DECODER.decode(text)
 
 
-def read_json(path: Path, instead: str = "", most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json(path: Path, advice: str = "", most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read the JSON object in an untrusted file.
 
     Args:
         path: the file.
-        instead: the end of the error message, which says what to do.
+        advice: the end of the error message, which says what to do and begins with "; ".
         most_bytes: the largest size of a file that is read.
 
     Raises:
@@ -387,13 +392,11 @@ def read_json(path: Path, instead: str = "", most_bytes: int = MAX_JSON_BYTES) -
     try:
         values = parse_json(read_input(path, most_bytes))
     except OSError as error:
-        raise InputRefused(f"{path}: cannot be read: {error.strerror}{instead}") from None
+        raise InputRefused(f"{path}: cannot be read: {error.strerror}{advice}") from None
     except (ValueError, RecursionError) as error:
-        raise InputRefused(
-            f"{path}: cannot be read as JSON: {json_fault(error)}{instead}"
-        ) from None
+        raise InputRefused(f"{path}: cannot be read as JSON: {json_fault(error)}{advice}") from None
     if not isinstance(values, dict):
-        raise InputRefused(f"{path}: expected a JSON object{instead}")
+        raise InputRefused(f"{path}: expected a JSON object{advice}")
     return values
 
 

@@ -40,7 +40,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ORDER = list(NAMES)
+ORDER = list(NAMES)  # of the dtypes
 LENGTH_BYTES = 8  # bytes at the beginning of a file that say how long the header is
 MAX_HEADER_BYTES = 1 << 24  # enough for 100,000 tensors; the library's own limit is 100 MB
 ALIGNMENT = 8  # the tensors' bytes begin at a multiple of this
@@ -75,45 +75,45 @@ def encode(
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             raise TypeError(f"{name}: dtype {tensor.dtype} cannot be stored in a safetensors file")
-    ordered = sorted(tensors, key=lambda name: (ORDER.index(tensors[name].dtype), name))
+    names = sorted(tensors, key=lambda name: (ORDER.index(tensors[name].dtype), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in ordered:
+    for name in names:
         tensor = tensors[name]
         begin = end
-        end = end + tensor.numel() * tensor.dtype.itemsize
+        end = begin + tensor.numel() * tensor.dtype.itemsize
         header[name] = {
             "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    if len(text) > MAX_HEADER_BYTES:
+    header_text = json.dumps(header, separators=(",", ":")).encode()
+    header_text += b" " * (-len(header_text) % ALIGNMENT)
+    if len(header_text) > MAX_HEADER_BYTES:
         raise InputRefused(
             f"{len(tensors):,} tensors: more than a file of weights may list; use fewer and larger ones"
         )
-    prefix = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    prefix = len(header_text).to_bytes(LENGTH_BYTES, "little") + header_text
 
     def pieces() -> Iterator[memoryview]:
         yield memoryview(prefix)
-        for name in ordered:
+        for name in names:
             yield bytes_of(tensors[name] if read is None else read(name))
 
     return len(prefix) + end, pieces()
 
 
-def header_bytes(first: bytes, file_bytes: int) -> int:
+def header_bytes(length_field: bytes, file_bytes: int) -> int:
     """Return the number of bytes before the tensors: the header and the length before it.
 
     Args:
-        first: the first LENGTH_BYTES of the file, which are the header's length.
+        length_field: the first LENGTH_BYTES of the file, which are the header's length.
         file_bytes: the file's length.
 
     Raises:
         LayoutError: the header is longer than the file or than MAX_HEADER_BYTES.
     """
-    length = LENGTH_BYTES + int.from_bytes(first, "little")
+    length = LENGTH_BYTES + int.from_bytes(length_field, "little")
     if length > min(file_bytes, LENGTH_BYTES + MAX_HEADER_BYTES):
         raise LayoutError(
             f"a header of {length} bytes in a file of {file_bytes} bytes; at most {MAX_HEADER_BYTES}"

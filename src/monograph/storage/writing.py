@@ -14,28 +14,29 @@ from monograph.errors import DiskFull, InputRefused, Unreadable
 from monograph.storage.reading import entries, open_input
 
 _TEMPORARY = "monograph-"  # the prefix of temporary folders
-_LOCK = "in-use"  # the file in a temporary folder that is locked while the folder's process lives
+_LOCK = "in-use"  # the file in a temporary folder that its process keeps locked
 
 # Errors of a write for lack of room: no space, over quota, beyond the limit on a file's size.
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-FAILING = FULL | {errno.EIO}  # errors for which the disk is the reason
+DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DISK_ERRORS = DISK_FULL_ERRORS | {errno.EIO}  # errors for which the disk is the reason
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError of the `with` block into an error that says what the user can do.
+def cache_errors_explained(folder: Path) -> Iterator[None]:
+    """Turn an OSError of the `with` block, which writes into the cache, into an error that says what
+    the user can do.
 
     Args:
-        folder: the folder in the cache that the block writes; the message names it.
+        folder: the folder that the block writes; the message names it.
 
     Raises:
-        DiskFull: an error of `FAILING`.
+        DiskFull: an error of `DISK_ERRORS`.
         InputRefused: any other OSError.
     """
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL_ERRORS:
             raise DiskFull(
                 f"{folder}: no room to write ({error.strerror}); free some, or set `cache` or MONOGRAPH_HOME to another"
             ) from None
@@ -60,8 +61,8 @@ def temporary_folder() -> Iterator[Path]:
     """
     with suppress(Unreadable):  # raised if the folder of all temporary folders cannot be listed
         for other in entries(tempfile.gettempdir(), _TEMPORARY):
-            # OSError: the lock is lock_folder, or the file does not exist any more or yet. Unreadable: the
-            # folder is another user's.
+            # OSError: a process holds the lock, or the file does not exist any more or yet. Unreadable:
+            # the folder is another user's.
             with suppress(OSError, Unreadable), open_input(other / _LOCK) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if other.lstat().st_uid == os.getuid():

@@ -30,7 +30,7 @@ from monograph.ops.attention import block_of
 from monograph.planner import defaults
 from monograph.predict.estimate import copied_bytes, trained_numbers
 from monograph.predict.footprint import AnswerScoring
-from monograph.predict.roofline import Calibration, Drawing, drawing_s, peak_flops
+from monograph.predict.roofline import AnswersToSample, Calibration, peak_flops, sampling_s
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
 from monograph.rl.arrange import RolloutOptions
@@ -482,16 +482,16 @@ def predicted_sampling_s(
     """
     options = options_for(plan)
     training = plan.training
-    drawing = Drawing(
+    sampled = AnswersToSample(
         answers=options.prompts * options.group,
-        at_once=MAX_DECODED_ROWS,
-        prompt=prompt or options.length - options.max_new_tokens,
-        tokens=tokens or options.max_new_tokens,
+        max_rows=MAX_DECODED_ROWS,
+        prompt_tokens=prompt or options.length - options.max_new_tokens,
+        answer_tokens=tokens or options.max_new_tokens,
         number_bytes=2 if training.precision != "fp32" and training.lora else FP32_BYTES,
         captured=training.compile != "none",
     )
     flops_per_s = peak_flops(machine, (training.precision,))[training.precision]
-    return drawing_s(config, drawing, machine, flops_per_s)
+    return sampling_s(config, sampled, machine, flops_per_s)
 
 
 def calibration_key(plan: RunPlan) -> str:
