@@ -15,10 +15,12 @@ from monograph.data.messages import message_of
 from monograph.data.records import Unusable
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
+from monograph.decode.adapter_bank import BASE, bank_of, install
 from monograph.device import clock, default_device
 from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
+from monograph.run.adapters import AdapterBase, named_folders
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.run_index import json_object
@@ -31,7 +33,10 @@ from monograph.text.tokenizer import Tokenizer
 
 PromptContent = str | list[Message]
 # Names of flags of the command that are not options of `Sampling`, so that --sampler refuses them.
-_FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
+_FLAGS = (
+    *("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json"),
+    *("adapter", "use"),
+)
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
 # The types whose values are written as they are, with the words for them in messages. Values of all
 # other types are written as JSON.
@@ -95,20 +100,23 @@ class PromptRequest(NamedTuple):
         prompt: a text, or the messages of a chat.
         sampling: the options of sampling for this prompt.
         where: the prompt's file and line, for messages; "" for a prompt from the command line.
+        adapter: the name of its adapter; None: that of the command line.
     """
 
     prompt: PromptContent
     sampling: Sampling
     where: str = ""
+    adapter: str | None = None
 
 
 def prompts_in_file(
-    path: Path, chat: bool, sampling: Sampling, vocabulary: int
+    path: Path, chat: bool, sampling: Sampling, vocabulary: int, adapters: Sequence[str] = ()
 ) -> Iterator[PromptRequest]:
     """Yield each prompt of a file.
 
     In a file of JSON lines, each line is an object with the key `prompt` or, in a chat, `messages`.
-    The object's other keys are options of `Sampling` for this prompt. `order`, the order of filters, is
+    If there are adapters, `adapter` is the name of one. The object's other keys are options of
+    `Sampling` for this prompt. `order`, the order of filters, is
     not allowed, because all texts that are written together have the same order. In a file of any other
     kind each line is a prompt. Empty lines are skipped.
 
@@ -120,6 +128,7 @@ def prompts_in_file(
         chat: whether prompts are messages to answer.
         sampling: the command line's options, which a JSON line may replace.
         vocabulary: number of tokens of the model, which limits the ids in options.
+        adapters: the names that `adapter` may have.
 
     Raises:
         InputRefused: the file cannot be read, or a line has no prompt, an unknown key or an
@@ -130,6 +139,8 @@ def prompts_in_file(
     lines = _read_text(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
     expected = 'expected an object with "prompt", a text'
     known_keys = {"prompt", *_OPTION_TYPES} - {"order"}
+    if adapters:
+        known_keys.add("adapter")
     if chat:
         expected += ', or "messages", a list of objects with "role" and "content", texts'
         known_keys.add("messages")
@@ -164,12 +175,17 @@ def prompts_in_file(
         if unknown_keys:
             hint = _unknown_key_hint(min(unknown_keys), known_keys)
             raise InputRefused(f"{where}: there is no key {hint}")
+        adapter = options.pop("adapter", None)
+        if adapter is not None and adapter not in adapters:
+            raise InputRefused(
+                f"{where}: adapter = {adapter!r:.80}: expected {', '.join(adapters)}"
+            )
         try:
             own_sampling = _replace_options(sampling, options)
             own_sampling.check_vocabulary(vocabulary)
         except UsageError as error:
             raise InputRefused(f"{where}: {error}") from None
-        yield PromptRequest(prompt, own_sampling, where)
+        yield PromptRequest(prompt, own_sampling, where, adapter)
 
 
 def _replace_options(sampling: Sampling, values: dict[str, Any]) -> Sampling:
@@ -274,6 +290,8 @@ class GenerateOptions(NamedTuple):
             command line; None if it was not given. At most one may be given.
         chat: whether prompts are messages to answer.
         json: whether to print one JSON object.
+        adapters: NAME=FOLDER for each adapter.
+        use: the name of the adapter that writes; None: the first one, if there are any.
     """
 
     flag_values: dict[str, Any]
@@ -284,6 +302,8 @@ class GenerateOptions(NamedTuple):
     constraints: dict[str, Any]
     chat: bool
     json: bool
+    adapters: Sequence[str] = ()
+    use: str | None = None
 
 
 class ReadyModel(NamedTuple):
@@ -297,6 +317,7 @@ class ReadyModel(NamedTuple):
         constraint: an automaton that accepts exactly the allowed completions; None if all are
             allowed.
         options: the command line's options.
+        adapter: the name of the adapter that writes, unless a prompt names another one.
     """
 
     model: Llama
@@ -305,15 +326,20 @@ class ReadyModel(NamedTuple):
     stop: list[str | int]
     constraint: Automaton | None
     options: GenerateOptions
+    adapter: str = BASE
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], samplings: Sequence[Sampling] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        samplings: Sequence[Sampling] | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> Generation:
         """Start to write completions.
 
         Args:
             prompts: for each prompt, its text or its ids.
             samplings: for each prompt, its options; None for those of the command line.
+            adapters: for each prompt, the name of its adapter; None for that of the command line.
         """
         return decode(
             self.model,
@@ -324,6 +350,7 @@ class ReadyModel(NamedTuple):
             stop=self.stop,
             n=self.options.n,
             constraint=self.constraint,
+            adapters=self.adapter if adapters is None else adapters,
         )
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -346,12 +373,23 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
     sampling = parse_sampling(options.flag_values, options.pairs)
     if sum(value is not None for value in options.constraints.values()) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
+    folders = named_folders("--adapter", options.adapters)
+    if options.use is not None and options.use not in [*folders, BASE]:
+        raise UsageError(
+            f"--use {options.use}: expected {', '.join([*folders, BASE])}, a name that --adapter gives"
+        )
     network, tokenizer = load_with_tokenizer(run, warn)
+    base = AdapterBase(network, tokenizer)
+    stored = {name: base.read(folder, warn) for name, folder in folders.items()}
     end_ids = [tokenizer.eos_id]
     if options.chat:
         end_ids = list(stop_ids(tokenizer, network.config.eos_token_ids))
     network.to(default_device())
-    return ReadyModel(network, tokenizer, sampling, [*options.stop, *end_ids], None, options)
+    if stored:
+        install(network, stored)
+    adapter = options.use or next(iter(stored), BASE)
+    stop: list[str | int] = [*options.stop, *end_ids]
+    return ReadyModel(network, tokenizer, sampling, stop, None, options, adapter)
 
 
 def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> ReadyModel:
@@ -391,6 +429,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
     sampling = model.sampling
     requests = [PromptRequest(prompt, sampling) for prompt in prompts]
     if file is not None:
+<<<<<<< HEAD
         requests += prompts_in_file(file, options.chat, sampling, model.tokenizer.vocab_size)
         if not requests:
             raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
@@ -399,6 +438,23 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
     model = with_constraint(model, requests)
     texts_or_ids = [_text_or_ids(model, request) for request in requests]
     generation = model.generate(texts_or_ids, [request.sampling for request in requests])
+=======
+        bank = bank_of(model.model)
+        adapters = [*bank.slots, BASE] if bank else []
+        vocabulary = model.tokenizer.vocab_size
+        all_prompts += prompts_in_file(file, options.chat, sampling, vocabulary, adapters)
+        if not all_prompts:
+            raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
+    if not all_prompts:
+        all_prompts = [PromptRequest("", sampling)]  # texts from their beginning
+    model = with_constraint(model, all_prompts)
+    encoded = [_prompt_or_ids(model, asked) for asked in all_prompts]
+    generation = model.generate(
+        encoded,
+        [asked.sampling for asked in all_prompts],
+        [asked.adapter or model.adapter for asked in all_prompts],
+    )
+>>>>>>> h
     if generation.generator.compiled:
         print(
             "compiling the step first: with so much to write that is the faster way",

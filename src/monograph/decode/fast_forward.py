@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from monograph.decode.adapter_bank import bank_of
 from monograph.decode.fast_delta_net import delta_net_step, obstacle_of_delta_net
 from monograph.decode.fast_projections import (
     SEVERAL_DTYPES,
@@ -99,6 +100,8 @@ def obstacle(model: Llama, rows: int = 1) -> str | None:
         return "the kernels rotate all channels of a head, and this family only some"
     if config.family.norm_names != NormNames():
         return "this family normalises what its layers add, which the kernels do not"
+    if bank_of(model) is not None:
+        return "the kernels do not have a bank of adapters"
     has_mlps = not all(map(config.is_mixture, range(config.num_hidden_layers)))
     _, activation = config.family.activation
     # The clamped activation exists only in the kernels of mixtures.

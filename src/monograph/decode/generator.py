@@ -21,13 +21,14 @@ from typing import Any, Literal
 
 from monograph import compat
 from monograph.automata import Automaton
+from monograph.decode.adapter_bank import BASE_SLOT, bank_of
 from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
-from monograph.decode.prompt_reader import PromptReader, Wrap
+from monograph.decode.prompt_reader import OF_NOBODY, PromptReader, Reading, Wrap
 from monograph.decode.request import (
     FINISHES,
     Event,
@@ -51,8 +52,8 @@ from monograph.ops.padded_rows import padded_count
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
-# The owner and the prompt of a row whose keys and values are not those of a prompt.
-_NO_PROMPT: tuple[str, tuple[int, ...]] = "", ()
+# The reading and the prompt of a row whose keys and values are not those of a prompt.
+_NO_PROMPT: tuple[Reading, tuple[int, ...]] = OF_NOBODY, ()
 
 
 class Generator:
@@ -67,6 +68,7 @@ class Generator:
         reader: reads prompts.
         cache: keys and values of the rows.
         state: the state of the rows.
+        bank: the adapters of the model, or None if it has none.
         knobs: the numbers that the stages read, for each row.
         tables: the automata of the requests, on the device.
         vocabulary: V.
@@ -117,6 +119,7 @@ class Generator:
         sizes = slots if isinstance(slots, CacheSizes) else CacheSizes(slots)
         self.rows = rows
         self.slots = sizes.per_row
+        self.bank = bank_of(model)
         self.compiled = mode == "compiled"
         if isinstance(pace, Pace):
             self.pace = pace
@@ -177,6 +180,7 @@ class Generator:
                 vocabulary=vocabulary,
                 forward_kernels=forward_kernels,
                 fast_sampler=fast_sampler,
+                bank=self.bank,
             )
             return wrap(step.__call__)
 
@@ -201,7 +205,7 @@ class Generator:
         )
         self._queue = RequestQueue()
         self._records: list[RowRecord | None] = [None] * rows
-        # The owner and the prompt whose keys and values each row has.
+        # The reading and the prompt whose keys and values each row has.
         self._prompts = [_NO_PROMPT] * rows
         # The rows without a request; the row that has been free longest comes first.
         self._free_rows: list[int] = list(range(rows))
@@ -223,7 +227,8 @@ class Generator:
 
         Raises:
             InputRefused: the prompt fills a row, or an automaton is too large for the tables.
-            UsageError: the request needs a stage that the generator lacks, or has too many stop ids.
+            UsageError: the request needs a stage that the generator lacks, has too many stop ids, or
+                has an adapter that the model lacks.
         """
         if len(request.prompt_ids) >= self.slots:
             raise InputRefused(
@@ -236,6 +241,8 @@ class Generator:
             raise UsageError(
                 f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for"
             )
+        if not 0 <= request.adapter <= (self.bank.capacity if self.bank else BASE_SLOT):
+            raise UsageError(f"the model has no slot {request.adapter} for an adapter")
         number = self._submitted
         self._submitted += 1
         self._queue.add(WaitingRequest(number, request, smallest_chain, knobs))
@@ -257,6 +264,12 @@ class Generator:
         """Forget the keys and values of all prompts, which are invalid after a change of weights."""
         self.reader.forget()
         self._prompts = [_NO_PROMPT] * self.rows
+
+    def uses_adapter(self, slot: int) -> bool:
+        """Return whether a request that waits or runs has the adapter in this slot."""
+        running = [record.request for record in self._records if record is not None]
+        waiting = [entry.request for entry in self._queue]
+        return any(request.adapter == slot for request in [*running, *waiting])
 
     @property
     def busy(self) -> bool:
@@ -375,12 +388,14 @@ class Generator:
     def _choose_prompts(self) -> None:
         """Let the reader choose prompts of waiting requests, the first of which is needed now."""
         request = self._queue.first.request
+        reading = self._reading_of(request)
         prompts = (request.prompt_ids for request in self._startable_requests())
         further = (
             entry.request.prompt_ids
             for entry in itertools.islice(self._queue, len(self._free_rows), None)
+            if entry.request.adapter == request.adapter
         )
-        is_new = self.reader.choose_prompts(prompts, further, request.owner)
+        is_new = self.reader.choose_prompts(prompts, further, reading)
         # If the reader reads one prompt at a time, it can skip tokens that a row already has.
         if is_new and self.reader.rows == 1:
             tokens, row = max(
@@ -389,18 +404,24 @@ class Generator:
             self.reused += self.reader.copy_first_chunks(self.cache, row, tokens)
 
     def _startable_requests(self) -> Iterator[Request]:
-        """Yield the first waiting requests, all of one owner, at most as many as there are free rows."""
-        owner = self._queue.first.request.owner
+        """Yield the first waiting requests, all of one owner and one adapter, at most as many as there
+        are free rows.
+        """
+        first = self._reading_of(self._queue.first.request)
         requests = (entry.request for entry in itertools.islice(self._queue, len(self._free_rows)))
-        return itertools.takewhile(lambda request: request.owner == owner, requests)
+        return itertools.takewhile(lambda request: self._reading_of(request) == first, requests)
+
+    def _reading_of(self, request: Request) -> Reading:
+        contents = self.bank.contents[request.adapter] if self.bank else 0
+        return Reading(request.owner, request.adapter, contents)
 
     def _count_common_tokens(self, row: int, request: Request) -> int:
         """Return how many first tokens of a request's prompt are also the first of a row's prompt.
 
-        It is 0 if the row's prompt has another owner.
+        It is 0 if the row's prompt has another owner or another adapter.
         """
-        owner, row_tokens = self._prompts[row]
-        if owner != request.owner:
+        reading, row_tokens = self._prompts[row]
+        if reading != self._reading_of(request):
             return 0
         pairs = zip(row_tokens, self.reader.tokens_to_read(request.prompt_ids), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -455,7 +476,7 @@ class Generator:
         stop_ids = request.stop_ids
         limit = min(request.max_tokens, self.slots - len(prompt))
         self._records[row] = RowRecord(number, request, limit, smallest_chain)
-        self._prompts[row] = request.owner, self.reader.tokens_to_read(prompt)
+        self._prompts[row] = self._reading_of(request), self.reader.tokens_to_read(prompt)
         state = self.state
         if state.counts_BV is not None:
             counts_V, prompt_V = first_counts(sampling, prompt, self.vocabulary)
@@ -470,6 +491,7 @@ class Generator:
             "position_B": len(prompt) - 1,
             "generated_B": 0,
             "limit_B": limit,
+            "adapter_B": request.adapter,
             "seed_B": sampling.seed if request.seed is None else request.seed,
             "status_B": Status.RUNNING,
             # No token has the id -1.

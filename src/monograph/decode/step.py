@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from monograph.decode.adapter_bank import AdapterBank, rows_with_adapters
 from monograph.decode.automaton_tables import AutomatonTables, allowed_tokens, is_over, next_states
 from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
@@ -107,6 +108,7 @@ class State:
         seed_B: the seed of the row's random numbers.
         generated_B: the number of sampled tokens.
         limit_B: the maximum number of sampled tokens.
+        adapter_B: the slot of the row's adapter (`monograph.decode.adapter_bank`).
         status_B: a `Status`.
         stop_ids_BM: the ids that end the text, padded with -1.
         constraint_state_B: the state of the automaton of allowed texts, with its counters.
@@ -127,6 +129,7 @@ class State:
     seed_B: Tensor
     generated_B: Tensor
     limit_B: Tensor
+    adapter_B: Tensor
     status_B: Tensor
     stop_ids_BM: Tensor
     constraint_state_B: Tensor
@@ -181,6 +184,7 @@ class State:
             seed_B=zeros(rows),
             generated_B=zeros(rows),
             limit_B=zeros(rows),
+            adapter_B=zeros(rows),
             status_B=zeros(rows),
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_state_B=zeros(rows),
@@ -317,6 +321,7 @@ class DecodeStep:
             additional ids are never sampled.
         forward_kernels: computes the logits by kernels; None: the model's forward pass does.
         fast_sampler: samples by a kernel, with the same bits as `sample`; None: `sample` does.
+        bank: the model's adapters, of which each row has one; None: the model has no bank.
     """
 
     model: Llama
@@ -328,6 +333,7 @@ class DecodeStep:
     vocabulary: int
     forward_kernels: FastForward | None = None
     fast_sampler: FastSampler | None = None
+    bank: AdapterBank | None = None
 
     @torch.no_grad()
     def __call__(
@@ -393,9 +399,10 @@ class DecodeStep:
             return kernels.logits(state.token_B, state.position_B, self.cache, blocks)
         if hidden_BD is None:
             tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
-            hidden_BD = self.model(
-                tokens_B1, positions=positions_B1, cache=self.cache.with_first_blocks(blocks)
-            )[:, 0]
+            with rows_with_adapters(self.bank, state.adapter_B):
+                hidden_BD = self.model(
+                    tokens_B1, positions=positions_B1, cache=self.cache.with_first_blocks(blocks)
+                )[:, 0]
         return self.model.logits(hidden_BD)
 
     def _update_state(self, sampled: SampledTokens, follow_automata: bool) -> None:

@@ -15,7 +15,7 @@ from monograph.evaluation.choices import TokenScore
 from monograph.serve import shapes
 from monograph.serve.owner import ServedText
 from monograph.serve.refused import Refused, error_body
-from monograph.serve.versions import Version
+from monograph.serve.versions import ServedModel
 from monograph.text.tokenizer import Tokenizer
 
 _COMMON_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
@@ -273,16 +273,16 @@ class AnswerBuilder:
     event_name = "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(self, version: Version, seed: int, likeliest_count: int | None) -> None:
+    def __init__(self, model: ServedModel, seed: int, likeliest_count: int | None) -> None:
         """Begin an answer.
 
         Args:
-            version: the version of the model.
+            model: the model that writes.
             seed: the seed of the request.
             likeliest_count: how many of the likeliest tokens are reported in the place of each token;
                 None: the answer has no log-probabilities.
         """
-        self._tokenizer = version.tokenizer
+        self._tokenizer = model.version.tokenizer
         self._likeliest_count = likeliest_count
         # An event's JSON up to the value of "choices", which is the same in all events of a stream.
         self._event_head = b""
@@ -290,8 +290,8 @@ class AnswerBuilder:
             "id": self.id_prefix + uuid.uuid4().hex,
             "object": self.whole_name,
             "created": int(time.time()),
-            "model": version.id,
-            "system_fingerprint": version.fingerprint,
+            "model": model.id,
+            "system_fingerprint": model.fingerprint,
             "seed": seed,
         }
 

@@ -17,10 +17,11 @@ from monograph.decode.completion import MAX_ROWS
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError, bug_report, said_by
 from monograph.report.quantities import counted
+from monograph.run.adapters import named_folders
 from monograph.serve.app import application, is_local
 from monograph.serve.connection import MAX_CONNECTIONS, MAX_HEAD_BYTES, Connection
 from monograph.serve.service import Service
-from monograph.serve.versions import Source, Version
+from monograph.serve.versions import AdapterRoom, Source, Version
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import read_input
 from monograph.terminal import one_line, warn
@@ -48,6 +49,10 @@ def run(
     rows: int | None,
     served_names: Sequence[str],
     any_name: bool,
+    adapters: Sequence[str] = (),
+    adapter_dir: Path | None = None,
+    adapter_slots: int | None = None,
+    adapter_rank: int | None = None,
 ) -> None:
     """Serve a run's newest checkpoint or a folder's model; see the command line's help."""
     keep_compiled()
@@ -57,8 +62,22 @@ def run(
         raise UsageError(
             f"--host {host}: other machines can reach this host, so give --api-key-file, a file with a key on each line"
         )
+    folders = named_folders("--adapter", adapters)
+    if adapter_dir is not None and not keys:
+        raise UsageError(
+            f"--adapter-dir {adapter_dir}: whoever reaches a server without keys could add adapters: give "
+            "--api-key-file"
+        )
+    if adapter_dir is not None and not adapter_dir.is_dir():
+        raise InputRefused(f"--adapter-dir {adapter_dir}: no such folder")
+    has_room_for_some = bool(folders) or adapter_dir is not None
+    if not has_room_for_some and (adapter_slots is not None or adapter_rank is not None):
+        raise UsageError(
+            "--adapter-slots, --adapter-rank: there are no adapters: give --adapter or --adapter-dir, too"
+        )
+    room = AdapterRoom(folders, adapter_dir, adapter_slots, adapter_rank)
     max_rows = rows or MAX_ROWS[default_device().type]
-    source = Source(run, max_rows, warn)
+    source = Source(run, max_rows, warn, room)
     service = Service(source, _say, _report_bug, aliases=served_names, any_name=any_name)
     allow_connections()
     with _listening_socket(host, port) as listener:
@@ -226,6 +245,10 @@ def _print_ready(version: Version, host: str, port: int, needs_key: bool) -> Non
     template = "chat template"
     if not version.has_template:
         template = "no chat template: it continues the messages as text"
+    if version.bank is not None:
+        adapters = ", ".join(version.bank.slots) or "none yet"
+        room = f"room for {version.bank.capacity} of rank {version.bank.rank} or less"
+        _say(f"adapters: {adapters}; {room}, {version.bank.nbytes / 2**20:,.0f} MiB")
     print(
         f"ready     {address}   {version.id}: {version.capacity}; {template}\n"
         f"          OPENAI_BASE_URL={address}/v1   chat page: {address}/   {access}\n"

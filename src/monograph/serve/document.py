@@ -23,7 +23,9 @@ from monograph.serve.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 
 _JSON = "application/json"
@@ -152,6 +154,29 @@ OPERATIONS = (
         errors=(404,),
     ),
     Operation(
+        path="/v1/load_lora_adapter",
+        name="loadAdapter",
+        tag="models",
+        summary="Add an adapter",
+        answer="The adapter, whose name requests may give as their model.",
+        answer_types={_JSON: shapes.Model},
+        request_type=LoadAdapterRequest,
+        examples={"an adapter": {"lora_name": "poet", "lora_path": "poet-2"}},
+        description="Reads it from --adapter-dir. A server without keys refuses this.",
+    ),
+    Operation(
+        path="/v1/unload_lora_adapter",
+        name="unloadAdapter",
+        tag="models",
+        summary="Remove an adapter",
+        answer="It is removed; requests that have begun are finished with it.",
+        answer_types={_JSON: shapes.Deleted},
+        request_type=UnloadAdapterRequest,
+        examples={"an adapter": {"lora_name": "poet"}},
+        errors=(404,),
+        description="A server without keys refuses this.",
+    ),
+    Operation(
         path="/tokenize",
         name="tokenize",
         tag="tokens",
@@ -250,7 +275,7 @@ _FAILURES = {
     ),
     403: _Failure(
         name="Forbidden",
-        description="Host is not a name of this server, or Origin is not this server.",
+        description="Host is not a name of this server, or Origin is not this server, or adapters may not come and go.",
     ),
     404: _Failure(name="NotFound", description="There is no model with this name."),
     405: _Failure(

@@ -13,8 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+
+from monograph.decode.adapter_bank import rows_with_adapters
 from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.completion import rows_that_fit
@@ -28,8 +31,9 @@ from monograph.errors import MonographError
 from monograph.evaluation.choices import TokenScore, score_tokens
 from monograph.model.llama import Llama
 from monograph.serve.requests import MAX_BIASES, MAX_LOGPROBS
-from monograph.serve.versions import Version
+from monograph.serve.versions import ServedModel, Version
 
+_T = TypeVar("_T")
 MIN_POSITIONS = 8192  # the positions of a row are not halved to fewer than this
 # What each decoder's `Pace` has: the steps of a block by device, fewer of them while a request waits, and
 # the chunks of prompts that are read between two blocks.
@@ -160,7 +164,7 @@ class _ScoreJob(NamedTuple):
     """A prompt to be scored, and the future that gets its scores; see `Owner.score`."""
 
     scores: asyncio.Future[list[TokenScore]]
-    version: Version
+    model: ServedModel
     ids: Sequence[int]
     likeliest_count: int
 
@@ -266,20 +270,13 @@ class Owner:
         Raises:
             OutOfDeviceMemory: the decoder's keys and values do not fit.
         """
-        done: asyncio.Future[None] = self._loop.create_future()
 
         def make_decoder() -> None:
-            try:
-                decoder = _Decoder(version, self._rows)
-                decoder.generator.warm_up(self._require_not_ending)
-            except MonographError as error:
-                self._call_in_loop(_resolve, done, error)
-            else:
-                self._decoders[version] = decoder
-                self._call_in_loop(_resolve, done, None)
+            decoder = _Decoder(version, self._rows)
+            decoder.generator.warm_up(self._require_not_ending)
+            self._decoders[version] = decoder
 
-        self._call_in_thread(make_decoder)
-        await done
+        await self.call(make_decoder)
 
     def drop(self, version: Version) -> None:
         """Free the memory of a version that no text uses any more."""
@@ -318,12 +315,31 @@ class Owner:
 
         self._call_in_thread(cancel_text)
 
+    async def call(self, function: Callable[[], _T]) -> _T:
+        """Call a function in the thread, between two blocks of steps, and return its result.
+
+        Raises:
+            MonographError: the function has raised it.
+        """
+        done: asyncio.Future[_T] = self._loop.create_future()
+
+        def call_and_resolve() -> None:
+            try:
+                value = function()
+            except MonographError as error:
+                self._call_in_loop(_resolve, done, error)
+            else:
+                self._call_in_loop(_resolve, done, value)
+
+        self._call_in_thread(call_and_resolve)
+        return await done
+
     async def score(
-        self, version: Version, ids: Sequence[int], likeliest_count: int
+        self, model: ServedModel, ids: Sequence[int], likeliest_count: int
     ) -> list[TokenScore]:
         """Score a text's tokens; see `monograph.evaluation.choices.score_tokens`."""
         scores: asyncio.Future[list[TokenScore]] = self._loop.create_future()
-        job = _ScoreJob(scores, version, ids, likeliest_count)
+        job = _ScoreJob(scores, model, ids, likeliest_count)
         self._call_in_thread(lambda: self._score_jobs.append(job))
         return await scores
 
@@ -404,8 +420,10 @@ class Owner:
         job = self._score_jobs.popleft()
         if job.scores.cancelled():  # the client has gone
             return
-        version = job.version
-        scores = score_tokens(version.model, job.ids, version.precision, job.likeliest_count)
+        version = job.model.version
+        slot_1 = torch.tensor([job.model.slot], device=version.model.lm_head.weight.device)
+        with rows_with_adapters(version.bank, slot_1):
+            scores = score_tokens(version.model, job.ids, version.precision, job.likeliest_count)
         self._call_in_loop(_resolve, job.scores, scores)
 
     def _update_counts(self, ran_block: bool) -> None:

@@ -441,6 +441,18 @@ class DetokenizeRequest(BaseRequest):
     model: str | None = Field(None, description="Is ignored: the newest model's tokenizer is used.")
 
 
+class UnloadAdapterRequest(BaseRequest):
+    """An adapter to be removed."""
+
+    lora_name: str = Field(description="The adapter's name.")
+
+
+class LoadAdapterRequest(UnloadAdapterRequest):
+    """An adapter to be added."""
+
+    lora_path: str = Field(description="The name of its folder in the server's --adapter-dir.")
+
+
 class Constraint(NamedTuple):
     """What a text of the answer must match.
 
@@ -469,8 +481,8 @@ class TextRequest(BaseRequest):
     model: Annotated[
         str,
         Field(
-            description="The name of a model, one of GET /v1/models. RUN@UPDATE is exactly these weights; RUN and last "
-            "are the newest."
+            description="The name of a model or an adapter, one of GET /v1/models. RUN@UPDATE is exactly these "
+            "weights; RUN and last are the newest."
         ),
     ]
     n: Annotated[
@@ -783,6 +795,8 @@ _MISSING_WORDS = {
     "prompt": "expected a text, a list of texts, or lists of token ids",
     "messages": "expected a list of messages",
     "tokens": "expected a list of token ids",
+    "lora_name": "expected the adapter's name",
+    "lora_path": "expected the name of a folder in --adapter-dir",
 }
 # What the error for a value of another type says was expected, by the type of pydantic's error.
 _TYPE_WORDS = {

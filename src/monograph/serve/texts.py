@@ -39,7 +39,7 @@ from monograph.serve.owner import Inbox, OwnerEnded, ServedText
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.requests import AnyTextRequest, ChatRequest, CompletionRequest, read
 from monograph.serve.service import Service
-from monograph.serve.versions import Version
+from monograph.serve.versions import ServedModel, Version
 from monograph.text.chat import chat_ids
 
 PromptIds = Sequence[Sequence[int]]  # the ids of each prompt
@@ -97,8 +97,8 @@ class TextEndpoint:
         try:
             # In a worker thread, because a large body takes a while.
             request = await asyncio.to_thread(self._read, body)
-            async with self._service.use_version(request.model) as version:
-                await self._answer(request, version, scope["client_name"], send)
+            async with self._service.use_model(request.model) as model:
+                await self._answer(request, model, scope["client_name"], send)
         except Refused as refused:
             await _send_failure(scope, send, refused)
         except OwnerEnded:
@@ -109,17 +109,18 @@ class TextEndpoint:
             await _send_failure(scope, send, failure)
 
     async def _answer(
-        self, request: AnyTextRequest, version: Version, client: str, send: Send
+        self, request: AnyTextRequest, model: ServedModel, client: str, send: Send
     ) -> None:
         """Answer a valid request: score its prompts, or let the decoder write its texts.
 
         Args:
             request: the request.
-            version: the version of the model that answers it.
+            model: the model that answers it.
             client: the client's name, by which the decoder lets clients take turns.
             send: sends the answer.
         """
         began_s = clock()
+        version = model.version
         scores_only = request.token_limit == 0
         # A chat cannot ask for too many: it has one prompt, and n is at most the number of rows.
         if isinstance(request, CompletionRequest) and not scores_only:
@@ -130,20 +131,20 @@ class TextEndpoint:
             logprob_count = _count_logprobs(request, version, prompts)
         if isinstance(request, CompletionRequest) and scores_only:
             with self._service.gate.reserve_logprobs(logprob_count):
-                return await self._send_scored(request, version, prompts, send)
+                return await self._send_scored(request, model, prompts, send)
         inbox: Inbox = asyncio.Queue()
-        decoder_requests = await self._decoder_requests(request, version, prompts, client)
+        decoder_requests = await self._decoder_requests(request, model, prompts, client)
         texts = [
             ServedText(decoder_request, version, index, inbox, request.stream)
             for index, decoder_request in enumerate(decoder_requests)
         ]
         answer_class = ChatAnswerBuilder if self._is_chat else AnswerBuilder
-        answer = answer_class(version, request.sampling.seed, request.likeliest_count)
+        answer = answer_class(model, request.sampling.seed, request.likeliest_count)
         async with self._write(texts, began_s) as batches:
             if request.stream:
                 await self._send_stream(request, texts, answer, batches, prompts, send)
             else:
-                await self._send_whole(request, texts, answer, batches, prompts, send)
+                await self._send_whole(request, model, texts, answer, batches, prompts, send)
         return None
 
     def _require_few_texts(self, request: CompletionRequest) -> None:
@@ -220,12 +221,13 @@ class TextEndpoint:
         return prompt
 
     async def _decoder_requests(
-        self, request: AnyTextRequest, version: Version, prompts: PromptIds, client: str
+        self, request: AnyTextRequest, model: ServedModel, prompts: PromptIds, client: str
     ) -> list[DecoderRequest]:
         """Return the decoder's requests, n for each prompt.
 
         Text i of a prompt has the seed that `monograph generate` gives to its text i.
         """
+        version = model.version
         tokenizer = version.tokenizer
         sampling = request.sampling
         if request.likeliest_count is not None:
@@ -263,6 +265,7 @@ class TextEndpoint:
                 breaker_V=breaker_V,
                 seed=seed,
                 owner=client,
+                adapter=model.slot,
             )
             for ids in prompts
             for seed in seeds
@@ -391,6 +394,7 @@ class TextEndpoint:
     async def _send_whole(
         self,
         request: AnyTextRequest,
+        model: ServedModel,
         texts: Sequence[ServedText],
         answer: AnswerBuilder,
         batches: AsyncIterator[EventBatch],
@@ -400,7 +404,7 @@ class TextEndpoint:
         # What the texts after each prompt begin with: the prompt, if it is echoed, or nothing.
         echoes = [TextPiece(0, "", [], None)] * len(prompts)
         if isinstance(request, CompletionRequest) and request.echo:
-            echoes = await self._echoes(request, texts[0].version, prompts)
+            echoes = await self._echoes(request, model, prompts)
         builders = []
         pieces = []
         for text in texts:
@@ -433,25 +437,26 @@ class TextEndpoint:
         )
 
     async def _send_scored(
-        self, request: CompletionRequest, version: Version, prompts: PromptIds, send: Send
+        self, request: CompletionRequest, model: ServedModel, prompts: PromptIds, send: Send
     ) -> None:
         """Answer with each prompt and its scores n times, without new text."""
-        echoes = await self._echoes(request, version, prompts)
+        echoes = await self._echoes(request, model, prompts)
         repeated = [echo for echo in echoes for _ in range(request.n)]
         pieces = [
             echo._replace(text_index=index, finish="length") for index, echo in enumerate(repeated)
         ]
-        answer = AnswerBuilder(version, request.sampling.seed, request.likeliest_count)
+        answer = AnswerBuilder(model, request.sampling.seed, request.likeliest_count)
         usage = token_usage(_count_tokens(prompts), sampled_tokens=0)
         await _send_answer(answer, pieces, usage, send)
 
     async def _echoes(
-        self, request: CompletionRequest, version: Version, prompts: PromptIds
+        self, request: CompletionRequest, model: ServedModel, prompts: PromptIds
     ) -> list[TextPiece]:
         """Return each prompt as the first piece of a text.
 
         If the request asks for log-probabilities, the piece has those of the prompt's tokens.
         """
+        version = model.version
         echoes = []
         for prompt, ids in zip(request.prompt, prompts, strict=True):
             text = prompt if isinstance(prompt, str) else version.tokenizer.decode(ids)
@@ -460,7 +465,7 @@ class TextEndpoint:
                 scores = []
                 if len(ids) > 1:  # the first token has no score
                     count = min(request.likeliest_count, version.tokenizer.vocab_size)
-                    scores = await self._service.owner.score(version, ids, count)
+                    scores = await self._service.owner.score(model, ids, count)
                 entries = prompt_entries(version.tokenizer, ids, scores)
             echoes.append(TextPiece(0, text, entries, None))
         return echoes
