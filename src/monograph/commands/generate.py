@@ -429,32 +429,21 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
     sampling = model.sampling
     requests = [PromptRequest(prompt, sampling) for prompt in prompts]
     if file is not None:
-<<<<<<< HEAD
-        requests += prompts_in_file(file, options.chat, sampling, model.tokenizer.vocab_size)
+        bank = bank_of(model.model)
+        adapters = [*bank.slots, BASE] if bank else []
+        vocabulary = model.tokenizer.vocab_size
+        requests += prompts_in_file(file, options.chat, sampling, vocabulary, adapters)
         if not requests:
             raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
     if not requests:
         requests = [PromptRequest("", sampling)]  # the model begins a text by itself
     model = with_constraint(model, requests)
     texts_or_ids = [_text_or_ids(model, request) for request in requests]
-    generation = model.generate(texts_or_ids, [request.sampling for request in requests])
-=======
-        bank = bank_of(model.model)
-        adapters = [*bank.slots, BASE] if bank else []
-        vocabulary = model.tokenizer.vocab_size
-        all_prompts += prompts_in_file(file, options.chat, sampling, vocabulary, adapters)
-        if not all_prompts:
-            raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
-    if not all_prompts:
-        all_prompts = [PromptRequest("", sampling)]  # texts from their beginning
-    model = with_constraint(model, all_prompts)
-    encoded = [_prompt_or_ids(model, asked) for asked in all_prompts]
     generation = model.generate(
-        encoded,
-        [asked.sampling for asked in all_prompts],
-        [asked.adapter or model.adapter for asked in all_prompts],
+        texts_or_ids,
+        [request.sampling for request in requests],
+        [request.adapter or model.adapter for request in requests],
     )
->>>>>>> h
     if generation.generator.compiled:
         print(
             "compiling the step first: with so much to write that is the faster way",
