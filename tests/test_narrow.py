@@ -164,6 +164,7 @@ def test_noise_is_a_function_of_seed_update_plane_and_index_alone():
 def test_rows_that_ranks_share_out_are_packed_as_in_one_process(state, never_negative):
     """Of 700 numbers a rank has 330, and another the rest of their last block, too."""
     form = FOUR_BITS if state == "4bit" else FORMATS[state]
+    assert form.rows_multiple == (2 if state == "4bit" else 1)  # two codes are one byte
     moment = Moment("m", never_negative)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(700, generator=generator)
