@@ -80,7 +80,7 @@ ROOMS = {
             "optim/state_format.py",
             "optim/updates.py",
         ),
-        ("test_optim.py", "test_muon.py", "test_narrow.py", "test_transfer.py"),
+        ("test_optim.py", "test_muon.py", "test_narrow.py", "test_transfer.py", "test_arguments.py"),
     ),
     "ops": Room(
         ("ops/attention.py", "ops/cross_entropy.py", "ops/philox.py", "ops/rms_norm.py",

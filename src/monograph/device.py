@@ -145,14 +145,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def sent(
+def tensor_on(
     values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Return numbers as a tensor on `device`, without waiting for the copy."""
     # The copy is from pinned memory, because the host waits for a copy from other memory.
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(
-        device, non_blocking=True
-    )
+    on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:

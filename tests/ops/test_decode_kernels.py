@@ -1,7 +1,7 @@
 """Run: pytest tests/ops/test_decode_kernels.py (needs a CUDA device)
 
-The kernels of a decode step are as exact as the operators that they replace, and a row has the same
-bits alone as among others.
+The kernel of a decode step's attention is as exact as the operators that it replaces, and a row has the
+same bits alone as among others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run: pytest tests/ops/test_layer_kernels.py (needs a CUDA device)
 
-The kernels for adapters, and for weights in 8 and 4 bits, are as exact as the modules whose products
-they compute, and a row has the same bits alone as among others.
+The kernels of products, of dense weights, of weights in 8 and 4 bits and of adapters, are as exact as
+the modules or operators that they replace, and a row has the same bits alone as among others.
 """
 
 from __future__ import annotations

@@ -623,7 +623,7 @@ def generate(
     from monograph.commands.generate import run as command
 
     options = GenerateOptions(
-        numbers={
+        flag_values={
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
@@ -680,7 +680,7 @@ def chat(
     from monograph.commands.generate import GenerateOptions
 
     options = GenerateOptions(
-        numbers={
+        flag_values={
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,

@@ -38,8 +38,8 @@ _FLAGS = (
     *("adapter", "use"),
 )
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
-# The types whose values are written as they are, with the words for them in messages. The values of
-# options of all other types are written as JSON.
+# The types whose values are written as they are, with the words for them in messages. Values of all
+# other types are written as JSON.
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "a text"}
 # The type of each option of `Sampling`, which is that of its default. An option whose default is None
 # is a whole number.
@@ -51,11 +51,11 @@ LARGEST_PROMPTS_BYTES = 1 << 28
 _PIPES = Path("/dev/fd")  # the folder of the pipes that a shell makes for <(command)
 
 
-def parse_sampling(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
+def parse_sampling(flag_values: dict[str, Any], pairs: Sequence[str]) -> Sampling:
     """Return the options of sampling from the command line.
 
     Args:
-        numbers: the options that have a flag of their own, by name.
+        flag_values: the values of the options that have a flag of their own, by the options' names.
         pairs: the texts KEY=VALUE that were given with --sampler. KEY is an option without a flag.
             Whether VALUE is a number, a text or JSON depends on KEY.
 
@@ -63,10 +63,10 @@ def parse_sampling(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
         UsageError: a key is unknown, given twice or has a flag of its own, or a value is
             impossible.
     """
-    values = dict(numbers)
+    values = dict(flag_values)
     for pair in pairs:
         key, equals, text = pair.partition("=")
-        if key in numbers or key in _FLAGS:
+        if key in flag_values or key in _FLAGS:
             raise UsageError(
                 f"--sampler {pair}: it has a flag of its own, --{key.replace('_', '-')}"
             )
@@ -76,9 +76,8 @@ def parse_sampling(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
                 f"--sampler {pair}: write = between option and value: {with_colon[1]}={with_colon[2]}"
             )
         if key not in _OPTION_TYPES:
-            raise UsageError(
-                f"--sampler {pair}: there is no option {_unknown_key_hint(key, set(_OPTION_TYPES) - set(numbers))}"
-            )
+            hint = _unknown_key_hint(key, _OPTION_TYPES.keys() - flag_values.keys())
+            raise UsageError(f"--sampler {pair}: there is no option {hint}")
         if not equals:
             raise UsageError(f"--sampler {pair}: expected a value, {key}=VALUE")
         if key in values:
@@ -121,8 +120,8 @@ def prompts_in_file(
     not allowed, because all texts that are written together have the same order. In a file of any other
     kind each line is a prompt. Empty lines are skipped.
 
-    A file has JSON lines if its name ends with .jsonl, or if its first line is an object with
-    `prompt` or `messages`.
+    A file has JSON lines if its name ends with .jsonl, or if its first line that is not empty is an
+    object with `prompt` or `messages`.
 
     Args:
         path: the file; "-" for standard input.
@@ -139,13 +138,13 @@ def prompts_in_file(
     # JSON may contain unescaped.
     lines = _read_text(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
     expected = 'expected an object with "prompt", a text'
-    known = {"prompt", *_OPTION_TYPES} - {"order"}
+    known_keys = {"prompt", *_OPTION_TYPES} - {"order"}
     if adapters:
-        known.add("adapter")
+        known_keys.add("adapter")
     if chat:
         expected += ', or "messages", a list of objects with "role" and "content", texts'
-        known.add("messages")
-    first_line = next(filter(str.strip, lines), "")  # the first that is not empty
+        known_keys.add("messages")
+    first_line = next((line for line in lines if line.strip()), "")
     first_record = json_object(first_line)  # {} if it is no JSON object
     begins_with_record = "prompt" in first_record or "messages" in first_record
     has_records = path.suffix == ".jsonl" or begins_with_record
@@ -165,16 +164,16 @@ def prompts_in_file(
         messages = options.pop("messages", None) if chat else None
         if text is not None and messages is not None:
             raise InputRefused(f"{where}: has prompt and messages: give one of them")
-        prompt: PromptContent = ""
-        if isinstance(messages, list):
-            prompt = _messages(messages, where)
+        prompt: PromptContent
         if isinstance(text, str):
-            prompt = text  # an empty text is a prompt, but an empty list of messages is not
-        elif not prompt:
+            prompt = text
+        elif isinstance(messages, list) and messages:
+            prompt = _messages(messages, where)
+        else:
             raise InputRefused(f"{where}: {expected}")
-        unknown = options.keys() - known
-        if unknown:
-            hint = _unknown_key_hint(min(unknown), known)
+        unknown_keys = options.keys() - known_keys
+        if unknown_keys:
+            hint = _unknown_key_hint(min(unknown_keys), known_keys)
             raise InputRefused(f"{where}: there is no key {hint}")
         adapter = options.pop("adapter", None)
         if adapter is not None and adapter not in adapters:
@@ -233,27 +232,28 @@ def _messages(value: list[Any], where: str) -> list[Message]:
         raise InputRefused(f"{where}: {unusable}") from None
 
 
-def _read_text(path: Path, flag: str, most_bytes: int) -> str:
+def _read_text(path: Path, flag: str, max_bytes: int) -> str:
     """Read the text of a file.
 
     Args:
         path: the file; "-" for standard input.
         flag: the flag that names the file, for messages.
-        most_bytes: the largest size.
+        max_bytes: the largest size.
 
     Raises:
-        InputRefused: the text cannot be read, is larger than `most_bytes`, or is not UTF-8.
+        InputRefused: the text cannot be read, is larger than `max_bytes`, or is not UTF-8.
     """
     try:
+        # One more byte than allowed shows that a file is too large.
         if path == Path("-"):
-            content = _read_at_most(sys.stdin.buffer, most_bytes + 1)
+            content = _read_at_least(sys.stdin.buffer, max_bytes + 1)
         else:
             with readable(path), _open_file_or_pipe(path) as file:
-                content = _read_at_most(file, most_bytes + 1)
+                content = _read_at_least(file, max_bytes + 1)
     except OSError as error:
         raise InputRefused(f"{flag} {path}: cannot be read: {error.strerror}") from None
-    if len(content) > most_bytes:
-        raise InputRefused(f"{flag} {path}: is larger than {most_bytes / 2**20:,.0f} MiB")
+    if len(content) > max_bytes:
+        raise InputRefused(f"{flag} {path}: is larger than {max_bytes / 2**20:,.0f} MiB")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -268,31 +268,33 @@ def _open_file_or_pipe(path: Path) -> BinaryIO:
     return path.open("rb") if path.parent == _PIPES else open_input(path)
 
 
-def _read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
-    """Return the first bytes of a file: all, or `most_bytes` rounded up to whole pieces."""
-    # The file is read in pieces, because a single `read` would allocate memory for the whole limit.
-    pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
-    return b"".join(itertools.islice(pieces, math.ceil(most_bytes / _PIECE_BYTES)))
+def _read_at_least(file: BinaryIO, min_bytes: int) -> bytes:
+    """Return the first bytes of a file: `min_bytes` or up to a piece more, or all if it has fewer.
+
+    The file is read in pieces, because a single `read` would allocate memory for all `min_bytes`.
+    """
+    pieces = iter(lambda: file.read(_PIECE_BYTES), b"")  # until the end of the file
+    return b"".join(itertools.islice(pieces, math.ceil(min_bytes / _PIECE_BYTES)))
 
 
 class GenerateOptions(NamedTuple):
     """The command line's options, without the model and the prompts.
 
     Attributes:
-        numbers: the options of `Sampling` that have a flag of their own, by name.
+        flag_values: the values of the options of `Sampling` that have a flag of their own, by name.
         pairs: KEY=VALUE for other options of `Sampling`.
         n: number of completions of each prompt.
         max_tokens: largest number of tokens of a completion.
         stop: strings that end a completion.
         constraints: for each kind of constraint on completions, such as "choices", its value from the
-            command line; None: the constraint was not given. At most one may be given.
+            command line; None if it was not given. At most one may be given.
         chat: whether prompts are messages to answer.
         json: whether to print one JSON object.
         adapters: NAME=FOLDER for each adapter.
         use: the name of the adapter that writes; None: the first one, if there are any.
     """
 
-    numbers: dict[str, Any]
+    flag_values: dict[str, Any]
     pairs: Sequence[str]
     n: int
     max_tokens: int
@@ -312,7 +314,8 @@ class ReadyModel(NamedTuple):
         tokenizer: its tokenizer.
         sampling: the command line's options of sampling.
         stop: strings and ids of tokens that end a completion.
-        constraint: an automaton that accepts exactly the allowed completions; None: all are allowed.
+        constraint: an automaton that accepts exactly the allowed completions; None if all are
+            allowed.
         options: the command line's options.
         adapter: the name of the adapter that writes, unless a prompt names another one.
     """
@@ -367,7 +370,7 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
     """
     # This must come before the import of torch._dynamo, which sets its own cache path in the environment.
     keep_compiled()
-    sampling = parse_sampling(options.numbers, options.pairs)
+    sampling = parse_sampling(options.flag_values, options.pairs)
     if sum(value is not None for value in options.constraints.values()) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
     folders = named_folders("--adapter", options.adapters)
@@ -424,22 +427,22 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
     """Print each prompt with its completions while they are written; see the command line's help."""
     model = open_model(run, options)
     sampling = model.sampling
-    all_prompts = [PromptRequest(prompt, sampling) for prompt in prompts]
+    requests = [PromptRequest(prompt, sampling) for prompt in prompts]
     if file is not None:
         bank = bank_of(model.model)
         adapters = [*bank.slots, BASE] if bank else []
         vocabulary = model.tokenizer.vocab_size
-        all_prompts += prompts_in_file(file, options.chat, sampling, vocabulary, adapters)
-        if not all_prompts:
+        requests += prompts_in_file(file, options.chat, sampling, vocabulary, adapters)
+        if not requests:
             raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
-    if not all_prompts:
-        all_prompts = [PromptRequest("", sampling)]  # texts from their beginning
-    model = with_constraint(model, all_prompts)
-    encoded = [_prompt_or_ids(model, asked) for asked in all_prompts]
+    if not requests:
+        requests = [PromptRequest("", sampling)]  # the model begins a text by itself
+    model = with_constraint(model, requests)
+    texts_or_ids = [_text_or_ids(model, request) for request in requests]
     generation = model.generate(
-        encoded,
-        [asked.sampling for asked in all_prompts],
-        [asked.adapter or model.adapter for asked in all_prompts],
+        texts_or_ids,
+        [request.sampling for request in requests],
+        [request.adapter or model.adapter for request in requests],
     )
     if generation.generator.compiled:
         print(
@@ -447,11 +450,15 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
             file=sys.stderr,
         )
     if options.json:
-        return _print_json(generation)
+        _print_json(generation)
+        return
 
     def text_before(number: int) -> str:
-        """Return the prompt to print before a completion; "" in a chat, where only answers are printed."""
-        return "" if options.chat else str(all_prompts[number // options.n].prompt)
+        """Return the prompt to print before a completion; "" in a chat, where only answers are printed.
+
+        The completions are numbered prompt by prompt, `options.n` for each.
+        """
+        return "" if options.chat else str(requests[number // options.n].prompt)
 
     began = clock()
     _print_text(generation, text_before, model.constraint is not None)
@@ -475,10 +482,11 @@ def _lead_bytes(model: ReadyModel, prompts: Sequence[PromptRequest]) -> bytes:
     if not model.tokenizer.strips_space:
         return b""
     leads = set[bytes]()
-    for asked in prompts:
-        prompt = _prompt_or_ids(model, asked)
-        ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        leads.add(model.tokenizer.inserted_space(ids))
+    for request in prompts:
+        text_or_ids = _text_or_ids(model, request)
+        if isinstance(text_or_ids, str):
+            text_or_ids = model.tokenizer.encode(text_or_ids)
+        leads.add(model.tokenizer.inserted_space(text_or_ids))
     if len(leads) > 1:
         raise UsageError(
             "under a constraint, give an empty prompt alone: the tokenizer puts a space before its text"
@@ -486,21 +494,23 @@ def _lead_bytes(model: ReadyModel, prompts: Sequence[PromptRequest]) -> bytes:
     return leads.pop() if leads else b""
 
 
-def _prompt_or_ids(model: ReadyModel, asked: PromptRequest) -> str | list[int]:
+def _text_or_ids(model: ReadyModel, request: PromptRequest) -> str | list[int]:
     """Return a prompt's text or, in a chat, the ids of its messages.
 
     Raises:
         InputRefused: the messages cannot be encoded; the message names the prompt's file and line.
     """
     if not model.options.chat:
-        return str(asked.prompt)
-    messages = asked.prompt
+        return str(request.prompt)
+    messages = request.prompt
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     try:
         return model.prompt_ids(messages)
     except InputRefused as refused:
-        raise InputRefused(f"{asked.where}: {refused}" if asked.where else str(refused)) from None
+        if not request.where:
+            raise
+        raise InputRefused(f"{request.where}: {refused}") from None
 
 
 def _print_text(
@@ -514,7 +524,7 @@ def _print_text(
         is_constrained: whether there is a constraint. If so, a completion that reached max_tokens
             was cut before it satisfied the constraint, and a warning says so.
     """
-    last_number = -1  # of the completion of the piece before
+    last_number = -1  # the completion that the piece before belongs to
     for piece in generation.stream():
         if piece.number != last_number:
             separator = "\n" if last_number >= 0 else ""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from monograph.device import sent
+from monograph.device import tensor_on
 from monograph.model.config import LlamaConfig
 from monograph.model.mixer import Recurrence, mixer_of
 from monograph.ops.attention import BLOCK, Heads, cached_attention
@@ -195,7 +195,7 @@ class KVCache:
         for tensor in self.recurrence_tensors():
             tensor.zero_()
         for recurrence in self.recurrences.values():
-            recurrence.limit_B[: len(limits)] = sent(limits, recurrence.limit_B.device)
+            recurrence.limit_B[: len(limits)] = tensor_on(limits, recurrence.limit_B.device)
 
     def recurrence_tensors(self) -> list[Tensor]:
         """Return the tensors of all recurrences without `limit_B`, [rows, ...] each."""
@@ -216,8 +216,8 @@ class KVCache:
             slots: how many first slots are copied, rounded up to whole blocks.
         """
         self.copy_keys(rows, source, source_rows, slots)
-        to_rows = sent(rows, self.keys[0].device)
-        from_rows = sent(source_rows, self.keys[0].device)
+        to_rows = tensor_on(rows, self.keys[0].device)
+        from_rows = tensor_on(source_rows, self.keys[0].device)
         for target, origin in zip(
             self.recurrence_tensors(), source.recurrence_tensors(), strict=True
         ):
@@ -229,8 +229,8 @@ class KVCache:
         """Copy keys and values as `copy_rows` does, without recurrences."""
         blocks = math.ceil(slots / self.block)
         device = self.keys[0].device
-        to_rows = sent(rows, device)
-        from_rows = sent(source_rows, device)
+        to_rows = tensor_on(rows, device)
+        from_rows = tensor_on(source_rows, device)
         targets = (*self.keys, *self.values)
         origins = (*source.keys, *source.values)
         for target, origin in zip(targets, origins, strict=True):

@@ -137,13 +137,15 @@ class Generation:
         # The number of the completion, by the decoder's number of its request.
         completion_numbers: dict[int, int] = {}
         unfinished: dict[int, _UnfinishedCompletion] = {}
-        # This is a generator expression and not a list, because n may be large.
-        continuations = (
-            request._replace(seed=continuation_seed(request.sampling.seed, index))
-            for request in self._requests
-            for index in range(self._n)
-        )
-        waiting = iter(enumerate(continuations if self._n else self._requests))
+        requests: Iterable[Request] = self._requests
+        if self._n:
+            # This is a generator expression and not a list, because n may be large.
+            requests = (
+                request._replace(seed=continuation_seed(request.sampling.seed, index))
+                for request in self._requests
+                for index in range(self._n)
+            )
+        waiting = iter(enumerate(requests))
 
         def submit(count: int) -> None:
             for number, request in itertools.islice(waiting, count):
@@ -172,6 +174,7 @@ class Generation:
                 text = completion.pending
                 completion.pending = ""
                 if completion.finish is None:
+                    # It still runs, so its event may have brought no text.
                     if text:
                         yield CompletionDelta(current, text, None)
                     break

@@ -49,8 +49,8 @@ from monograph.decode.chain import (
 from monograph.decode.filters import MIN_TEMPERATURE
 from monograph.decode.knobs import EDITS, Chain
 
-# T, the number of tokens of which a program finds the groups' maxima. Few rows take small tiles, which
-# occupy more multiprocessors; with many rows, the programs are enough.
+# T, the number of tokens of a program. Fewer than MANY_ROWS rows have small tiles, so that there are
+# enough programs for all multiprocessors.
 SMALL_TILE = 1024
 LARGE_TILE = 4096
 MANY_ROWS = 8
@@ -125,8 +125,8 @@ def _logit(key):
 
 
 @triton.jit
-def _searched(logit, is_token):
-    """Return `_ordered`, but at least _LOWEST, and _BELOW_ALL where there is no token."""
+def _ordered_tokens(logit, is_token):
+    """Return `_ordered` of tokens' logits for a search: at least _LOWEST, and _BELOW_ALL for no token."""
     return tl.where(is_token, tl.maximum(_ordered(logit), _LOWEST), _BELOW_ALL)
 
 
@@ -139,7 +139,7 @@ def _narrow(ordered_N, low, high, count, needed, ROOM: tl.constexpr):
     which are fewer than `needed`, and of those that reach `low`.
 
     Args:
-        ordered_N: see `_searched`.
+        ordered_N: see `_ordered_tokens`.
         low: a number that at least `needed` reach.
         high: the largest number.
         count: how many reach `low`.
@@ -147,6 +147,7 @@ def _narrow(ordered_N, low, high, count, needed, ROOM: tl.constexpr):
         ROOM: how many may reach `low`.
     """
     largest = _logit_of(high)
+    # Zeros of the type of `count`, since a variable of a loop keeps its type.
     above = count * 0
     step = count * 0
     while (count > ROOM) & (low < high):
@@ -209,8 +210,9 @@ def _likeliest_keys(
     )
     largest = tl.max(maximum_A, 0)
     groups = (V + G - 1) // G
+    lowest = largest * 0 + _LOWEST  # of the type of `largest`; all groups reach it
     low, high, above, count = _narrow(
-        maximum_A, largest * 0 + _LOWEST, largest, groups, tl.minimum(groups, W), READ
+        maximum_A, lowest, largest, groups, tl.minimum(groups, W), READ
     )
     is_kept_A, place_A = _places(maximum_A, low, high, above, READ)
     read_groups = maxima + GROUPS
@@ -219,13 +221,14 @@ def _likeliest_keys(
     index_C = tl.arange(0, READ * G)
     is_read_C = index_C // G < count
     group_C = tl.load(read_groups + index_C // G, mask=is_read_C, other=0)
-    # Their ids ascend, as the groups do, so that of equal ones the first are the likeliest.
+    # The ids ascend, since the groups do. So the first of several tokens with equal logits are the
+    # likeliest, and `_places` keeps them.
     token_C = group_C * G + index_C % G
     is_token_C = is_read_C & (token_C < V)
     logit_C = tl.load(logits + token_C, mask=is_token_C, other=0.0)
-    ordered_C = _searched(logit_C, is_token_C)
-    # At least W reach `low`: as many maxima as groups are needed, or all tokens if there are fewer than
-    # W groups, as `low` is then the lowest.
+    ordered_C = _ordered_tokens(logit_C, is_token_C)
+    # At least W tokens reach `low`: the maxima of W groups do. If there are fewer than W groups, `low` is
+    # the lowest number, which all tokens reach.
     count = tl.sum((ordered_C >= low).to(tl.int32), 0)
     low, high, above, count = _narrow(ordered_C, low, largest, count, W, SORTED)
     is_kept_C, place_C = _places(ordered_C, low, high, above, SORTED)
@@ -403,7 +406,7 @@ def _sample(
         token_PG = group_P[:, None] * G + tl.arange(0, G)[None, :]
         is_token_PG = token_PG < V
         logit_PG = tl.load(row_logits + token_PG, mask=is_token_PG, other=0.0)
-        tl.store(row_scratch + group_P, tl.max(_searched(logit_PG, is_token_PG), 1))
+        tl.store(row_scratch + group_P, tl.max(_ordered_tokens(logit_PG, is_token_PG), 1))
     else:
         token_T = tile * TILE + tl.arange(0, TILE)
         logit_T = tl.load(row_logits + token_T, mask=token_T < V, other=0.0)

@@ -41,7 +41,7 @@ from monograph.decode.request import (
 from monograph.decode.request_queue import RequestQueue, WaitingRequest
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, StepFunction, Steps
-from monograph.device import clock, sent
+from monograph.device import clock, tensor_on
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
 from monograph.graph.replay import CudaGraphs, Replays
@@ -537,7 +537,9 @@ class Generator:
         self._free_rows += rows
         # See `_keeps_prompts`.
         position = self.slots - 1 if self._keeps_prompts else 0
-        self.state.position_B.index_fill_(0, sent(rows, self.state.position_B.device), position)
+        self.state.position_B.index_fill_(
+            0, tensor_on(rows, self.state.position_B.device), position
+        )
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 

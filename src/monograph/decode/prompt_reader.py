@@ -19,7 +19,7 @@ from torch import Tensor
 
 from monograph.decode.adapter_bank import bank_of, rows_with_adapters
 from monograph.decode.cache import CacheSizes, KVCache
-from monograph.device import sent
+from monograph.device import tensor_on
 from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
 
@@ -254,7 +254,7 @@ class PromptReader:
         parts = [tokens[begin:end] for tokens in self._prompts]
         parts += [()] * (self.rows - len(self._prompts))
         padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
-        self._tokens_RT.copy_(sent(padded, self.device))
+        self._tokens_RT.copy_(tensor_on(padded, self.device))
         self._positions_RT += begin - self._first_position
         self._first_position = begin
         self._passes.run(1, self.cache.block_count_for(end))

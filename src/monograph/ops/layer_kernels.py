@@ -398,13 +398,13 @@ _TILES = (
     Tile(columns=32, channels=256, warps=4, stages=4),
     Tile(columns=64, channels=128, warps=8, stages=4),
 )
-# For nf4, likewise. A thread has half as many weights at once, because its registers also hold the codes
+# The same for nf4. A thread has half as many weights at once, because its registers also hold the codes
 # and the scales.
 _NF4_TILES = (
     Tile(columns=16, channels=256, warps=2, stages=4),
     Tile(columns=32, channels=256, warps=4, stages=4),
 )
-# Cards with less shared memory than this have the two tiles below.
+# On cards with less shared memory than this, the two tiles below are used.
 _SHARED_BYTES_OF_TILES = 147_456
 _SMALL_TILE = Tile(columns=16, channels=256, warps=4, stages=4)
 _SMALL_NF4_TILE = Tile(columns=16, channels=128, warps=2, stages=4)
@@ -419,9 +419,10 @@ _LARGE_TILE = Tile(columns=32, channels=128, warps=4, stages=3)
 
 
 def tile_of(form: str, columns: int, tile_rows: int, dtype: torch.dtype, device: Any) -> Tile:
-    """Return the tile of a product, which depends on the card and the weight's shape alone.
+    """Return the tile of a product.
 
-    It is never chosen by timing: then two processes could choose differently, and compute other bits.
+    It depends neither on the number of rows in a tile of `tile_rows` nor on any timing: otherwise two
+    steps or two processes could have different tiles, and compute different bits.
 
     Args:
         form: how the weight is stored.

@@ -44,6 +44,7 @@ from monograph.predict.footprint import Work
 from monograph.stream import Placement
 from monograph.stream.chunked_update import MAX_CHUNK_ELEMENTS, STAGING_BUFFERS
 from monograph.stream.placement import When, Where
+from monograph.stream.slots import BLOCK_SLOTS
 from monograph.stream.store import GRADIENT, GRADIENT_SETS, REST, WEIGHTS, Stage, store_in_stages
 from monograph.stream.walk import INPUT_SETS
 
@@ -233,9 +234,9 @@ def slots_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
     first = [kind for kind in kinds if kind.position == "first"]
     middle = [kind for kind in kinds if kind.position == "middle"]
     last = [kind for kind in kinds if kind.position == "last"]
-    # Two slots hold middle stages, so that one stage is copied while another one computes. The
-    # first and the last stage share a slot, unless the last reads the first one's weights.
-    middle_slots = min(2, stages.count - 2)
+    # BLOCK_SLOTS = 2 slots hold middle stages, so that one stage is copied while another one computes.
+    # The first and the last stage share a slot, unless the last reads the first one's weights.
+    middle_slots = min(BLOCK_SLOTS, stages.count - 2)
     if stages.tied:
         end_bytes = _slot_bytes(first) + _slot_bytes(last)
     else:
@@ -569,7 +570,7 @@ class StreamWay:
         if is_eager:
             logit_bytes = 8 + rounded_bytes
         else:
-            logit_bytes = work.number_bytes + (rounded_bytes or 4)
+            logit_bytes = 2 * work.number_bytes
         loss_bytes = work.tokens / logit_chunks * vocabulary * logit_bytes
         # With several chunks the head's gradient adds up over them, in memory of its own.
         head_gradient_bytes = 4 if is_eager or logit_chunks > 1 else gradient_bytes

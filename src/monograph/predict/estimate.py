@@ -372,7 +372,9 @@ def trained_numbers(config: LlamaConfig, lora: Lora | None, precision: str) -> i
     return config.parameter_count()
 
 
-def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, gathers_bf16: bool) -> int:
+def gathered_copy_bytes(
+    config: LlamaConfig, lora: Lora | None, precision: str, gathers_bf16: bool
+) -> int:
     """Return the bytes of the complete copy that each rank makes of a sharded model, to sample answers
     from it; see `Parameters.gathered`.
 

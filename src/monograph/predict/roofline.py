@@ -392,6 +392,18 @@ MAX_SIZE_RATIO = 2.0
 MAX_REDUCTION = 0.05
 
 
+class MemoryExcess(NamedTuple):
+    """A measurement of how much more memory a step took than its trace says.
+
+    Attributes:
+        excess_bytes: bytes at the measured peak beyond the traced peak; negative if there were fewer.
+        transient_bytes: the transient bytes of the trace.
+    """
+
+    excess_bytes: int
+    transient_bytes: int
+
+
 class Calibration:
     """What earlier runs measured: ratios of measured to predicted time, and by how many bytes a peak
     exceeded its trace.
@@ -405,8 +417,7 @@ class Calibration:
         """Read a file, which need not exist."""
         self._file = file
         self._ratios: dict[str, list[float]] = {}
-        # (bytes beyond the trace, transient bytes of the trace).
-        self._beyond: dict[str, list[tuple[int, int]]] = {}
+        self._excesses: dict[str, list[MemoryExcess]] = {}
         self._is_unreadable = False
         # These are all errors that a damaged file may raise.
         with suppress(
@@ -429,8 +440,8 @@ class Calibration:
                     for key, ratios in saved["seen"].items()
                 }
                 for key, pairs in saved.get("beyond", {}).items():
-                    self._beyond[key] = [
-                        (int(beyond), int(transient)) for beyond, transient in pairs
+                    self._excesses[key] = [
+                        MemoryExcess(int(excess), int(transient)) for excess, transient in pairs
                     ]
 
     def slowness(self, device: Device, kind: str) -> float | None:
@@ -460,8 +471,8 @@ class Calibration:
         self._keep(self._ratios.setdefault(_key(device, kind), []), ratio)
 
     def residual(self, device: Device, work: Work, traced: Mapping[str, int]) -> int:
-        """Return the median of the bytes that similar steps on this device took beyond their
-        traces; 0 if there were no similar steps.
+        """Return by how many bytes the peaks of similar steps on this device exceeded their traces: the
+        median, or 0 if there were no similar steps.
 
         Steps are similar if they have the same precision and scope, and if their transient bytes
         (traced activations, loss head and workspace) agree within a factor of two. A negative
@@ -473,18 +484,17 @@ class Calibration:
             traced: the step's peak by origin.
         """
         transient = _transient_bytes(traced)
-        similar = [
-            beyond
-            for beyond, their_transient in self._beyond.get(
-                _key(device, work.precision, work.compile), ()
-            )
-            if their_transient <= MAX_SIZE_RATIO * transient
-            and transient <= MAX_SIZE_RATIO * their_transient
+        measurements = self._excesses.get(_key(device, work.precision, work.compile), ())
+        excesses_of_similar = [
+            measured.excess_bytes
+            for measured in measurements
+            if measured.transient_bytes <= MAX_SIZE_RATIO * transient
+            and transient <= MAX_SIZE_RATIO * measured.transient_bytes
         ]
-        if not similar:
+        if not excesses_of_similar:
             return 0
         max_reduction = min(int(MAX_REDUCTION * transient), traced.get("workspace", 0))
-        return max(-max_reduction, int(statistics.median(similar)))
+        return max(-max_reduction, int(statistics.median(excesses_of_similar)))
 
     def note_memory(
         self, device: Device, work: Work, traced: Mapping[str, int], measured_bytes: int
@@ -497,12 +507,11 @@ class Calibration:
             traced: its traced peak by origin.
             measured_bytes: its measured peak.
         """
-        beyond = measured_bytes - sum(traced.values())
-        transient = _transient_bytes(traced)
+        excess = MemoryExcess(measured_bytes - sum(traced.values()), _transient_bytes(traced))
         # If the difference is larger than all that the step allocates, the step is not its cause.
-        if abs(beyond) <= transient:
-            measurements = self._beyond.setdefault(_key(device, work.precision, work.compile), [])
-            self._keep(measurements, (beyond, transient))
+        if abs(excess.excess_bytes) <= excess.transient_bytes:
+            measurements = self._excesses.setdefault(_key(device, work.precision, work.compile), [])
+            self._keep(measurements, excess)
 
     def _keep(self, measurements: list[Any], new: object) -> None:
         """Add a measurement to those of its kind, and write all."""
@@ -510,7 +519,7 @@ class Calibration:
         del measurements[:-MAX_MEASUREMENTS]
         if self._is_unreadable:  # a write would lose the earlier measurements
             return
-        content = {"schema": SCHEMA, "seen": self._ratios, "beyond": self._beyond}
+        content = {"schema": SCHEMA, "seen": self._ratios, "beyond": self._excesses}
         temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -522,6 +531,7 @@ class Calibration:
 
 
 def _transient_bytes(traced: Mapping[str, int]) -> int:
+    """Return the bytes of a peak that a step allocates and frees again."""
     return sum(traced.get(origin, 0) for origin in TRANSIENT)
 
 

@@ -25,7 +25,7 @@ from monograph.run.recorded_state import MAX_COUNT
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
 from monograph.session.eager_start import (
-    MARK,
+    EAGER_KEY,
     MAX_PATIENCE_S,
     PROCESS_BYTES,
     compiling,
@@ -253,7 +253,7 @@ def _train(
         for updates in zip(*trainings, strict=True):
             spent_s = clock() - began
             for log, update in zip(logs, updates, strict=True):
-                log.add(update, {"wall_s": spent_s, MARK: True})
+                log.add(update, {"wall_s": spent_s, EAGER_KEY: True})
             start.updates = updates[0].index + 1
             stage.report("update", start.updates)
             # A short text allows only `max_updates`. Half of them are left for the graphs.

@@ -30,7 +30,7 @@ from monograph.session.objectives.texts import open_corpus
 from monograph.session.plan import Length
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import resolve
-from monograph.session.setup import repeatable
+from monograph.session.setup import make_repeatable
 from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
 from monograph.sweeps import eager_start, results
@@ -454,7 +454,7 @@ def compile_sweep(folder: str) -> None:
     same measurements.
     """
     keep_compiled()
-    repeatable(default_device())
+    make_repeatable(default_device())
     state = SweepProgress(Sweep.open(Path(folder)), silent())
     state.open(default_device(), describe())
     choose_updates(state.timed_groups, state.least_tokens, state.progress)

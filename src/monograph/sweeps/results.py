@@ -32,7 +32,7 @@ from monograph.session.plan import RunPlan
 from monograph.session.random_state import seed_all
 from monograph.session.record import write_config
 from monograph.session.recorded import run_settings
-from monograph.session.reporting import finished
+from monograph.session.reporting import final_summary
 from monograph.session.resolve import resolve
 from monograph.session.setup import build_run, make_engine
 from monograph.session.warmup import capture_engine
@@ -91,7 +91,7 @@ def read_outcome(sweep: Sweep, member: Member) -> Outcome:
     """
     run = sweep.member(member.index)
     rows = run.rows()
-    run_summary = finished(run)
+    run_summary = final_summary(run)
     if run_summary:  # the metrics of a run that has not finished are checked by `Session.restore`
         recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
@@ -120,7 +120,7 @@ def mixture_members(name: str) -> list[Run]:
         return []
     sweep = Sweep.open(folder)
     runs = [sweep.member(index) for index in range(len(sweep.points))]
-    finished_runs = [run for run in runs if finished(run)]
+    finished_runs = [run for run in runs if final_summary(run)]
     if not finished_runs:
         raise InputRefused(
             f"{name}: no member has finished: `monograph sweep --out {shell_words(folder)}` continues the sweep"

@@ -32,7 +32,7 @@ from monograph.report.knobs import knobs_text
 from monograph.report.quantities import counted
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
-from monograph.session.door import WIDTH, transfer_of
+from monograph.session.door import WIDTH_TRANSFER, transfer_of
 from monograph.session.plan import RunPlan
 from monograph.session.recorded import command_line_settings, refuse_model_as_text, run_settings
 from monograph.session.requirements import require_one_device, require_texts
@@ -211,7 +211,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     elif not arguments:
         # If the model has no narrower shape, which raises an error, it is swept itself.
         with suppress(UsageError):
-            with_transfer = settings.resolve({"optim.transfer": WIDTH}, ORIGIN)
+            with_transfer = settings.resolve({"optim.transfer": WIDTH_TRANSFER}, ORIGIN)
             settings, target = _proxy_and_target(with_transfer)
     return SweepSpec(settings, points(axes or _default_axes(settings), samples), target)
 
