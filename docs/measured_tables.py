@@ -263,22 +263,23 @@ def needed(registers: int, spilled_bytes: int) -> str:
 
 def assembling_own() -> str:
     """Return what the machine code of each kernel that is written by hand needs by card."""
-    cases = [case for case in result("machine_code")["cases"] if case["case"].startswith(OWN)]
-    cards = sorted({case["sm"] for case in cases if "refused" not in case})
-    found: dict[tuple[str, str], dict[int, str]] = {}
-    for case in cases:
-        for name, needs in case.get("kernels", {}).items():
-            key = (name.removeprefix("_"), case["case"].removeprefix(OWN).strip())
-            found.setdefault(key, {})[case["sm"]] = needed(
-                needs["registers"], needs["spilled_bytes"]
-            )
+    cases = {
+        (case["case"].removeprefix(OWN).strip(), case["sm"]): case["kernels"]
+        for case in result("machine_code")["cases"]
+        if case["case"].startswith(OWN) and "refused" not in case
+    }
+    cards = sorted({card for _, card in cases})
     lines = [
         f"| kernel | sizes of | {' | '.join(f'sm_{card}' for card in cards)} |",
         "|---" * (len(cards) + 2) + "|",
     ]
-    for (name, model), by_card in sorted(found.items()):
-        cells = " | ".join(by_card.get(card, "does not fit") for card in cards)
-        lines.append(f"| `{name}` | {model} | {cells} |")
+    for name, model in sorted({(name, model) for (model, _), of in cases.items() for name in of}):
+        cells = []
+        for card in cards:
+            needs = cases.get((model, card), {}).get(name)
+            missing = "does not fit" if (model, card) in cases else "not run"
+            cells.append(needed(needs["registers"], needs["spilled_bytes"]) if needs else missing)
+        lines.append(f"| `{name.removeprefix('_')}` | {model} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

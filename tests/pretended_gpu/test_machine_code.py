@@ -49,7 +49,8 @@ LARGE = ("heads of 256", "fp32")
 # spill nothing.
 OWN_SPILLS = {
     80: {"_attend: attention, heads of 256": 20},
-    120: {"_multiply: gate and up, int8, 64": 8},
+    100: {"_attend: attention, heads of 256": 16},
+    120: {"_multiply: gate and up, int8, 64": 4},
 }
 # The most waits of the host by kind of case and part; no other part has any. A block of tokens is
 # read once. A streamed update is followed by one wait here, and one of the host's thread for the
