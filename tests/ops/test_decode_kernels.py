@@ -239,5 +239,12 @@ def test_the_form_of_attention_depends_on_shapes_and_fits_shared_memory(
     case: tuple[int, ...],
 ) -> None:
     programs, blocks, block_kib, shared_kib, *chosen = case
-    form = kernels().attend_form(programs, blocks, block_kib * KIB, shared_kib * KIB)
+    form = kernels().attend_form(programs, blocks, block_kib * KIB, shared_kib * KIB, (9, 0))
     assert form == tuple(chosen)
+
+
+@pytest.mark.parametrize("shared_kib", [140, 40])
+def test_one_block_has_two_stages_on_ampere_and_ada_if_it_fits(shared_kib: int) -> None:
+    for capability, stages in (((8, 0), 2), ((8, 9), 2), ((9, 0), 1), ((12, 0), 1)):
+        form = kernels().attend_form(8, 1, 64 * KIB, shared_kib * KIB, capability)
+        assert form == (4, stages if shared_kib > 64 else 1)

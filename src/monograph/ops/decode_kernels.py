@@ -238,8 +238,9 @@ def _attend(
             sink_Q = tl.load(sinks + head * G + query_Q, mask=is_query_Q, other=0.0).to(tl.float32)
             start_max_Q = tl.maximum(new_score_Q, sink_Q)
             start_weight_Q = tl.exp(new_score_Q - start_max_Q)
-        start1_QF = start_weight_Q[:, None] * v1.to(tl.float32)
-        start2_QF = start_weight_Q[:, None] * v2.to(tl.float32)
+        new_weight_Q = start_weight_Q
+        start1_QF = new_weight_Q[:, None] * v1.to(tl.float32)
+        start2_QF = new_weight_Q[:, None] * v2.to(tl.float32)
         if SINKS:
             start_weight_Q += tl.exp(sink_Q - start_max_Q)
         # A program of one block begins with empty sums; the one that finishes last adds the beginning.
@@ -298,7 +299,10 @@ def _attend(
                     writes_output = True
                     tl.store(counter, 0)  # for the next launch
                     max_Q, weight_sum_Q = start_max_Q, start_weight_Q
-                    sum1_QF, sum2_QF = start1_QF, start2_QF
+                    # The new token's value is read again, and not kept in registers until here.
+                    v1, v2 = tl.load(v_at_1F), tl.load(v_at_1F + F)
+                    sum1_QF = new_weight_Q[:, None] * v1.to(tl.float32)
+                    sum2_QF = new_weight_Q[:, None] * v2.to(tl.float32)
                     # `.cg` reads from the L2 cache: other multiprocessors wrote these numbers, so this
                     # one's L1 cache may have older ones. The loop is unrolled, so that a block's sums
                     # are read before those of the block before are added.
@@ -400,7 +404,9 @@ _FEW_PROGRAMS = 128
 _ATTEND_WARPS = 4
 
 
-def attend_form(programs: int, blocks: int, block_bytes: int, shared_bytes: int) -> AttendForm:
+def attend_form(
+    programs: int, blocks: int, block_bytes: int, shared_bytes: int, capability: tuple[int, int]
+) -> AttendForm:
     """Return the form for these shapes, as far as it fits the card's shared memory.
 
     Args:
@@ -408,6 +414,7 @@ def attend_form(programs: int, blocks: int, block_bytes: int, shared_bytes: int)
         blocks: how many blocks are read.
         block_bytes: the size of one head's keys and values of a block.
         shared_bytes: the shared memory that a program has for blocks.
+        capability: the card's compute capability.
     """
     # Measured on an H200 with heads of 64 and 128 in bf16 (dev/log.md). With few programs, 3 stages
     # were the fastest for 2 and for 3 blocks, and in most shapes a program for each of 8 and of 32
@@ -416,7 +423,9 @@ def attend_form(programs: int, blocks: int, block_bytes: int, shared_bytes: int)
     few_blocks = 4 if is_latency_bound else 8
     stages = 3 if is_latency_bound and blocks <= few_blocks else 2
     if blocks == 1:
-        stages = 1
+        # Ampere's and Ada's kernels need fewer registers with 2 stages, and spill some of heads of 64
+        # with 1 (counted in machine code, not timed).
+        stages = 2 if capability[0] == 8 else 1
     # One stage computes from registers, and the other stages' blocks are in shared memory.
     while stages > 1 and (stages - 1) * block_bytes > shared_bytes:
         stages -= 1
@@ -487,6 +496,7 @@ def attend(
         blocks,
         2 * slots * head_dim * itemsize,
         card.shared_memory_per_block_optin - other_bytes,
+        (card.major, card.minor),
     )
     is_split = blocks > form.few_blocks
     parts = rows * key_heads * blocks * group if is_split else 0
