@@ -276,7 +276,7 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     head = max(
         place
         for place, (library, name) in enumerate(whole.launches)
-        if library == "cublas" or name == "_project"
+        if library == "cublas" or name == "_multiply"
     )
     sampler = pretended.Counted(whole.launches[head + 1 :])
     triton = sum(library == "triton" for library, _ in sampler.launches)

@@ -311,7 +311,7 @@ def kept_bytes(held: Any) -> int:
 
 def stage_elements(held: Any) -> int:
     """Return the number of elements of a streamed model's largest plane, which is moved at once."""
-    return max(each.plane.param.numel() for each in held.store.stored)
+    return max(each.plane.param.numel() for each in held.store.stored_planes)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ the same kind, and depths are one or two, as blocks share their kernels.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -21,6 +22,7 @@ from typing import Any
 import cubins
 import harness
 import launches
+import own_kernels
 import pretended
 import torch
 from sampler import FULL
@@ -64,6 +66,7 @@ EVERY = Sampling(
     top_n_sigma=2.0, xtc_probability=0.5, min_keep=2, mirostat_tau=3.0, temperature_range=0.2, repetition_penalty=1.1,
     frequency_penalty=0.1, penalty_last_n=64, dry_multiplier=0.8, min_tokens=4, logit_bias={5: 1.0}, logprobs=5,
 )  # fmt: skip
+OWN = "kernels written by hand,"  # cases that begin so launch nothing else
 Parts = dict[str, pretended.Counted]
 
 
@@ -278,6 +281,22 @@ def attending(
     return counted(work)
 
 
+def called_alone(model: str) -> Found:
+    """Launch each kernel that is written by hand at the shapes of a model."""
+    if SM < 80:
+        raise Refused("kernels for decoding need a GPU of compute capability 8.0 or higher")
+
+    total = pretended.Counted()
+    # What a call needs is made before it is counted.
+    for name, call in own_kernels.CALLS[model](Precision(HALF).dtype):
+        with cubins.computing(name):
+            called = counted(call)
+        total.launches += called.launches
+        total.waits += called.waits
+        total.waiting_copies += called.waiting_copies
+    return Found(parts={"all": total}, said=[], eager=None, captured=None, attention=None)
+
+
 CASES: dict[str, Callable[[], Found]] = {
     "attention's kernels": kernels_of_attention,
     "124m": lambda: training(preset("124m")),
@@ -301,6 +320,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "decoding, no filter": lambda: decoding(small(), Sampling(0.8), 2),
     "decoding, every stage": lambda: decoding(small(), EVERY, 2),
     "decoding, delta nets": hybrid,
+    **{f"{OWN} {model}": functools.partial(called_alone, model) for model in own_kernels.CALLS},
 }
 
 

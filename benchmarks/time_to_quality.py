@@ -48,7 +48,7 @@ from monograph.model.llama import Llama
 from monograph.planner import defaults
 from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
-from monograph.session.door import FINAL
+from monograph.session.door import DEFAULT_MIN_LR_RATIO
 
 # This tree's and the other's; each decides on its rate, so every seed is trained at once.
 OWN = ("monograph", "before")
@@ -75,7 +75,7 @@ class Timer:
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.updates, self.began = seconds, 0, 0.0
-        self._factor = warmup_cosine(TICKS // 20, TICKS, FINAL)
+        self._factor = warmup_cosine(TICKS // 20, TICKS, DEFAULT_MIN_LR_RATIO)
 
     def updated(self) -> None:
         """Count an update; to be called after each one.

@@ -37,6 +37,7 @@ def pages() -> dict[Path, list[str]]:
             tables.freezing(),
             tables.limiting(),
             tables.assembling(),
+            tables.assembling_own(),
             tables.taking(),
             tables.timing(),
             tables.decoding_on_a_card(),

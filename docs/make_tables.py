@@ -19,7 +19,7 @@ from monograph.config.settings import toml_of
 from monograph.optim import OPTIMIZERS
 from monograph.optim.formats import FORMATS
 from monograph.rl.advantages import ADVANTAGES
-from monograph.session.by_key import keys_of
+from monograph.session.by_key import keys_by_field
 from monograph.session.job import Job
 
 SUPPORT = Path(__file__).resolve().parent / "support.md"
@@ -261,7 +261,7 @@ def deciding() -> dict[str, list[str]]:
                 reading[key].append(where)
             for key in _keys_written(function):
                 writing[key].append(where)
-    for field, key in keys_of(Job).items():
+    for field, key in keys_by_field(Job).items():
         reading[key].append(f"session.job.Job.{field}")
     return {key: writing[key] or reading[key] for key in KEYS}
 

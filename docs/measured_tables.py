@@ -12,6 +12,8 @@ from measured_sentences import ROWS
 
 from monograph.report.quantities import counted
 
+# Cases of benchmarks/machine_code.py that launch kernels that are written by hand begin so.
+OWN = "kernels written by hand,"
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 Found = dict[str, Any]  # a result file
 
@@ -229,7 +231,7 @@ def limiting() -> str:
 
 def assembling() -> str:
     """Return what the machine code of each case needs by card, by benchmarks/machine_code.py."""
-    cases = result("machine_code")["cases"]
+    cases = [case for case in result("machine_code")["cases"] if not case["case"].startswith(OWN)]
     cards = sorted({case["sm"] for case in cases})
     lines = [
         f"| what is compiled | {' | '.join(f'sm_{card}' for card in cards)} |",
@@ -251,8 +253,34 @@ def assembled(case: Found) -> str:
     if case["eager"] or not kinds:
         return "eager" if case["eager"] else f"{len(case['parts'])} captured"
     spilled = max(kind["spilled_bytes"] for kind in kinds)
-    registers = max(kind["registers"] for kind in kinds)
-    return f"{registers}, {spilled:,} B" if spilled else str(registers)
+    return needed(max(kind["registers"] for kind in kinds), spilled)
+
+
+def needed(registers: int, spilled_bytes: int) -> str:
+    """Return a cell: the registers, and the spilled bytes if there are any."""
+    return f"{registers}, {spilled_bytes:,} B" if spilled_bytes else str(registers)
+
+
+def assembling_own() -> str:
+    """Return what the machine code of each kernel that is written by hand needs by card."""
+    cases = {
+        (case["case"].removeprefix(OWN).strip(), case["sm"]): case["kernels"]
+        for case in result("machine_code")["cases"]
+        if case["case"].startswith(OWN) and "refused" not in case
+    }
+    cards = sorted({card for _, card in cases})
+    lines = [
+        f"| kernel | sizes of | {' | '.join(f'sm_{card}' for card in cards)} |",
+        "|---" * (len(cards) + 2) + "|",
+    ]
+    for name, model in sorted({(name, model) for (model, _), of in cases.items() for name in of}):
+        cells = []
+        for card in cards:
+            needs = cases.get((model, card), {}).get(name)
+            missing = "does not fit" if (model, card) in cases else "not run"
+            cells.append(needed(needs["registers"], needs["spilled_bytes"]) if needs else missing)
+        lines.append(f"| `{name.removeprefix('_')}` | {model} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def taking() -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from batches import tiny_llama
+from monograph.decode.adapter_bank import StoredAdapter, require_form, stored_adapter
 from monograph.graph.lora import Lora, adapted_layers
 from monograph.graph.precision import Precision
 from monograph.graph.token_rows import tables_with_rows
@@ -41,6 +44,23 @@ def trained(module: nn.Module, seed: int = 1, spread: float = 0.05) -> nn.Module
     for table in tables_with_rows(module).values():
         table.token_rows.add_(torch.randn(table.token_rows.shape, generator=generator) * spread)
     return module
+
+
+def many_stored(
+    base: Llama, loras: Iterable[Lora], spread: float = 0.05
+) -> tuple[dict[str, Llama], dict[str, StoredAdapter]]:
+    """For each of several adapters of a base, "a0", "a1", ...: the base with it, unmerged, and the
+    adapter as a bank takes it.
+    """
+    alone, stored = dict[str, Llama](), dict[str, StoredAdapter]()
+    for number, lora in enumerate(loras):
+        name = f"a{number}"
+        alone[name] = copy.deepcopy(base)
+        require_form(lora, name)
+        install_adapters(alone[name], lora, seed=number)
+        trained(alone[name], seed=number, spread=spread)
+        stored[name] = stored_adapter(alone[name], lora, name)
+    return alone, stored
 
 
 def adapted_llama(

@@ -24,7 +24,7 @@ from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.serve.command import server_config
 from monograph.serve.service import Service
-from monograph.serve.versions import LAST, Source, Version
+from monograph.serve.versions import LAST, AdapterRoom, Source, Version
 from monograph.text.tokenizer import Tokenizer
 
 ROWS, CONTEXT = 4, 256
@@ -42,8 +42,10 @@ class Given(Source):
     next look.
     """
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, rows: int) -> None:
-        super().__init__("given", rows, print)
+    def __init__(
+        self, model: Llama, tokenizer: Tokenizer, rows: int, adapters: AdapterRoom | None = None
+    ) -> None:
+        super().__init__("given", rows, print, adapters)
         self.number, self._next = 0, (model, tokenizer)
 
     def give(self, model: Llama, tokenizer: Tokenizer) -> None:
@@ -53,7 +55,7 @@ class Given(Source):
     def has_newer(self) -> bool:
         return self._seen != (self.number,)
 
-    def load(self) -> Version:
+    def _load_base(self) -> Version:
         self._seen = (self.number,)
         return Version(f"given@{self.number}", ("given", LAST), *self._next, Precision("fp32"))
 
@@ -77,10 +79,12 @@ class Served:
         rows: int = ROWS,
         keys: Sequence[str] = (),
         host: str = "127.0.0.1",
+        adapters: AdapterRoom | None = None,
         **names: Any,
     ) -> None:
         self._names = names
-        self.source, self._keys, self._host = Given(model, tokenizer, rows), list(keys), host
+        self.source = Given(model, tokenizer, rows, adapters)
+        self._keys, self._host = list(keys), host
         self.model, self.tokenizer, self.said = model, tokenizer, list[str]()
         self.bugs: list[Exception] = []
         self._ready, self._failed = threading.Event(), list[BaseException]()
@@ -155,7 +159,9 @@ class Served:
             return Answer(answer.status, found, content.decode())
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
-        named = body if "model" in body or not path.startswith("/v1") else {"model": LAST, **body}
+        named = (
+            body if "model" in body or not path.endswith("completions") else {"model": LAST, **body}
+        )
         headers = {"Content-Type": "application/json"} | {
             k.replace("_", "-"): v for k, v in headers.items()
         }

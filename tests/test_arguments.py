@@ -87,6 +87,7 @@ def test_the_library_refuses_what_the_settings_refuse(key: str) -> None:
             r"betas = \(1, 1\): expected two numbers, 0 or more and below 1",
         ),
         (lambda: mono.AdamW(betas=0.9), "betas = 0.9: expected two numbers"),
+        (lambda: mono.AdamW(betas=(0.9, 0.9, 0.9)), "0.9, 0.9, 0.9.: expected two numbers"),
         (
             lambda: mono.AdamW(groups=["*.bias"]),
             r"groups = \['\*.bias'\]: expected a list of monograph.Group",

@@ -435,7 +435,7 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     usual |= {
         "lora.lr_ratio": 1.0,
         "lora.tokens": new_tokens.AUTO,
-        "optim.min_lr_ratio": door.FINAL,
+        "optim.min_lr_ratio": door.DEFAULT_MIN_LR_RATIO,
     }
     usual |= {"model.family": door.DEFAULT_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
     usual |= rewards.DEFAULTS | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}

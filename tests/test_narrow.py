@@ -164,6 +164,7 @@ def test_noise_is_a_function_of_seed_update_plane_and_index_alone():
 def test_rows_that_ranks_share_out_are_packed_as_in_one_process(state, never_negative):
     """Of 700 numbers a rank has 330, and another the rest of their last block, too."""
     form = FOUR_BITS if state == "4bit" else FORMATS[state]
+    assert form.rows_multiple == (2 if state == "4bit" else 1)  # two codes are one byte
     moment = Moment("m", never_negative)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(700, generator=generator)
@@ -202,7 +203,7 @@ def test_chunks_of_streamed_planes_are_whole_blocks():
     blocks = [form.block for form in (*FORMATS.values(), FOUR_BITS)]
     assert not any(
         most % block
-        for most in (chunked_update.MAX_CHUNK_ELEMENTS, updates.MAX_CHUNK_ELEMENTS)
+        for most in (chunked_update.MAX_CHUNK_ELEMENTS, updates.MAX_HOST_CHUNK_ELEMENTS)
         for block in blocks
     )
 
@@ -340,6 +341,21 @@ def test_gradients_of_bf16_weights_add_up_in_fp32():
     assert step.model.left.dtype == torch.bfloat16 and step.model.left.grad.dtype == torch.float32
 
 
+def test_bf16_weights_have_no_grad_in_a_forward_pass():
+    # torch traces no graph in which a gradient has another dtype than its weight.
+    found = []
+
+    def loss(model, batch):
+        found.append([p.grad for p in model.parameters()])
+        return given_gradient(model, batch)
+
+    optim = AdamW(state="bf16", master_weights=False)
+    step = Step(Given(), loss=loss, optim=optim, precision=Precision("bf16"))
+    step([gradients(0), gradients(1)])
+    assert found == [[None] * 3] * 2
+    assert all(p.grad.dtype == torch.float32 for p in step.model.parameters())
+
+
 @pytest.mark.slow
 def test_bf16_weights_train_in_a_graph():
     """torch traces no graph around a weight and a gradient of another dtype: the gradient is off
@@ -403,6 +419,8 @@ def test_what_a_parameter_takes():
         plane = Step(model, optim=AdamW(**FORMS[state]), precision=Precision("bf16")).planes[0]
         held = sum(t.nbytes for t in plane.state.values())
         assert (plane.param.nbytes / 64**2, held / 64**2) == (weight, moments)
+        planned = FORMATS[FORMS[state]["state"]].bytes_each
+        assert planned * len(plane.kind.rule.moments) == moments
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,8 @@ def test_the_story(taught: bool, server: CommandServer, tmp_path: Path) -> None:
     gguf = monograph.run(tmp_path, "export", "last", "--to", "gguf", "--format", "gguf")
     assert gguf.code == 0 and list((tmp_path / "gguf").glob("*.gguf")), gguf.err
 
+    adapted(monograph, tmp_path)
+
     if taught:
         # finetune what was exported: chat tokens that it never saw, killed once
         finetune(monograph, tmp_path)
@@ -223,6 +225,22 @@ def by_two(monograph: CommandServer, here: Path, run: Path) -> None:
     killed(first, run, "checkpoints/step-0000004*")
     second.signal(signal.SIGKILL)
     second.wait()
+
+
+def adapted(monograph: CommandServer, here: Path) -> None:
+    """Sweep adapters of two ranks on one copy of the folder `out`, and export the best for PEFT."""
+    typed = [
+        "texts/", "model.init=out", "lora.rank=2,4", "lora.base=nf4", "optim.lr=1e-2", "data.sequence_length=16",
+        "data.held_out=0.3", "train.updates=4", "train.tokens_per_update=128", "train.compile=none",
+    ]  # fmt: skip
+    swept = monograph.run(here, "sweep", *typed, "--out", "adapters", "--json", figures=0)
+    assert swept.code == 0, swept.err
+    groups = json.loads((here / "adapters" / "sweep.json").read_text())["groups"]
+    assert len(groups) == 1
+    assert len(json.loads(swept.out.splitlines()[-1])["members"]) == 2
+    done = monograph.run(here, "export", "adapters/best", "--to", "adapted")
+    assert done.code == 0, done.err
+    assert json.loads((here / "adapted/adapter/adapter_config.json").read_text())["r"] in (2, 4)
 
 
 def finetune(monograph: CommandServer, here: Path) -> None:

@@ -5,10 +5,11 @@ import functools
 import os
 from contextlib import suppress
 
-# Parameters of mallopt(3), and the environment's variables that set the same.
+# The numbers of two parameters of mallopt(3).
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-_SET_BY_USER = {
+# Environment variables with which a user sets these parameters, or others that belong to them.
+_USER_VARIABLES = {
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
     "MALLOC_TOP_PAD_",
@@ -22,12 +23,12 @@ LARGE_BYTES = 2**26  # a freed block of this size or more goes back to the syste
 def keep_freed_memory() -> None:
     """Let glibc keep freed blocks and use them for new ones.
 
-    What the user has set stays, and nothing is done with other C libraries. By default, glibc returns
-    freed blocks of some MB to the system. Each page of the next such block then costs a page fault:
-    5,000 faults and a tenth of the time of an update of `micro`, or 27,000 faults and a third of the
-    time if it is not compiled (dev/log.md).
+    If the user has set glibc's parameters, they stay. With other C libraries nothing is done. By
+    default, glibc returns freed blocks of some MB to the system. Each page of the next such block then
+    costs a page fault: 5,000 faults and a tenth of the time of an update of `micro`, or 27,000 faults
+    and a third of the time if it is not compiled (dev/log.md).
     """
-    if not _SET_BY_USER & os.environ.keys():
+    if not _USER_VARIABLES & os.environ.keys():
         # Another C library has no mallopt.
         with suppress(AttributeError, OSError):
             mallopt = ctypes.CDLL(None).mallopt

@@ -65,7 +65,7 @@ class Device:
 
 
 def card_device(name: str) -> Device:
-    """Return the device that a card of `CARDS` is: its datasheet's values, and all memory free.
+    """Return a card of `CARDS` as a device, with its datasheet's values and all of its memory free.
 
     Args:
         name: the card's name, in any usual spelling.
@@ -98,10 +98,9 @@ def default_device() -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)
-    archs = torch.cuda.get_arch_list()
-    oldest = min(
-        (int(match[1]) for arch in archs if (match := re.match(r"sm_(\d+)", arch))), default=0
-    )
+    # Names such as "sm_80", for compute capability 8.0; other entries of the list are no machine code.
+    matches = [re.match(r"sm_(\d+)", arch) for arch in torch.cuda.get_arch_list()]
+    oldest = min((int(match[1]) for match in matches if match), default=0)
     if 10 * major + minor < oldest:
         raise UsageError(
             f"{torch.cuda.get_device_name(device)}: its compute capability is {major}.{minor}, and this build of torch "
@@ -123,11 +122,11 @@ def describe(device: torch.device | None = None) -> Device:
             type="cuda",
             memory_bytes=total_bytes,
             free_memory_bytes=free_bytes,
-            has_bf16=capability >= (8, 0),
+            has_bf16=capability >= (8, 0),  # Ampere
             peak_flops=rates.flops if rates else {},
             bandwidth_bytes_per_s=rates.bandwidth_bytes_per_s if rates else None,
             driver=_nvidia_driver(),
-            has_fp8=capability >= (8, 9),
+            has_fp8=capability >= (8, 9),  # Ada
         )
     name, instructions = cpu_model()
     total_bytes, free_bytes = _host_memory()
@@ -146,14 +145,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def sent(
+def tensor_on(
     values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Return numbers as a tensor on `device`, without waiting for the copy."""
     # The copy is from pinned memory, because the host waits for a copy from other memory.
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(
-        device, non_blocking=True
-    )
+    on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
@@ -167,7 +165,8 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: flo
     left = torch.randn(n, n, device=device, generator=generator).to(dtype)
     right = torch.randn(n, n, device=device, generator=generator).to(dtype)
 
-    def timed(count: int) -> float:
+    def seconds_for(count: int) -> float:
+        """Return the seconds that `count` products take."""
         synchronize(device)
         start = clock()
         for _ in range(count):
@@ -175,9 +174,9 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: flo
         synchronize(device)
         return clock() - start
 
-    timed(1)
-    count = max(1, round(seconds / timed(1)))
-    return 2 * n**3 * count / timed(count)
+    seconds_for(1)  # the warm-up
+    count = max(1, round(seconds / seconds_for(1)))
+    return 2 * n**3 * count / seconds_for(count)
 
 
 def compiler_obstacle() -> str | None:
@@ -201,13 +200,15 @@ def compiler_obstacle() -> str | None:
 
 def _cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    # The file has the CPU time that the cgroup may use in a period, or the word "max".
     quota_us, _, period_us = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota_us.isdigit():
-        allowed = min(allowed, max(1, int(quota_us) // int(period_us)))
-    return allowed
+        cores = min(cores, max(1, int(quota_us) // int(period_us)))
+    return cores
 
 
 def _host_memory() -> tuple[int, int]:

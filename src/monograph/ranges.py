@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, SupportsInt
 
 from monograph.errors import UsageError
 
-LARGEST = sys.float_info.max
+LARGEST_FLOAT = sys.float_info.max
 
 
 class Range(NamedTuple):
@@ -37,8 +37,10 @@ class Range(NamedTuple):
             return False
         # Any `Real` can be compared with a float. It is not converted, which would round a large integer.
         number: Any = value
-        if not self.whole and isinstance(value, Rational) and not -LARGEST <= number <= LARGEST:
-            return False  # an integer or a fraction that is larger than any float
+        # An integer or a fraction may be larger than any float.
+        exceeds_floats = isinstance(value, Rational) and abs(number) > LARGEST_FLOAT
+        if exceeds_floats and not self.whole:
+            return False
         is_high_enough = number > self.low if self.excludes_low else number >= self.low
         is_low_enough = number < self.high if self.excludes_high else number <= self.high
         return bool(is_high_enough and is_low_enough)

@@ -1,11 +1,12 @@
 """Transfer a learning rate that was tuned on a narrow model to a wide model of the same ratios.
 
-The narrow model is called the base. `narrowed` returns its shape. With m = fan_in / base fan_in, the
-table has factors of the base's values. With them, every activation and its change in an update keep
-their size at any width, so the best learning rate stays the same (Yang et al. 2022, "Tensor Programs
-V", arXiv 2203.03466, table 3; in spectral form Yang, Simon and Bernstein 2023, arXiv 2310.17813). Only
-a tensor's initial spread (standard deviation), learning rate, decay and eps differ. There is no
-multiplier in the forward pass, so exports are plain models of their family.
+The narrow model is called the base; `narrowed` returns its shape. Each tensor of the wide model has its
+own initial spread (standard deviation), learning rate, weight decay and eps. They are those of the base
+times the factors of the table below, where m = fan_in / fan_in in the base. With these factors, every
+activation and its change in an update keep their size at any width, so the best learning rate stays the
+same (Yang et al. 2022, "Tensor Programs V", arXiv 2203.03466, table 3; in spectral form Yang, Simon and
+Bernstein 2023, arXiv 2310.17813). There is no multiplier in the forward pass, so exports are plain models
+of their family.
 
 | tensor | initial spread | AdamW lr | AdamW eps | Muon lr |
 |---|---|---|---|---|
@@ -40,7 +41,8 @@ from monograph.optim import AdamW, Group, Optimizer
 # The smallest width of a base. Narrower models begin to differ from the limit of infinite width, in which
 # the rule is derived (Tensor Programs V, appendix).
 MIN_BASE_WIDTH = 256
-FFN_MULTIPLE = 8  # the feed-forward width stays a multiple of this, which suits matrix units
+# If the feed-forward width is a multiple of this, which suits matrix units, it stays one.
+FFN_MULTIPLE = 8
 MAX_RATIO_DIFFERENCE = 0.1  # the largest relative difference of two shapes' ratios
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -73,7 +75,8 @@ class Factors(NamedTuple):
     """The factors with which a tensor of the wide model is initialised and updated.
 
     Attributes:
-        init: factor of the initial weights that `Llama` samples at this width, and of norm gains.
+        init: factor of the initial values in the wide model. Those of weights were sampled with its
+            own `initializer_range`; norm gains begin at 1.
         lr: the learning rate over the base's.
         eps: eps over the base's, if the tensor's update has one.
     """
@@ -112,9 +115,10 @@ class WidthTransfer:
         narrow = self.base
         differences = list[str]()
         for name in (field.name for field in fields(wide) if field.name not in _MAY_DIFFER):
-            values = getattr(narrow, name), getattr(wide, name)
-            if values[0] != values[1]:
-                differences.append(f"{name} {values}")
+            narrow_value = getattr(narrow, name)
+            wide_value = getattr(wide, name)
+            if narrow_value != wide_value:
+                differences.append(f"{name} {(narrow_value, wide_value)}")
         for numerator, denominator in (
             ("intermediate_size", "hidden_size"),
             ("num_attention_heads", "hidden_size"),
@@ -160,12 +164,19 @@ class WidthTransfer:
         return {name: self._outer_factors(name) for name in outer_shapes(wide)} | block_factors
 
     def _block_factors(
-        self, name: str, wide: tuple[int, ...], narrow: tuple[int, ...], optim: Optimizer
+        self,
+        name: str,
+        wide_shape: tuple[int, ...],
+        narrow_shape: tuple[int, ...],
+        optim: Optimizer,
     ) -> Factors:
         if name in _MATRICES:
-            m = wide[1] / narrow[1]
+            # A matrix is [fan_out, fan_in].
+            m = wide_shape[1] / narrow_shape[1]
             return Factors(
-                init=self._spread / math.sqrt(m), lr=optim.width_factor(wide, narrow), eps=1 / m
+                init=self._spread_ratio / math.sqrt(m),
+                lr=optim.width_factor(wide_shape, narrow_shape),
+                eps=1 / m,
             )
         if name in _GAINS | _BIASES:
             return Factors(1.0, 1.0, 1 / self.width_ratio)
@@ -175,16 +186,20 @@ class WidthTransfer:
         m = self.width_ratio
         is_tied = self.config.tie_word_embeddings
         if name == _EMBEDDING:
-            return Factors(self._spread, 1.0, 1 / m)
+            return Factors(self._spread_ratio, 1.0, 1 / m)
         if name == _HEAD:
-            return Factors(self._spread / math.sqrt(m), 1 / m, 1.0)
+            return Factors(self._spread_ratio / math.sqrt(m), 1 / m, 1.0)
         if name == _FINAL_GAIN:
-            return Factors(1 / m, 1 / m, 1.0) if is_tied else Factors(1.0, 1.0, 1 / m)
+            if is_tied:
+                return Factors(1 / m, 1 / m, 1.0)
+            return Factors(1.0, 1.0, 1 / m)
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
 
     @property
-    def _spread(self) -> float:
-        """Return the base's initializer_range divided by that of `config`, with which `Llama` samples."""
+    def _spread_ratio(self) -> float:
+        """Return the base's initializer_range divided by that of `config`, with which the wide model's
+        weights were sampled.
+        """
         return self.base.initializer_range / self.config.initializer_range
 
     @torch.no_grad()
@@ -211,6 +226,7 @@ class WidthTransfer:
         return replace(optim, groups=tuple(self._groups(optim)))
 
     def _groups(self, optim: Optimizer) -> Iterator[Group]:
+        # lr * decay stays the same (see above), for the tensors that are decayed: matrices and embeddings.
         for pattern, factors in self.factors(optim).items():
             is_block_matrix = pattern.removeprefix("model.layers.*.") in _MATRICES
             is_decayed = is_block_matrix or pattern in (_EMBEDDING, _HEAD)
@@ -234,9 +250,8 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
         UsageError: no narrower shape keeps the ratios, or `hidden_size` does not; then the message
             names the widths that do.
     """
-    shapes = {
-        shape.hidden_size: shape for shape in _shapes(config, hidden_size or config.hidden_size - 1)
-    }
+    widest = config.hidden_size - 1 if hidden_size is None else hidden_size
+    shapes = {shape.hidden_size: shape for shape in _shapes(config, widest)}
     if hidden_size is not None:
         if hidden_size in shapes:
             return shapes[hidden_size]
@@ -247,31 +262,33 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
         )
     if not shapes:
         raise UsageError(f"no narrower model keeps the ratios of {_described(config)}")
-    return shapes[min((width for width in shapes if width >= MIN_BASE_WIDTH), default=min(shapes))]
+    wide_enough = [width for width in shapes if width >= MIN_BASE_WIDTH]
+    return shapes[min(wide_enough or shapes)]
 
 
 def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
     """Yield every shape that keeps the ratios and is at most `widest` wide."""
     width = config.hidden_size
-    key_values = config.num_key_value_heads
-    group = config.num_attention_heads // key_values
+    all_heads = config.num_key_value_heads
+    query_heads_per_head = config.num_attention_heads // all_heads
     multiple = FFN_MULTIPLE if config.intermediate_size % FFN_MULTIPLE == 0 else 1
-    for heads in range(1, widest * key_values // width + 1):
-        if width * heads % key_values:
+    for heads in range(1, widest * all_heads // width + 1):  # key-value heads
+        if width * heads % all_heads:
             continue
-        hidden = width * heads // key_values
-        ffn = multiple * max(1, round(config.intermediate_size * heads / key_values / multiple))
-        # `ffn` was rounded to a multiple, so its ratio to the width may differ too much.
-        ratio_change = ffn * width / (hidden * config.intermediate_size)
+        hidden_size = width * heads // all_heads
+        exact_ffn_width = config.intermediate_size * heads / all_heads
+        ffn_width = multiple * max(1, round(exact_ffn_width / multiple))
+        # This width was rounded, so its ratio to the hidden size may differ too much.
+        ratio_change = ffn_width * width / (hidden_size * config.intermediate_size)
         if abs(math.log(ratio_change)) > math.log1p(MAX_RATIO_DIFFERENCE):
             continue
         yield replace(
             config,
-            hidden_size=hidden,
-            intermediate_size=ffn,
-            num_attention_heads=group * heads,
+            hidden_size=hidden_size,
+            intermediate_size=ffn_width,
+            num_attention_heads=query_heads_per_head * heads,
             num_key_value_heads=heads,
-            initializer_range=config.initializer_range * math.sqrt(width / hidden),
+            initializer_range=config.initializer_range * math.sqrt(width / hidden_size),
         )
 
 

@@ -25,7 +25,7 @@ from monograph.automata.dfa import (
     ByteAutomaton,
     compile_expression,
 )
-from monograph.automata.pattern import MAX_LENGTH
+from monograph.automata.pattern import MAX_PATTERN_LENGTH
 from monograph.automata.schema import _SCHEMA_STEPS, _SchemaReader, parse_schema, schema_expression
 from monograph.automata.tokens import MAX_CELLS, MAX_EFFECTS, constraint_automaton
 from monograph.errors import InputRefused
@@ -535,7 +535,7 @@ def test_the_page_names_the_limits_that_hold() -> None:
         (MAX_WORK, "construction steps"),
         (MAX_CELLS, "cells"),
         (MAX_EFFECTS, "effects"),
-        (MAX_LENGTH, "characters"),
+        (MAX_PATTERN_LENGTH, "characters"),
         (MAX_COUNT, "characters or items"),
         (COUNTERS, "counted parts"),
     ):

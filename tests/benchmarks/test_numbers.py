@@ -133,7 +133,7 @@ def test_a_peers_time_ends_its_schedule(script, monkeypatch):
             now += 1.0
             timer.updated()
     assert len(factors) == 100 and factors[0] < factors[5] > factors[50] > factors[99]
-    assert factors[99] == pytest.approx(quality.FINAL, abs=0.01)
+    assert factors[99] == pytest.approx(quality.DEFAULT_MIN_LR_RATIO, abs=0.01)
 
 
 def test_a_peer_repeats_its_best_rate_and_noise_is_no_difference(script, tmp_path):

@@ -248,6 +248,13 @@ def test_siblings(script, uncompiled, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+def test_adapter_rows(script, monkeypatch, tmp_path):
+    [case] = smoke(script("adapter_rows"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert case["bank_bytes"] > 0 and len(case["tokens_per_s"]) == 3
+    assert all(each["cpu"]["median"] > 0 for each in case["of_the_base"].values())
+
+
+@pytest.mark.slow
 def test_automata(script, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda **options: lambda step: step)
     automata = script("automata")

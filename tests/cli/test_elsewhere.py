@@ -113,6 +113,8 @@ def test_an_options_value_is_answered_with_what_it_takes(
         ("train -o out", "did you mean --out?"),
         ("train --qqq", "its options are --out, "),
         ("generate last --seeed 3", "did you mean --seed?"),
+        ("generate last --top-h 0.3", "it is not among the filters; --min-p also keeps more"),
+        ("generate last --top-a 0.3", "say --sampler top_a=0.3"),
         (
             "generate last --bf16 text",
             "`monograph generate` takes no keys of a run; its options are --prompts, ",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode.cache import CacheSizes, KVCache
-from monograph.decode.prompt_reader import MAX_KNOWN_RECURRENCES, Ids, PromptReader
+from monograph.decode.prompt_reader import MAX_KNOWN_RECURRENCES, Ids, PromptReader, Reading
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 
@@ -74,9 +74,9 @@ def test_memory_is_zero_and_that_of_so_many_rows(config: LlamaConfig) -> None:
 
 def test_a_look_at_fewer_blocks_is_into_the_same_memory() -> None:
     cache = cache_of(HYBRID, 2, 24)
-    cache.is_filled = True
+    cache.pads_products = True
     look = cache.with_first_blocks(2)
-    assert look.seen_blocks == 2 and look.is_filled and cache.seen_blocks is None
+    assert look.seen_blocks == 2 and look.pads_products and cache.seen_blocks is None
     assert all(one is other for one, other in zip(all_of(look), all_of(cache), strict=True))
 
 
@@ -126,13 +126,13 @@ def reader_of(
     rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: object
 ) -> PromptReader:
     model = tiny_llama(max_position_embeddings=slots, **sizes).eval()
-    form = CacheSizes(slots, 16, prompts_at_once=rows, is_filled=whole)
+    form = CacheSizes(slots, 16, prompts_at_once=rows, pads_products=whole)
     return PromptReader(model, form, 8, lambda function: function)
 
 
 def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
     reader, prompt = reader_of(), tuple(range(1, 30))
-    assert reader.choose_prompts([prompt], owner="a") and not reader.is_finished
+    assert reader.choose_prompts([prompt], reading=Reading("a")) and not reader.is_finished
     assert [
         reader.read_chunks(1),
         reader.read_chunks(2),
@@ -146,13 +146,13 @@ def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
         1,
         True,
     ]
-    assert not reader.choose_prompts([prompt], owner="a") and not reader.choose_prompts(
-        [(*prompt[:-1], 60)], owner="a"
+    assert not reader.choose_prompts([prompt], reading=Reading("a")) and not reader.choose_prompts(
+        [(*prompt[:-1], 60)], reading=Reading("a")
     )
     assert reader.is_finished, "the last token is read by the first step"
-    assert reader.choose_prompts([prompt], owner="b") and not reader.is_finished
+    assert reader.choose_prompts([prompt], reading=Reading("b")) and not reader.is_finished
     reader.forget()
-    assert reader.choose_prompts([prompt], owner="b") and not any(
+    assert reader.choose_prompts([prompt], reading=Reading("b")) and not any(
         tensor.any() for tensor in all_of(reader.cache)
     )
 

@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from adapted import many_stored
 from batches import tiny_llama
 from far_sighted import decoded, far_sighted, reported_is_full, seen_at
 from monograph.automata import constraint, stop_strings
+from monograph.decode.adapter_bank import install
 from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes
-from monograph.decode.generator import Generator
+from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
+from monograph.graph.lora import Lora
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 from monograph.ops.attention import MIN_BLOCK
@@ -169,3 +172,37 @@ def test_a_thousand_steps_copy_four_bytes_a_row_and_step() -> None:
     before = machine.outbox.bytes_out
     run()
     assert copies == [] and machine.outbox.bytes_out - before == 4 * 3 * 1000
+
+
+def test_rows_with_their_own_adapters_are_replayed_and_read_what_is_in_their_slots_now() -> None:
+    """A slot that is written between two blocks needs no further capture."""
+    base = tiny_llama(vocab_size=259, max_position_embeddings=1400, num_hidden_layers=1)
+    base.lm_head.weight.data *= 20
+    _, stored = many_stored(base, [Lora(rank=4), Lora(rank=20), Lora(rank=2)], spread=0.2)
+    model = base.cuda()
+    bank = install(model, {name: stored[name] for name in ("a0", "a1")}, capacity=3)
+
+    def texts(machine: Generator) -> list[list[int]]:
+        numbers = [
+            machine.submit(Request((5, 6, 7), Sampling(0.9), 9, seed=3, adapter=slot))
+            for slot in (0, *bank.slots.values())
+        ]
+        found: dict[int, list[int]] = {number: [] for number in numbers}
+        for event in machine.run():
+            found[event.number] += event.token_ids
+        return list(found.values())
+
+    def machine(mode: Mode) -> Generator:
+        chain = chain_of([Sampling(0.9)])
+        return Generator(model, chain, rows=3, slots=64, vocabulary=259, mode=mode, pace=4)
+
+    captured = machine("captured")
+    first = texts(captured)
+    assert first == texts(machine("eager")) and len(set(map(tuple, first))) == 3
+    variants = captured.replays.variant_count
+    bank.free(bank.retire("a0"))
+    bank.add("a2", stored["a2"])
+    bank.add("a0 again", stored["a0"])
+    second = texts(captured)
+    assert second == texts(machine("eager")) and second[1] == first[2]
+    assert second[3] == first[1] and captured.replays.variant_count == variants

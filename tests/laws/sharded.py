@@ -40,7 +40,7 @@ from monograph.laws.comparisons import relative_error
 from monograph.loop import EngineState
 from monograph.optim import AdamW, Group, Muon, muon, newton_schulz
 from monograph.optim.formats import FORMATS
-from monograph.predict.estimate import copied_bytes
+from monograph.predict.estimate import gathered_copy_bytes
 from monograph.resident import Resident
 from monograph.storage import blocks
 from monograph.stream.engine import Streamed
@@ -710,7 +710,7 @@ def gathered(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
             one_update(engine, ragged(5))
         same += [memory[0] == memory[1], copied.lm_head.weight is copied.model.embed_tokens.weight]
         held = sum(parameter.nbytes for parameter in copied.parameters())
-        planned = copied_bytes(
+        planned = gathered_copy_bytes(
             copied.config, None, step.precision.name, bool(options.get("gathers_bf16"))
         )
         sent = [given[0].dtype for given, _ in called.call_args_list]

@@ -157,7 +157,7 @@ def test_a_prompt_of_each_length_alone(shape: str, monkeypatch: pytest.MonkeyPat
 FORMS = {
     "prompts one by one": FORM,
     "prompts at once": FORM._replace(prompts_at_once=3),
-    "last tokens read with the prompts": FORM._replace(prompts_at_once=3, is_filled=True),
+    "last tokens read with the prompts": FORM._replace(prompts_at_once=3, pads_products=True),
     "chunks of a block": FORM._replace(longest_prompt=SMALL),
 }
 

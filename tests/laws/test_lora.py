@@ -50,7 +50,7 @@ from monograph.model.adapter import install_adapters
 from monograph.ops.row_norms import row_norms
 from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
-from monograph.session.adapting import rates
+from monograph.session.adapting import rate_fields
 from monograph.stream import Streamed
 
 PRECISIONS, BASES = ("fp32", "bf16", "fp16"), ("auto", "int8", "nf4")
@@ -177,7 +177,7 @@ def test_updates_are_pefts(kind, factor):
     lora, decay = KINDS[kind], 0.1 if kind == "lora" else 0.0
     settings = load(None, {"optim.lr": 1e-3, "lora.lr_ratio": factor}, {})
     optim = AdamW(
-        weight_decay=decay, **rates(settings.optim.lr, settings.lora.lr_ratio, default=1.0)
+        weight_decay=decay, **rate_fields(settings.optim.lr, settings.lora.lr_ratio, default=1.0)
     )
     model = adapted_llama(lora, dtype=torch.float64)
     theirs = in_peft(model, tiny_llama(torch.float64), None, lora)

@@ -21,8 +21,8 @@ from monograph.graph.precision import Precision
 from monograph.loss import token_loss
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
-from monograph.planner.defaults import DOUBT
-from monograph.predict.estimate import estimate_bytes, trained_adapters
+from monograph.planner.defaults import MAX_ESTIMATE_ERROR
+from monograph.predict.estimate import active_adapter_parameters, estimate_bytes
 from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
 from monograph.rl.loss import PolicyLoss
@@ -328,7 +328,7 @@ def test_frozen_weights_have_neither_gradient_nor_moments():
         for name in ("adapters", "adapters beside whole numbers, bf16", "adapters beside 4 bits")
     )
     work = replace(plain, precision="bf16")
-    found, adapters = footprint(work).by_origin, trained_adapters(work)
+    found, adapters = footprint(work).by_origin, active_adapter_parameters(work)
     # Keys and values are half as wide.
     assert adapters == 3 * 8 * (4 * 2 * 64 + 3 * (64 + 160) - 2 * 32)
     assert found["gradients"] == pytest.approx(4 * adapters, rel=0.01)
@@ -358,8 +358,8 @@ def test_frozen_weights_have_neither_gradient_nor_moments():
     ],
 )
 def test_the_search_is_near_the_trace(name):
-    """It ranks; the one that it chooses is traced where that may matter (`planner.defaults.DOUBT`)."""
-    assert 0.5 <= estimate_bytes(ALL[name]) / footprint(ALL[name]).peak_bytes <= DOUBT
+    """It ranks; the one that it chooses is traced where that may matter (`planner.defaults.MAX_ESTIMATE_ERROR`)."""
+    assert 0.5 <= estimate_bytes(ALL[name]) / footprint(ALL[name]).peak_bytes <= MAX_ESTIMATE_ERROR
 
 
 def test_the_parts_are_what_they_are_called():

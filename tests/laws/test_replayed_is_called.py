@@ -37,7 +37,7 @@ from tape import Tape
     ("precision", "micro_batch", "batch"),
     [
         pytest.param(precision, *rows, marks=() if place % 3 == at else pytest.mark.slow)
-        for place, precision in enumerate(["fp32", "bf16", "fp16", "fp8"])
+        for place, precision in enumerate(["fp32", "bf16", "fp16", "fp8", "fp8_head"])
         for at, rows in enumerate([(2, packed), (ROWS, ragged)])
     ],
 )

@@ -122,7 +122,7 @@ def test_resumed_at_every_checkpoint(
             Resident, "capture", partialmethod(Resident.capture, backend="aot_eager")
         )
     if case == "cooled":
-        monkeypatch.setattr(Reporter, "keep_time", slower_machine)
+        monkeypatch.setattr(Reporter, "shorten_if_late", slower_machine)
     if case == "taught":
         start("taught", REWARDED | {"train.updates": 2})
     start("whole", settings)
@@ -205,9 +205,9 @@ def test_after_updates_without_a_graph(
     if not compiled:
         monkeypatch.setattr(capture, "compiled", rounding_otherwise)
     monkeypatch.setattr(eager_start, "should_begin_eagerly", lambda session, key: True)
-    monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
+    monkeypatch.setattr(warmup, "time_update", lambda session: 1.0)
     # Or a busy machine would end some of the runs early.
-    monkeypatch.setattr(Reporter, "keep_time", lambda *_: None)
+    monkeypatch.setattr(Reporter, "shorten_if_late", lambda *_: None)
     monkeypatch.setattr(defaults, "most_updates", lambda *_: 15)
     per_draw = settings.get("rl.updates", 1)
     eager = 5 if per_draw == 1 else 6  # what is drawn is used up before the run is saved
@@ -223,7 +223,7 @@ def test_after_updates_without_a_graph(
     start("whole", by_clock)
     expected, rows = fingerprint(Path("whole")), Run(Path("whole")).rows()
     assert expected["newest"] == f"step-{in_all:08d}"
-    early = [row["update"] for row in rows if eager_start.MARK in row and "lr" in row]
+    early = [row["update"] for row in rows if eager_start.EAGER_KEY in row and "lr" in row]
     assert early == [*range(1, eager + 1)]
     saved = sorted(path.name for path in Path("whole/checkpoints").iterdir())
     assert saved[0] == f"step-{eager:08d}", "a checkpoint from before the graph"
@@ -257,8 +257,8 @@ def test_answers_are_drawn_as_a_resumed_run_draws_them_where_the_compiler_is_nev
     monkeypatch.setattr(eager_start, "should_begin_eagerly", lambda session, key: True)
     monkeypatch.setattr(eager_start, "patience_s", lambda session: 0.0)
     monkeypatch.setattr(start_of_run, "why_uncompiled", lambda *_: "")
-    monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
-    monkeypatch.setattr(Reporter, "keep_time", lambda *_: None)
+    monkeypatch.setattr(warmup, "time_update", lambda session: 1.0)
+    monkeypatch.setattr(Reporter, "shorten_if_late", lambda *_: None)
     ways = []
     draw = Drawer.draw
 
@@ -276,7 +276,7 @@ def test_answers_are_drawn_as_a_resumed_run_draws_them_where_the_compiler_is_nev
         "whole", by_clock | {"rl.temperature": 1.0, "train.save_every": 4, "train.minutes": 10 / 56}
     )
     rows = Run(Path("whole")).rows()
-    assert [row["update"] for row in rows if eager_start.MARK in row and "lr" in row] == [1]
+    assert [row["update"] for row in rows if eager_start.EAGER_KEY in row and "lr" in row] == [1]
     apart = [row["drawn_minus_scored_max"] for row in rows if "drawn_minus_scored_max" in row]
     assert len(apart) > 4 and not any(apart[1:]), "drawn = scored, to the bit"
     first = ways.index(True)

@@ -119,7 +119,7 @@ PIECES = (
 def test_updated_in_many_pieces(optim, place, monkeypatch):
     """Of 768 elements, three blocks of codes: planes and matrices are no multiples of that."""
     monkeypatch.setattr(chunked_update, "MAX_CHUNK_ELEMENTS", 768)
-    monkeypatch.setattr(updates, "MAX_CHUNK_ELEMENTS", 768)
+    monkeypatch.setattr(updates, "MAX_HOST_CHUNK_ELEMENTS", 768)
     assert_same(optim=optim, placement=EVERY[place], precision="bf16", **unclipped(EVERY[place]))
 
 

@@ -1,7 +1,7 @@
 """Run: pytest tests/ops/test_decode_kernels.py (needs a CUDA device)
 
-The kernels of a decode step are as exact as the operators that they replace, and a row has the same
-bits alone as among others.
+The kernel of a decode step's attention is as exact as the operators that it replaces, and a row has the
+same bits alone as among others.
 """
 
 from __future__ import annotations
@@ -36,69 +36,6 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-class Case:
-    """Inputs of `project` and `project_gated`, and the numbers of torch's operators in a dtype."""
-
-    def __init__(self, dtype: torch.dtype, rows: int = 20, summed: int = 192, columns: int = 72):
-        self.x = normal(rows, summed, seed=0).to(dtype)
-        self.gain = (0.2 * normal(summed, seed=1)).to(dtype)
-        self.weight = (normal(columns, summed, seed=2) / summed**0.5).to(dtype)
-        self.bias = normal(columns, seed=3).to(dtype)
-        self.residual = normal(rows, columns, seed=4).to(dtype)
-
-    def projected(self, wide: torch.dtype, centred: bool, parts: str) -> Tensor:
-        x = self.x.to(wide)
-        gain = self.gain.to(wide) + 1 if centred else self.gain.to(wide)
-        x = rms_norm(x, gain, EPS) if "norm" in parts else x
-        y = F.linear(x, self.weight.to(wide), self.bias.to(wide) if "bias" in parts else None)
-        return y + self.residual.to(wide) if "residual" in parts else y
-
-    def gated(self, wide: torch.dtype, activation: str) -> Tensor:
-        x = rms_norm(self.x.to(wide), self.gain.to(wide), EPS)
-        gate, up = F.linear(x, self.weight.to(wide)).chunk(2, -1)
-        return (F.gelu(gate, approximate="tanh") if activation == "gelu" else F.silu(gate)) * up
-
-
-@DTYPES
-@pytest.mark.parametrize("parts", ["", "norm bias", "residual", "norm centred bias residual"])
-def test_a_projection_is_as_exact_as_torchs(dtype: torch.dtype, parts: str) -> None:
-    case, centred = Case(dtype), "centred" in parts
-    exact, torchs = (case.projected(wide, centred, parts) for wide in (torch.float64, dtype))
-    found = kernels().project(
-        case.x.cuda(),
-        case.weight.cuda(),
-        kernels().Norm(case.gain.cuda(), EPS, centred) if "norm" in parts else None,
-        case.bias.cuda() if "bias" in parts else None,
-        case.residual.cuda() if "residual" in parts else None,
-    )
-    assert error(found, exact) <= 2 * error(torchs, exact)
-
-
-@DTYPES
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_a_gated_projection_is_as_exact_as_torchs(dtype: torch.dtype, activation: Any) -> None:
-    case = Case(dtype)
-    exact, torchs = (case.gated(wide, activation) for wide in (torch.float64, dtype))
-    norm = kernels().Norm(case.gain.cuda(), EPS)
-    found = kernels().project_gated(case.x.cuda(), case.weight.cuda(), norm, activation)
-    assert error(found, exact) <= 2 * error(torchs, exact)
-
-
-@DTYPES
-def test_a_projected_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
-    case = Case(dtype)
-    norm = kernels().Norm(case.gain.cuda(), EPS)
-    x, weight = case.x.cuda(), case.weight.cuda()
-    of_all = kernels().project(x, weight, norm), kernels().project_gated(x, weight, norm, "silu")
-    for order in ([0], [3, 1], list(range(16)), list(range(19, -1, -1))):
-        rows = x[order].contiguous()
-        of_some = (
-            kernels().project(rows, weight, norm),
-            kernels().project_gated(rows, weight, norm, "silu"),
-        )
-        assert all(torch.equal(a[order], b) for a, b in zip(of_all, of_some, strict=True))
 
 
 class Cached:
@@ -302,5 +239,12 @@ def test_the_form_of_attention_depends_on_shapes_and_fits_shared_memory(
     case: tuple[int, ...],
 ) -> None:
     programs, blocks, block_kib, shared_kib, *chosen = case
-    form = kernels().attend_form(programs, blocks, block_kib * KIB, shared_kib * KIB)
+    form = kernels().attend_form(programs, blocks, block_kib * KIB, shared_kib * KIB, (9, 0))
     assert form == tuple(chosen)
+
+
+@pytest.mark.parametrize("shared_kib", [140, 40])
+def test_one_block_has_two_stages_on_ampere_and_ada_if_it_fits(shared_kib: int) -> None:
+    for capability, stages in (((8, 0), 2), ((8, 9), 2), ((9, 0), 1), ((12, 0), 1)):
+        form = kernels().attend_form(8, 1, 64 * KIB, shared_kib * KIB, capability)
+        assert form == (4, stages if shared_kib > 64 else 1)

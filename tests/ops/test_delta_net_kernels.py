@@ -135,9 +135,9 @@ def kernel_step(
     # These import Triton.
     from monograph.decode.fast_delta_net import delta_net_step, obstacle_of_delta_net
     from monograph.decode.fast_projections import norm_of
-    from monograph.ops.decode_kernels import project
+    from monograph.ops.layer_kernels import project
 
-    assert obstacle_of_delta_net(layer) is None
+    assert obstacle_of_delta_net(layer, token_BD.dtype) is None
     return delta_net_step(layer, token_BD, norm_of(norm), position_B, recurrence, project)
 
 

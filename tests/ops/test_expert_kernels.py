@@ -63,8 +63,8 @@ def by_module(norm: RMSNorm, mixture: Mixture, x_BD: Tensor, chosen_BC: Tensor) 
 def by_kernels(norm: RMSNorm, mixture: Mixture, x_BD: Tensor) -> tuple[Tensor, Tensor]:
     """The layer's sum on the card, and the experts that its router chose."""
     from monograph.decode.fast_projections import norm_of  # imports Triton
-    from monograph.ops.decode_kernels import project
     from monograph.ops.expert_kernels import expert_inner, expert_sum, route
+    from monograph.ops.layer_kernels import project
 
     norm, mixture, x_BD = norm.cuda(), mixture.cuda(), x_BD.cuda()
     router, experts = mixture.gate, mixture.experts

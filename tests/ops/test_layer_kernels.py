@@ -1,7 +1,7 @@
 """Run: pytest tests/ops/test_layer_kernels.py (needs a CUDA device)
 
-The kernels for adapters, and for weights in 8 and 4 bits, are as exact as the modules whose products
-they compute, and a row has the same bits alone as among others.
+The kernels of products, of dense weights, of weights in 8 and 4 bits and of adapters, are as exact as
+the modules or operators that they replace, and a row has the same bits alone as among others.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def test_adapters_are_rounded_as_autocast_rounds_them() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         modules = torch.cat(case.outputs(norm=True), 1)
     x, layers, norm = case.x.cuda(), case.tensors(), case.norm()
-    narrow = kernels().multiply(x, layers, case.columns, norm, is_narrow=True)
+    narrow = kernels().multiply(x, layers, case.columns, norm, rounds_adapters=True)
     assert error(narrow, exact) <= 2 * error(modules, exact)
     wide = kernels().multiply(x, layers, case.columns, norm)
     assert not torch.equal(narrow, wide)
@@ -180,11 +180,78 @@ def test_one_of_up_to_16_rows_has_the_same_bits_in_any_batch(dtype: torch.dtype,
 
 
 def test_a_dense_weight_has_the_bits_of_the_kernel_for_layers_side_by_side() -> None:
-    from monograph.ops.decode_kernels import project
-
     case = Case(torch.bfloat16, "auto", targets=["0"])
     layers = [layer._replace(adapter=None) for layer in case.tensors()]
     weight = torch.cat([layer.stored[0] for layer in layers])
     bias = torch.cat([layer.bias_N for layer in layers])
-    joined = project(case.x.cuda(), weight, case.norm(), bias)
+    joined = kernels().project(case.x.cuda(), weight, case.norm(), bias)
     assert torch.equal(kernels().multiply(case.x.cuda(), layers, case.columns, case.norm()), joined)
+
+
+class DenseCase:
+    """Inputs of `project` and `project_gated`, and the numbers of torch's operators in a dtype."""
+
+    def __init__(self, dtype: torch.dtype, rows: int = 20, summed: int = 192, columns: int = 72):
+        self.x = normal(rows, summed, seed=0).to(dtype)
+        self.gain = (0.2 * normal(summed, seed=1)).to(dtype)
+        self.weight = (normal(columns, summed, seed=2) / summed**0.5).to(dtype)
+        self.bias = normal(columns, seed=3).to(dtype)
+        self.residual = normal(rows, columns, seed=4).to(dtype)
+
+    def projected(self, wide: torch.dtype, centred: bool, parts: str) -> Tensor:
+        x = self.x.to(wide)
+        gain = self.gain.to(wide) + 1 if centred else self.gain.to(wide)
+        x = rms_norm(x, gain, EPS) if "norm" in parts else x
+        y = F.linear(x, self.weight.to(wide), self.bias.to(wide) if "bias" in parts else None)
+        return y + self.residual.to(wide) if "residual" in parts else y
+
+    def gated(self, wide: torch.dtype, activation: str) -> Tensor:
+        x = rms_norm(self.x.to(wide), self.gain.to(wide), EPS)
+        gate, up = F.linear(x, self.weight.to(wide)).chunk(2, -1)
+        return (F.gelu(gate, approximate="tanh") if activation == "gelu" else F.silu(gate)) * up
+
+
+@DTYPES
+@pytest.mark.parametrize("parts", ["", "norm bias", "residual", "norm centred bias residual"])
+def test_a_projection_is_as_exact_as_torchs(dtype: torch.dtype, parts: str) -> None:
+    from monograph.ops.decode_kernels import Norm
+
+    case, centred = DenseCase(dtype), "centred" in parts
+    exact, torchs = (case.projected(wide, centred, parts) for wide in (torch.float64, dtype))
+    found = kernels().project(
+        case.x.cuda(),
+        case.weight.cuda(),
+        Norm(case.gain.cuda(), EPS, centred) if "norm" in parts else None,
+        case.bias.cuda() if "bias" in parts else None,
+        case.residual.cuda() if "residual" in parts else None,
+    )
+    assert error(found, exact) <= 2 * error(torchs, exact)
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_gated_projection_is_as_exact_as_torchs(dtype: torch.dtype, activation: Any) -> None:
+    from monograph.ops.decode_kernels import Norm
+
+    case = DenseCase(dtype)
+    exact, torchs = (case.gated(wide, activation) for wide in (torch.float64, dtype))
+    norm = Norm(case.gain.cuda(), EPS)
+    found = kernels().project_gated(case.x.cuda(), case.weight.cuda(), norm, activation)
+    assert error(found, exact) <= 2 * error(torchs, exact)
+
+
+@DTYPES
+def test_a_projected_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    from monograph.ops.decode_kernels import Norm
+
+    case = DenseCase(dtype)
+    norm = Norm(case.gain.cuda(), EPS)
+    x, weight = case.x.cuda(), case.weight.cuda()
+    of_all = kernels().project(x, weight, norm), kernels().project_gated(x, weight, norm, "silu")
+    for order in ([0], [3, 1], list(range(16)), list(range(19, -1, -1))):
+        rows = x[order].contiguous()
+        of_some = (
+            kernels().project(rows, weight, norm),
+            kernels().project_gated(rows, weight, norm, "silu"),
+        )
+        assert all(torch.equal(a[order], b) for a, b in zip(of_all, of_some, strict=True))

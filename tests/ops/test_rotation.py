@@ -13,7 +13,7 @@ from torch import Tensor
 from monograph.graph.capture import compiled
 from monograph.laws.comparisons import error_within
 from monograph.model.rope import rotate
-from monograph.ops.rotation import rotate_heads, rotates_heads
+from monograph.ops.rotation import can_rotate_heads, rotate_heads
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Rows, positions, heads, channels; sizes that are no powers of two among them.
@@ -66,9 +66,9 @@ def test_heads_and_their_gradients_are_as_exact_as_by_operators(
 
 def test_what_the_kernel_cannot_compute_is_left_to_operators() -> None:
     heads, angles = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1)
-    assert rotates_heads(heads, angles) and rotates_heads(heads.bfloat16(), angles)
-    assert not rotates_heads(heads.double(), angles)
-    assert not rotates_heads(heads, angles.double())
+    assert can_rotate_heads(heads, angles) and can_rotate_heads(heads.bfloat16(), angles)
+    assert not can_rotate_heads(heads.double(), angles)
+    assert not can_rotate_heads(heads, angles.double())
 
 
 @pytest.mark.parametrize(

@@ -194,13 +194,13 @@ def test_a_candidate_that_is_nearer_by_less_than_a_hundredth_is_not_traced_for_i
 def test_nothing_is_chosen_that_a_trace_has_not_found_to_fit(monkeypatch, factor, gib):
     """However often the trace disagrees; the last that is traced is the one that needs least."""
     card, asked = with_memory(H200, gib * 2**30), replace(LLAMA_3_8B, remats=EVERY)
-    calls = off_by(monkeypatch, dict.fromkeys(EVERY, factor), defaults.MOST_TRACES)
+    calls = off_by(monkeypatch, dict.fromkeys(EVERY, factor), defaults.MAX_TRACES)
     found = plan(asked, card, card.peak_flops)
     assert found.nearest.work in calls and found.nearest.by_origin
     assert found.nearest.peak_memory_bytes == int(factor * estimate_bytes(found.nearest.work))
     assert (found.chosen is not None) == (found.nearest.peak_memory_bytes <= found.budget_bytes)
     smallest = factor * min(estimate_bytes(each.work) for each in found.candidates)
-    assert found.chosen or found.nearest.peak_memory_bytes <= defaults.NEAR * smallest
+    assert found.chosen or found.nearest.peak_memory_bytes <= defaults.NEARLY_EQUAL * smallest
     assert not any("-" in each.why for each in found.candidates)
 
 

@@ -105,7 +105,7 @@ def test_bytes_are_those_of_the_engine_s_own_buffers(way):
         resident = way.first_resident(count)
         held = engine(way, resident)
         found, exact = way.bytes_by_tier(resident), dict.fromkeys(Home, 0)
-        for stored in held.store.stored:
+        for stored in held.store.stored_planes:
             for name, (tensor, space) in stored.buffers.items():
                 if not (name == GRADIENT and way.gradients_stay_in_slots):
                     exact[space.home] += tensor.numel() * tensor.element_size()
@@ -131,7 +131,7 @@ def in_turn(held):
     """Of gradients, whose memory stages take turns with: the largest of a kind and turn."""
     largest = {}
     for stage in held.store.stages:
-        for stored in (each for each in stage.stored if each.on_host):
+        for stored in (each for each in stage.stored_planes if each.on_host):
             key = stage.index % 2, stored.plane.number
             largest[key] = max(largest.get(key, 0), 4 * stored.plane.grad.numel())
     return sum(largest.values())
@@ -265,7 +265,7 @@ def test_with_an_infinite_link_closed_form_and_clock_agree(time, host):
     way, link = way_of(when=when, where=where), Link(1e30, 1e30)
     way = replace(way, work=replace(way.work, clip=None))
     times = pass_times(way.work, H200, H200.peak_flops["bf16"], host_bytes_per_s)
-    resident = way.first_resident(sum(map(len, way.order[:whole_stages])))
+    resident = way.first_resident(sum(map(len, way.residency_order[:whole_stages])))
     found = clock_timing(way.work, way.placement(resident), times, link)
     assert found.update_s == pytest.approx(
         closed_form_seconds(way, resident, times, link), rel=1e-9

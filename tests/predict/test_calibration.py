@@ -29,7 +29,7 @@ WORK = Work(tiny_llama().config, rows=4, length=16, optim=AdamW(), precision="bf
 def noted(file, *ratios, device=CARD, work=WORK):
     expected = update_time(work, device, 1e12).total_s
     for ratio in ratios:
-        Calibration(file).note(device, work, ratio * expected, 1e12)
+        Calibration(file).note_time(device, work, ratio * expected, 1e12)
     return Calibration(file)
 
 
@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_read_is_not_replaced(tmp_path, monkeypatch):
     noted(file := tmp_path / "calibration.json", 2.0)
     with monkeypatch.context() as failing:
         failing.setattr("builtins.open", fails)
-        Calibration(file).note(CARD, WORK, 1.0, 1e12)
+        Calibration(file).note_time(CARD, WORK, 1.0, 1e12)
     assert Calibration(file).slowness(CARD, "bf16") == pytest.approx(2.0)
 
 
@@ -204,7 +204,7 @@ def test_after_one_run_the_plan_of_the_same_step_is_what_was_measured(tmp_path, 
         replace(CARD, free_memory_bytes=1300 * MIB + defaults.CONTEXT_BYTES),
         tmp_path / "c.json",
     )
-    monkeypatch.setattr(defaults, "DOUBT", 1e9)
+    monkeypatch.setattr(defaults, "MAX_ESTIMATE_ERROR", 1e9)
     asked = PlanRequest(STEP, precisions=("bf16",), scopes=("blocks",), remats=("none",))
     for measured in (1131 * MIB, 1131 * MIB, 1131 * MIB):
         found = plan(asked, tight, tight.peak_flops, Calibration(file)).chosen
@@ -223,7 +223,7 @@ def test_what_earlier_runs_took_beyond_the_trace_can_make_a_plan_smaller(tmp_pat
         )
 
     monkeypatch.setattr(defaults, "traced_bytes", lambda work: footprint(work).by_origin)
-    monkeypatch.setattr(defaults, "DOUBT", 1e9)
+    monkeypatch.setattr(defaults, "MAX_ESTIMATE_ERROR", 1e9)
     card = replace(
         CARD, free_memory_bytes=int(1645 * MIB / defaults.CARD_SHARE) + defaults.CONTEXT_BYTES
     )

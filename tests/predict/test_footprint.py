@@ -186,7 +186,7 @@ def test_an_update_that_is_not_traced_could_not_have_been_the_peak(optim):
     update = max(sum(sample) for sample in curves[-1].samples)
     kept = sum(curves[-1].samples[-1][:3])
     assert curves[-1].stage == "update"
-    assert update - kept < footprint_module.UPDATE_BYTES * config.parameter_count()
+    assert update - kept < footprint_module.MAX_UPDATE_BYTES * config.parameter_count()
 
 
 @pytest.mark.slow

@@ -27,7 +27,12 @@ from monograph.automata.counting import COUNTERS, Effect
 from monograph.errors import InputRefused
 from monograph.serve import compiling
 from monograph.serve.body import parse_body
-from monograph.serve.compiling import ConstraintCompiler, _read_automaton, _result_chunks
+from monograph.serve.compiling import (
+    ChildResult,
+    ConstraintCompiler,
+    _read_automaton,
+    _result_chunks,
+)
 from monograph.serve.refused import Refused
 from monograph.serve.requests import CompletionRequest, read
 
@@ -46,7 +51,7 @@ class Served:
         self.asked: list[str] = []  # the jobs that the process was sent
         ask = self.compiler._run_in_process
 
-        async def asked(line: bytes) -> tuple[int, bytearray]:
+        async def asked(line: bytes) -> ChildResult:
             self.asked.append(line.decode())
             return await ask(line)
 
@@ -336,9 +341,9 @@ def test_the_last_used_automata_are_kept(limit: str, monkeypatch: pytest.MonkeyP
     async def go() -> None:
         compiler, asked = ConstraintCompiler(PIECES, [END]), []
 
-        async def ask(line: bytes) -> tuple[int, bytearray]:
+        async def ask(line: bytes) -> ChildResult:
             asked.append(json.loads(line)[0][1])
-            return 0, answered(asked[-1])
+            return ChildResult(0, answered(asked[-1]))
 
         compiler._run_in_process = ask  # type: ignore[method-assign]
         for value in "abaacab":
@@ -401,10 +406,8 @@ def test_an_answer_that_is_none_refuses_the_request_only(monkeypatch: pytest.Mon
         compiler = ConstraintCompiler(PIECES, [END])
         for code, written in ((0, b""), (0, b"x" * 100), (1, b""), (-11, b"")):
 
-            async def ask(
-                line: bytes, code: int = code, written: bytes = written
-            ) -> tuple[int, bytearray]:
-                return code, bytearray(written)
+            async def ask(line: bytes, code: int = code, written: bytes = written) -> ChildResult:
+                return ChildResult(code, bytearray(written))
 
             compiler._run_in_process = ask  # type: ignore[method-assign]
             with pytest.raises(

@@ -178,14 +178,15 @@ def test_it_is_whole() -> None:
     assert references == made
     assert DOCUMENT["openapi"] == "3.1.0" and DOCUMENT["info"]["version"] == __version__
     names = [each["operationId"] for _, _, each in OPERATIONS]
-    assert len(names) == len(set(names)) == 11
+    assert len(names) == len(set(names)) == 13
     for path, method, each in OPERATIONS:
         expected = {"200", "403", "405", "500", "503"} | (
             {"401"} if path not in OPEN_PATHS else set()
         )
         expected |= {"400", "408", "413", "415"} if method == "post" else set()
-        expected |= {"404"} if path.startswith("/v1/") and path != "/v1/models" else set()
-        expected |= {"429"} if method == "post" and path.startswith("/v1/") else set()
+        names_no_model = path in ("/v1/models", "/v1/load_lora_adapter")
+        expected |= {"404"} if path.startswith("/v1/") and not names_no_model else set()
+        expected |= {"429"} if path.endswith("completions") else set()
         assert each["responses"].keys() == expected, path
         assert (each.get("security") == []) == (path in OPEN_PATHS)
         assert all(resolved(answer)["description"] for answer in each["responses"].values())
@@ -261,7 +262,7 @@ def test_what_is_read_is_what_is_allowed(kind: type[Any]) -> None:
                 assert not (found := fault(body, schema)), (name, value, found)
 
 
-@pytest.mark.parametrize("name", sorted(requests.OPTIONS))
+@pytest.mark.parametrize("name", sorted(requests.SAMPLER_OPTIONS))
 def test_an_option_has_the_range_and_the_default_of_sampling(name: str) -> None:
     option = {each.name: each for each in fields_of(Sampling)}[name]
     for request in TEXTS:
@@ -284,9 +285,9 @@ def test_an_option_has_the_range_and_the_default_of_sampling(name: str) -> None:
 
 def test_an_option_that_is_added_to_the_sampler_is_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is declared once, beside its range and its words."""
-    declared = dict(requests._OPTIONS)
+    declared = dict(requests.SAMPLER_OPTIONS)
     monkeypatch.setitem(RANGES, "top_b", RANGES["top_a"])
-    monkeypatch.setattr(requests, "_OPTIONS", declared | {"top_b": declared["top_a"]})
+    monkeypatch.setattr(requests, "SAMPLER_OPTIONS", declared | {"top_b": declared["top_a"]})
     request = requests.with_options(requests.TextRequest)
     assert read(request, {"model": "m", "top_b": 0.5}, rows=8).top_b == 0.5  # type: ignore[attr-defined]
     with pytest.raises(Refused, match="top_b = 2: expected a number from 0 to 1"):

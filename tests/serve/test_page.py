@@ -267,8 +267,10 @@ IDLE = "document.querySelector('.go').textContent !== 'Stop'"
 ANSWERS = "[...document.querySelectorAll('.assistant .words')].map((node) => node.textContent)"
 FACTS = "[...document.querySelectorAll('.assistant .facts')].at(-1)?.textContent"
 FACED = "(document.activeElement.id || document.activeElement.textContent)"
-ALTERNATIVES = "[...document.querySelectorAll('#others div')].map((row) => [...row.querySelectorAll('b, span')].map("\
-               "(each) => each.textContent))"  # fmt: skip
+ALTERNATIVES = (
+    "[...document.querySelectorAll('#alternatives div')]"
+    ".map((row) => [...row.querySelectorAll('b, span')].map((each) => each.textContent))"
+)
 
 
 def answered(person: Visitor, message: str) -> str:
@@ -289,8 +291,8 @@ def test_it_talks_to_the_real_server_with_its_probabilities_and_its_seed(light: 
         light.click("document.querySelector('#story')")
         light.type("abc ")
         light.press("Ctrl+Return")
-        light.wait(f"document.querySelector('#told').textContent && {IDLE}")
-        assert "seed 7" in light.read("document.querySelector('#told').textContent")
+        light.wait(f"document.querySelector('#story-facts').textContent && {IDLE}")
+        assert "seed 7" in light.read("document.querySelector('#story-facts').textContent")
         [text] = served.texts("abc ", seed=7, max_tokens=256)
         shown = f"abc {text}".replace("\r\n", "\n").replace("\r", "\n")
         assert light.read("document.querySelector('#story').value") == shown
@@ -393,7 +395,9 @@ def test_stop_hangs_up_and_keeps_what_is_written(
     assert stand_in.hung_up.wait(20)
     written = person.read(f"document.querySelector('{shown}').textContent")
     assert written.removeprefix("slow").startswith(TEXT)
-    facts = person.read("document.querySelector('#told').textContent" if mode == "text" else FACTS)
+    facts = person.read(
+        "document.querySelector('#story-facts').textContent" if mode == "text" else FACTS
+    )
     assert "stopped" in facts and str(SEED) in facts and person.said() == []
 
 
@@ -420,8 +424,8 @@ def test_options_are_sent_as_they_are_written(person: Visitor, stand_in: StandIn
 def test_an_answer_can_have_a_form(
     person: Visitor, stand_in: StandIn, form: str, typed: str, field: str, sent: Any
 ) -> None:
-    person.read(f"(document.querySelector('#form').value = '{form}', document.querySelector('#form').onchange("
-                "{target: document.querySelector('#form')}))")  # fmt: skip
+    kind = "document.querySelector('#constraint-kind')"
+    person.read(f"({kind}.value = '{form}', {kind}.onchange({{target: {kind}}}))")
     person.read(f"document.querySelector('#constraint').value = {json.dumps(typed)}")
     answered(person, "hello")
     assert stand_in.asked[-1][field] == sent
@@ -458,7 +462,9 @@ def test_probabilities_of_a_chat_are_told_for_the_token_under_the_mouse_or_the_f
         ALTERNATIVES
     )
     person.press("Right")
-    assert person.read(FACED) == " fox" and person.read("!document.querySelector('#others').hidden")
+    assert person.read(FACED) == " fox" and person.read(
+        "!document.querySelector('#alternatives').hidden"
+    )
     assert person.said() == []
 
 
@@ -470,10 +476,10 @@ def test_probabilities_of_a_text_follow_the_mouse_and_the_caret_until_the_text_b
     person.click("document.querySelector('#story')")
     person.type("Once: ")
     person.press("Ctrl+Return")
-    person.wait(f"document.querySelector('#told').textContent && {IDLE}")
+    person.wait(f"document.querySelector('#story-facts').textContent && {IDLE}")
     assert person.read("document.querySelector('#story').value") == f"Once: {TEXT}"
     assert stand_in.asked[-1]["prompt"] == "Once: " and stand_in.asked[-1]["logprobs"] == 5
-    assert "max tokens reached" in person.read("document.querySelector('#told').textContent")
+    assert "max tokens reached" in person.read("document.querySelector('#story-facts').textContent")
     spans = person.read(
         "[...document.querySelectorAll('#mirror .token')].map((span) => span.textContent)"
     )
@@ -486,7 +492,7 @@ def test_probabilities_of_a_text_follow_the_mouse_and_the_caret_until_the_text_b
         person.press("Right")
     assert person.read(ALTERNATIVES)[0] == ["The", "62 %"]
     person.press("Ctrl+End")
-    assert person.read("document.querySelector('#others').hidden")
+    assert person.read("document.querySelector('#alternatives').hidden")
     for _ in range(3):
         person.press("Backspace")
     assert (
@@ -503,7 +509,7 @@ def test_a_text_is_undone_and_continued_again(person: Visitor, stand_in: StandIn
     person.type("A")
     for _ in range(2):
         person.press("Ctrl+Return")
-        person.wait(f"document.querySelector('#told').textContent && {IDLE}")
+        person.wait(f"document.querySelector('#story-facts').textContent && {IDLE}")
     assert stand_in.asked[-1]["prompt"] == f"A{TEXT}"
     person.click("document.querySelector('#again')")
     person.wait(IDLE)
@@ -903,7 +909,7 @@ def test_the_tabulator_reaches_everything_and_shows_where_it_is(person: Visitor)
         "min_p",
         "max_tokens",
         "stop",
-        "form",
+        "constraint-kind",
         "probabilities",
     }
     assert reached.keys() >= options | {

@@ -87,7 +87,7 @@ def test_where_fewer_rows_fit_the_memory_the_fingerprint_is_another(
         monkeypatch.setattr(completion, "describe", lambda memory=memory: memory)
         with Served(model, tokenizer) as served:
             assert served.service.rows == rows
-            found.add(served.service.newest.fingerprint)
+            found.add(served.service.newest.fingerprint(0))
     assert len(found) == 2
 
 

@@ -14,7 +14,7 @@ from monograph.data.batches import Batch
 from monograph.graph.trial import Trial
 from monograph.loss import hidden_of
 from monograph.model.config import LlamaConfig
-from monograph.session.objective import HeldOutScore, Task
+from monograph.session.objective import CurveOfScores, HeldOutScore, Task
 from monograph.session.plan import RunPlan
 from monograph.session.sample_prompt import SamplePrompt
 from monograph.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ class LogitWindows(Iterator[Batch]):
 
 
 class LogitTask(Task):
-    score = "kl", "eval_kl"
+    score = CurveOfScores("kl", "eval_kl")
     data: Logits
 
     def __init__(self, data: Logits, temperature: float = 1.0) -> None:

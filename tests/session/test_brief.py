@@ -82,7 +82,7 @@ def test_a_brief_run_is_the_run_that_was_never_to_be_compiled() -> None:
 
 def test_a_short_text_ends_a_run_before_the_clock_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Resident, "capture", None)  # nothing may call it
-    monkeypatch.setattr(warmup, "calibrate", lambda session: 0.01)
+    monkeypatch.setattr(warmup, "time_update", lambda session: 0.01)
     given = {key: value for key, value in settings_of("texts").items() if key != "train.updates"}
     start("run", given | {"train.minutes": 10, "train.save_every": 1000})
     assert load(Path("run/config.toml"), {}, {}, recorded=True).train.compile == "none"

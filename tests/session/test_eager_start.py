@@ -20,7 +20,7 @@ from monograph.rl.processes import FunctionProcess
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import eager_start
-from monograph.session.eager_start import MARK, compile_run, compiled_key, should_begin_eagerly
+from monograph.session.eager_start import EAGER_KEY, compile_run, compiled_key, should_begin_eagerly
 from monograph.session.objectives import with_records
 from monograph.session.record import write_config
 from monograph.session.resolve import resolve
@@ -143,7 +143,7 @@ def test_a_first_run_waits_for_the_cache_alone(server: CommandServer, here: Path
             here, "train", *settings, "train.minutes=0.35", "--out", name, "--json", env=home
         )
         assert done.code == 0, done.err
-        early = [row for row in Run(here / name).rows() if MARK in row]
+        early = [row for row in Run(here / name).rows() if EAGER_KEY in row]
         runs.append(
             (
                 json.loads(done.out.splitlines()[-1])["compile_s"],

@@ -23,7 +23,7 @@ from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
 from monograph.run.progress import Progress
 from monograph.session import ladder as module
-from monograph.session.ladder import RUNGS, Ladder, Rung, RungWay, Unfused, unfuse
+from monograph.session.ladder import RUNGS, Ladder, Rung, TrainingVariant, Unfused, unfuse
 from monograph.session.objectives.texts import TextTask
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_rung_changes_one_thing_and_all_of_them_everything() -> None:
-    stack, changed = {"": RungWay()}, list[str]()
+    stack, changed = {"": TrainingVariant()}, list[str]()
     for rung in RUNGS:
         assert rung.base in (None, *stack)
         before = stack[rung.base or [*stack][-1]]
@@ -62,7 +62,7 @@ def test_each_rung_changes_one_thing_and_all_of_them_everything() -> None:
         changed += differ
         if rung.base is None:
             stack[rung.name] = after
-    assert set(changed) == set(asdict(RungWay()))
+    assert set(changed) == set(asdict(TrainingVariant()))
 
 
 OPTIMIZERS = (AdamW(lr=1e-2), Muon(lr=1e-2), AdamW(lr=1e-2, ema=0.9))
@@ -113,7 +113,7 @@ def test_a_loss_of_ones_own_stays() -> None:
 def test_each_rung_trains_the_way_that_it_says(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, stack, seen = ladder(folder), {"": RungWay()}, {}
+    made, stack, seen = ladder(folder), {"": TrainingVariant()}, {}
     made.machine = CARD
 
     def look(session: Session, _: Progress) -> None:
@@ -156,12 +156,12 @@ def test_each_rung_trains_the_way_that_it_says(
 def test_an_update_has_as_many_tokens_padded_as_packed(folder: Path) -> None:
     made, means = ladder(folder), {}
     for form in ("padded", "packed"):
-        plan = made.plan_of(RungWay(packing=form))
+        plan = made.plan_of(TrainingVariant(packing=form))
         batches = made.texts[form].batches(plan.training.tokens_per_update)
         counts = [int((next(batches)["targets"] != -100).sum()) for _ in range(40)]
         batches.close()
         means[form] = sum(counts) / len(counts)
-    rows = made.plan_of(RungWay()).training.tokens_per_update // 256
+    rows = made.plan_of(TrainingVariant()).training.tokens_per_update // 256
     assert rows > 8, "short documents fill a part of their rows"
     assert means["padded"] == pytest.approx(means["packed"], rel=0.5 / rows + 0.05)
 
@@ -170,10 +170,13 @@ def test_the_micro_batch_is_the_plans_and_a_quarter_of_it_where_more_is_accumula
     folder: Path,
 ) -> None:
     made = ladder(folder)
-    assert made.plan_of(RungWay(packing="packed")).training.rows == 8
-    assert made.plan_of(RungWay(packing="packed", accumulated=True)).training.rows == 2
+    assert made.plan_of(TrainingVariant(packing="packed")).training.rows == 8
+    assert made.plan_of(TrainingVariant(packing="packed", accumulated=True)).training.rows == 2
     assert (
-        ladder(folder, "train.micro_batch=2").plan_of(RungWay(accumulated=True)).training.rows == 1
+        ladder(folder, "train.micro_batch=2")
+        .plan_of(TrainingVariant(accumulated=True))
+        .training.rows
+        == 1
     )
 
 
@@ -181,12 +184,12 @@ def test_what_the_rungs_differ_in_is_theirs_and_a_rung_is_no_longer_than_the_run
     folder: Path,
 ) -> None:
     made = ladder(folder, "train.precision=fp32", "train.remat=full", "data.packing=padded")
-    assert made.max_updates == 8 and made.plan_of(RungWay()).training.remat == "none"
-    assert made.plan_of(RungWay(captured=True)).training.compile == "whole"
-    assert made.plan_of(RungWay(captured=True, streamed=True)).training.compile == "blocks"
+    assert made.max_updates == 8 and made.plan_of(TrainingVariant()).training.remat == "none"
+    assert made.plan_of(TrainingVariant(captured=True)).training.compile == "whole"
+    assert made.plan_of(TrainingVariant(captured=True, streamed=True)).training.compile == "blocks"
     of_blocks = ladder(folder, "train.compile=blocks")
     assert [
-        of_blocks.plan_of(RungWay(captured=each)).training.compile for each in (False, True)
+        of_blocks.plan_of(TrainingVariant(captured=each)).training.compile for each in (False, True)
     ] == ["none", "blocks"]
     tokens = ladder(folder, "train.tokens=10000").max_updates
     assert tokens == round(10_000 / 2048) and ladder(folder, "train.epochs=3").max_updates is None
@@ -214,7 +217,7 @@ def test_a_machine_says_what_it_cannot_do(folder: Path, monkeypatch: pytest.Monk
     made = ladder(folder)
     made.machine = Device("old", "cpu", 2**34, 2**34, 2, has_bf16=False)
     monkeypatch.setattr(module, "compiler_obstacle", lambda: "no C++ compiler")
-    found = {each.name: made.obstacle(each.applied_to(RungWay()), each) for each in RUNGS}
+    found = {each.name: made.obstacle(each.applied_to(TrainingVariant()), each) for each in RUNGS}
     without_card = {"CUDA graphs", "fp8", "offload", "streaming"}
     assert {name for name, why in found.items() if why} == {
         "compiled",
@@ -224,17 +227,17 @@ def test_a_machine_says_what_it_cannot_do(folder: Path, monkeypatch: pytest.Monk
     }
     assert found["compiled"] == "no C++ compiler" and found["CUDA graphs"] == "no CUDA device"
     made.machine = CARD
-    found = {each.name: made.obstacle(each.applied_to(RungWay()), each) for each in RUNGS}
+    found = {each.name: made.obstacle(each.applied_to(TrainingVariant()), each) for each in RUNGS}
     # This way is not compiled, and the model is new.
     assert {name for name, why in found.items() if why} == {"CUDA graphs", "adapters"}
     assert not made.obstacle(
-        rung("CUDA graphs").applied_to(RungWay(captured=True)), rung("CUDA graphs")
+        rung("CUDA graphs").applied_to(TrainingVariant(captured=True)), rung("CUDA graphs")
     )
     one = ladder(folder, "train.micro_batch=1")
-    assert "one row" in str(one.obstacle(RungWay(accumulated=True), rung("accumulation")))
+    assert "one row" in str(one.obstacle(TrainingVariant(accumulated=True), rung("accumulation")))
     narrow = ladder(folder, "optim.name=adamw", "optim.state=8bit")
     assert "all rungs have it" in str(
-        narrow.obstacle(RungWay(narrow_state=True), rung("8-bit state"))
+        narrow.obstacle(TrainingVariant(narrow_state=True), rung("8-bit state"))
     )
 
 
@@ -246,9 +249,9 @@ def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
 
     made = ladder(folder)
     monkeypatch.setattr(module, "prepare", refuse)
-    assert made.measure(rung("recompute"), RungWay(), Progress()) == (RungWay(), "no blocks")
+    assert made.measure(rung("recompute"), TrainingVariant(), Progress()) == "no blocks"
     with pytest.raises(UsageError, match="no blocks"):
-        made.measure(RUNGS[0], RungWay(), Progress())
+        made.measure(RUNGS[0], TrainingVariant(), Progress())
 
 
 # ---- what is measured ----------------------------------------------------------------------------
@@ -257,7 +260,9 @@ def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
 @pytest.mark.slow
 def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     made = ladder(folder, "model.num_hidden_layers=2", "model.hidden_size=64", "train.updates=8")
-    _, found = made.measure(rung("fused loss and optimizer"), RungWay(packing="packed"), Progress())
+    found = made.measure(
+        rung("fused loss and optimizer"), TrainingVariant(packing="packed"), Progress()
+    )
     assert not isinstance(found, str)
     plan, text = made.plan, made.texts["packed"]
     config = module.build_run(plan, TextTask(text), made.machine).recipe.shape()
@@ -271,11 +276,11 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
 
 @pytest.mark.slow  # three graphs are compiled
 def test_the_captured_rungs_compute_what_the_eager_one_does(folder: Path) -> None:
-    made, way, losses = ladder(folder), RungWay(), []
+    made, way, losses = ladder(folder), TrainingVariant(), []
     for each in RUNGS[:3]:
-        way, found = made.measure(each, way, Progress())
+        found = made.measure(each, way, Progress())
         assert not isinstance(found, str) and found.held_out, found
+        way = each.applied_to(way)
         assert bool(found.compile_s) == (each is not RUNGS[0]) and not found.notes
         losses.append(found.held_out.loss)
-    assert way == RungWay(captured=True, fused=True)
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)

@@ -326,7 +326,7 @@ def planned(
     """The updates of a run of a minute on a text with so many windows, its seconds, and its plan's
     line.
     """
-    monkeypatch.setattr(warmup, "calibrate", lambda _: update_s)
+    monkeypatch.setattr(warmup, "time_update", lambda _: update_s)
     monkeypatch.setattr(warmup, "store_seconds", lambda *_: None)
     told: dict[str, str] = {}
     progress: Any = SimpleNamespace(

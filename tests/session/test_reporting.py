@@ -41,7 +41,7 @@ class TimedRun:
         self.told: list[str] = []
         self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
         self.session, self.world = self, World()
-        self.spent_s, self.recent_s, self.elapsed_s, self.first_update = (
+        self.spent_s, self.recent_update_s, self.elapsed_s, self.first_update = (
             0.0,
             seconds_per_update,
             0.0,
@@ -49,9 +49,9 @@ class TimedRun:
         )
         while (update := round(self.spent_s / seconds_per_update)) < self.updates:
             self.spent_s += seconds_per_update
-            Reporter.keep_time(self, update + 1)  # type: ignore[arg-type]
+            Reporter.shorten_if_late(self, update + 1)  # type: ignore[arg-type]
 
-    _shorter_by_budget, _per_update_s = Reporter._shorter_by_budget, Reporter._per_update_s
+    _length_in_budget, _per_update_s = Reporter._length_in_budget, Reporter._per_update_s
 
     @property
     def training_since_s(self) -> float:
@@ -93,7 +93,7 @@ def test_a_run_that_cools_down_early_ends_at_100_percent_and_says_what_was_plann
             reporter.session.cool_down_until(14)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Reporter, "keep_time", slower_machine)
+    monkeypatch.setattr(Reporter, "shorten_if_late", slower_machine)
     monkeypatch.setattr(reporting, "write_report", lambda *_: None)
     write_inputs(tmp_path)
     start("run", SETTINGS)
@@ -162,8 +162,8 @@ def test_a_run_of_which_one_prompt_taught_something_is_not_doubted(
 
 def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> None:
     run = TimedRun(0.09)
-    run.spent_s, run.recent_s, run.early_cool_down = 72.0, 0.3, None
-    Reporter.keep_time(run, 800)  # type: ignore[arg-type]
+    run.spent_s, run.recent_update_s, run.early_cool_down = 72.0, 0.3, None
+    Reporter.shorten_if_late(run, 800)  # type: ignore[arg-type]
     assert run.updates == 800 + int(25 / 0.3)
 
 

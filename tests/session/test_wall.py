@@ -14,7 +14,7 @@ import pytest
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start, write_inputs
 from monograph.device import clock
 from monograph.errors import UsageError
-from monograph.planner.defaults import END_S, end_s
+from monograph.planner.defaults import END_S, seconds_for_end
 from monograph.run.progress import RunningStage, silent
 from monograph.session import deadline, eager_start, reporting, warmup
 from monograph.session.brief import why_uncompiled
@@ -51,7 +51,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> float:
     now = clock()
     for module in ("session", "warmup", "reporting", "brief", "eager_start", "deadline"):
         monkeypatch.setattr(f"monograph.session.{module}.clock", lambda: now)
-    monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
+    monkeypatch.setattr(warmup, "time_update", lambda session: 1.0)
     monkeypatch.setattr(warmup, "store_seconds", lambda *_: None)
     monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**6)
     return now
@@ -80,18 +80,18 @@ def test_a_slower_machine_still_ends_in_time(still: float) -> None:
     session.deadline_s = still + 8 + END_S  # of the 25 s that were thought to be left
     reporter = Reporter(session, silent())
     reporter.update_s.extend([1.0] * 5)
-    reporter.keep_time(75)
+    reporter.shorten_if_late(75)
     assert session.early_cool_down == [0, 75 + 6], (
         "the last evaluation and measuring the memory take their part"
     )
     session.deadline_s = still + 3.5 + END_S
     session.engine.step.index = 77
-    reporter.keep_time(77)
+    reporter.shorten_if_late(77)
     assert session.early_cool_down == [0, 77 + 2], (
         "slower still: the cool-down goes on, and ends earlier"
     )
     session.deadline_s = still + END_S
-    reporter.keep_time(78)
+    reporter.shorten_if_late(78)
     assert session.early_cool_down == [0, 79], "no time is left"
 
 
@@ -165,7 +165,7 @@ def test_a_time_that_hardly_suffices_to_start_and_end_is_noted_before_anything_i
 def test_the_report_of_a_busy_machine_gets_more_time(
     start_s: float, limit_s: float, expected: float
 ) -> None:
-    assert end_s(start_s, limit_s) == expected
+    assert seconds_for_end(start_s, limit_s) == expected
 
 
 @pytest.mark.parametrize(("minutes", "compiles"), [(1, False), (30, True)])
@@ -193,7 +193,7 @@ def test_a_run_that_waits_for_the_compiler_trains_for_longer_than_that_takes(
     # As if the text were long.
     monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)
     monkeypatch.setattr("monograph.session.brief.is_compiled", lambda _: is_cached)
-    monkeypatch.setattr("monograph.session.brief._update_s", lambda _: 0.5)
+    monkeypatch.setattr("monograph.session.brief._time_one_update", lambda _: 0.5)
     session = session_of(BY_CLOCK | length)
     why = why_uncompiled(session, next(session.open_batches(0)), 1.0)
     assert why == ("" if compiles else "it takes about 30 s, less than compiling")
@@ -211,7 +211,7 @@ def test_timing_updates_takes_a_share_of_the_time_that_the_run_has(
     monkeypatch.setattr(warmup, "seconds_per_update", lambda *found: told.append(found[-1]) or 1.0)
     session = session_of(BY_CLOCK | given)
     session.deadline_s = 100 + END_S
-    warmup.calibrate(session)
+    warmup.time_update(session)
     assert told == [pytest.approx(spent_s)]
 
 
@@ -264,7 +264,7 @@ def test_a_run_that_is_limited_is_resumed_to_the_same_bits(monkeypatch: pytest.M
     looks = itertools.count()
     for module in ("commands.train", *(f"session.{each}" for each in CLOCKED)):
         monkeypatch.setattr(f"monograph.{module}.clock", lambda: next(looks) / 1000)
-    monkeypatch.setattr(warmup, "calibrate", lambda session: 3.0)
+    monkeypatch.setattr(warmup, "time_update", lambda session: 3.0)
     monkeypatch.setattr(reporting, "SAMPLE_TOKENS", 4)
     limited: dict[str, Any] = {
         "train.updates": 500,

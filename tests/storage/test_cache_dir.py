@@ -70,10 +70,10 @@ def test_a_command_names_its_place_before_torch_names_one(
     # `train` opens its run in a module of its own.
     opening = locked_run if command == "train" else module
 
-    def repeatable(device: torch.device) -> None:
+    def make_repeatable(device: torch.device) -> None:
         raise Reached(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
 
-    monkeypatch.setattr(opening, "repeatable", repeatable)
+    monkeypatch.setattr(opening, "make_repeatable", make_repeatable)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         Reached, match=re.escape(str(tmp_path / ".cache" / "monograph" / "compiled"))

@@ -155,7 +155,7 @@ def test_with_an_infinite_link_an_update_lasts_as_long_as_it_computes(
         FAST,
         micro_batches,
     )
-    numbers = sum(each.plane.param.numel() for each in engine.store.stored)
+    numbers = sum(each.plane.param.numel() for each in engine.store.stored_planes)
     expected = micro_batches * (1 + layers * (2 + 6) + 5 + 3) + 1e-3 * numbers * (where == "device")
     assert found.update_s == pytest.approx(expected, rel=1e-9) == found.busy_s["compute"]
     assert found.bottleneck == "compute"
@@ -209,7 +209,7 @@ def test_a_faster_link_makes_no_update_longer(when):
 def test_a_slow_host_is_the_length_of_an_update(when):
     costs = Costs(forward_s=1.0, recompute_backward_s=3.0, host_weight_update_s=1.0)
     found, engine = timed(tiny(), Placement(when=when, where="host"), costs, FAST)
-    numbers = sum(each.plane.param.numel() for each in engine.store.stored)
+    numbers = sum(each.plane.param.numel() for each in engine.store.stored_planes)
     assert found.busy_s["host"] == numbers and found.bottleneck == "host"
     assert numbers <= found.update_s <= numbers + found.busy_s["compute"] + 1e-6
 
@@ -221,7 +221,9 @@ def test_what_stays_on_the_device_is_not_copied():
     found, engine = timed(
         tiny(layers), Placement(on_device=every), Costs(forward_s=1.0), Link(1.0, 1.0)
     )
-    homes = {buffer.space.home for each in engine.store.stored for buffer in each.buffers.values()}
+    homes = {
+        buffer.space.home for each in engine.store.stored_planes for buffer in each.buffers.values()
+    }
     assert homes == {Home.DEVICE} and not found.moved_bytes and found.update_s == 2 * layers
 
 

@@ -17,7 +17,7 @@ BLOCK, HEAD = 2, 2  # one graph without gradients, one with
 
 def of_updates(engine):
     """How many graphs square and update planes: one for each shape and way of updating."""
-    planes = list(engine.store.stored)
+    planes = list(engine.store.stored_planes)
     squares = {(each.plane.grad.numel(), each.plane.section_sizes) for each in planes}
     cut = (piece for stage in engine.store.stages for piece in chunks(stage))
     updates = {(stored.plane.kind, stored.splits, end - begin) for stored, begin, end in cut}

@@ -240,7 +240,7 @@ def memories(engine: Any) -> dict[int, Space]:
         for room in [*rooms, *walk.updates.staging_buffers.buffers]
         for tensor in room._memory.values()
     ]
-    found += [buffer for each in engine.store.stored for buffer in each.buffers.values()]
+    found += [buffer for each in engine.store.stored_planes for buffer in each.buffers.values()]
     return of_passes(engine) | {
         memory(tensor): space for tensor, space in found if not tensor.is_meta
     }
@@ -253,8 +253,8 @@ def of_passes(engine: Any) -> dict[int, Space]:
         buffer for decision in walk.updates.host_update._decisions.values() for buffer in decision
     ]
     for states in (
-        walk.stage_inputs._states,
-        walk.stage_inputs._host,
+        walk.stage_inputs._on_device,
+        walk.stage_inputs._host_copies,
         walk.stage_inputs._input_sets,
     ):
         found += list(states.values())
@@ -390,19 +390,19 @@ class Poisons:
                 return room
 
         class StageInputs(walk.StageInputs):
-            def fetch(self, stage: int, count: int) -> None:
+            def fetch_inputs(self, stage: int, count: int) -> None:
                 for g in range(count):
                     if ring := self._input_sets.get((stage % 2, g)):
                         poisons.names.append(ring[1].name)
                         poison_(ring[0])
-                super().fetch(stage, count)
+                super().fetch_inputs(stage, count)
 
         class Walk(walk.Walk):
             def _prepare_gradients(self, bound: Any) -> None:
                 # Gradients may be read by an update until here, when the slot has long got other
                 # weights.
                 if not (self.store.tied and bound.stage is self.store.stages[0]):
-                    for each in self._needed(bound):
+                    for each in self._needed_stages(bound):
                         poisons.room(each.slot.gradients)
                 super()._prepare_gradients(bound)
 

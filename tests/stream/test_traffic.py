@@ -170,7 +170,7 @@ def test_from_shapes_alone() -> None:
     """As the planner has them, of models that no machine here holds."""
     store = streamed(placement=Placement()).store
     real = traffic(store, Placement(), 0, 1), device_bytes(store, Placement(), 0, 1)
-    for each in store.stored:
+    for each in store.stored_planes:
         each.buffers = {
             name: Buffer(tensor.to("meta"), space) for name, (tensor, space) in each.buffers.items()
         }

@@ -81,7 +81,7 @@ def traffic(store: Store, placement: Placement, state_bytes: int, micro_batches:
         ]
         found[Home.DISK, Home.HOST] += sum(in_files)
         found[Home.HOST, Home.DISK] += in_files[0]
-    told = sum(any(each.on_host for each in stage.stored) for stage in store.stages)
+    told = sum(any(each.on_host for each in stage.stored_planes) for stage in store.stages)
     found[Home.DEVICE, Home.HOST] += DECISION * (told if at_once else min(1, told))
     if placement.offload:
         found[Home.HOST, Home.DEVICE] += len(middle) * micro_batches * state_bytes
@@ -158,7 +158,7 @@ def _away(stage: Stage, wanted: Callable[[str], bool], on_host: bool = False) ->
     the device.
     """
     found: Counter[Home] = Counter()
-    for each in (stored for stored in stage.stored if stored.on_host == on_host):
+    for each in (stored for stored in stage.stored_planes if stored.on_host == on_host):
         for name, (tensor, space) in each.buffers.items():
             if wanted(name) and space.home != Home.DEVICE:
                 found[space.home] += _size(tensor)

@@ -16,7 +16,7 @@ from commands.inputs import TINY, over, with_texts
 from monograph.commands.sweep import run
 from monograph.config import load
 from monograph.session import warmup
-from monograph.session.eager_start import MARK
+from monograph.session.eager_start import EAGER_KEY
 from monograph.sweeps import concurrency, eager_start
 from monograph.sweeps import progress as sweep_progress
 from monograph.sweeps.concurrency import TimedGroup
@@ -94,7 +94,7 @@ def test_all_members_begin_at_once_and_go_on_compiled_from_there() -> None:
     for index in range(4):
         rows = made.member(index).rows()
         assert [row["update"] for row in rows if "lr" in row] == [*range(1, in_all + 1)]
-        assert [row["update"] for row in rows if MARK in row] == [*range(1, EARLY + 1)]
+        assert [row["update"] for row in rows if EAGER_KEY in row] == [*range(1, EARLY + 1)]
         saved = sorted(path.name for path in made.member(index).checkpoints.iterdir())
         assert saved[0] == f"step-{EARLY:08d}", "no checkpoint from before the graph"
         settings = load(made.member(index).config, {}, {}, recorded=True)
@@ -117,7 +117,8 @@ def test_groups_that_no_graph_holds_together_make_as_many_updates() -> None:
     made = Sweep.open(Path("whole"))
     assert [group["eager_updates"] for group in made.record["groups"]] == [EARLY, EARLY]
     early = [
-        [row["update"] for row in made.member(index).rows() if MARK in row] for index in range(4)
+        [row["update"] for row in made.member(index).rows() if EAGER_KEY in row]
+        for index in range(4)
     ]
     assert early == [[*range(1, EARLY + 1)]] * 4
 
@@ -156,7 +157,7 @@ def test_members_go_on_without_a_graph_if_the_compiler_takes_longer_than_they_tr
 def test_what_was_compiled_before_does_not_begin_eagerly() -> None:
     sweep([*BY_CLOCK, *AXES], "first")
     sweep([*BY_CLOCK, *AXES], "second")
-    assert not any(MARK in row for row in Sweep.open(Path("second")).member(0).rows())
+    assert not any(EAGER_KEY in row for row in Sweep.open(Path("second")).member(0).rows())
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,10 @@ def outcomes(folder: Path, bits: list[float | None]) -> list[results.Outcome]:
                     }
                 )
                 run.log(
-                    {"update": 50, "summary": results.summary(run.rows(), run, {"dtype": "fp32"})}
+                    {
+                        "update": 50,
+                        "summary": results.make_summary(run.rows(), run, {"dtype": "fp32"}),
+                    }
                 )
                 (run.checkpoints / "step-00000050").mkdir(parents=True)
     return [results.read_outcome(sweep, member) for member in members]

@@ -1,8 +1,9 @@
-"""Compile constraints and stop strings to automata over tokens, which the decode step runs on the
-device.
+"""Compile constraints and stop strings to automata over tokens.
 
-`constraint` and `stop_strings` return an `Automaton`. Nothing in this package imports torch, so that a
-process that only compiles constraints starts quickly.
+`constraint` and `stop_strings` return an `Automaton`, which the decode step runs on the device. A text
+goes through four files: `pattern` or `schema` parses it to an `expression` over bytes, `dfa` compiles
+that to an automaton over bytes, and `tokens` makes the automaton over tokens. Nothing in this package
+imports torch, so that a process that only compiles constraints starts quickly.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -86,8 +87,9 @@ def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
 def _compile(
     kind: str, value: object, lead: bytes, uses_counters: bool = True
 ) -> tuple[ByteAutomaton, str]:
-    """Return the automaton of `lead` followed by an accepted text, and the constraint's name in an
-    error.
+    """Return the automaton over bytes of a constraint, and the constraint's name in an error.
+
+    Its texts are `lead` and then an accepted text.
     """
     try:
         expression, where = _parse(kind, value, uses_counters)

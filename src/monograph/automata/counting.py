@@ -54,8 +54,7 @@ class CounterOperation(NamedTuple):
 class Effect(NamedTuple):
     """What a byte or a token does to the counters.
 
-    The byte is allowed where low <= c <= high for the count c of each counter. Then c becomes
-    keep * c + add.
+    It is allowed where low <= c <= high for the count c of each counter. Then c becomes keep * c + add.
 
     Attributes:
         low: the smallest allowed count of each counter.
@@ -70,6 +69,7 @@ class Effect(NamedTuple):
     add: Counts
 
 
+# The effect of a byte that is always allowed and changes no count.
 ALWAYS = Effect((0,) * COUNTERS, (MAX_COUNT,) * COUNTERS, (1,) * COUNTERS, (0,) * COUNTERS)
 
 
@@ -129,7 +129,7 @@ def counters_of(packed_state: int) -> Counts:
 
 
 def apply_effect(effect: Effect, packed_state: int, next_state: int) -> int:
-    """Return the next state, packed with its counts; -1 if the counts forbid the effect.
+    """Return the next state, packed with its counts; -1 if the present counts forbid the effect.
 
     Args:
         effect: the effect.
@@ -158,10 +158,10 @@ def remove_operations(
     byte_classes: Collection[int],
     operations: Mapping[int, CounterOperation],
 ) -> list[Transitions]:
-    """Return each state's transitions by bytes, with their effects; states keep their numbers.
+    """Return each state's transitions by bytes, with the effects of the operations before each byte.
 
-    After every transition that the counts allow, an accepting state can still be reached with the
-    new counts. If state 0 has no transition, no text with a byte is accepted.
+    States keep their numbers. After every transition that the counts allow, an accepting state can
+    still be reached with the new counts. If state 0 has no transition, no text with a byte is accepted.
 
     Args:
         rows: the transitions of each state. All of them lead to states from which an accepting state
@@ -179,9 +179,9 @@ def remove_operations(
         return [{symbol: (state, ALWAYS) for symbol, state in row.items()} for row in rows]
     while True:
         needs = [_needed_repetitions(rows, operations, counter) for counter in range(COUNTERS)]
-        # A part that needs more repetitions than its bound allows must not begin. When these transitions
-        # are removed, states that lead only to such a part become dead. Removing the transitions to
-        # them can make other parts need more repetitions, so the search is repeated.
+        # A part that needs more repetitions than its bound allows must not begin. If the transitions that
+        # begin it are removed, states that lead only to such a part become dead, and transitions to them
+        # are removed, too. Then other parts may need more repetitions, so the search is repeated.
         possible = [
             {
                 symbol: state
@@ -231,9 +231,9 @@ def _byte_transitions(
             raise Ambiguous
         for symbol, next_state in rows[current].items():
             if symbol not in byte_classes:
-                further = compose_effects(effect, effects[symbol])
-                if further is not None:
-                    queue.append((next_state, further))
+                effect_of_both = compose_effects(effect, effects[symbol])
+                if effect_of_both is not None:
+                    queue.append((next_state, effect_of_both))
                 continue
             guarded_effect = compose_effects(effect, guards[next_state])
             if guarded_effect is None:
@@ -272,8 +272,7 @@ def _begins_hopeless_part(
 def _needed_repetitions(
     rows: Sequence[StateTransitions], operations: Mapping[int, CounterOperation], counter: int
 ) -> list[int]:
-    """Return for each state the smallest number of repetitions that must still follow in a counted
-    part.
+    """Return how many repetitions of a counted part must still follow, for each state, at least.
 
     The number is _NEVER for states outside the part.
 
@@ -285,7 +284,7 @@ def _needed_repetitions(
     # For each state, (state before it, whether the transition between them counts a repetition).
     predecessors: list[list[tuple[int, bool]]] = [[] for _ in rows]
     needs = [_NEVER] * len(rows)
-    frontier = set()  # states that need `number` repetitions
+    frontier = set()  # states that need `number` repetitions, or fewer
     for state, row in enumerate(rows):
         for symbol, next_state in row.items():
             operation = operations.get(symbol)
@@ -331,7 +330,7 @@ def live_states(rows: Sequence[StateTransitions], accepting: Sequence[bool]) -> 
             predecessors[next_state].append(state)
     live = [bool(accepts) for accepts in accepting]
     queue = [state for state, accepts in enumerate(live) if accepts]
-    for state in queue:
+    for state in queue:  # The queue grows in the loop body.
         for predecessor in predecessors[state]:
             if not live[predecessor]:
                 live[predecessor] = True

@@ -1,12 +1,15 @@
-"""Compile an expression over bytes (`monograph.automata.expression`) into the smallest
-deterministic automaton.
+"""Compile an expression over bytes to a minimal deterministic automaton.
 
-The expression first becomes a nondeterministic automaton without empty moves. Its states are
-positions in the expression. A position reads one symbol of a set and has successors: the positions
-that may read the next symbol. The symbols are the 256 bytes and, from 256 on, the operations on
-counters (`monograph.automata.counting`), which are removed at the end.
+The expression (`monograph.automata.expression`) first becomes a position automaton (Glushkov 1961): a
+nondeterministic one without ε-transitions, whose states are positions in the expression. A position
+reads one symbol of a set and has successors: the positions that may read the next symbol. The symbols
+are the 256 bytes and, from 256 on, the operations on counters (`monograph.automata.counting`), which
+are removed at the end.
 
-Shapes: S states, K classes of bytes that no state distinguishes.
+Then the subset construction makes it deterministic, and Hopcroft's algorithm merges equivalent states.
+
+Shapes: S states, K classes of bytes. Bytes share a class if they lead from each state to the same state,
+with the same effect on the counters.
 """
 
 from collections import Counter, defaultdict
@@ -53,22 +56,21 @@ EMPTY: PositionSet = frozenset()
 END = 0  # the position that reads no symbol; the text may end there
 BYTES = 256
 StateT = TypeVar("StateT")
-StateTransitionTable: TypeAlias = Sequence[
-    Mapping[int, int]
-]  # for each state {class of symbols: next state}
+# For each state {class of symbols: next state}.
+StateTransitionTable: TypeAlias = Sequence[Mapping[int, int]]
 
 
 class Budget:
     """Counts the steps of compiling one automaton, so that none takes more than about two seconds.
 
-    It also knows what is being compiled, for messages.
+    It also knows what is being compiled, for error messages, and the symbols of operations.
 
     Attributes:
         where: the automaton's name in an error.
         schema_path: the place of the schema that is being read, or "".
-        source: the schema's keyword for which positions are being made, or "".
+        source: the schema's keyword for which positions are being made, with its place, or "".
         positions_by_source: how many positions were made for each source.
-        symbols: the symbol of each operation, from 256.
+        symbols: the symbol of each operation on a counter, from 256.
     """
 
     def __init__(self, where: str) -> None:
@@ -115,8 +117,8 @@ class Positions:
     are merged, so common endings are merged as well. This keeps the automaton small for a
     character's UTF-8 sequences and for a schema's optional properties.
 
-    A loop is a placeholder for a part that may repeat without limit. It reads no symbol, and
-    `without_loops` replaces it.
+    A loop is a placeholder for a part that may repeat without limit, since its positions are among
+    their own successors. It reads no symbol, and `without_loops` replaces it.
 
     Attributes:
         symbol_masks: for each position a bit mask of the symbols that it reads; 0 for loops and the
@@ -140,9 +142,10 @@ class Positions:
         self._expanded: dict[PositionSet, PositionSet] = {}
 
     def make_position(self, symbol_mask: int, after: PositionSet) -> PositionSet:
-        """Return a set of the one position that reads a symbol of a mask and is followed by `after`.
+        """Return the set of one position, which reads a symbol of a mask and is followed by `after`.
 
-        The set is EMPTY if no text leads through such a position.
+        The set is EMPTY if there is no symbol to read or nothing may follow, so that no text leads
+        through such a position.
         """
         if not symbol_mask or not after:
             return EMPTY
@@ -163,9 +166,9 @@ class Positions:
 
     def union(self, sets: Iterable[PositionSet]) -> PositionSet:
         """Return the union of sets of positions."""
-        listed = list(sets)
-        self.budget.spend(sum(map(len, listed)))
-        return EMPTY.union(*listed)
+        position_sets = list(sets)
+        self.budget.spend(sum(map(len, position_sets)))
+        return EMPTY.union(*position_sets)
 
     def first_positions(self, expression: Expression, after: PositionSet) -> PositionSet:
         """Return the positions that can read the first symbol of an expression's texts.
@@ -181,10 +184,12 @@ class Positions:
         first = self._first.get((expression, after))
         if first is None:
             self.budget.spend(1)
-            first = self._first[expression, after] = self._composed_positions(expression, after)
+            first = self._composed_positions(expression, after)
+            self._first[expression, after] = first
         return first
 
     def _composed_positions(self, expression: Expression, after: PositionSet) -> PositionSet:
+        """Return what `first_positions` returns, for an expression that has parts or is a mark."""
         if isinstance(expression, Concatenation):
             self.budget.spend(len(expression.parts))
             for part in reversed(expression.parts):
@@ -211,7 +216,7 @@ class Positions:
         first = after
         optional_count = 0
         if expression.max_count is None:
-            # The loop is made before its successors are known, because it is one of them.
+            # The loop is made before its successors are known, because they lead back to it.
             loop = self._add_position(0, EMPTY)
             self._loops.add(loop)
             first = frozenset((loop,))
@@ -220,8 +225,8 @@ class Positions:
             )
         else:
             optional_count = expression.max_count - expression.min_count
-        # Stop when one more repetition changes nothing. Then the part matches no text, or only the
-        # empty text.
+        # Both loops go from the last repetition to the first. They stop when one more repetition changes
+        # nothing: then the part matches no text, or only the empty text.
         for _ in range(optional_count):
             longer = self.union((self.first_positions(expression.part, first), after))
             if longer == first:
@@ -249,8 +254,8 @@ class Positions:
             symbols_of: for each class of symbols in `rows`, a bit mask of its symbols.
             after: the positions that follow the texts.
         """
-        # States may lead to each other in circles. So each state becomes a loop, and the successors
-        # are set when all loops exist.
+        # States may lead to each other in cycles. So each state becomes a loop, whose successors are set
+        # when all loops exist.
         loops = [frozenset((self._add_position(0, EMPTY),)) for _ in rows]
         self._loops.update(*loops)
         for state, row in enumerate(rows):
@@ -275,7 +280,8 @@ class Positions:
                 newly_reached = self.successors[loop] - reached
                 reached |= newly_reached
                 queue.extend(newly_reached & self._loops)
-            expanded = self._expanded[positions] = frozenset(reached - self._loops)
+            expanded = frozenset(reached - self._loops)
+            self._expanded[positions] = expanded
         return expanded
 
 
@@ -326,7 +332,9 @@ class ByteAutomaton:
 
 
 def compile_expression(expression: Expression, where: str) -> ByteAutomaton:
-    """Return the minimal automaton of an expression. An automaton with counters may be larger.
+    """Return the minimal automaton of an expression.
+
+    With counters it may be larger than the minimal one.
 
     Args:
         expression: the expression over bytes.
@@ -361,7 +369,9 @@ def byte_automaton(expression: Expression, budget: Budget) -> ByteAutomaton | No
         if symbol < len(automaton.classes) and automaton.classes[symbol] in used_classes:
             operations[automaton.classes[symbol]] = operation
     if len(byte_classes) + len(operations) != len(used_classes):
-        raise Ambiguous  # A class has two operations, or an operation and a byte.
+        # Each class has bytes or one operation. If the numbers differ, a class has two operations, or an
+        # operation and a byte.
+        raise Ambiguous
     transitions = remove_operations(automaton.rows, automaton.accepting, byte_classes, operations)
     return _make_byte_automaton(transitions, automaton)
 
@@ -371,7 +381,7 @@ def _make_byte_automaton(
 ) -> ByteAutomaton | None:
     """Return the automaton of the states that bytes reach, numbered breadth first.
 
-    The result is None if that automaton accepts no text.
+    If it accepts no text, the result is None.
 
     Args:
         transitions: the transitions by bytes of each state of `automaton`.
@@ -397,11 +407,11 @@ def _make_byte_automaton(
     # Columns may have become equal when states were merged or operations were removed. The bytes of
     # equal columns then share a class.
     stacked = np.concatenate([next_SK, effect_SK])
-    unique, merged = np.unique(stacked, axis=1, return_inverse=True)
-    class_256 = merged.reshape(-1)[automaton.classes[:BYTES]].astype(np.uint8)
+    unique_columns, new_classes = np.unique(stacked, axis=1, return_inverse=True)
+    class_256 = new_classes.reshape(-1)[automaton.classes[:BYTES]].astype(np.uint8)
     accepting_S = np.array([automaton.accepting[state] for state in old_states])
-    next_SK = np.ascontiguousarray(unique[: len(old_states)])
-    effect_SK = np.ascontiguousarray(unique[len(old_states) :])
+    next_SK = np.ascontiguousarray(unique_columns[: len(old_states)])
+    effect_SK = np.ascontiguousarray(unique_columns[len(old_states) :])
     return ByteAutomaton(next_SK, class_256, accepting_S, effect_SK, tuple(effect_numbers))
 
 
@@ -461,12 +471,15 @@ def _symbol_automaton(expression: Expression, budget: Budget) -> _SymbolAutomato
 def _explore(
     start: StateT, transitions: Callable[[StateT], Iterable[tuple[int, StateT]]], budget: Budget
 ) -> tuple[StateTransitionTable, list[StateT]]:
-    """Number all states that can be reached from a start state, and return (their rows, the states).
+    """Number all states that can be reached from a start state, breadth first.
 
     Args:
         start: the start state.
         transitions: returns (class of symbols, next state) for each transition of a state.
         budget: limits the number of states.
+
+    Returns:
+        (the transitions of each state by its number, the states).
     """
     numbers = {start: 0}
     queue = [start]
@@ -497,12 +510,13 @@ def _symbol_classes(
     masks = list(symbol_masks)
     # For each symbol, whether each mask has it. The symbols of a class have the same profile.
     profiles = [tuple(mask >> symbol & 1 for mask in masks) for symbol in range(symbol_count)]
-    numbers = {profile: number for number, profile in enumerate(dict.fromkeys(profiles))}
-    classes = [numbers[profile] for profile in profiles]
-    classes_of_mask = {
-        mask: [number for profile, number in numbers.items() if profile[index]]
-        for index, mask in enumerate(masks)
-    }
+    class_of_profile = {profile: index for index, profile in enumerate(dict.fromkeys(profiles))}
+    classes = [class_of_profile[profile] for profile in profiles]
+    classes_of_mask = {}
+    for index, mask in enumerate(masks):
+        classes_of_mask[mask] = [
+            symbol_class for profile, symbol_class in class_of_profile.items() if profile[index]
+        ]
     return classes, classes_of_mask
 
 
@@ -530,11 +544,11 @@ def _minimize(
 
 
 def _equivalence_blocks(rows: StateTransitionTable, accepting: Sequence[bool]) -> list[int]:
-    """Return the block of each state; the states of a block accept the same texts (Hopcroft 1971).
+    """Return the block of each state, by Hopcroft's algorithm (1971).
 
-    A missing transition leads to a dead state, which needs no block: a block splits the states that
-    have a transition into it from all others, those without a transition included, and at first all
-    blocks are used to split.
+    The states of a block accept the same texts. A missing transition is one to a dead state, from which
+    no text is accepted. The dead state needs no block of its own: splitting by all other blocks already
+    separates the states that have a transition from those that lack it.
     """
     # For each state, (class of symbols, state before it) of the transitions that lead to it.
     predecessors: list[list[tuple[int, int]]] = [[] for _ in rows]
@@ -543,6 +557,7 @@ def _equivalence_blocks(rows: StateTransitionTable, accepting: Sequence[bool]) -
             predecessors[target].append((symbol_class, state))
     partition = _Partition(accepting)
     while partition.waiting:
+        # The states that lead into the block, by the class of symbols of the transition.
         sources_by_class: dict[int, set[int]] = defaultdict(set)
         for target in partition.blocks[partition.waiting.pop()]:
             for symbol_class, state in predecessors[target]:
@@ -598,7 +613,10 @@ class _Partition:
 def _intersection_positions(
     expression: Intersection, positions: Positions, after: PositionSet
 ) -> PositionSet:
-    """Return the first positions of an intersection; see `Positions.first_positions`."""
+    """Return the first positions of an intersection; see `Positions.first_positions`.
+
+    Both sides are compiled to deterministic automata, whose product is added to the positions.
+    """
     left = _symbol_automaton(expression.left, positions.budget)
     right = _symbol_automaton(expression.right, positions.budget)
     if left is None or right is None:
@@ -623,17 +641,13 @@ def _product(
         each pair of classes a bit mask of its symbols).
     """
     symbols_of: dict[int, int] = defaultdict(int)
-    # An automaton that was made before an operation was known has neither a class nor a transition
-    # for the operation.
-    unknown_class = max(right.classes) + 1
-    pair_base = unknown_class + 1  # the pair (l, r) is the number l * pair_base + r
-    for symbol in range(BYTES + len(budget.symbols)):
-        if symbol >= len(left.classes):
-            continue
-        right_class = unknown_class
-        if symbol < len(right.classes):
-            right_class = right.classes[symbol]
-        symbols_of[left.classes[symbol] * pair_base + right_class] |= 1 << symbol
+    pair_base = max(right.classes) + 1  # the pair of classes (l, r) is the number l * pair_base + r
+    # An operation that became known after an automaton was made has no class there. Neither the
+    # automaton nor the product has a transition for it.
+    symbol_count = min(len(left.classes), len(right.classes))
+    for symbol in range(symbol_count):
+        pair = left.classes[symbol] * pair_base + right.classes[symbol]
+        symbols_of[pair] |= 1 << symbol
 
     def transitions(state: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int]]]:
         budget.spend(len(symbols_of))
@@ -645,5 +659,8 @@ def _product(
                 yield pair, (left_row[left_class], right_row[right_class])
 
     rows, states = _explore((0, 0), transitions, budget)
-    accepting = [left.accepting[one] and right.accepting[other] for one, other in states]
+    accepting = [
+        left.accepting[left_state] and right.accepting[right_state]
+        for left_state, right_state in states
+    ]
     return rows, accepting, symbols_of

@@ -169,7 +169,8 @@ def utf8(points: CodePoints) -> Expression:
     for same_length in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CODE_POINT)):
         for first, last in intersection(characters, (same_length,)):
             for box in boxes(chr(first).encode(), chr(last).encode(), 0x80, 0xBF):
-                sequences.append(Concatenation(tuple(byte_range(*side) for side in box)))
+                byte_sets = [byte_range(lowest, highest) for lowest, highest in box]
+                sequences.append(Concatenation(tuple(byte_sets)))
     return Alternation(tuple(sequences))
 
 
@@ -193,7 +194,9 @@ def in_json(points: CodePoints) -> Expression:
         if intersection(points, single(point))
     ]
     escaped = intersection(points, complement(union([*_PRINTABLE_ASCII, _SURROGATES])))
-    long_escapes = [_unit_escape(*units) for units in intersection(escaped, ((0, 0xFFFF),))]
+    long_escapes = [
+        _unit_escape(first, last) for first, last in intersection(escaped, ((0, 0xFFFF),))
+    ]
     for first, last in intersection(escaped, ((0x10000, LAST_CODE_POINT),)):
         # Beyond U+FFFF a character is a pair of UTF-16 units, and each unit has ten of its bits.
         first_pair = divmod(first - 0x10000, 1024)
@@ -210,10 +213,10 @@ def _unit_escape(first: int, last: int) -> Concatenation:
     r"""Return an expression for `\uXXXX` with a number from `first` to `last`."""
     first_digits = [first >> shift & 15 for shift in (12, 8, 4, 0)]
     last_digits = [last >> shift & 15 for shift in (12, 8, 4, 0)]
-    numbers = [
-        Concatenation(tuple(_hexadecimal_digit(*side) for side in box))
-        for box in boxes(first_digits, last_digits, 0, 15)
-    ]
+    numbers = []
+    for box in boxes(first_digits, last_digits, 0, 15):
+        digits = [_hexadecimal_digit(lowest, highest) for lowest, highest in box]
+        numbers.append(Concatenation(tuple(digits)))
     return concatenation(literal(b"\\u"), Alternation(tuple(numbers)))
 
 
@@ -226,10 +229,11 @@ def _hexadecimal_digit(first: int, last: int) -> ByteSet:
 def boxes(
     first: Sequence[int], last: Sequence[int], lowest: int, highest: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Split the digit strings from `first` to `last` into boxes, and yield the boxes.
+    """Split the strings of digits from `first` to `last`, in lexicographic order, into boxes.
 
-    A box has one range of digits for each place, as (first digit, last digit), and contains all
-    strings with digits in these ranges. Strings are in lexicographic order.
+    A box has one range of digits for each place, as (lowest digit, highest digit), and contains all
+    strings with digits in these ranges. In base 10, the strings from 18 to 42 are three boxes:
+    1 and 8 to 9; 2 to 3 and 0 to 9; 4 and 0 to 2.
 
     Args:
         first: the first string, as digits.
@@ -245,15 +249,19 @@ def boxes(
     bottom = [lowest] * len(low_rest)
     top = [highest] * len(low_rest)
     if low == high:
-        yield from (((low, low), *rest) for rest in boxes(low_rest, high_rest, lowest, highest))
+        for rest in boxes(low_rest, high_rest, lowest, highest):
+            yield ((low, low), *rest)
         return
     # Strings that begin with `low` must not be below `first`, and strings that begin with `high`
-    # must not be above `last`. After a digit between these two, every digit may follow.
+    # must not be above `last`. They are boxes of their own, unless that does not restrict them.
     if low_rest != bottom:
-        yield from (((low, low), *rest) for rest in boxes(low_rest, top, lowest, highest))
+        for rest in boxes(low_rest, top, lowest, highest):
+            yield ((low, low), *rest)
         low += 1
     if high_rest != top:
-        yield from (((high, high), *rest) for rest in boxes(bottom, high_rest, lowest, highest))
+        for rest in boxes(bottom, high_rest, lowest, highest):
+            yield ((high, high), *rest)
         high -= 1
+    # After a first digit from `low` to `high`, every digit may follow.
     if low <= high:
         yield ((low, high), *((lowest, highest) for _ in low_rest))

@@ -1,8 +1,7 @@
-"""Parse regular expressions, as people write them, into expressions over UTF-8 bytes
-(`monograph.automata.expression`).
+"""Parse regular expressions, as users write them, to expressions over UTF-8 bytes.
 
-docs/constraints.md lists the supported syntax. Other syntax is refused by name, for one of three
-reasons:
+The expressions are those of `monograph.automata.expression`. docs/constraints.md lists the supported
+syntax. Other syntax is refused by name, for one of three reasons:
 
 - It is not regular (backreferences).
 - It changes which of several matches is found, and not whether there is a match (lazy quantifiers).
@@ -28,7 +27,7 @@ from monograph.automata.expression import (
 )
 from monograph.errors import InputRefused
 
-MAX_LENGTH = 20_000
+MAX_PATTERN_LENGTH = 20_000  # characters
 # The largest number of groups inside each other. Parsing recurses once for each group, and this depth
 # is far below Python's own limit.
 MAX_DEPTH = 30
@@ -139,9 +138,9 @@ def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
 
     Arguments and errors are those of `fullmatch_expression`.
     """
-    if len(pattern) > MAX_LENGTH:
+    if len(pattern) > MAX_PATTERN_LENGTH:
         raise InputRefused(
-            f"{where} has {len(pattern):,} characters; at most {MAX_LENGTH:,} are read"
+            f"{where} has {len(pattern):,} characters; at most {MAX_PATTERN_LENGTH:,} are read"
         )
     parser = _Parser(pattern, where, encoding)
     alternatives = [parser.branch()]
@@ -235,8 +234,8 @@ class _Parser:
         # A lazy quantifier would match the same whole texts. It is refused, because its author expects
         # that it changes something. A possessive one would match fewer.
         if self.peek() in ("?", "+"):
-            kind = "a lazy quantifier" if self.peek() == "?" else "a possessive quantifier"
-            self.refuse(kind, "the whole text is matched, so write the quantifier alone")
+            construct = "a lazy quantifier" if self.peek() == "?" else "a possessive quantifier"
+            self.refuse(construct, "the whole text is matched, so write the quantifier alone")
         if self.peek() in ("*", "{"):
             self.refuse("a quantifier of a quantifier", "put what it repeats into a group")
         return Repetition(part, *counts)
@@ -261,15 +260,15 @@ class _Parser:
         comma = self.take(",")
         maximum = self.digits()
         closed = self.take("}")
-        # `re` reads a brace that does not begin a count as a character, so it does not report a
-        # typo in a count. Here it is refused.
+        # `re` reads a brace that does not begin a count as a character, so it does not notice a typo in
+        # a count. Here such a brace is refused.
         if not closed or not (minimum or maximum):
             self.refuse(
                 "a '{' that begins no count",
                 r"write {m}, {m,} or {m,n}, or \{ for the character",
                 start,
             )
-        # {,n} is refused: Python repeats up to n times, and ECMA-262 matches these characters.
+        # {,n} is refused: in Python it means up to n times, and in ECMA-262 these very characters.
         if not minimum:
             self.refuse("a count without a lower bound", f"write {{0,{maximum}}}", start)
         if not comma:
@@ -315,15 +314,15 @@ class _Parser:
     def group(self, start: int) -> Expression:
         """Read a group; its `(` at `start` has been read."""
         if self.take("?") and not self.take(":"):
-            kind = "a flag or unknown group"
+            construct = "a flag or unknown group"
             # Two characters are tried first, because "<=" (lookbehind) begins with "<" (a named
             # group).
             for length in (2, 1):
                 name = self.pattern[self.position : self.position + length]
                 if name in _UNSUPPORTED_GROUPS:
-                    kind = _UNSUPPORTED_GROUPS[name]
+                    construct = _UNSUPPORTED_GROUPS[name]
                     break
-            self.refuse(kind, "groups are (...) and (?:...)", start)
+            self.refuse(construct, "groups are (...) and (?:...)", start)
         if self.depth == MAX_DEPTH:
             self.refuse("a group", f"at most {MAX_DEPTH} lie inside each other", start)
         self.depth += 1
@@ -382,8 +381,10 @@ class _Parser:
         return int(digits, 16)
 
     def join_surrogates(self, first: int) -> int:
-        r"""Read the second `\uXXXX` of a UTF-16 pair, if `first` begins a pair and the pattern
-        continues it.
+        r"""Read the second `\uXXXX` of a UTF-16 pair, if there is one.
+
+        Args:
+            first: the number of the `\uXXXX` that has been read. It may begin a pair.
 
         Returns:
             The code point of the pair; `first` if there is no pair.
@@ -419,7 +420,7 @@ class _Parser:
         return complement(points) if negated else points
 
     def character_range(self) -> CodePoints:
-        r"""Read a character, a range of characters, or a set such as \d, within a set."""
+        r"""Read a character, a range of characters, or a set such as \d, between brackets."""
         start = self.position
         first = self.member()
         # A hyphen before the closing bracket stands for itself.
@@ -436,7 +437,7 @@ class _Parser:
         return ((first_point, last_point),)
 
     def member(self) -> CodePoints:
-        r"""Read a character or a set such as \d, within a set."""
+        r"""Read a character or a set such as \d, between brackets."""
         start = self.position
         character = self.peek()
         self.position += 1
@@ -449,7 +450,7 @@ def _are_hexadecimal(digits: str) -> bool:
 
 
 def _only_point(points: CodePoints) -> int | None:
-    """Return the code point of a set that has one; None for other sets."""
+    """Return the code point of a set that has exactly one; None for other sets."""
     if len(points) != 1:
         return None
     first, last = points[0]

@@ -111,7 +111,7 @@ def schema_expression(schema: object, uses_counters: bool = True) -> Expression:
         InputRefused: the schema is unbounded, outside the subset, or malformed; the message has the
             place and the key.
     """
-    reader = _SchemaReader(schema, counters=0 if uses_counters else COUNTERS)
+    reader = _SchemaReader(schema, counters_in_use=0 if uses_counters else COUNTERS)
     return reader.read(schema, ("#",))
 
 
@@ -122,17 +122,17 @@ class _SchemaReader:
 
     Attributes:
         root: the schema.
-        counters: how many counters are in use around the schema that is being read; COUNTERS: no
-            counter is free, so lengths are written out.
+        counters_in_use: how many counters the arrays around the schema that is being read use. The
+            schema itself uses the next one. COUNTERS: none is free, so lengths are written out.
         expressions: the expression of each referenced schema that was read, by (its identity,
-            `counters`).
+            `counters_in_use`).
         being_read: the identities of the referenced schemas that are being read.
         budget: limits the time that reading takes.
     """
 
-    def __init__(self, root: object, counters: int) -> None:
+    def __init__(self, root: object, counters_in_use: int) -> None:
         self.root = root
-        self.counters = counters
+        self.counters_in_use = counters_in_use
         self.expressions: dict[tuple[int, int], Expression] = {}
         self.being_read: list[int] = []
         self.budget = Budget("the JSON schema")
@@ -225,9 +225,9 @@ class _SchemaReader:
             self.refuse(
                 path, f"'$ref' to {name!r} is recursive, so it is not bounded: write its levels out"
             )
-        # Each target is read once for each number of counters in use, because schemas may refer to
-        # it many times. The automaton shares the states of one expression as well.
-        key = id(target), self.counters
+        # Schemas may refer to a target many times, so each is read once for each number of counters in
+        # use. The automaton shares the states of one expression, too.
+        key = id(target), self.counters_in_use
         if key not in self.expressions:
             self.being_read.append(id(target))
             self.expressions[key] = self.read(target, (*path, "$ref"))
@@ -276,7 +276,7 @@ class _SchemaReader:
         if not isinstance(options, list) or not 0 < len(options) <= MAX_OPTIONS:
             self.refuse(path, f"{key!r} is not a list of 1 to {MAX_OPTIONS} schemas")
         expressions = self._option_expressions(options, key, path)
-        # 'oneOf' demands that exactly one option is valid. An automaton accepts a text that any
+        # 'oneOf' demands that exactly one option is valid. The automaton accepts every text that some
         # option accepts, so the options must exclude each other.
         if key == "oneOf":
             overlapping = values.find_overlap(
@@ -305,16 +305,16 @@ class _SchemaReader:
             ]
 
         expressions = read_options()
-        if self.counters == COUNTERS:
+        if self.counters_in_use == COUNTERS:
             return expressions
         try:
             # The options are compiled only to find out whether the counters are ambiguous.
             byte_automaton(Alternation(tuple(expressions)), self.budget)
         except Ambiguous:
-            counters_in_use = self.counters
-            self.counters = COUNTERS
+            outer_counters = self.counters_in_use
+            self.counters_in_use = COUNTERS
             expressions = read_options()
-            self.counters = counters_in_use
+            self.counters_in_use = outer_counters
         return expressions
 
     def _enumeration(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
@@ -366,8 +366,10 @@ class _SchemaReader:
         max_length = self._size(schema, "maxLength", default_max, path) or 0
         if max_length < min_length:
             self.refuse(path, f"maxLength = {max_length} is below minLength = {min_length}")
+        # `source` is the keyword that an error blames if the automaton is too large.
         characters: Expression
-        if self.counters == COUNTERS:
+        if self.counters_in_use == COUNTERS:
+            # No counter is free, so the length is written out.
             source = "maxLength"
             characters = Repetition(in_json(ANY), min_length, max_length)
             if "pattern" in schema:
@@ -375,7 +377,7 @@ class _SchemaReader:
                 characters = Intersection(self._pattern(schema, path, in_json), characters)
         elif "pattern" in schema:
             source = "pattern"
-            character = _counting_encoding(CounterOperation("count", self.counters), in_json)
+            character = _counting_encoding(CounterOperation("count", self.counters_in_use), in_json)
             characters = self._pattern(schema, path, character)
             # The counter limits only the maximum. The minimum is written out, because compiling
             # then removes beginnings of texts that the pattern cannot make long enough.
@@ -384,7 +386,7 @@ class _SchemaReader:
             characters = self._bound_repetitions(characters, 0, max_length)
         else:
             source = "maxLength"
-            character = _counting_encoding(CounterOperation("count", self.counters), in_json)
+            character = _counting_encoding(CounterOperation("count", self.counters_in_use), in_json)
             characters = Repetition(character(ANY), 0, None)
             characters = self._bound_repetitions(characters, min_length, max_length)
         return concatenation(
@@ -409,10 +411,10 @@ class _SchemaReader:
             minimum: the smallest number of repetitions.
             maximum: the largest number of repetitions.
         """
-        begin = CounterOperation("begin", self.counters, maximum)
+        begin = CounterOperation("begin", self.counters_in_use, maximum)
         # The counter counts down from `maximum`. Without a minimum, any value may be left at the end.
         max_left = maximum - minimum if minimum else MAX_COUNT
-        end = CounterOperation("end", self.counters, max_left)
+        end = CounterOperation("end", self.counters_in_use, max_left)
         return concatenation(CounterMark(begin), counted, CounterMark(end))
 
     def _number(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
@@ -457,8 +459,9 @@ class _SchemaReader:
         if not isinstance(prefix, list) or len(prefix) > MAX_OPTIONS:
             self.refuse(path, f"'prefixItems' is not a list of at most {MAX_OPTIONS} schemas")
         min_items = self._size(schema, "minItems", 0, path) or 0
-        only_prefix = items is False or (prefix and items is None)
-        default_max = len(prefix) if only_prefix else None
+        # Without a schema for further items, the prefix bounds the array.
+        has_only_prefix = items is False or (bool(prefix) and items is None)
+        default_max = len(prefix) if has_only_prefix else None
         max_items = self._size(schema, "maxItems", default_max, path)
         if max_items is None:
             self.refuse(path, "an array without 'maxItems' is not bounded: give 'maxItems'")
@@ -476,8 +479,8 @@ class _SchemaReader:
         rest: Expression = concatenation()
         if max_items > len(first_items):
             first_items, rest = self._repeated_items(first_items, items, min_items, max_items, path)
-        # The loop goes from the last item to the first. `rest` is everything that may follow the
-        # current item.
+        # The loop goes from the last item to the first. `rest` is everything that may follow the current
+        # item; an item that may be missing is optional together with its rest.
         for index in reversed(range(len(first_items))):
             comma = literal(b",") if index else concatenation()
             rest = concatenation(comma, first_items[index], rest)
@@ -506,21 +509,21 @@ class _SchemaReader:
             The expressions of the first items, at least one, and the expression for the items after
             them, each with a comma before it.
         """
-        # The array's first item has no comma before it, so it cannot be one of the repetitions.
+        # The array's first item has no comma before it, so it is not one of the repeated items.
         if not first_items:
             first_items = [self.read(items, (*path, "items"))]
         minimum = max(min_items - len(first_items), 0)
         maximum = max_items - len(first_items)
         if not maximum:
             return first_items, concatenation()
-        if self.counters == COUNTERS:
+        if self.counters_in_use == COUNTERS:
             item = concatenation(literal(b","), self.read(items, (*path, "items")))
             repetition = Repetition(item, minimum, maximum)
             return first_items, WithSource(repetition, f"'maxItems' at {pointer(path)}")
-        count = CounterMark(CounterOperation("count", self.counters))
-        self.counters += 1
+        count = CounterMark(CounterOperation("count", self.counters_in_use))
+        self.counters_in_use += 1
         item = concatenation(count, literal(b","), self.read(items, (*path, "items")))
-        self.counters -= 1
+        self.counters_in_use -= 1
         # The operations of a counter cannot tell that items which match no text are never repeated.
         # One repetition is written out, so that an array that needs such an item matches no text.
         repeated = Repetition(item, min(minimum, 1), None)
@@ -567,7 +570,7 @@ class _SchemaReader:
 
 
 def pointer(path: tuple[str, ...]) -> str:
-    """Return the place of a schema as a JSON pointer (RFC 6901), cut to 200 characters."""
+    """Return the place of a schema as a JSON pointer (RFC 6901), its first 200 characters."""
     return "/".join(path)[:200]
 
 
@@ -590,9 +593,6 @@ def _counting_encoding(operation: CounterOperation, encoding: Encoding) -> Encod
 
 
 def _is_number(value: object) -> bool:
-    return (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        or isinstance(value, float)
-        and math.isfinite(value)
-    )
+    if isinstance(value, bool):  # a bool is an int in Python
+        return False
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))

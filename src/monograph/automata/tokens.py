@@ -1,15 +1,14 @@
 """Automata over tokens, made from automata over bytes.
 
-Two tokens belong to one class if they lead from each state to the same next state. So the table
-over states and classes, with the class of each token, replaces the table over states and tokens.
-Stop strings form such an automaton, too. Its state tracks the progress in each of the strings (Aho
-and Corasick 1975).
+Tokens share a class if they lead from each state to the same next state. So a small table over states
+and classes, with the class of each token, replaces a table over states and tokens. Stop strings form
+such an automaton, too: its state says how much of each string has been read (Aho and Corasick 1975).
 
 A token may also have an effect on counters (`monograph.automata.counting`), whose counts say how often
 a part of the text may still be repeated. A state and its counts are packed into one number.
 
-Shapes: V tokens, A tokens that are being read, S states, E states that an edge leads to, C classes of
-tokens, K classes of bytes.
+Shapes: V tokens, A tokens that have bytes left to read, S states, E states that an edge leads to, C
+classes of tokens, K classes of bytes. A digit stands for an axis of that length.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,7 +21,7 @@ from monograph.automata.counting import ALWAYS, Effect, apply_effect, compose_ef
 from monograph.automata.dfa import STATE_MASK, ByteAutomaton
 from monograph.errors import InputRefused
 
-MAX_BYTES = 4_096  # of all stop strings together
+MAX_BYTES = 4_096  # the maximum number of bytes of all stop strings together
 
 
 def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
@@ -44,9 +43,9 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
         raise InputRefused(
             f"the stop strings have {total_bytes:,} bytes; at most {MAX_BYTES:,} are searched"
         )
-    # A tree of all strings, whose nodes are the states.
+    # A trie of all strings, whose nodes are the states.
     children: list[dict[int, int]] = [{}]
-    ends: set[int] = set()  # nodes in whose text a string occurs
+    ends: set[int] = set()  # nodes at which a string is complete
     for string in strings:
         node = 0
         for byte in string:
@@ -56,8 +55,8 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
             node = children[node][byte]
         ends.add(node)
     next_SK = np.zeros((len(children), 256), dtype=np.int16)
-    # For each state, the state of the next shorter prefix with which its text ends. States are
-    # visited breadth first, so that the shorter prefix's row is complete when it is copied.
+    # For each state, that of the next shorter prefix of a string with which its text also ends. States
+    # are visited breadth first, so the shorter prefix's row is complete when it is copied.
     shorter = [0] * len(children)
     queue = [0]
     for node in queue:  # The queue grows in the loop body.
@@ -68,6 +67,7 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
             continue
         next_SK[node] = next_SK[shorter[node]]
         for byte, child in children[node].items():
+            # Below a prefix of one byte there is only the empty one.
             shorter[child] = int(next_SK[shorter[node], byte]) if node else 0
             next_SK[node, byte] = child
             queue.append(child)
@@ -77,9 +77,11 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
     )
 
 
-MAX_CELLS = 1 << 25  # of one automaton's table while it is built, 128 MiB
-MAX_EFFECTS = 1 << 12  # of one automaton
-_CHUNK_CELLS = 1 << 22  # cells computed at once
+# The maximum number of cells of an automaton's table while it is built. A cell has a next state and an
+# effect, both int16, so they take 128 MiB.
+MAX_CELLS = 1 << 25
+MAX_EFFECTS = 1 << 12  # the maximum number of different effects of an automaton's tokens
+_CHUNK_CELLS = 1 << 22  # about how many cells are computed at once
 _MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and a constraint adds two
 
 
@@ -145,7 +147,7 @@ def stop_automaton(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automat
     automaton = _aho_corasick(strings)
     where = "the stop strings"
     columns_C2S, class_V, _ = _token_columns(automaton, pieces, where)
-    # The last row is left out. It is the dead state, to which no token leads here.
+    # The last row, that of the dead state, is left out, since no token leads there.
     next_SC = np.ascontiguousarray(columns_C2S[:, 0, :-1].T)
     effect_SC = np.ascontiguousarray(columns_C2S[:, 1, :-1].T)
     return Automaton(where, next_SC, class_V, automaton.accepting_S, effect_SC)
@@ -176,56 +178,60 @@ def constraint_automaton(
         raise InputRefused(f"{where} needs a token that ends a text, and the tokenizer has none")
     columns_C2S, class_V, effects = _token_columns(automaton, pieces, where)
     states = len(automaton.accepting_S)
+    dead_state = states
     # Two columns are added: one for tokens that are never allowed, and the last one for end tokens.
-    # Both lead to the dead state for now.
+    # Both lead to the dead state. End tokens get a state of their own below.
     dead_12S = np.zeros((1, 2, states + 1), dtype=np.int16)
-    dead_12S[:, 0] = states
+    dead_12S[:, 0] = dead_state
     columns_C2S = np.concatenate([columns_C2S, dead_12S, dead_12S])
     # A token without bytes is never allowed, because it adds nothing to the text. End tokens are set
-    # after these tokens, because some end tokens have no bytes.
+    # afterwards, because some of them have no bytes.
     class_V[[not piece for piece in pieces]] = len(columns_C2S) - 2
     class_V[ends] = len(columns_C2S) - 1
-    # Drop the columns that only tokens without bytes and end tokens had.
+    # Drop the columns that no token has any more. That of end tokens is still the last one.
     used, new_class_V = np.unique(class_V, return_inverse=True)
     columns_C2S = columns_C2S[used]
     class_V = new_class_V.astype(np.int16)
-    next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)  # row `states` is the dead state
+    next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)  # the last row is that of the dead state
     effect_SC = columns_C2S[:, 1].T
+    # If each byte is a token, tokens lead from and to every state, as bytes do.
     live_S = np.ones(states, dtype=bool)
     if not has_each_byte(automaton, pieces, end_ids):
         edges_SE = _edges(next_SC)
         # A live state can be reached from state 0, and an accepting state can be reached from it.
         from_start_S = _reachable(edges_SE, np.array([0]))
         to_end_S = _reachable(edges_SE.T, np.flatnonzero(automaton.accepting_S))
-        live_S = (from_start_S & to_end_S)[:-1]
+        live_S = (from_start_S & to_end_S)[:-1]  # without the dead state
     if not live_S[0]:
         raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
     # Renumber the live states, and add one last state, to which only end tokens lead.
-    new_numbers = np.full(states + 1, -1, dtype=np.int16)
+    new_numbers = np.full(states + 1, -1, dtype=np.int16)  # -1: dead
     new_numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
     end_row_1C = np.full((1, next_SC.shape[1]), -1, dtype=np.int16)
     next_SC = np.concatenate([new_numbers[next_SC[:states][live_S]], end_row_1C])
     may_end_S = np.append(automaton.accepting_S[live_S], True)
+    # From accepting states, end tokens lead to the last state.
     next_SC[may_end_S, -1] = len(next_SC) - 1
     no_effect_1C = np.zeros((1, next_SC.shape[1]), dtype=np.int16)
     effect_SC = np.concatenate([effect_SC[:states][live_S], no_effect_1C])
+    # The effect of a forbidden token does not matter. It is set to 0, so that more columns are equal below.
     effect_SC[next_SC < 0] = 0
     stops_S = np.asarray((next_SC[:, :-1] < 0).all(axis=1))
-    # Columns may have become equal by the renumbering.
+    # Columns may have become equal by the renumbering. Tokens of equal columns then share a class.
     stacked = np.concatenate([next_SC, effect_SC])
-    unique, merged_C = np.unique(stacked, axis=1, return_inverse=True)
-    next_SC = np.ascontiguousarray(unique[: len(stops_S)])
-    effect_SC = np.ascontiguousarray(unique[len(stops_S) :])
-    class_V = merged_C.reshape(-1).astype(np.int16)[class_V]
+    unique_columns, new_class_C = np.unique(stacked, axis=1, return_inverse=True)
+    next_SC = np.ascontiguousarray(unique_columns[: len(stops_S)])
+    effect_SC = np.ascontiguousarray(unique_columns[len(stops_S) :])
+    class_V = new_class_C.reshape(-1).astype(np.int16)[class_V]
     return Automaton(where, next_SC, class_V, stops_S, effect_SC, effects)
 
 
 def has_each_byte(
     automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Collection[int]
 ) -> bool:
-    """Return whether each byte of the accepted texts is a token by itself.
+    """Return whether each byte that occurs in accepted texts is a token by itself.
 
-    Then tokens can write all of these texts. An end token does not count.
+    If so, tokens can write all of these texts. An end token does not count.
     """
     single_bytes = {
         piece[0] for token, piece in enumerate(pieces) if len(piece) == 1 and token not in end_ids
@@ -240,20 +246,23 @@ def _token_columns(
 ) -> tuple[NDArray[np.int16], NDArray[np.int16], tuple[Effect, ...]]:
     """Return the column of each class of tokens, the class of each token, and all effects.
 
-    A column belongs to a sequence of bytes. For each state it has the state after these bytes, and
-    the number of their effect. All tokens are read at the same time, byte by byte. Sequences that
-    lead from all states to the same states with the same effects share a column, and each column is
-    continued by each class of bytes only once.
+    A column belongs to a sequence of bytes: for each state it has the state after these bytes, and the
+    number of their effect. Sequences that lead from all states to the same states with the same effects
+    share a column.
+
+    The columns are found by reading all tokens at the same time, byte by byte. For each column and
+    class of bytes, the column of the sequence that is one byte longer is computed only once.
 
     Returns:
-        columns_C2S: int16 [C, 2, S + 1], the next states and the effects; state S is the dead
-            state.
+        columns_C2S: int16 [C, 2, S + 1], the next states and the numbers of the effects; state S is
+            the dead state.
         class_V: int16 [V].
         effects: all effects.
     """
     states, byte_classes = automaton.next_SK.shape
-    next_KS = np.full((byte_classes, states + 1), states, dtype=np.int16)
-    next_KS[:, :states] = np.where(automaton.next_SK < 0, states, automaton.next_SK).T
+    dead_state = states
+    next_KS = np.full((byte_classes, states + 1), dead_state, dtype=np.int16)
+    next_KS[:, :states] = np.where(automaton.next_SK < 0, dead_state, automaton.next_SK).T
     effect_KS = np.zeros((byte_classes, states + 1), dtype=np.int16)
     effect_KS[:, :states] = automaton.effect_SK.T
     sequences = _SequenceEffects(automaton.effects, where)
@@ -267,38 +276,45 @@ def _token_columns(
         np.stack([np.arange(states + 1, dtype=np.int16), np.zeros(states + 1, dtype=np.int16)])
     ]
     column_numbers = {columns[0].tobytes(): 0}
-    # For each column and class of bytes the column of the longer sequence; -1: it was not computed yet.
+    # For each column and class of bytes, the number of the column of the longer sequence; -1: it was not
+    # computed yet.
     next_columns = np.full((1, byte_classes), -1, dtype=np.int64)
-    # The column of the bytes of each token that have been read.
+    # For each token, the number of the column of its bytes that have been read.
     column_V = np.zeros(len(pieces), dtype=np.int64)
-    # All tokens get their next byte by one lookup: a loop in Python over a vocabulary would take
+    # The next byte of all tokens is read by one lookup: a loop in Python over a vocabulary would take
     # seconds.
-    active = np.flatnonzero(lengths_V)  # tokens that have a byte at this depth
-    depth = 0
+    depth = 0  # how many bytes of each token have been read
+    active = np.flatnonzero(lengths_V)  # the tokens that have more bytes than that
     while len(active):
         column_A = column_V[active]
         byte_class_A = all_byte_classes[starts_V[active] + depth]
         is_needed = np.zeros(next_columns.shape, dtype=bool)
         is_needed[column_A, byte_class_A] = True
         # The pairs of a column and a class of bytes whose next column must be computed now.
-        parents, parent_bytes = np.nonzero(is_needed & (next_columns < 0))
+        parents, parent_byte_classes = np.nonzero(is_needed & (next_columns < 0))
         # They are computed in chunks, since all columns of a large vocabulary together would fill the
         # memory.
         chunk_columns = max(1, _CHUNK_CELLS // (states + 1))
         for first in range(0, len(parents), chunk_columns):
             chunk = slice(first, first + chunk_columns)
-            chunk_bytes = parent_bytes[chunk]
+            chunk_byte_classes = parent_byte_classes[chunk]
+            # The columns before the byte, [pairs of the chunk, 2, S + 1].
             before = np.stack([columns[parent] for parent in parents[chunk]])
-            after = np.empty_like(before)
-            after[:, 0] = next_KS[chunk_bytes[:, None], before[:, 0]]
-            byte_effects = effect_KS[chunk_bytes[:, None], before[:, 0]]
-            after[:, 1] = sequences.extend(before[:, 1], byte_effects)
-            # An effect that no counts allow leads to the dead state, where the effect does not matter.
-            after[:, 0][after[:, 1] < 0] = states
-            after[:, 1][after[:, 0] == states] = 0
-            for parent, byte, column in zip(parents[chunk], chunk_bytes, after, strict=True):
+            states_before = before[:, 0]
+            effects_before = before[:, 1]
+            states_after = next_KS[chunk_byte_classes[:, None], states_before]
+            byte_effects = effect_KS[chunk_byte_classes[:, None], states_before]
+            effects_after = sequences.extend(effects_before, byte_effects)
+            # An effect that no counts allow leads to the dead state. There the effect does not matter, and
+            # is set to 0 so that more columns are equal.
+            states_after[effects_after < 0] = dead_state
+            effects_after[states_after == dead_state] = 0
+            after = np.stack([states_after, effects_after], axis=1)
+            for parent, byte_class, column in zip(
+                parents[chunk], chunk_byte_classes, after, strict=True
+            ):
                 number = column_numbers.setdefault(column.tobytes(), len(columns))
-                next_columns[parent, byte] = number
+                next_columns[parent, byte_class] = number
                 if number == len(columns):
                     columns.append(column.copy())
             if len(columns) * (states + 1) > MAX_CELLS or len(columns) >= _MAX_CLASSES:
@@ -331,8 +347,8 @@ class _SequenceEffects:
         self._where = where
         self._byte_count = len(byte_effects)
         self._number_of = {effect: number for number, effect in enumerate(byte_effects)}
-        # The number of the effect of a sequence's effect and then a byte's; -1 where no counts allow
-        # both.
+        # [effect of a sequence, effect of a byte after it]: the number of the effect of both; -1 where no
+        # counts allow both.
         self._combined = np.full((self._byte_count, self._byte_count), _UNKNOWN, dtype=np.int16)
         # Effect 0 changes nothing.
         self._combined[0] = np.arange(self._byte_count)

@@ -89,7 +89,8 @@ def _natural(minimum: int, maximum: int) -> Expression:
             first_digits = [int(digit) for digit in str(first)]
             last_digits = [int(digit) for digit in str(last)]
             for box in boxes(first_digits, last_digits, 0, 9):
-                options.append(Concatenation(tuple(byte_range(0x30 + a, 0x30 + b) for a, b in box)))
+                digits = [byte_range(0x30 + lowest, 0x30 + highest) for lowest, highest in box]
+                options.append(Concatenation(tuple(digits)))
     return Alternation(tuple(options))
 
 
@@ -113,13 +114,14 @@ def number_between(minimum: int, maximum: int) -> Expression:
 
 
 def _decimals(minimum: int, maximum: int) -> Expression:
-    """Return an expression for decimals from `minimum` >= 0 to `maximum`; there may be none."""
+    """Return an expression for decimals from `minimum` >= 0 to `maximum`.
+
+    If there are none, it matches nothing.
+    """
     below_maximum = concatenation(_natural(minimum, maximum - 1), optional(_fraction(_DIGIT)))
     # The maximum itself may only have zeros after its point.
-    maximum_itself = concatenation(
-        _natural(maximum, maximum) if maximum >= minimum else Alternation(()),
-        optional(_fraction(literal(b"0"))),
-    )
+    whole_maximum = _natural(maximum, maximum) if maximum >= minimum else Alternation(())
+    maximum_itself = concatenation(whole_maximum, optional(_fraction(literal(b"0"))))
     return Alternation((below_maximum, maximum_itself))
 
 
@@ -193,7 +195,7 @@ def find_overlap(
 
 
 class _Comparison:
-    """Decides whether two schemas exclude each other, and remembers the answer for each pair."""
+    """Decides whether two schemas exclude each other, and caches the answer for each pair."""
 
     def __init__(self, target: Callable[[str], Any], spend: Callable[[int], None]) -> None:
         self.target = target
@@ -201,7 +203,10 @@ class _Comparison:
         self.answers: dict[tuple[int, int], bool] = {}
 
     def disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return whether it is certain that no value is valid for both schemas."""
+        """Return whether it is certain that no value is valid for both schemas.
+
+        If not, there may be such a value, or not: the lengths of strings, for example, are not compared.
+        """
         pair = id(one), id(other)
         if pair not in self.answers:
             left = self.alternatives(one)
@@ -241,7 +246,8 @@ class _Comparison:
             return not any(equal(a, b) for a in left_constants for b in right_constants)
         shared_types = _types(one, left_constants) & _types(other, right_constants)
         any_constants = left_constants is not None or right_constants is not None
-        if any_constants or shared_types != {"object"}:
+        are_objects = not any_constants and shared_types == {"object"}
+        if not are_objects:
             return not shared_types
         # A member that both schemas require is in every value that is valid for both. So one such
         # member whose schemas exclude each other is enough.

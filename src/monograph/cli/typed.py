@@ -272,6 +272,14 @@ RegexOption = Annotated[
 JsonSchemaOption = Annotated[
     Path | None, _path_option("FILE", "write JSON that follows this schema")
 ]
+AdapterOption = Annotated[
+    list[str] | None,
+    _option("NAME=FOLDER", "an adapter of this model, a folder of PEFT or a run; may be repeated"),
+]
+UseOption = Annotated[
+    str | None,
+    _option("NAME", "the adapter that writes; default: the first; base: none of them"),
+]
 TrustCodeOption = Annotated[
     bool,
     _flag(
@@ -606,6 +614,8 @@ def generate(
     choice: ChoiceOption = None,
     regex: RegexOption = None,
     json_schema: JsonSchemaOption = None,
+    adapter: AdapterOption = None,
+    use: UseOption = None,
     json: JsonOption = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
@@ -613,7 +623,7 @@ def generate(
     from monograph.commands.generate import run as command
 
     options = GenerateOptions(
-        numbers={
+        flag_values={
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
@@ -627,6 +637,8 @@ def generate(
         constraints={"choices": choice, "regex": regex, "json_schema": json_schema},
         chat=chat,
         json=json,
+        adapters=adapter or [],
+        use=use,
     )
     if chat and not prompts and file is None:
         if json or n > 1:
@@ -657,6 +669,8 @@ def chat(
     choice: ChoiceOption = None,
     regex: RegexOption = None,
     json_schema: JsonSchemaOption = None,
+    adapter: AdapterOption = None,
+    use: UseOption = None,
 ) -> None:
     """Talk to a model in the terminal; /help there lists what you can type.
 
@@ -666,7 +680,7 @@ def chat(
     from monograph.commands.generate import GenerateOptions
 
     options = GenerateOptions(
-        numbers={
+        flag_values={
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
@@ -680,6 +694,8 @@ def chat(
         constraints={"choices": choice, "regex": regex, "json_schema": json_schema},
         chat=True,
         json=False,
+        adapters=adapter or [],
+        use=use,
     )
     interrupts.working(command)(run, system=system, options=options)
 
@@ -706,6 +722,24 @@ def serve(
     any_name: Annotated[
         bool, _flag("--any-name", "answer requests whatever model they name")
     ] = False,
+    adapter: AdapterOption = None,
+    adapter_dir: Annotated[
+        Path | None,
+        _path_option("DIR", "a folder of adapters that clients with a key may add and remove"),
+    ] = None,
+    adapter_slots: Annotated[
+        int | None,
+        _option(
+            "N",
+            "adapters at once; default: those given, and 8 more with --adapter-dir",
+            min=1,
+            max=1024,
+        ),
+    ] = None,
+    adapter_rank: Annotated[
+        int | None,
+        _option("N", "their largest rank; default: that of those given, at least 16", min=1),
+    ] = None,
 ) -> None:
     """Serve a model through an OpenAI-compatible API, with a chat page."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
@@ -723,6 +757,10 @@ def serve(
         rows=rows,
         served_names=served_name or [],
         any_name=any_name,
+        adapters=adapter or [],
+        adapter_dir=adapter_dir,
+        adapter_slots=adapter_slots,
+        adapter_rank=adapter_rank,
     )
 
 

@@ -107,7 +107,15 @@ class Chat:
         return True
 
     def _command(self, name: str, value: str = "") -> bool:
-        """Carry out a command, and return whether the chat continues; raises UsageError."""
+        """Carry out a command, and return whether the chat continues.
+
+        Args:
+            name: the command, with its slash.
+            value: what was typed after it.
+
+        Raises:
+            UsageError: there is no such command, or its value is wrong.
+        """
         value = value.strip()
         if name in _LEAVING:
             return False
@@ -144,7 +152,7 @@ class Chat:
         if self.system_prompt is not None:
             system = [{"role": "system", "content": self.system_prompt}]
         pieces = list[str]()
-        end_reason = "stop"
+        end_reason = "stop"  # the answer ended by itself
         with _first_interrupt_requests_stop(self._is_interactive) as stop_requested:
             for text, reason in self._answers([*system, *messages], self.sampling):
                 print(text, end="", flush=True)
@@ -168,7 +176,8 @@ def run(run: str, *, system: str | None, options: GenerateOptions) -> None:
             f"`monograph generate {shell_words(run)} TEXT` continues one; to give it a template, put a "
             "chat_template.jinja next to its tokenizer.json"
         )
-    # Any message will do, since the tokens right before an answer are the same for all messages.
+    # A constraint depends on the tokens right before an answer. They are the same for all messages, so
+    # any message will do.
     model = with_constraint(model, [PromptRequest(".", model.sampling)])
     is_interactive = is_terminal(sys.stdin)
     chat = Chat(answers_from(model), model.sampling, system, is_interactive)
@@ -187,11 +196,11 @@ def answers_from(model: ReadyModel) -> AnswerWriter:
 
     def answers(messages: list[Message], sampling: Sampling) -> Iterator[tuple[str, str | None]]:
         ids = model.prompt_ids(messages)
-        context = model.model.config.max_position_embeddings
-        if len(ids) >= context:
+        positions = model.model.config.max_position_embeddings
+        if len(ids) >= positions:
             raise InputRefused(
-                f"the chat has {len(ids)} tokens with this message, and the model's context is {context}: begin a new "
-                "one, with /reset"
+                f"the chat has {len(ids)} tokens with this message, and the model's context is {positions}: "
+                "begin a new one, with /reset"
             )
         for piece in model.generate([ids], [sampling]).stream():
             reason = piece.completion.finish_reason if piece.completion else None
@@ -246,7 +255,7 @@ def _first_interrupt_requests_stop(is_interactive: bool) -> Iterator[Callable[[]
     def request_stop(*_: object) -> None:
         nonlocal is_requested
         is_requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # for the second Ctrl-C
 
     former_handler = signal.signal(signal.SIGINT, request_stop) if is_interactive else None
     try:

@@ -153,10 +153,12 @@ def _check_machine() -> CheckResult:
     dtypes = {"fp32": torch.float32}
     if machine.has_bf16:
         dtypes["bf16"] = torch.bfloat16
+    flops_per_s = {name: measured_matmul_flops(device, dtype) for name, dtype in dtypes.items()}
     obstacle = compiler_obstacle()
-    rates = {name: measured_matmul_flops(device, dtype) for name, dtype in dtypes.items()}
-    obstacle = obstacle or compiled_obstacle(device)
-    disks = [disk(folder) for folder in (DEFAULT_ROOT, cache_root()[0])]
+    if obstacle is None:
+        obstacle = compiled_obstacle(device)  # compiles something, and compares the results
+    runs_disk = disk(DEFAULT_ROOT)
+    cache_disk = disk(cache_root()[0])
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled_folder()))
     process_limits = resource_limits()
     compiled_bytes = sum(size for _, size, _ in files_in(folder))
@@ -171,9 +173,9 @@ def _check_machine() -> CheckResult:
         "machine": machine.summary,
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "compiler": obstacle or "found; what it compiles agrees with what is not compiled",
-        **{name: f"{rate / 1e12:.3g} TFLOP/s measured" for name, rate in rates.items()},
-        "runs": _disk_text(disks[0]),
-        "cache": _disk_text(disks[1]),
+        **{name: f"{flops / 1e12:.3g} TFLOP/s measured" for name, flops in flops_per_s.items()},
+        "runs": _disk_text(runs_disk),
+        "cache": _disk_text(cache_disk),
         "compiled": f"{megabytes(compiled_bytes)} in {folder}{limit}",
         "limits": resource_limits_text(process_limits),
     }
@@ -186,11 +188,11 @@ def _check_machine() -> CheckResult:
             for key in ("memory_bytes", "free_memory_bytes", "cores", "has_bf16")
         },
         "peak_flops_per_s": dict(machine.peak_flops),
-        "measured_flops_per_s": rates,
+        "measured_flops_per_s": flops_per_s,
         "bandwidth_bytes_per_s": machine.bandwidth_bytes_per_s,
         "compiler_obstacle": obstacle,
         "compiled_bytes": compiled_bytes,
-        "disks": [one_disk._asdict() for one_disk in disks],
+        "disks": [runs_disk._asdict(), cache_disk._asdict()],
         "limits": process_limits,
         **{f"{name.lower()}_version": version for name, version in versions.items()},
     }
@@ -210,25 +212,28 @@ def _verify_run(run: Run) -> CheckResult:
 
     The report is not verified, since it can be drawn again. A text is verified when it is read.
     """
-    saved: dict[str, Any] = {}  # the state of the newest sound checkpoint
+    # The state in the newest sound checkpoint; {} before one was verified. Other files are compared with
+    # the digests in it.
+    newest_state: dict[str, Any] = {}
 
     def verify_checkpoint(path: Path) -> None:
-        nonlocal saved
+        nonlocal newest_state
         checkpointing.verify(path)
-        saved = recorded_state.state_in(path, run)
+        newest_state = recorded_state.state_in(path, run)
 
     def verify_lock() -> None:
         if serial_number(run.folder) <= 0 or lock_record(run.folder) == {}:
             raise InputRefused(f"{run.lock_file}: does not say which run this is")
 
-    def read_metrics() -> str | None:
+    def metrics_digest() -> str | None:
         run.rows()  # called for its errors
-        if "metrics_sha256" not in saved:
+        if "metrics_sha256" not in newest_state:
             return None
-        return run.metrics_digest(saved.get("metrics_offset"))
+        # Later rows are not covered by the checkpoint.
+        return run.metrics_digest(newest_state.get("metrics_offset"))
 
-    # Checkpoints are verified from the oldest on, so that `saved` is at the end the state of the newest
-    # sound one.
+    # Checkpoints are verified from the oldest on, so the newest sound one is the last to set
+    # `newest_state`.
     folders = [path for _, path in reversed(checkpointing.candidates(run.checkpoints))]
     checkpoints = {path.name: _fault(partial(verify_checkpoint, path)) for path in folders}
     for name, fault in checkpoints.items():
@@ -239,25 +244,28 @@ def _verify_run(run: Run) -> CheckResult:
     files = {
         "run.lock": _fault(verify_lock),
         "config.toml": _fault(lambda: run_settings(run, code_keys=())),
-        "tokenizer.json": _fault(lambda: load_tokenizer(run, saved)),
-        "metrics.jsonl": _fault(read_metrics, saved.get("metrics_sha256")),
-        **_faults_of_optional_files(run, saved),
+        "tokenizer.json": _fault(lambda: load_tokenizer(run, newest_state)),
+        "metrics.jsonl": _fault(metrics_digest, newest_state.get("metrics_sha256")),
+        **_faults_of_optional_files(run, newest_state),
     }
     faults = files | checkpoints
     lines = {name: _state_text(fault) for name, fault in faults.items()}
-    # An unreadable file is reported first, because it is not known whether such a file is damaged.
-    error: MonographError | None = next(
-        (fault for fault in faults.values() if isinstance(fault, Unreadable)), None
-    )
-    damaged = [name for name, line in lines.items() if line != "sound"]
-    if not sound and not error:
-        reason = next(filter(None, reversed(checkpoints.values())), "none was saved")
+    unreadable = [fault for fault in faults.values() if isinstance(fault, Unreadable)]
+    damaged = [name for name, fault in faults.items() if fault]
+    error: MonographError | None = None
+    if unreadable:
+        # This is reported first, because it is not known whether an unreadable file is damaged.
+        error = unreadable[0]
+    elif not sound:
+        checkpoint_faults = [fault for fault in checkpoints.values() if fault]
+        # The reason is the fault of the newest checkpoint.
+        reason = checkpoint_faults[-1] if checkpoint_faults else "none was saved"
         if folders or run.metrics_offset:
             remedy = "put a copy of one back"
         else:
             remedy = "the run begins with --resume"
         error = NoValidCheckpoint(f"{run.checkpoints}: no checkpoint is sound: {reason}; {remedy}")
-    elif damaged and not error:
+    elif damaged:
         error = InputRefused(
             f"{run.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}"
         )
@@ -275,24 +283,24 @@ def _sha256(path: Path) -> str:
 
 
 def _faults_of_optional_files(
-    run: Run, saved: Mapping[str, Any]
+    run: Run, newest_state: Mapping[str, Any]
 ) -> dict[str, MonographError | None]:
     """Return {name: fault} of the files that only some runs have.
 
     Args:
         run: the run.
-        saved: the state of its newest sound checkpoint.
+        newest_state: the state in its newest sound checkpoint.
     """
     files = {}
     if exists(run.parent_file):
         files["from.json"] = _fault(lambda: recorded_parent(run))
     if exists(run.folder / REFERENCE):
         files[REFERENCE] = _fault(lambda: verify_reference(run))
-    recorded = recorded_state.recorded_file_digests(saved)
-    for name in sorted({TEACHERS, *recorded}):
+    recorded_digests = recorded_state.recorded_file_digests(newest_state)
+    for name in sorted({TEACHERS, *recorded_digests}):
         path = run.folder / name
-        if exists(path) or name in recorded:
-            files[name] = _fault(partial(_sha256, path), recorded.get(name))
+        if exists(path) or name in recorded_digests:
+            files[name] = _fault(partial(_sha256, path), recorded_digests.get(name))
     return files
 
 
@@ -306,8 +314,13 @@ def _verify_folder(folder: str) -> CheckResult:
         raise InputRefused(
             f"{folder}: neither a run nor a model: expected a run's folder or a Hugging Face folder"
         )
+
+    def verify_weights() -> None:
+        model, *_ = load_to_export(folder)
+        require_all_finite(model, folder)
+
     files = {
-        "weights": _fault(lambda: require_all_finite(load_to_export(folder)[0], folder)),
+        "weights": _fault(verify_weights),
         "tokenizer.json": _fault(lambda: Tokenizer.from_file(require_tokenizer(folder))),
     }
     lines = {name: _state_text(fault) for name, fault in files.items()}
@@ -326,20 +339,23 @@ def _fault_objects(faults: Mapping[str, MonographError | None]) -> list[dict[str
     ]
 
 
-def _fault(read: Callable[[], object], recorded: str | None = None) -> MonographError | None:
-    """Read a file, and return its fault as an error; None if it is sound.
+def _fault(
+    verify: Callable[[], object], recorded_digest: str | None = None
+) -> MonographError | None:
+    """Verify a file, and return its fault as an error; None if it is sound.
 
     Args:
-        read: reads the file, and returns its digest if `recorded` is given.
-        recorded: the digest that the newest sound checkpoint records; None if it records none.
+        verify: a function that reads the file and raises an error if it is damaged. If
+            `recorded_digest` is given, the function returns the file's digest.
+        recorded_digest: the digest that the newest sound checkpoint records; None if it records none.
     """
     try:
-        content = read()
+        digest = verify()
     except MonographError as error:
         return error
-    if recorded in (None, content):
+    if recorded_digest in (None, digest):
         return None
-    expected = f"expected sha256 {recorded}, found {content}"
+    expected = f"expected sha256 {recorded_digest}, found {digest}"
     return InputRefused(f"not what it was when the newest sound checkpoint was saved: {expected}")
 
 

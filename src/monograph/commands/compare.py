@@ -60,8 +60,8 @@ class _Side:
     Attributes:
         name: the name that the user gave.
         models: the models: one for each seed of a sweep's best setting, otherwise one.
-        knobs: {"seed": seed} of each model, if there are several. `compare_on` pairs the models of
-            two sides by this.
+        knobs: the setting in which the models differ, {"seed": seed} for each; empty if there is
+            only one model. `compare_on` pairs the models of two sides by this.
         tokens_per_s: the training speed; None if it was not measured, or if members of a sweep
             trained at the same time.
         runs: the run of each model; empty for a model's folder and for a mixture.
@@ -85,6 +85,7 @@ class _Side:
         Such a run records how it reads text, and which part of its text it held out. A model's folder,
         or a run that learned from answers, does not.
         """
+        # The models of a side differ only in their seeds, so the first one stands for all.
         return bool(self.models[0].own_text_arguments)
 
     @property
@@ -143,11 +144,12 @@ def run(
     if report:
         _require_page(report)
     sides = [_open_side(name) for name in runs]
-    if not data and not sides[0].models[0].own_text_arguments:
+    if not data and not sides[0].has_own_text:
         raise UsageError(
             f"{runs[0]} learned from answers, not from text, so no text was held out for it: give one with --data"
         )
-    # How the first side with a text of its own reads text. Sides without one read the text in the same way.
+    # How the first side with a text of its own reads text. Sides without one read text in the same way.
+    # {} if no side has one: then the defaults apply.
     reading = next((side.models[0].reading for side in sides if side.has_own_text), {})
     has_questions = are_question_files(data, reading.get("text_key"), chat)
     first = sides[0]
@@ -159,11 +161,13 @@ def run(
         else:
             result = _compare_texts(sides, data, reading, stage.report)
     width = max(map(len, runs))
-    for side, value in zip(sides, result.scores, strict=True):
+    for side, score in zip(sides, result.scores, strict=True):
         speed = f"   {count(side.tokens_per_s, 'tok/s')}" if side.tokens_per_s else ""
         seeds = f"   {counted(len(side.models), 'seed')}" if len(side.models) > 1 else ""
-        score = f"acc {value:.4f}" if has_questions else f"{value:.4f} bits/byte"
-        print(f"{side.name:<{width}}   {score}   {count(side.params)} parameters{speed}{seeds}")
+        score_text = f"acc {score:.4f}" if has_questions else f"{score:.4f} bits/byte"
+        print(
+            f"{side.name:<{width}}   {score_text}   {count(side.params)} parameters{speed}{seeds}"
+        )
     lines = [
         _difference_line(first, side, comparison, result.documents)
         for side, comparison in zip(sides[1:], result.comparisons, strict=True)
@@ -187,32 +191,36 @@ def _open_side(name: str) -> _Side:
         InputRefused: there is no such run or folder, or its model cannot be used.
         NoValidCheckpoint: a run has no valid checkpoint.
     """
-    runs: dict[int, Run] = {}  # by seed; empty for a mixture and for a model's folder
-    members = mixture_members(name)
-    # A name that does not exist goes to `Run.locate`, whose error suggests other names.
-    if not members and (names_run(name) or not exists(name)):
-        folder = Run.locate(name)
-        runs = seeds_of_best(folder) if is_file(folder / SWEEP) else {0: Run.open(name)}
+    runs_by_seed: dict[int, Run] = {}  # empty for a mixture and for a model's folder
+    members = mixture_members(name)  # empty if the name is not that of a mixture
     if members:
         models = [mixture_of([load_from_run(run, warn) for run in members], name)]
-    elif runs:
-        models = [load_from_run(run, warn) for run in runs.values()]
+    elif names_run(name) or not exists(name):
+        # A name that does not exist also comes here, since the error of `Run.locate` suggests others.
+        folder = Run.locate(name)
+        if is_file(folder / SWEEP):
+            runs_by_seed = seeds_of_best(folder)
+        else:
+            runs_by_seed = {
+                0: Run.open(name)
+            }  # a single run is not paired by its seed, so any will do
+        models = [load_from_run(run, warn) for run in runs_by_seed.values()]
     else:
         models = [load_from_folder(name, warn)]
     for model in models:
         model.module.to(default_device()).eval()
-    knobs = tuple({"seed": seed} for seed in runs) if len(runs) > 1 else ()
+    knobs = tuple({"seed": seed} for seed in runs_by_seed) if len(runs_by_seed) > 1 else ()
+    runs = tuple(runs_by_seed.values())
     tokens_per_s = None
     # The speed of a run that learned from sampled answers includes the sampling, so it says nothing
     # about the model.
     if runs and not models[0].samples_answers:
-        first_run = next(iter(runs.values()))
-        tokens_per_s = _median_speed(first_run)
-    return _Side(name, models, knobs, tokens_per_s, tuple(runs.values()))
+        tokens_per_s = _median_speed(runs[0])
+    return _Side(name, models, knobs, tokens_per_s, runs)
 
 
 def _require_page(path: Path) -> None:
-    """Require a path where a page can be written. Called before the models are measured.
+    """Require a path where a page can be written. This is checked before the models are measured.
 
     Raises:
         UsageError: the name does not end in .html, so the file may be something else.
@@ -264,21 +272,28 @@ def _compare_texts(
     first = sides[0]
     if first.models[0].text_warning and not data:
         warn(first.models[0].text_warning)
-    texts = [_rows_for(side, first, data, reading) for side in sides]
-    first_score = statistics.fmean(bits_per_byte(first, texts[0], report))
+    # The same text for each side, in the tokens of its models.
+    rows_of_sides = [_rows_for(side, first, data, reading) for side in sides]
+    first_rows = rows_of_sides[0]
+    first_score = statistics.fmean(bits_per_byte(first, first_rows, report))
     comparisons = []
-    for side, rows in zip(sides[1:], texts[1:], strict=True):
-        comparisons.append(compare_on(first, texts[0], side, rows, progress=report))
+    for side, rows in zip(sides[1:], rows_of_sides[1:], strict=True):
+        comparisons.append(compare_on(first, first_rows, side, rows, progress=report))
+    # In a comparison, `b` is the score of the other side.
     scores = [first_score, *(comparison.b for comparison in comparisons)]
     for side, score in zip(sides, scores, strict=True):
         require_finite(score, side.name, "this text")
-    return _Result(scores, comparisons, texts[0].documents)
+    return _Result(scores, comparisons, first_rows.documents)
 
 
 def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -> Rows:
     """Return the text as rows of one side's tokens.
 
-    The arguments are those of `_compare_texts`; `side` is the side whose tokenizer is used.
+    Args:
+        side: the side whose tokenizer is used.
+        first: the first side.
+        data: the text; empty for the first side's held-out text.
+        reading: how to read text for a side that has no text of its own.
     """
     model = side.models[0]
     text_of_first = first.models[0].own_text_arguments
@@ -286,9 +301,11 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
     if not side.has_own_text:
         # Such a side does not record how to read text. Its rows must not be longer than the number of
         # the model's positions, nor than the rows of the others.
-        lengths = [int(known["sequence_length"]) for known in (model.reading, reading) if known]
-        side_reading = reading | {"sequence_length": min(lengths)}
+        readings = [each for each in (model.reading, reading) if each]
+        length = min(int(each["sequence_length"]) for each in readings)
+        side_reading = reading | {"sequence_length": length}
     if data:
+        # All of a given text is evaluated: nothing is held out, and `train` is everything.
         return corpus(tokenizer=model.tokenizer, **side_reading, source=data, held_out=0.0).train
     if not side.has_own_text:
         warn(
@@ -316,6 +333,7 @@ def _compare_answers_to_questions(
     answers_of_sides: list[dict[Hashable, list[ChoiceMarks]]] = []  # answers by seed
     accuracies = []
     for side in sides:
+        # A side with one model has no seeds, and any will do.
         seeds = [knobs["seed"] for knobs in side.knobs] or [0]
         answers_by_seed: dict[Hashable, list[ChoiceMarks]] = {}
         accuracy_by_seed = []
@@ -370,20 +388,24 @@ def _pairs_text(comparison: Comparison, documents: int) -> str:
 def _verdict(first: _Side, side: _Side, comparison: Comparison) -> str:
     """Return the verdict of a comparison with the sides' names in place of a and b."""
     # In a comparison, the first side is called a, and the other one b.
-    better = {"a is better": first, "b is better": side}.get(comparison.verdict)
-    return f"{better.name} is better" if better else comparison.verdict
+    if comparison.verdict == "a is better":
+        return f"{first.name} is better"
+    if comparison.verdict == "b is better":
+        return f"{side.name} is better"
+    return comparison.verdict
 
 
 def _json_object(sides: Sequence[_Side], result: _Result) -> dict[str, Any]:
     """Return the measurements as the object that --json prints."""
+    # Without questions there are no accuracies.
     accuracies = result.accuracies or (None,) * len(sides)
     entries = [
         {
             "run": side.name,
             "bits_per_byte": None if accuracy else score,
             "acc": score if accuracy else None,
-            "acc_norm": accuracy and accuracy.acc_norm,
-            "acc_bytes": accuracy and accuracy.acc_bytes,
+            "acc_norm": accuracy.acc_norm if accuracy else None,
+            "acc_bytes": accuracy.acc_bytes if accuracy else None,
             "params": side.params,
             "tokens_per_s": side.tokens_per_s,
             "seeds": [knobs["seed"] for knobs in side.knobs],

@@ -1,8 +1,8 @@
 """`monograph follow`: send a run's metrics to a tracker, during its training or afterwards.
 
 This is a separate process. It reads only `metrics.jsonl` and `config.toml`, and writes nothing into
-the run's folder. A run that goes back to a checkpoint removes rows. A tracker cannot remove rows,
-so the tracker's run is then replaced by a new one with all rows.
+the run's folder. A run that goes back to a checkpoint removes the rows after it. A tracker cannot
+remove rows, so the run that it shows is then replaced by a new one with all rows.
 """
 
 import errno
@@ -45,7 +45,7 @@ def run(run: str, *, to: str, out: Path | None) -> None:
             # This tests whether `out` can be written. If it cannot, some trackers would write elsewhere, or
             # wait.
             tempfile.TemporaryFile(dir=out).close()
-    followed: dict[Path, _Followed] = {}
+    followed: dict[Path, _Followed] = {}  # by the run's folder
     is_over = False
     with (
         taken_back(),  # a SIGTERM ends this process as Ctrl-C does
@@ -61,14 +61,16 @@ def run(run: str, *, to: str, out: Path | None) -> None:
             for run_folder in _runs_to_follow(folder):
                 if run_folder not in followed:
                     trackers.enter_context(_lock_following(run_folder, to))
-                    new = closing(_Followed(run_folder, tracker, out))
-                    followed[run_folder] = trackers.enter_context(new)
+                    new_run = _Followed(run_folder, tracker, out)
+                    followed[run_folder] = trackers.enter_context(closing(new_run))
                 followed[run_folder].send()
-    with_rows = [each for each in followed.values() if each.rows]
-    if not with_rows:
+    runs_with_rows = [each for each in followed.values() if each.rows]
+    if not runs_with_rows:
         raise InputRefused(f"{folder} has no metrics yet: follow it while it trains, or afterwards")
-    for each in with_rows:
-        print(f"{each.name}: {counted(each.rows, 'row')}, up to update {each.update}; {each.seen}")
+    for each in runs_with_rows:
+        print(
+            f"{each.name}: {counted(each.rows, 'row')}, up to update {each.update}; {each.how_to_view}"
+        )
 
 
 def _runs_to_follow(folder: Path) -> list[Path]:
@@ -90,24 +92,25 @@ class _Followed:
         name: the run's name; for a member of a sweep SWEEP/MEMBER.
         rows: number of rows that the tracker has.
         update: the update of the last of them.
-        seen: a text that says how to look at them.
+        how_to_view: a text that says how to look at them.
     """
 
-    def __init__(self, folder: Path, tracker: Opener, out: Path | None):
+    def __init__(self, folder: Path, open_tracker: Opener, out: Path | None):
+        """Take the run's folder, the function that opens the tracker, and the folder of --out."""
         # A member's folder is SWEEP/members/MEMBER; that of a distilled run is SWEEP/RUN.
         parents = (folder.parent, folder.parent.parent)
         sweeps = [parent.name for parent in parents if is_file(parent / SWEEP)]
         self.name = "/".join([*sweeps, folder.name])
         self.rows = 0
         self.update = 0
-        self.seen = ""
+        self.how_to_view = ""
         self._run = Run(folder)
-        self._tracker = tracker
+        self._open_tracker = open_tracker
         self._out = out
-        self._open: Tracker | None = None
+        self._tracker: Tracker | None = None
         self._config = b""  # the settings that were sent
-        self._offset = 0  # bytes of the metrics that were sent
-        self._before = b""  # the last of these bytes, at most COMPARED_BYTES
+        self._sent_bytes = 0  # of the metrics
+        self._last_sent = b""  # the last of these bytes, at most COMPARED_BYTES
 
     def send(self) -> None:
         """Send the rows since the last call.
@@ -120,39 +123,40 @@ class _Followed:
             Unreadable: the system failed to read a file.
         """
         config = contents(self._run.config) or b""
-        content = self._content(self._offset - len(self._before))
-        if config != self._config or not content.startswith(self._before):
+        # The bytes that were sent last are read again, and compared.
+        content = self._read_metrics(self._sent_bytes - len(self._last_sent))
+        if config != self._config or not content.startswith(self._last_sent):
             self.close()
             self.rows = 0
             self._config = config
-            self._before = b""
-            self._offset = 0
-            content = self._content(0)
+            self._last_sent = b""
+            self._sent_bytes = 0
+            content = self._read_metrics(0)
         # Only whole lines are sent, because the last row may be half written.
-        added = content[len(self._before) : content.rfind(b"\n") + 1]
-        if not added:
+        new_lines = content[len(self._last_sent) : content.rfind(b"\n") + 1]
+        if not new_lines:
             return
-        numbered_lines = enumerate(added.splitlines(), self.rows + 1)
+        numbered_lines = enumerate(new_lines.splitlines(), self.rows + 1)
         points = [self._point(number, line) for number, line in numbered_lines]
-        if not self._open:
+        if not self._tracker:
             key = _run_key(self._run.folder)
-            self._open = self._tracker(self.name, key, self._settings(), self._out)
-        self._open.write(points)
+            self._tracker = self._open_tracker(self.name, key, self._settings(), self._out)
+        self._tracker.write(points)
         last_update, _ = points[-1]
         self.rows += len(points)
         self.update = last_update
-        self.seen = self._open.view
-        self._offset += len(added)
-        self._before = (self._before + added)[-COMPARED_BYTES:]
+        self.how_to_view = self._tracker.view
+        self._sent_bytes += len(new_lines)
+        self._last_sent = (self._last_sent + new_lines)[-COMPARED_BYTES:]
 
     def close(self) -> None:
         """Close the tracker if it is open."""
-        opened = self._open
-        self._open = None
-        if opened:
-            opened.close()
+        tracker = self._tracker
+        self._tracker = None  # first, so that it is not closed again if closing fails
+        if tracker:
+            tracker.close()
 
-    def _content(self, offset: int) -> bytes:
+    def _read_metrics(self, offset: int) -> bytes:
         """Return the bytes of metrics.jsonl from an offset on."""
         with refusing(self._run.metrics):
             if not is_file(self._run.metrics):
@@ -165,6 +169,7 @@ class _Followed:
         """Return the update and the numbers of a row; `number` is its line, for the message."""
         row = json_object(line)
         update = row.pop("update", None)
+        # `type` is compared because True is an int, too. No run has more updates (`recorded_state.MAX_COUNT`).
         if type(update) is not int or not 0 <= update <= 10**15:
             raise InputRefused(f"{self._run.metrics}:{number}: not a row of metrics; put it back")
         return update, dict(_finite_numbers(row))
@@ -176,6 +181,7 @@ class _Followed:
             InputRefused: the file is damaged.
         """
         try:
+            # utf-8-sig also reads a file with a byte order mark, as some editors write it.
             sections = tomllib.loads(self._config.decode("utf-8-sig"))
             return {
                 f"{section}.{key}": value
@@ -225,9 +231,10 @@ def _finite_numbers(
     Args:
         row: the row, or an object in it.
         prefix: what stands before the names: the names of the outer objects, each with a slash.
-        depth: number of levels of objects in the row that are read.
+        depth: how many levels of objects inside `row` are read; deeper ones are left out.
     """
     for name, value in row.items():
+        # A larger int has no float, and NaN is not smaller than any number.
         if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
             yield prefix + name, float(value)
         elif isinstance(value, Mapping) and depth:
@@ -238,7 +245,7 @@ def _finite_numbers(
 def _thread_errors_raised() -> Iterator[None]:
     """Raise, at the end of the `with` block, the first error that ended another thread.
 
-    The tracker's library writes in threads. Python only prints their errors.
+    The tracker's library writes in threads, and Python would only print their errors.
     """
     errors: list[BaseException] = []
 
@@ -267,7 +274,7 @@ def _tracker_errors_explained(to: str) -> Iterator[None]:
         raise
     except Exception as error:
         is_disk = getattr(error, "errno", None) in DISK_ERRORS
-        # MLflow's error has only SQLite's words.
+        # MLflow's error has no errno, only SQLite's words.
         if is_disk or "disk is full" in str(error):
             raise DiskFull(
                 f"{to}: its files cannot be written: {error}; see the disk, then follow again"

@@ -15,10 +15,12 @@ from monograph.data.messages import message_of
 from monograph.data.records import Unusable
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
+from monograph.decode.adapter_bank import BASE, bank_of, install
 from monograph.device import clock, default_device
 from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
+from monograph.run.adapters import AdapterBase, named_folders
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.run_index import json_object
@@ -31,10 +33,13 @@ from monograph.text.tokenizer import Tokenizer
 
 PromptContent = str | list[Message]
 # Names of flags of the command that are not options of `Sampling`, so that --sampler refuses them.
-_FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
+_FLAGS = (
+    *("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json"),
+    *("adapter", "use"),
+)
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
-# The types whose values are written as they are, with the words for them in messages. The values of
-# options of all other types are written as JSON.
+# The types whose values are written as they are, with the words for them in messages. Values of all
+# other types are written as JSON.
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "a text"}
 # The type of each option of `Sampling`, which is that of its default. An option whose default is None
 # is a whole number.
@@ -46,11 +51,11 @@ LARGEST_PROMPTS_BYTES = 1 << 28
 _PIPES = Path("/dev/fd")  # the folder of the pipes that a shell makes for <(command)
 
 
-def parse_sampling(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
+def parse_sampling(flag_values: dict[str, Any], pairs: Sequence[str]) -> Sampling:
     """Return the options of sampling from the command line.
 
     Args:
-        numbers: the options that have a flag of their own, by name.
+        flag_values: the values of the options that have a flag of their own, by the options' names.
         pairs: the texts KEY=VALUE that were given with --sampler. KEY is an option without a flag.
             Whether VALUE is a number, a text or JSON depends on KEY.
 
@@ -58,10 +63,10 @@ def parse_sampling(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
         UsageError: a key is unknown, given twice or has a flag of its own, or a value is
             impossible.
     """
-    values = dict(numbers)
+    values = dict(flag_values)
     for pair in pairs:
         key, equals, text = pair.partition("=")
-        if key in numbers or key in _FLAGS:
+        if key in flag_values or key in _FLAGS:
             raise UsageError(
                 f"--sampler {pair}: it has a flag of its own, --{key.replace('_', '-')}"
             )
@@ -71,9 +76,8 @@ def parse_sampling(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
                 f"--sampler {pair}: write = between option and value: {with_colon[1]}={with_colon[2]}"
             )
         if key not in _OPTION_TYPES:
-            raise UsageError(
-                f"--sampler {pair}: there is no option {_unknown_key_hint(key, set(_OPTION_TYPES) - set(numbers))}"
-            )
+            hint = _unknown_key_hint(key, _OPTION_TYPES.keys() - flag_values.keys())
+            raise UsageError(f"--sampler {pair}: there is no option {hint}")
         if not equals:
             raise UsageError(f"--sampler {pair}: expected a value, {key}=VALUE")
         if key in values:
@@ -96,31 +100,35 @@ class PromptRequest(NamedTuple):
         prompt: a text, or the messages of a chat.
         sampling: the options of sampling for this prompt.
         where: the prompt's file and line, for messages; "" for a prompt from the command line.
+        adapter: the name of its adapter; None: that of the command line.
     """
 
     prompt: PromptContent
     sampling: Sampling
     where: str = ""
+    adapter: str | None = None
 
 
 def prompts_in_file(
-    path: Path, chat: bool, sampling: Sampling, vocabulary: int
+    path: Path, chat: bool, sampling: Sampling, vocabulary: int, adapters: Sequence[str] = ()
 ) -> Iterator[PromptRequest]:
     """Yield each prompt of a file.
 
     In a file of JSON lines, each line is an object with the key `prompt` or, in a chat, `messages`.
-    The object's other keys are options of `Sampling` for this prompt. `order`, the order of filters, is
+    If there are adapters, `adapter` is the name of one. The object's other keys are options of
+    `Sampling` for this prompt. `order`, the order of filters, is
     not allowed, because all texts that are written together have the same order. In a file of any other
     kind each line is a prompt. Empty lines are skipped.
 
-    A file has JSON lines if its name ends with .jsonl, or if its first line is an object with
-    `prompt` or `messages`.
+    A file has JSON lines if its name ends with .jsonl, or if its first line that is not empty is an
+    object with `prompt` or `messages`.
 
     Args:
         path: the file; "-" for standard input.
         chat: whether prompts are messages to answer.
         sampling: the command line's options, which a JSON line may replace.
         vocabulary: number of tokens of the model, which limits the ids in options.
+        adapters: the names that `adapter` may have.
 
     Raises:
         InputRefused: the file cannot be read, or a line has no prompt, an unknown key or an
@@ -130,11 +138,13 @@ def prompts_in_file(
     # JSON may contain unescaped.
     lines = _read_text(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
     expected = 'expected an object with "prompt", a text'
-    known = {"prompt", *_OPTION_TYPES} - {"order"}
+    known_keys = {"prompt", *_OPTION_TYPES} - {"order"}
+    if adapters:
+        known_keys.add("adapter")
     if chat:
         expected += ', or "messages", a list of objects with "role" and "content", texts'
-        known.add("messages")
-    first_line = next(filter(str.strip, lines), "")  # the first that is not empty
+        known_keys.add("messages")
+    first_line = next((line for line in lines if line.strip()), "")
     first_record = json_object(first_line)  # {} if it is no JSON object
     begins_with_record = "prompt" in first_record or "messages" in first_record
     has_records = path.suffix == ".jsonl" or begins_with_record
@@ -154,23 +164,28 @@ def prompts_in_file(
         messages = options.pop("messages", None) if chat else None
         if text is not None and messages is not None:
             raise InputRefused(f"{where}: has prompt and messages: give one of them")
-        prompt: PromptContent = ""
-        if isinstance(messages, list):
-            prompt = _messages(messages, where)
+        prompt: PromptContent
         if isinstance(text, str):
-            prompt = text  # an empty text is a prompt, but an empty list of messages is not
-        elif not prompt:
+            prompt = text
+        elif isinstance(messages, list) and messages:
+            prompt = _messages(messages, where)
+        else:
             raise InputRefused(f"{where}: {expected}")
-        unknown = options.keys() - known
-        if unknown:
-            hint = _unknown_key_hint(min(unknown), known)
+        unknown_keys = options.keys() - known_keys
+        if unknown_keys:
+            hint = _unknown_key_hint(min(unknown_keys), known_keys)
             raise InputRefused(f"{where}: there is no key {hint}")
+        adapter = options.pop("adapter", None)
+        if adapter is not None and adapter not in adapters:
+            raise InputRefused(
+                f"{where}: adapter = {adapter!r:.80}: expected {', '.join(adapters)}"
+            )
         try:
             own_sampling = _replace_options(sampling, options)
             own_sampling.check_vocabulary(vocabulary)
         except UsageError as error:
             raise InputRefused(f"{where}: {error}") from None
-        yield PromptRequest(prompt, own_sampling, where)
+        yield PromptRequest(prompt, own_sampling, where, adapter)
 
 
 def _replace_options(sampling: Sampling, values: dict[str, Any]) -> Sampling:
@@ -217,27 +232,28 @@ def _messages(value: list[Any], where: str) -> list[Message]:
         raise InputRefused(f"{where}: {unusable}") from None
 
 
-def _read_text(path: Path, flag: str, most_bytes: int) -> str:
+def _read_text(path: Path, flag: str, max_bytes: int) -> str:
     """Read the text of a file.
 
     Args:
         path: the file; "-" for standard input.
         flag: the flag that names the file, for messages.
-        most_bytes: the largest size.
+        max_bytes: the largest size.
 
     Raises:
-        InputRefused: the text cannot be read, is larger than `most_bytes`, or is not UTF-8.
+        InputRefused: the text cannot be read, is larger than `max_bytes`, or is not UTF-8.
     """
     try:
+        # One more byte than allowed shows that a file is too large.
         if path == Path("-"):
-            content = _read_at_most(sys.stdin.buffer, most_bytes + 1)
+            content = _read_at_least(sys.stdin.buffer, max_bytes + 1)
         else:
             with readable(path), _open_file_or_pipe(path) as file:
-                content = _read_at_most(file, most_bytes + 1)
+                content = _read_at_least(file, max_bytes + 1)
     except OSError as error:
         raise InputRefused(f"{flag} {path}: cannot be read: {error.strerror}") from None
-    if len(content) > most_bytes:
-        raise InputRefused(f"{flag} {path}: is larger than {most_bytes / 2**20:,.0f} MiB")
+    if len(content) > max_bytes:
+        raise InputRefused(f"{flag} {path}: is larger than {max_bytes / 2**20:,.0f} MiB")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -252,29 +268,33 @@ def _open_file_or_pipe(path: Path) -> BinaryIO:
     return path.open("rb") if path.parent == _PIPES else open_input(path)
 
 
-def _read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
-    """Return the first bytes of a file: all, or `most_bytes` rounded up to whole pieces."""
-    # The file is read in pieces, because a single `read` would allocate memory for the whole limit.
-    pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
-    return b"".join(itertools.islice(pieces, math.ceil(most_bytes / _PIECE_BYTES)))
+def _read_at_least(file: BinaryIO, min_bytes: int) -> bytes:
+    """Return the first bytes of a file: `min_bytes` or up to a piece more, or all if it has fewer.
+
+    The file is read in pieces, because a single `read` would allocate memory for all `min_bytes`.
+    """
+    pieces = iter(lambda: file.read(_PIECE_BYTES), b"")  # until the end of the file
+    return b"".join(itertools.islice(pieces, math.ceil(min_bytes / _PIECE_BYTES)))
 
 
 class GenerateOptions(NamedTuple):
     """The command line's options, without the model and the prompts.
 
     Attributes:
-        numbers: the options of `Sampling` that have a flag of their own, by name.
+        flag_values: the values of the options of `Sampling` that have a flag of their own, by name.
         pairs: KEY=VALUE for other options of `Sampling`.
         n: number of completions of each prompt.
         max_tokens: largest number of tokens of a completion.
         stop: strings that end a completion.
         constraints: for each kind of constraint on completions, such as "choices", its value from the
-            command line; None: the constraint was not given. At most one may be given.
+            command line; None if it was not given. At most one may be given.
         chat: whether prompts are messages to answer.
         json: whether to print one JSON object.
+        adapters: NAME=FOLDER for each adapter.
+        use: the name of the adapter that writes; None: the first one, if there are any.
     """
 
-    numbers: dict[str, Any]
+    flag_values: dict[str, Any]
     pairs: Sequence[str]
     n: int
     max_tokens: int
@@ -282,6 +302,8 @@ class GenerateOptions(NamedTuple):
     constraints: dict[str, Any]
     chat: bool
     json: bool
+    adapters: Sequence[str] = ()
+    use: str | None = None
 
 
 class ReadyModel(NamedTuple):
@@ -292,8 +314,10 @@ class ReadyModel(NamedTuple):
         tokenizer: its tokenizer.
         sampling: the command line's options of sampling.
         stop: strings and ids of tokens that end a completion.
-        constraint: an automaton that accepts exactly the allowed completions; None: all are allowed.
+        constraint: an automaton that accepts exactly the allowed completions; None if all are
+            allowed.
         options: the command line's options.
+        adapter: the name of the adapter that writes, unless a prompt names another one.
     """
 
     model: Llama
@@ -302,15 +326,20 @@ class ReadyModel(NamedTuple):
     stop: list[str | int]
     constraint: Automaton | None
     options: GenerateOptions
+    adapter: str = BASE
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], samplings: Sequence[Sampling] | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        samplings: Sequence[Sampling] | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> Generation:
         """Start to write completions.
 
         Args:
             prompts: for each prompt, its text or its ids.
             samplings: for each prompt, its options; None for those of the command line.
+            adapters: for each prompt, the name of its adapter; None for that of the command line.
         """
         return decode(
             self.model,
@@ -321,6 +350,7 @@ class ReadyModel(NamedTuple):
             stop=self.stop,
             n=self.options.n,
             constraint=self.constraint,
+            adapters=self.adapter if adapters is None else adapters,
         )
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -340,15 +370,26 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
     """
     # This must come before the import of torch._dynamo, which sets its own cache path in the environment.
     keep_compiled()
-    sampling = parse_sampling(options.numbers, options.pairs)
+    sampling = parse_sampling(options.flag_values, options.pairs)
     if sum(value is not None for value in options.constraints.values()) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
+    folders = named_folders("--adapter", options.adapters)
+    if options.use is not None and options.use not in [*folders, BASE]:
+        raise UsageError(
+            f"--use {options.use}: expected {', '.join([*folders, BASE])}, a name that --adapter gives"
+        )
     network, tokenizer = load_with_tokenizer(run, warn)
+    base = AdapterBase(network, tokenizer)
+    stored = {name: base.read(folder, warn) for name, folder in folders.items()}
     end_ids = [tokenizer.eos_id]
     if options.chat:
         end_ids = list(stop_ids(tokenizer, network.config.eos_token_ids))
     network.to(default_device())
-    return ReadyModel(network, tokenizer, sampling, [*options.stop, *end_ids], None, options)
+    if stored:
+        install(network, stored)
+    adapter = options.use or next(iter(stored), BASE)
+    stop: list[str | int] = [*options.stop, *end_ids]
+    return ReadyModel(network, tokenizer, sampling, stop, None, options, adapter)
 
 
 def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> ReadyModel:
@@ -386,27 +427,38 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
     """Print each prompt with its completions while they are written; see the command line's help."""
     model = open_model(run, options)
     sampling = model.sampling
-    all_prompts = [PromptRequest(prompt, sampling) for prompt in prompts]
+    requests = [PromptRequest(prompt, sampling) for prompt in prompts]
     if file is not None:
-        all_prompts += prompts_in_file(file, options.chat, sampling, model.tokenizer.vocab_size)
-        if not all_prompts:
+        bank = bank_of(model.model)
+        adapters = [*bank.slots, BASE] if bank else []
+        vocabulary = model.tokenizer.vocab_size
+        requests += prompts_in_file(file, options.chat, sampling, vocabulary, adapters)
+        if not requests:
             raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
-    if not all_prompts:
-        all_prompts = [PromptRequest("", sampling)]  # texts from their beginning
-    model = with_constraint(model, all_prompts)
-    encoded = [_prompt_or_ids(model, asked) for asked in all_prompts]
-    generation = model.generate(encoded, [asked.sampling for asked in all_prompts])
+    if not requests:
+        requests = [PromptRequest("", sampling)]  # the model begins a text by itself
+    model = with_constraint(model, requests)
+    texts_or_ids = [_text_or_ids(model, request) for request in requests]
+    generation = model.generate(
+        texts_or_ids,
+        [request.sampling for request in requests],
+        [request.adapter or model.adapter for request in requests],
+    )
     if generation.generator.compiled:
         print(
             "compiling the step first: with so much to write that is the faster way",
             file=sys.stderr,
         )
     if options.json:
-        return _print_json(generation)
+        _print_json(generation)
+        return
 
     def text_before(number: int) -> str:
-        """Return the prompt to print before a completion; "" in a chat, where only answers are printed."""
-        return "" if options.chat else str(all_prompts[number // options.n].prompt)
+        """Return the prompt to print before a completion; "" in a chat, where only answers are printed.
+
+        The completions are numbered prompt by prompt, `options.n` for each.
+        """
+        return "" if options.chat else str(requests[number // options.n].prompt)
 
     began = clock()
     _print_text(generation, text_before, model.constraint is not None)
@@ -430,10 +482,11 @@ def _lead_bytes(model: ReadyModel, prompts: Sequence[PromptRequest]) -> bytes:
     if not model.tokenizer.strips_space:
         return b""
     leads = set[bytes]()
-    for asked in prompts:
-        prompt = _prompt_or_ids(model, asked)
-        ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        leads.add(model.tokenizer.inserted_space(ids))
+    for request in prompts:
+        text_or_ids = _text_or_ids(model, request)
+        if isinstance(text_or_ids, str):
+            text_or_ids = model.tokenizer.encode(text_or_ids)
+        leads.add(model.tokenizer.inserted_space(text_or_ids))
     if len(leads) > 1:
         raise UsageError(
             "under a constraint, give an empty prompt alone: the tokenizer puts a space before its text"
@@ -441,21 +494,23 @@ def _lead_bytes(model: ReadyModel, prompts: Sequence[PromptRequest]) -> bytes:
     return leads.pop() if leads else b""
 
 
-def _prompt_or_ids(model: ReadyModel, asked: PromptRequest) -> str | list[int]:
+def _text_or_ids(model: ReadyModel, request: PromptRequest) -> str | list[int]:
     """Return a prompt's text or, in a chat, the ids of its messages.
 
     Raises:
         InputRefused: the messages cannot be encoded; the message names the prompt's file and line.
     """
     if not model.options.chat:
-        return str(asked.prompt)
-    messages = asked.prompt
+        return str(request.prompt)
+    messages = request.prompt
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     try:
         return model.prompt_ids(messages)
     except InputRefused as refused:
-        raise InputRefused(f"{asked.where}: {refused}" if asked.where else str(refused)) from None
+        if not request.where:
+            raise
+        raise InputRefused(f"{request.where}: {refused}") from None
 
 
 def _print_text(
@@ -469,7 +524,7 @@ def _print_text(
         is_constrained: whether there is a constraint. If so, a completion that reached max_tokens
             was cut before it satisfied the constraint, and a warning says so.
     """
-    last_number = -1  # of the completion of the piece before
+    last_number = -1  # the completion that the piece before belongs to
     for piece in generation.stream():
         if piece.number != last_number:
             separator = "\n" if last_number >= 0 else ""

@@ -83,10 +83,12 @@ def _labelled(label: str, text: str, width: int, indent: int = LABEL_WIDTH) -> l
 def _value_lines(declaration: Key, width: int) -> Iterator[str]:
     """Yield which values a key takes, and what each word among them stands for."""
     yield from _labelled("values", declaration.expected, width)
-    widest = max(map(len, declaration.choices), default=0)
+    word_width = max(map(len, declaration.choices), default=0)
+    # The meaning stands two columns after the longest word.
+    meaning_indent = LABEL_WIDTH + word_width + 2
     for word, meaning in declaration.choices.items():
-        text = f"{word:<{widest}}  {meaning}"
-        yield from _labelled("", text, width, LABEL_WIDTH + widest + 2)
+        text = f"{word:<{word_width}}  {meaning}"
+        yield from _labelled("", text, width, meaning_indent)
 
 
 def _list_by_section(keys: tuple[str, ...], width: int) -> Iterator[str]:
@@ -113,6 +115,7 @@ def _advice_lines(advice: dict[str, str], width: int) -> Iterator[str]:
 
 
 def _indented(text: str, width: int, columns: int = 2) -> list[str]:
+    """Return a text wrapped into lines of `width` columns, of which the first `columns` are empty."""
     indent = " " * columns
     return textwrap.wrap(
         text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
@@ -128,6 +131,7 @@ def _default_text(key: str) -> str:
 
 
 def _json_entry(key: str) -> dict[str, Any]:
+    """Return what is known about a key as a JSON object."""
     declaration = key_declaration(key)
     return {
         "key": key,

@@ -64,13 +64,14 @@ def run(
     """
     settings = with_records(settings)
     require_one_device(settings, "plan")
-    target = _target(device, device_memory)
+    target = _target_device(device, device_memory)
     require_possible(settings, target)
     cache_folder, _ = cache_root()
     limits = Limits.here(target, budget(target), cache_folder)
     if host_memory is not None:
         host_bytes = int(HOST_SHARE * memory_size("--host-memory", host_memory))
         limits = replace(limits, host_bytes=host_bytes)
+    # These describe what the user gave, so they come before the settings are completed.
     model = model_text(settings)
     shape = given_shape(settings)
     is_elsewhere = device is not None
@@ -83,7 +84,7 @@ def run(
         _plan(run_to_plan, target, limits, json)
 
 
-def _target(device: str | None, device_memory: str | None) -> Device:
+def _target_device(device: str | None, device_memory: str | None) -> Device:
     """Return the device to plan for, with the memory that may be used. The arguments are those of `run`."""
     memory_bytes = None
     if device_memory is not None:
@@ -118,10 +119,11 @@ class RunToPlan(NamedTuple):
 
 def _plan(run_to_plan: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
     """Plan the run, and print the plan."""
-    # The run's choices, before the planner chooses how it is trained.
+    # The run's values, before the planner chooses how it is trained.
     run_plan = resolve(run_to_plan.settings, target, will_build=False)
     job = run_plan.job
     objective = job.objective
+    # The embedding rows without those of new tokens.
     vocabulary_rows = shape_of(run_plan).vocab_size
     new_tokens = job.tokens.compare_if_readable()
     config = shape_of(run_plan, new_tokens)
@@ -133,21 +135,24 @@ def _plan(run_to_plan: RunToPlan, target: Device, limits: Limits, json: bool) ->
     trained_tokens = new_tokens.trained_ids(vocabulary_rows) if new_tokens else ()
     request = request_of(run_plan, config, step_device, trained_tokens)
     calibration = Calibration(calibration_file())  # the times and the memory of earlier runs
-    peaks = peak_flops(step_device, request.precisions)
+    flops_by_precision = peak_flops(step_device, request.precisions)
     memory = "device" if objective.samples_answers else run_plan.requested_memory
-    plan = streamed_or_resident(request, step_device, peaks, calibration, memory, limits)
+    plan = streamed_or_resident(
+        request, step_device, flops_by_precision, calibration, memory, limits
+    )
     for line in (*notes_on(run_plan, step_device), *token_notes(new_tokens, vocabulary_rows)):
         print(f"note     {line}")
-    sampling_time = objective.extra_seconds(run_plan, config, step_device, calibration)
+    sampling_time = objective.extra_time(run_plan, config, step_device, calibration)
     sampling = None
     if sampling_time is not None:
-        seconds, is_calibrated = sampling_time
-        sampling = AnswerSampling(seconds, is_calibrated, sampling_bytes)
+        sampling = AnswerSampling(
+            sampling_time.seconds, sampling_time.is_calibrated, sampling_bytes
+        )
     length = _length(run_to_plan, run_plan, plan, config)
     remedies = []
     if step_device.type == "cuda":
         choices = _remedy_choices(run_to_plan, job, step_device)
-        remedies = remedies_worth_showing(plan, request, peaks, choices, limits)
+        remedies = remedies_worth_showing(plan, request, flops_by_precision, choices, limits)
     supposed = assumed_sizes(run_to_plan.settings)
     for line in screen(plan, run_to_plan.model, request, length, sampling, remedies, supposed):
         print(line)
@@ -164,18 +169,19 @@ def _length(
     a new model on another machine trains on the number of tokens that is usual for its size. In all
     other cases the length is unknown.
     """
-    per_update = run_plan.training.tokens_per_update
+    tokens_per_update = run_plan.training.tokens_per_update
     span = run_plan.job.span
     if run_plan.updates:
-        return ShownLength(run_plan.updates, run_plan.updates * per_update)
-    is_new = run_plan.job.recipe.init is None
-    if run_to_plan.is_elsewhere and is_new and not span.epochs and not span.is_timed:
-        updates = updates_for_tokens(TOKENS_PER_PARAMETER * config.parameter_count(), per_update)
+        return ShownLength(run_plan.updates, run_plan.updates * tokens_per_update)
+    is_new_model = run_plan.job.recipe.init is None
+    if run_to_plan.is_elsewhere and is_new_model and not span.epochs and not span.is_timed:
+        usual_tokens = TOKENS_PER_PARAMETER * config.parameter_count()
+        updates = updates_for_tokens(usual_tokens, tokens_per_update)
         why = f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N"
-        return ShownLength(updates, updates * per_update, why)
+        return ShownLength(updates, updates * tokens_per_update, why)
     if plan.candidates and span.is_timed:
         updates = max(1, int(60 * span.minutes / plan.nearest.update_s))
-        return ShownLength(updates, updates * per_update, "what the time allows")
+        return ShownLength(updates, updates * tokens_per_update, "what the time allows")
     return ShownLength()
 
 

@@ -8,7 +8,6 @@ A streamed way keeps most weights in the host's memory, and moves them through t
 which are groups of the model's blocks. A resident way keeps all weights on the device.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -74,8 +73,8 @@ class AnswerSampling(NamedTuple):
     Attributes:
         seconds: the time to sample the answers of one update.
         calibrated: whether `seconds` was corrected by the times of earlier runs.
-        other_bytes: {purpose: bytes} of the memory that the training step cannot use, because it
-            is kept for sampling answers, and for the reference model or the teacher if there is one.
+        other_bytes: {purpose: bytes} of the memory that the training step cannot use, because
+            sampling needs it, or the reference model or the teacher if there is one.
     """
 
     seconds: float
@@ -105,8 +104,8 @@ def screen(
             arguments of `train`.
     """
     device = plan.device
-    # The planner was told that the device has less memory, because sampling keeps a part of it. The
-    # user's line shows the memory of the whole device.
+    # The planner was told that the device has less memory, because sampling needs a part of it. This
+    # line shows the memory of the whole device.
     other_bytes = sampling.other_bytes if sampling else {}
     free = gibibytes(device.free_memory_bytes + sum(other_bytes.values()))
     yield f"device   {device.name}, {free}, {gibibytes(plan.budget_bytes)} usable{_source_of_times(plan)}"
@@ -128,7 +127,8 @@ def screen(
             source = "as earlier runs took it"
         else:
             source = "by a formula that no run here has corrected"
-        yield f"drawing  at most {_short_duration(sampling.seconds)} for the answers of an update, {source}"
+        time_text = _short_duration(sampling.seconds)
+        yield f"drawing  at most {time_text} for the answers of an update, {source}"
     if plan.chosen:
         yield ""
         yield from _way_rows(plan)
@@ -188,22 +188,22 @@ def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
         yield f"time     {_run_time(best, length)}"
     if best.by_origin:
         yield f"memory   {_bar(best.by_origin, plan.budget_bytes)} {gibibytes(best.peak_memory_bytes)}"
-        origins = (
+        origins = [
             f"{_SHADES[name]} {name.removesuffix(' buffers')} {size / 2**30:.2f}"
             for name, size in best.by_origin.items()
             if size
-        )
+        ]
         residual = ""
         if best.residual_bytes:
-            # Bytes that earlier runs on this device needed, but that a trace of the step does not have.
+            # Bytes that earlier runs on this device needed beyond those in a trace of the step.
             residual = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)"
         yield f"   GiB   {', '.join(origins)}{residual}"
     if isinstance(best, StreamCandidate):
         for tier, text in describe_tiers(best):
-            first, _, rest = text.partition("; ")  # a text of two parts takes two lines
-            yield f"{tier:8} {first}"
-            if rest:
-                yield f"         {rest}"
+            first_part, _, second_part = text.partition("; ")  # each part takes a line
+            yield f"{tier:8} {first_part}"
+            if second_part:
+                yield f"         {second_part}"
 
 
 def _run_time(best: Candidate, length: ShownLength) -> str:
@@ -230,10 +230,11 @@ def _short_duration(seconds: float) -> str:
 def _way_rows(plan: Plan) -> Iterator[str]:
     """Yield the table of the first MOST_WAYS ways. The column "streamed" is left out if it is empty."""
     shown = _without_other_graphs(plan.candidates)[:MOST_WAYS]
-    lines = [_HEADS, *(_way_row(candidate, chosen=candidate is plan.chosen) for candidate in shown)]
+    rows = [_way_row(candidate, chosen=candidate is plan.chosen) for candidate in shown]
+    lines = [_HEADS, *rows]
     if not any(isinstance(candidate, StreamCandidate) for candidate in shown):
-        streamed = _HEADS.index("streamed")
-        lines = [(*line[:streamed], *line[streamed + 1 :]) for line in lines]
+        column = _HEADS.index("streamed")
+        lines = [(*line[:column], *line[column + 1 :]) for line in lines]
     yield from _table(lines)
     hidden = len(plan.candidates) - len(shown)
     if hidden:
@@ -241,15 +242,15 @@ def _way_rows(plan: Plan) -> Iterator[str]:
 
 
 def _without_other_graphs(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without those that differ from an earlier one only in their graph, which
-    is `Work.compile`.
+    """Return the candidates without those that differ from an earlier one only in their graph
+    (`Work.compile`).
     """
-    first_candidates: dict[Any, Candidate] = {}
+    kept: dict[Any, Candidate] = {}  # by everything but the graph
     for candidate in candidates:
         streaming = describe_way(candidate) if isinstance(candidate, StreamCandidate) else ""
-        key_without_graph = (candidate.work.rows, candidate.work.remat, streaming)
-        first_candidates.setdefault(key_without_graph, candidate)
-    return [*first_candidates.values()]
+        all_but_graph = (candidate.work.rows, candidate.work.remat, streaming)
+        kept.setdefault(all_but_graph, candidate)
+    return [*kept.values()]
 
 
 def _way_row(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
@@ -273,26 +274,26 @@ def _way_row(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
 
 def _streamed(candidate: StreamCandidate) -> str:
     """Return in a few words how a model is streamed: the blocks of a stage, and when and where their
-    weights are updated. `describe_way` says the same in more words.
+    weights are updated, such as "2 blocks, sweep, host". `describe_way` says the same in more words.
     """
     placement = candidate.placement
-    where = placement.where  # "host" or "device"
-    return f"{counted(placement.blocks_per_stage, 'block')}, {placement.when}, {where}"
+    blocks = counted(placement.blocks_per_stage, "block")
+    return f"{blocks}, {placement.when}, {placement.where}"
 
 
 def _remedy_rows(plan: Plan, remedies: Sequence[Remedy]) -> Iterator[str]:
     """Yield the table of changes with which the run fits or is faster."""
-    head = "what would fit" if plan.chosen is None else "what else fits"
+    first_head = "what would fit" if plan.chosen is None else "what else fits"
     rows = [
         (
             remedy.arguments,
-            f"~{gibibytes(remedy.best.peak_memory_bytes)}",
+            f"~{gibibytes(remedy.best.peak_memory_bytes)}",  # always an estimate
             count(remedy.best.tokens_per_s),
             remedy.cost,
         )
         for remedy in remedies[:MOST_REMEDIES]
     ]
-    yield from _table([(head, "memory", "tok/s", "what it costs"), *rows])
+    yield from _table([(first_head, "memory", "tok/s", "what it costs"), *rows])
 
 
 def _table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -314,14 +315,15 @@ def _bar(by_origin: Mapping[str, int], limit: int) -> str:
         limit: the bytes that may be used.
     """
     total = max(limit, sum(by_origin.values()))
-    lengths = (BAR * size / total for size in by_origin.values())
-    # The sums are rounded rather than the lengths, so that rounding errors do not add up.
-    edges = [round(edge) for edge in itertools.accumulate(lengths, initial=0.0)]
-    cells = ""
-    for name, (begin, stop) in zip(by_origin, itertools.pairwise(edges), strict=True):
-        cells += _SHADES[name] * (stop - begin)
-    end = round(BAR * limit / total)
-    return f"[{cells[:end].ljust(end, '.')}]{cells[end:]}"
+    letters = ""
+    shown_bytes = 0
+    for name, size in by_origin.items():
+        shown_bytes += size
+        # The sum is rounded rather than each length, so that rounding errors do not add up.
+        end = round(BAR * shown_bytes / total)
+        letters += _SHADES[name] * (end - len(letters))
+    end_of_limit = round(BAR * limit / total)
+    return f"[{letters[:end_of_limit].ljust(end_of_limit, '.')}]{letters[end_of_limit:]}"
 
 
 def as_object(

@@ -1,7 +1,7 @@
 """`monograph profile`: trace a few updates, and show where their time goes and what to change.
 
-With `--ladder`, `monograph profile` instead measures what each usual way to save time or memory is
-worth, one after another (`monograph.session.ladder`). Such a way is called a rung. No run is kept
+With `--ladder`, `monograph profile` instead measures what each usual way to save time or memory
+gains, one after another (`monograph.session.ladder`). Such a way is called a rung. No run is kept
 in either case.
 """
 
@@ -37,7 +37,7 @@ from monograph.report.quantities import clock_time, count, counted
 from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_atomically
-from monograph.session.ladder import RUNGS, Ladder, Rung, RungMeasurement, RungWay
+from monograph.session.ladder import RUNGS, Ladder, Rung, RungMeasurement, TrainingVariant
 from monograph.session.objectives.texts import Texts
 from monograph.session.plan import RunPlan
 from monograph.session.requirements import (
@@ -48,7 +48,7 @@ from monograph.session.requirements import (
 )
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import open_session, repeatable
+from monograph.session.setup import make_repeatable, open_session
 from monograph.session.warmup import prepare
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_folder
@@ -85,7 +85,7 @@ def _start_process() -> Progress:
     compat.quiet_profiler()
     progress = Progress()
     progress.header(f"monograph {__version__}   {describe().summary}")
-    repeatable(default_device())
+    make_repeatable(default_device())
     return progress
 
 
@@ -144,20 +144,25 @@ def _open_and_prepare(plan: RunPlan, folder: Path, progress: Progress) -> Sessio
 def _profile_session(session: Session, folder: Path, progress: Progress) -> Profile:
     """Time and trace a few updates, and write the trace into `folder`."""
     plan = session.plan
-    # The share of the rows' positions that hold tokens, and the share if the rows were packed.
-    used = session.text.stats.packed_share
-    packed = used if plan.job.reading.is_packed else 1.0
+    # The share of the rows' positions that have tokens, and about what it would be if the rows were
+    # packed.
+    used_share = session.text.stats.packed_share
+    share_if_packed = used_share if plan.job.reading.is_packed else 1.0
     is_on_gpu = default_device().type == "cuda"
-    rows = session.text.batches(plan.training.tokens_per_update, seed=plan.job.seed, pin=is_on_gpu)
+    windows = session.text.batches(
+        plan.training.tokens_per_update, seed=plan.job.seed, pin=is_on_gpu
+    )
     try:
         with progress.stage("profile", "timing a few updates (discarded)") as stage:
-            measured = profile(session.engine, rows, folder / TRACE, used=used, packed=packed)
+            measured = profile(
+                session.engine, windows, folder / TRACE, used=used_share, packed=share_if_packed
+            )
             profiled_ms = 1e3 * measured.profiled_s
             stage.result = (
                 f"{1e3 * measured.update_s:.3g} ms each, {profiled_ms:.3g} ms with the profiler"
             )
     finally:
-        rows.close()
+        windows.close()
     warn_if_busy(progress)
     return measured
 
@@ -175,9 +180,11 @@ def _print_profile(measured: Profile, tokens_per_s: float, folder: Path) -> None
         best_ms = 1e3 * verdict.floors[part]
         limit = largest_bound(verdict.bounds.get(part, {}))
         print(f"{part:<14}{share:>7.1%}{spent_ms:>10.3g}{best_ms:>10.3g}  {limit}".rstrip())
-    faster = measured.update_s / max(verdict.floor_s, 1e-12)
+    times_as_fast = measured.update_s / max(verdict.floor_s, 1e-12)
     rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
-    print(f"\nbest      {1e3 * verdict.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
+    print(
+        f"\nbest      {1e3 * verdict.floor_s:.3g} ms, {times_as_fast:.2g} times as fast, at {rates}"
+    )
     print(f"limit     {describe_limit(measured)}")
     for index, change in enumerate(verdict.changes):
         if index == 0:
@@ -236,8 +243,8 @@ def _json_object(
     }
 
 
-_LADDER = "ladder.svg"
-_NUMBERS = "ladder.json"
+_LADDER_PICTURE = "ladder.svg"
+_LADDER_NUMBERS = "ladder.json"
 # The columns of the page's table that are also printed.
 _PRINTED_COLUMNS = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")
 
@@ -251,8 +258,8 @@ def run_ladder(settings: Settings, *, out: Path | None, json: bool) -> None:
         result = _ladder_json(ladder, _climb_rungs(ladder, progress), folder)
         result["wall_s"] = clock() - began
         drawing = draw_ladder(result)
-        write_atomically(folder / _LADDER, themed(drawing))
-        write_atomically(folder / _NUMBERS, jsonlib.dumps(result, indent=1) + "\n")
+        write_atomically(folder / _LADDER_PICTURE, themed(drawing))
+        write_atomically(folder / _LADDER_NUMBERS, jsonlib.dumps(result, indent=1) + "\n")
         write_atomically(folder / REPORT, ladder_page(folder.name, result, ladder.plan.record.toml))
     _print_ladder(result, folder)
     if json:
@@ -277,30 +284,32 @@ class Climb(NamedTuple):
 def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
     """Measure each rung that is possible here."""
     climbs = list[Climb]()
-    # The ways to train on which later rungs build, by the name of the rung that made them. "" has the
-    # plainest way, from which the first rung begins.
-    ways = {"": RungWay()}
+    # The variants that later rungs may change, by the name of the rung that made them. "" has the
+    # plainest variant, from which the first rung begins.
+    variants = {"": TrainingVariant()}
     began = clock()
     for number, rung in enumerate(RUNGS, start=1):
         # The rung that this one changes: the one that it names if that was possible here, else the last.
-        last_rung = [*ways][-1]
-        base = rung.base if rung.base in ways else last_rung
-        measured = sum(not isinstance(climb.outcome, str) for climb in climbs)
-        later_rungs = RUNGS[number - 1 :]  # this one included
-        possible = sum(
-            not ladder.obstacle(each.applied_to(ways[base]), each) for each in later_rungs
+        last_rung = [*variants][-1]
+        base = rung.base if rung.base in variants else last_rung
+        base_variant = variants[base]
+        # Estimate the time left: each rung that is possible takes as long as those before it.
+        measured_count = sum(not isinstance(climb.outcome, str) for climb in climbs)
+        rungs_left = RUNGS[number - 1 :]  # this one included
+        possible_count = sum(
+            not ladder.obstacle(each.applied_to(base_variant), each) for each in rungs_left
         )
         estimate = ""
-        if measured and possible:
-            left_s = (clock() - began) / measured * possible
+        if measured_count and possible_count:
+            left_s = (clock() - began) / measured_count * possible_count
             estimate = f"   about {clock_time(left_s)} left"
         progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{estimate}")
-        way, outcome = ladder.measure(rung, ways[base], progress)
+        outcome = ladder.measure(rung, base_variant, progress)
         climbs.append(Climb(rung, base, outcome))
         if isinstance(outcome, str):
             progress.line("", f"not here: {outcome}")
         elif rung.base is None:
-            ways[rung.name] = way
+            variants[rung.name] = rung.applied_to(base_variant)
     warn_if_busy(progress)
     return climbs
 
@@ -321,7 +330,7 @@ def _ladder_json(ladder: Ladder, climbs: list[Climb], folder: Path) -> dict[str,
         "tokens_per_update": plan.training.tokens_per_update,
         "tokens": ladder.updates * plan.training.tokens_per_update,
         "rungs": rung_objects(climbs, compared_time),
-        "picture": str(folder / _LADDER),
+        "picture": str(folder / _LADDER_PICTURE),
         "report": str(folder / REPORT),
     }
 
@@ -333,7 +342,8 @@ def rung_objects(climbs: list[Climb], compared_time: str) -> list[dict[str, Any]
         climbs: the rungs' measurements.
         compared_time: "wall" or "cpu": the time to which the ratios of speeds refer.
     """
-    rungs = dict[str, dict[str, Any]]()
+    rungs = dict[str, dict[str, Any]]()  # by name
+    # The name of each ratio, and the measurement that is divided by that of the base.
     compared_keys = {"times": SPEED_KEYS[compared_time], "memory_times": "peak_memory_bytes"}
     for rung, base, outcome in climbs:
         values = {
@@ -353,7 +363,7 @@ def rung_objects(climbs: list[Climb], compared_time: str) -> list[dict[str, Any]
 
 def _rung_values(outcome: RungMeasurement | str) -> dict[str, Any]:
     """Return a rung's measurements as JSON values, all None if the rung is impossible here."""
-    keys = (
+    attributes = (
         "tokens_per_s",
         "tokens_per_cpu_s",
         "update_s",
@@ -364,19 +374,23 @@ def _rung_values(outcome: RungMeasurement | str) -> dict[str, Any]:
         "micro_batch",
         "micro_steps",
     )
-    scores = ("update_s_low", "update_s_high", "eval_loss", "eval_bits_per_byte")
+    derived_keys = ("update_s_low", "update_s_high", "eval_loss", "eval_bits_per_byte")
     if isinstance(outcome, str):
-        return {"obstacle": outcome, "notes": [], **dict.fromkeys((*keys, *scores))}
-    seconds = sorted(outcome.seconds)
-    quarter = len(seconds) // 4  # "low" and "high" are the quartiles
+        return {
+            "obstacle": outcome,
+            "notes": [],
+            **dict.fromkeys((*attributes, *derived_keys), None),
+        }
+    sorted_seconds = sorted(outcome.seconds)
+    quarter = len(sorted_seconds) // 4  # "low" and "high" are the quartiles
     held_out = outcome.held_out
     return standard_json(
         {
             "obstacle": None,
             "notes": [*outcome.notes],
-            **{key: getattr(outcome, key) for key in keys},
-            "update_s_low": seconds[quarter],
-            "update_s_high": seconds[-1 - quarter],
+            **{key: getattr(outcome, key) for key in attributes},
+            "update_s_low": sorted_seconds[quarter],
+            "update_s_high": sorted_seconds[-1 - quarter],
             "eval_loss": held_out.loss if held_out else None,
             "eval_bits_per_byte": held_out.bits_per_byte if held_out else None,
         }
@@ -384,25 +398,32 @@ def _rung_values(outcome: RungMeasurement | str) -> dict[str, Any]:
 
 
 def _print_ladder(result: dict[str, Any], folder: Path) -> None:
-    """Print a table of the rungs, and what they are worth."""
-    places = [LADDER_HEADS.index(head) for head in _PRINTED_COLUMNS]
+    """Print a table of the rungs, and what they gain."""
+    columns = [LADDER_HEADS.index(head) for head in _PRINTED_COLUMNS]
     lines = []
     for row in [LADDER_HEADS, *ladder_cells(result["rungs"])]:
         # A cell is a text, or a pair of a text and its number, by which the page sorts.
         texts = [cell if isinstance(cell, str) else cell[0] for cell in row]
-        lines.append([texts[place] for place in places])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    # The rungs with `over` come last; each of them is compared with the same rung.
-    saving = [values for values, rung in zip(result["rungs"], RUNGS, strict=True) if rung.base]
-    for line, rung in zip(lines, [None, *result["rungs"]], strict=True):
-        if rung is saving[0]:
-            print(f"each over {rung['over']}:")
-        if rung and rung["obstacle"]:
-            print(f"{line[0]:<{widths[0]}}   not here: {rung['obstacle']}")
+        lines.append([texts[column] for column in columns])
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    # The rungs that save memory come last. They are all compared with the same rung.
+    saving_rungs = [
+        values for values, rung in zip(result["rungs"], RUNGS, strict=True) if rung.base
+    ]
+    values_of_lines = [None, *result["rungs"]]  # the first line has the heads
+    for line, values in zip(lines, values_of_lines, strict=True):
+        name, *numbers = line
+        padded_name = name.ljust(widths[0])
+        if values is saving_rungs[0]:
+            print(f"each over {values['over']}:")
+        if values and values["obstacle"]:
+            print(f"{padded_name}   not here: {values['obstacle']}")
             continue
-        numbers = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
-        print("   ".join([line[0].ljust(widths[0]), *numbers]))
+        padded_numbers = [
+            number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)
+        ]
+        print("   ".join([padded_name, *padded_numbers]))
     print(f"\n{describe_measurement(result)}")
     speed = f"{fastest_rung(result)['rung']}: {ladder_gain(result):.2f} × as fast as eager"
     print(f"fastest   {speed}; losses are after {result['tokens']:,} tokens")
-    print(f"written   {folder / REPORT}, {folder / _LADDER}, {folder / _NUMBERS}")
+    print(f"written   {folder / REPORT}, {folder / _LADDER_PICTURE}, {folder / _LADDER_NUMBERS}")

@@ -72,7 +72,8 @@ def table(rows: list[tuple[str, ...]], width: int | None) -> str:
 
     Args:
         rows: the cells of each row.
-        width: the columns of the terminal, to which `CUT_COLUMNS` are cut; None: nothing is cut.
+        width: the columns of the terminal. `CUT_COLUMNS` are cut so that rows fit into it. None means
+            that nothing is cut.
     """
     rows = [HEAD, *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
@@ -133,11 +134,12 @@ def _state(run: ListedRun) -> str:
     if run.state == FINISHED or run.kind.startswith("sweep"):
         return run.state
     total = "" if run.updates is None else f" of {run.updates:,}"
-    loss = ", nothing saved" if run.state == STOPPED and not run.resume else ""
-    return f"{run.state} at update {run.update:,}{total}{loss}"
+    unsaved = ", nothing saved" if run.state == STOPPED and not run.resume else ""
+    return f"{run.state} at update {run.update:,}{total}{unsaved}"
 
 
 def _json_entry(run: ListedRun, best: Collection[Path]) -> dict[str, Any]:
+    """Return a run as a JSON object; `best` has the folders of the best runs."""
     return {
         "run": str(run.folder),
         "kind": run.kind or None,

@@ -22,8 +22,8 @@ from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.signals import StopSignal
 from monograph.run.started import note_start
 from monograph.session import ranks
-from monograph.session.reporting import finished
-from monograph.session.setup import repeatable
+from monograph.session.reporting import final_summary
+from monograph.session.setup import make_repeatable
 from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
@@ -47,10 +47,11 @@ def run(
     """Train or resume the members and compare them; see the command line's help.
 
     Args:
-        arguments: the settings, of which some have several values; empty: an existing sweep.
-        samples: number of random combinations of the values that are trained; None: all of them.
-        verify: the index of a member that is trained again, alone; None: none is.
-        out: the sweep's folder; None: a new one, or the newest one.
+        arguments: the settings, of which some have several values; empty for an existing sweep.
+        samples: number of random combinations of the values that are trained; None for all.
+        verify: the index of a member that is trained again, alone, to compare the results; None if
+            none is.
+        out: the sweep's folder; None means a new one, or the newest one.
         distill: whether to train a model that learns from all members.
         json: whether to print the results as JSON.
 
@@ -61,16 +62,15 @@ def run(
     keep_compiled()
     # All ranks, or this process alone if no launcher started it.
     world = World(read_place(srun=True), say=lambda line: Progress().line("note", line))
-    progress = ranks.progress_of(world)
-    repeatable(default_device())
-    led_sweep = None
-    own_folder = None
+    progress = ranks.start_display(world)
+    make_repeatable(default_device())
+    # Rank 0 opens or creates the sweep, and tells the other ranks its folder. All ranks must call
+    # `broadcast`.
     if world.leads:
-        led_sweep = _open_or_create(world, arguments, samples, verify, out)
-        own_folder = str(led_sweep.run.folder.absolute())
-    # Every rank calls `broadcast`, and gets what rank 0 gives.
-    folder = world.broadcast(own_folder)
-    sweep = led_sweep or Sweep.open(Path(folder))
+        sweep = _open_or_create(world, arguments, samples, verify, out)
+        world.broadcast(str(sweep.run.folder.absolute()))
+    else:
+        sweep = Sweep.open(Path(world.broadcast(None)))
     with (
         sweep.run.lock() if world.leads else nullcontext(),
         ranks.report_error_once(
@@ -105,8 +105,9 @@ def _open_or_create(
     After a failure, a launcher may start the ranks again with the same command line. Then the sweep of
     the first attempt is opened, so that it is resumed and no second one is created.
     """
-    remembered = world.recall("sweep") if world.again else None
-    out = Path(remembered) if remembered else out
+    folder_of_first_attempt = world.recall("sweep") if world.was_restarted else None
+    if folder_of_first_attempt:
+        out = Path(folder_of_first_attempt)
     # --verify without arguments is for an existing sweep: that of --out, or else the newest one.
     verifies_existing = verify is not None and not arguments
     if verifies_existing or spec.names_existing_sweep(out, arguments, samples):
@@ -158,14 +159,14 @@ def _distill(state: SweepProgress, best: int, progress: Progress) -> dict[str, A
         progress: the display.
     """
     student = results.open_student(state.sweep, state.outcomes, best)
-    if not finished(student):
+    if not final_summary(student):
         progress.gap()
         progress.line(
             "distill",
             f"{student.folder} learns from the text and from the members' averaged probabilities",
         )
         train_one(Settings(), out=None, resume=str(student.folder), from_=None, json=False)
-    summary = finished(student) or {}
+    summary = final_summary(student) or {}
     return {
         "run": str(student.folder),
         **{key: summary.get(key) for key in (results.NATS, results.BITS)},
@@ -173,7 +174,12 @@ def _distill(state: SweepProgress, best: int, progress: Progress) -> dict[str, A
 
 
 def _require_member(verify: int | None, members: int) -> None:
-    """Raise UsageError unless --verify names one of `members` members, or is not given."""
+    """Refuse a --verify that names no member of the sweep.
+
+    Args:
+        verify: the index of a member; None if --verify was not given.
+        members: the number of members.
+    """
     if verify is not None and not 0 <= verify < members:
         raise UsageError(f"--verify {verify}: the sweep has members 0 to {members - 1}")
 
@@ -188,7 +194,7 @@ def _train(state: SweepProgress, progress: Progress) -> None:
             state.sweep.record |= Sweep.open(state.sweep.run.folder).record
         state.prepare(default_device(), describe())
     with (
-        state.block() as block,
+        state.live_display() as block,
         StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop,
     ):
         try:
@@ -255,12 +261,13 @@ def _print_next_commands(
     best = result["best"]
     if best is None:
         return
+    # Only the first command has the label.
+    label = "next"
     # Members may be narrow models, whose best values are meant for a wide one. Then this file has the
     # settings of the wide run with these values.
-    has_wide_run = is_file(sweep.wide)
-    if has_wide_run:
-        show_command(progress, "next", "train", str(sweep.wide))
-    label = "" if has_wide_run else "next"  # the first line only
+    if is_file(sweep.wide):
+        show_command(progress, label, "train", str(sweep.wide))
+        label = ""
     show_command(progress, label, "train", "--from", f"{sweep.run.handle}/best", "--minutes", "5")
     if verify is None:
         show_command(

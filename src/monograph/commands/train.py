@@ -72,7 +72,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     a checkpoint.
     """
     with (
-        report.block() as block,
+        report.training_block() as block,
         StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop,
     ):
         after = AfterUpdate(session, report, block, stop, progress)
@@ -83,7 +83,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
                 continue
             with after.since_shown.paused():  # the speed that is shown is that of the updates alone
                 after.evaluate(due)
-                after.keep_time(due)
+                after.shorten_if_late(due)
                 after.sample(due)
                 after.save(due)
             after.raise_if_stopped(due)

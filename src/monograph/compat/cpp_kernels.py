@@ -10,6 +10,7 @@ kernels.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ def build_kernels_together() -> None:
     wait = compiler.wait
 
     class LibraryCache(codecache.CppPythonBindingsCodeCache):
-        # As torch's own subclasses do: a cache of its own, and the name of the Python module that
-        # each library holds.
+        # torch's own subclasses also define these: a cache of their own, and the name of the Python
+        # module that each library holds.
         cache: dict[str, Any] = {}  # noqa: RUF012 - torch declares it so
         entry_function = "kernels"
 
@@ -52,7 +53,8 @@ def build_kernels_together() -> None:
         threads = async_compile.get_compile_threads()
         sources_by_file = _split_evenly(sources, threads)
         template = LibraryCache.suffix_template
-        # With a single thread, a submitted job would wait for a lock that this thread holds.
+        # With a single thread, libraries are compiled at once (`submit_fn` is None), because a submitted
+        # job would wait for a lock that this thread holds.
         submit = self.submit if threads > 1 else None
         pending_libraries = [
             LibraryCache.load_async(_module_code(file_sources, template), "cpu", submit_fn=submit)
@@ -132,5 +134,5 @@ def _module_code(sources: dict[str, _Source], template: str) -> str:
 
 def _cut_at(text: str, *marks: str) -> list[str]:
     """Return the part of a text before the first mark, and the parts that begin at each mark."""
-    places = [0, *(text.index(mark) for mark in marks), len(text)]
-    return [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
+    cuts = [0, *(text.index(mark) for mark in marks), len(text)]
+    return [text[begin:end] for begin, end in itertools.pairwise(cuts)]

@@ -40,7 +40,9 @@ def graph_breaks() -> int:
 
 
 def is_capture_error(error: BaseException | None) -> bool:
-    """Return whether torch failed to trace or compile a function; False if the function failed."""
+    """Return whether an error means that torch failed to trace or compile a function; False if the
+    function itself raised it.
+    """
     import torch._dynamo.exc as dynamo
     import torch._inductor.exc as inductor
 
@@ -50,15 +52,15 @@ def is_capture_error(error: BaseException | None) -> bool:
         inductor.InductorError,
         inductor.CppCompileError,
     )
-    # Triton raises this if a kernel needs more shared memory than this GPU has. The class is
-    # compared by name, since importing it needs Triton.
+    # Triton raises this error if a kernel needs more shared memory than this GPU has. The class is
+    # compared by name, because importing it needs Triton.
     kernel_is_too_large = type(error).__name__ == "NoTritonConfigsError"
     return kernel_is_too_large or isinstance(error, capture_errors)
 
 
 @contextmanager
 def restore_saved_tensor_hooks() -> Iterator[None]:
-    """Enable saved-tensor hooks after the block if they were enabled before it.
+    """Enable autograd's saved-tensor hooks after the `with` block, if they were enabled before it.
 
     An error inside a `torch.func` transform leaves them disabled.
     """
@@ -107,7 +109,7 @@ def cache_attention_kernels() -> None:
 
 
 def allow_variants() -> None:
-    """Let a function be compiled for up to 64 kinds of arguments; torch's default limit is 8."""
+    """Let a function be compiled for up to 64 shapes and types of arguments; torch's limit is 8."""
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 64)
 
@@ -115,7 +117,7 @@ def allow_variants() -> None:
 def forget_graphs(function: Callable[..., object]) -> None:
     """Drop the compiled graphs of a function, or of the function of a bound method.
 
-    They count toward the limit of `allow_variants`, even if nothing can call them any more.
+    Graphs count toward the limit of `allow_variants`, even if nothing can call them any more.
     """
     code = getattr(function, "__code__", None)
     if code is not None:
@@ -159,13 +161,13 @@ def quiet_missing_tf32() -> None:
 
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
-    """Let `torch.compiler.is_compiling()` return True in the block.
+    """Let `torch.compiler.is_compiling()` return True in the `with` block.
 
-    Flex attention then calls its operator directly.
+    Flex attention then calls its operator directly. Otherwise it would compile itself, which torch
+    refuses for fake tensors.
     """
     import torch.nn.attention.flex_attention as flex
 
-    # Otherwise flex attention compiles itself, which torch refuses for fake tensors.
     uncompiled = replace_attributes(flex, {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True})
     with replace_attributes(torch.compiler, {"_is_compiling_flag": True}), uncompiled:
         yield
@@ -177,5 +179,7 @@ def makes_fake_tensors() -> bool:
 
 
 def without_modes() -> AbstractContextManager[object]:
-    """Return a context without the caller's dispatch modes, with which Dynamo refuses to trace."""
+    """Return a context in which the caller's dispatch modes are off. Dynamo refuses to trace while such
+    a mode is on.
+    """
     return _disable_current_modes()

@@ -93,13 +93,17 @@ def key_cache_by_vector_width() -> None:
 
 @functools.cache
 def split_cat_options() -> dict[str, int]:
-    """Return Inductor's option with which each input of a concatenation has a kernel of its own."""
+    """Return Inductor's option with which each input of a concatenation has a kernel of its own.
+
+    By default one kernel on a GPU computes all inputs at every element of the result.
+    """
     from torch._inductor import config
 
     option = "max_complex_pointwise_cat_inputs"
     if hasattr(config, option):
         return {option: 0}
-    # torch 2.11 has an option for simple inputs only. This makes it apply to all inputs.
+    # torch 2.11 has only an option for simple inputs. The function below makes that option apply to
+    # all inputs.
     lowering: Any = importlib.import_module("torch._inductor.lowering")
     concatenate_in_one_kernel = lowering.pointwise_cat
 
@@ -125,40 +129,41 @@ def keep_strides_of_block_masks() -> None:
 
     def realize_and_freeze(values: list[Any]) -> list[Any]:
         nodes = realize(values)
-        # The lists are the inputs of integers.
-        integers = [
+        # The index lists are the inputs that have integers.
+        index_lists = [
             node
             for node in nodes
             if hasattr(node, "get_dtype") and not node.get_dtype().is_floating_point
         ]
-        flex.freeze_irnodes(integers)
+        flex.freeze_irnodes(index_lists)
         return nodes
 
     flex.maybe_realize = realize_and_freeze
 
 
 @functools.cache
-def read_wide_rows_once(most_numbers: int) -> None:
-    """Let kernels of a GPU that reduce rows hold whole rows of up to `most_numbers` in registers.
+def read_wide_rows_once(max_numbers: int) -> None:
+    """Let kernels of a GPU that reduce rows hold complete rows of up to `max_numbers` in registers.
 
-    By default Inductor does so up to 1,024 numbers. Beyond, a kernel has two loops, of which the
-    second reads the row again, for example to normalise it.
+    By default Inductor does so for rows of up to 1,024 numbers. For wider rows a kernel has two
+    loops, and the second one reads the row again, for example to normalise it.
     """
     from torch._inductor import config
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
 
-    by_default = InductorChoices.should_use_persistent_reduction
+    # A persistent reduction is one that holds complete rows.
+    should_by_default = InductorChoices.should_use_persistent_reduction
 
     def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-        if by_default(features, cooperative_reduction):
+        if should_by_default(features, cooperative_reduction):
             return True
         if cooperative_reduction or not config.triton.persistent_reductions:
             return False
-        is_of_rows = features.get_reduction_hint() == ReductionHint.INNER
-        fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, most_numbers)
-        return bool(is_of_rows and fits)
+        reduces_rows = features.get_reduction_hint() == ReductionHint.INNER
+        fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, max_numbers)
+        return bool(reduces_rows and fits)
 
     InductorChoices.should_use_persistent_reduction = staticmethod(  # type: ignore[method-assign]
         should_use_persistent_reduction
@@ -190,6 +195,8 @@ def onednn_matmul(left: Tensor, right: Tensor) -> Tensor:
 
     torch itself uses oneDNN only for products in bf16.
     """
+    # The operator multiplies by the transpose of its second argument. The others say: no bias, and no
+    # elementwise function (its name, its arguments and its algorithm) of the result.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
     return product
 
@@ -232,8 +239,8 @@ def compile_cpp(source: str) -> CDLL:
 def lower_to_call(operator: OpOverload, function: Callable[..., None]) -> None:
     """Let compiled graphs call `function(left, right, out=...)` for a matrix product.
 
-    The call bypasses torch's dispatcher, which saves half of its 5 microseconds. A graph from the
-    cache finds the function by the operator's name.
+    The call bypasses torch's dispatcher, which saves half of the 5 microseconds that a call takes. A
+    graph from the cache finds the function by the operator's name.
     """
     from torch._inductor.kernel.mm_common import mm_args
     from torch._inductor.lowering import register_lowering
@@ -289,7 +296,8 @@ def record_cpu_kernels() -> Iterator[None]:
     for module_globals, name, kernel in kernels:
         shown_name = name
         if name.startswith("monograph_"):
-            # A function of `lower_to_call`, under the name that the dispatcher would show.
+            # `lower_to_call` has named this function after its operator. The profile shows the
+            # operator's own name.
             shown_name = name.replace("_", "::", 1)
         module_globals[name] = recorded(shown_name, kernel)
     try:
@@ -307,16 +315,16 @@ def quiet_profiler() -> None:
 def parse_no_events(profile: torch.profiler.profile) -> None:
     """Let a profile that has begun write its trace without parsing its events, which is slow.
 
-    The caller has set `acc_events`, without which torch 2.11 warns of profiling cycles that do not
-    exist. But with it torch parses the events at once.
+    The caller has set `acc_events`, because without it torch 2.11 warns of profiling cycles that do
+    not exist. But with it torch parses the events as soon as the profile ends. So it is unset here.
     """
     assert profile.profiler is not None
     profile.profiler.acc_events = False
 
 
-# The partitioner reads the marks of activation checkpointing, which number the checkpointed regions
-# of a graph. It saves a value that a region reads from an earlier region. This number is larger than
-# that of any region, so that no marked value is saved for that reason.
+# Activation checkpointing marks the values of a graph with the number of their checkpointed region. The
+# partitioner saves a value that a later region reads. This number is larger than that of any region, so
+# no value that is marked with it is saved for that reason.
 _LAST_REGION = 1 << 30
 
 
@@ -352,10 +360,11 @@ def mark_dequantised_values(graph: Graph) -> None:
 
 
 def mark_readers_of_overwritten_inputs(graph: Graph) -> None:
-    """Mark the values that are computed from inputs that the forward pass overwrites, to be saved.
+    """Mark the values that must be saved because the forward pass overwrites an input of theirs, such
+    as a running mean.
 
-    Such an input is a running mean. Without marks the partitioner may recompute these values in the
-    backward pass, from the overwritten input.
+    Without marks the partitioner may recompute these values in the backward pass, from the
+    overwritten input.
 
     Args:
         graph: a joint graph.
@@ -365,8 +374,11 @@ def mark_readers_of_overwritten_inputs(graph: Graph) -> None:
     write = torch.ops.aten.copy_.default
     operators = get_default_op_list()
     writes = graph.find_nodes(op="call_function", target=write)
-    targets = [node.args[0] for node in writes]
-    aliases = [value for value in targets if isinstance(value, Node) and value.op == "placeholder"]
+    written_values = [node.args[0] for node in writes]
+    # The overwritten inputs, and values that lie in their memory.
+    aliases = [
+        value for value in written_values if isinstance(value, Node) and value.op == "placeholder"
+    ]
     while aliases:
         for user in aliases.pop().users:
             is_alias = operators.is_view(user) or user.target is operator.getitem
@@ -374,10 +386,11 @@ def mark_readers_of_overwritten_inputs(graph: Graph) -> None:
             # the batch's mean.
             is_batch_norm = "batch_norm" in str(user.target)
             if is_alias:
-                # A view, or an item of several results, changes together with the input.
+                # A view, or one of several results, changes together with the input.
                 aliases.append(user)
             elif user.target is not write and not is_batch_norm:
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                # If the user has several results, each is a node of its own.
                 for item in user.users:
                     if item.target is operator.getitem:
                         item.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -390,9 +403,9 @@ def mark_recomputed(graph: Graph) -> None:
 
 
 def aot_eager() -> Callable[..., Any]:
-    """Return torch's backend "aot_eager" with `mark_recomputed`.
+    """Return a backend of `torch.compile` that traces both passes and generates no code.
 
-    It traces both passes and generates no code.
+    It is torch's backend "aot_eager" with the marks of `mark_recomputed`.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -405,7 +418,9 @@ def aot_eager() -> Callable[..., Any]:
 def _partition(
     graph: GraphModule, inputs: object, **options: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph into a forward and a backward graph, as Inductor does."""
+    """Split a joint graph into a forward and a backward graph, as Inductor does, with the marks of
+    `mark_recomputed`.
+    """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     mark_recomputed(graph.graph)
@@ -435,20 +450,22 @@ def bytes_saved_for_backward(
 
     own_tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     arguments, arguments_spec = tree_flatten((args, kwargs))
-    # A BlockMask is one leaf, whose tensors would become constants of the graph. As a dict, its
-    # tensors become inputs. Its rule `mask_mod` also reads tensors, but does not change the number
-    # of bytes, so a trivial rule replaces it.
-    without_masks = [
+    # A BlockMask would be one leaf, and its tensors would become constants of the graph. So it is
+    # replaced by a dict, whose tensors become inputs. The rule `mask_mod` of a BlockMask also reads
+    # tensors, but does not change the number of bytes, so a trivial rule takes its place.
+    masks_as_dicts = [
         {**vars(argument), "mask_mod": noop_mask} if isinstance(argument, BlockMask) else argument
         for argument in arguments
     ]
-    leaves, leaves_spec = tree_flatten(without_masks)
+    leaves, leaves_spec = tree_flatten(masks_as_dicts)
     tensor_positions = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     # The bytes of each saved storage, by its address: two saved tensors may share a storage.
     bytes_by_storage: dict[int, int] = {}
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        # `tensors` are the module's tensors, and then the tensors among `leaves`.
+        """Call `forward` with other tensors: those of the module, and then the tensors among `leaves`.
+        Return the tensors among its results.
+        """
         new_leaves = list(leaves)
         for index, tensor in zip(tensor_positions, tensors[len(own_tensors) :], strict=True):
             new_leaves[index] = tensor
@@ -462,6 +479,7 @@ def bytes_saved_for_backward(
             return [result for result in results if isinstance(result, Tensor)]
 
     def storages(nodes: Iterable[object]) -> list[torch.UntypedStorage]:
+        """Return the storages of the tensors that the nodes compute."""
         values = [node.meta["val"] for node in nodes if isinstance(node, Node)]
         return [value.untyped_storage() for value in values if isinstance(value, Tensor)]
 
@@ -476,14 +494,14 @@ def bytes_saved_for_backward(
         assert isinstance(outputs, list | tuple)
         for storage in storages(outputs[num_fwd_outputs:]):
             bytes_by_storage[storage._cdata] = storage.nbytes()
-        # Inputs may be among them, and are not counted.
+        # Inputs may be among the saved values. They are not counted.
         for storage in storages(forward_graph.graph.find_nodes(op="placeholder")):
             bytes_by_storage[storage._cdata] = 0
         return forward_graph, backward_graph
 
     tensors = [*own_tensors.values(), *(leaves[index] for index in tensor_positions)]
-    # They are detached, since autograd would trace the result of an earlier operator back to the
-    # inputs of that operator.
+    # An argument may be the result of an earlier operator. It is detached, because autograd would
+    # otherwise trace it back to the inputs of that operator.
     leaf_tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
     aot_function(
         run,
@@ -498,11 +516,13 @@ def bytes_saved_for_backward(
 def partitioning_backend(
     forward: Callable[[Any], Any], backward: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """Return a backend of `torch.compile` that partitions as Inductor does, but generates no code.
+    """Return a backend of `torch.compile` that partitions graphs as Inductor does, but lets the caller
+    turn them into functions.
 
     Args:
-        forward: turns a forward graph into a function of the list of its arguments.
-        backward: does the same for a backward graph.
+        forward: called with a forward graph; returns a function that takes the list of the graph's
+            arguments.
+        backward: the same for a backward graph.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -511,8 +531,9 @@ def partitioning_backend(
     def partition(
         graph: GraphModule, inputs: object, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
-        # Inductor does this first. A view of nothing would hide from the partitioner that the value
-        # behind it is cheap to compute again, and so it would be saved.
+        # Inductor does this first, too. An operator without effect, such as a view with the same
+        # shape, would hide from the partitioner that its input is cheap to recompute, and so the
+        # value would be saved.
         remove_noop_ops(graph.graph)
         return _partition(graph, inputs, **options)
 

@@ -53,8 +53,9 @@ def writes_in_place(operator: object) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-# Dynamo calls it while it traces, when the transforms around the call are on torch's stack. It would
-# otherwise take the stack for an object, which is never None.
+# The decorator makes Dynamo call this function when it traces a caller; the transforms around the
+# caller are on torch's stack then. Otherwise Dynamo would trace the function itself, and would take the
+# result of `peek_interpreter_stack` for an object, which is never None.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def in_transform() -> bool:
     """Return whether the caller runs inside a transform of `torch.func`, such as vmap or grad."""
@@ -80,11 +81,12 @@ def end_failed_capture(
     """
     with contextlib.suppress(RuntimeError):
         graph.pool()
-        return  # the capture did end: only the captured work failed
+        # If this does not raise, the capture did end, and only the captured work failed.
+        return
     with contextlib.suppress(RuntimeError):  # the pool is closed already, except on torch 2.11
         torch._C._cuda_endAllocateToPool(device.index, pool)
     torch._C._cuda_releasePool(device.index, pool)
-    # Another capture, which is empty and ends, resets the random number generator.
+    # Another capture resets the random number generator when it ends. It is empty.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of an empty graph
         with torch.cuda.graph(
@@ -190,8 +192,8 @@ def replace_layer_functions(
         on_recomputation: called before `torch.utils.checkpoint` runs a function that it would
             recompute in the backward pass.
     """
-    # It is imported by its name, since torch.nn.utils.weight_norm is a function that hides the
-    # module.
+    # The module is imported by its name, because the attribute torch.nn.utils.weight_norm is a function
+    # of the same name.
     weight_norm_module = importlib.import_module("torch.nn.utils.weight_norm")
     batch_norm = torch.nn.modules.batchnorm._BatchNorm
     original_forward = batch_norm.forward
@@ -205,9 +207,9 @@ def replace_layer_functions(
             return cumulative_batch_norm(self, x)
         return original_forward(self, x)
 
-    # A recurrent layer stores a list of its weights for cuDNN. The list does not notice that
-    # `functional_call` exchanges a weight, and would hold tensors of a finished transform. So the
-    # weights are read at each call.
+    # A recurrent layer stores a list of its weights for cuDNN. If `functional_call` exchanges a weight,
+    # the list stays as it is, so later it would have tensors of a finished transform. Therefore a
+    # property replaces the list, and reads the weights at each call.
     current_weights = property(
         lambda self: [getattr(self, name) for name in self._flat_weights_names]
     )

@@ -37,7 +37,7 @@ _WHY_NO_AXIS = {key: each.fixed for key, each in _DECLARATIONS.items() if key no
 
 _PAIR_KEYS = ("optim.betas",)  # keys whose value is a pair
 _RANGE_FORMS = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"
-# [log:|lin:]FIRST..LAST[:COUNT]
+# [log:|lin:]FIRST..LAST[:COUNT], where FIRST may be a number with a point
 _RANGE = re.compile(r"(?:(log|lin):)?([^.:,]*(?:\.[^.:,]+)?)\.\.([^:,]*)(?::([^:,]*))?")
 Point = dict[str, Any]  # {an axis' key: its value}
 MAX_MEMBERS = 10_000  # a larger range is a typing error, and its points would fill the memory
@@ -138,7 +138,7 @@ def _file_value_as_axis(key: str, given: SourcedValue) -> str | None:
     value = given.value
     with suppress(UsageError):
         checked_value(key, value, "", from_text=False)
-        return None
+        return None  # the key takes it, so it is a single value
     # A list of values in old spellings (`monograph.config.renamed`).
     translations = new_spellings(key, value)
     if translations and not new_spelling(key, value):
@@ -269,9 +269,8 @@ def _axis(key: str, text: str) -> Axis | None:
         UsageError: the key cannot be an axis, a range is wrong, or a value is empty or given twice.
     """
     if new_spelling(key, text):
-        return (
-            None  # an old spelling of a single value, which `checked_value` will refuse with advice
-        )
+        # It is an old spelling of a single value, which is refused with advice when it is loaded.
+        return None
     translations = new_spellings(key, text)
     if translations:
         raise UsageError(f"{key}={text}: {_new_axis_advice(key, translations)}")
@@ -282,7 +281,7 @@ def _axis(key: str, text: str) -> Axis | None:
     suggested_range = _suggest_range(key, text)
     if suggested_range:
         raise UsageError(f"{key}={text}: a range is typed as {key}={suggested_range}")
-    # A text with a slash is a path, such as ../texts.
+    # A text with a slash is a path, such as ../texts, and no range.
     range_match = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
     parts = _split_values(key, text)
     if range_match is None and text.startswith(("log:", "lin:")):
@@ -323,7 +322,7 @@ def _suggest_range(key: str, text: str) -> str:
     call = re.fullmatch(r"(\w+)\(([^,()]+),([^,()]+)(?:,([^,()]+))?\)", text)
     if not call or key not in AXIS_KEYS:
         return ""
-    name, first, last, count = (part and part.strip() for part in call.groups())
+    name, first, last, count = (part.strip() for part in call.groups(default=""))
     scale = "log" if re.search("log|geom", name) else "lin"
     return f"{scale}:{first}..{last}" + (f":{count}" if count else "")
 

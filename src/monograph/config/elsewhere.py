@@ -318,9 +318,10 @@ VALUES: dict[str, dict[str, str]] = {
     "rl.kl": {"false": "none", "0": "none", "0.0": "none"},
 }
 
-# Options of a command, by the command and the name in another program. An entry that begins with a
-# dash is an option: it takes the value that was typed, in the place of {} or at its end. Other
-# entries are sentences. The name "" is an argument that the command does not take.
+# From here to `OPTIONS`: what to type for other programs' options, by the command and the option's name
+# there. An entry that begins with a dash is an option here. It takes the value that was typed, in the
+# place of {} or at its end. Other entries are sentences. The name "" stands for an argument without an
+# option, where the command takes none.
 _RUN = "name the run or model as it is"
 _LENGTH = "leave it out: the longest text is what the model has"
 _SAMPLER = {
@@ -330,6 +331,9 @@ _SAMPLER = {
         "frequency_penalty",
         "presence_penalty",
         "typical_p",
+        "top_a",
+        "epsilon_cutoff",
+        "eta_cutoff",
         "min_tokens",
         "mirostat_tau",
         "mirostat_eta",
@@ -344,6 +348,7 @@ _SAMPLER = {
 }
 _PROMPT = "type the prompt as it is: monograph generate last 'Once upon a time'"
 _ONE_ANSWER = "say monograph generate RUN PROMPT --chat"
+# Options of `generate` and `chat`.
 _WRITING = {
     "max_new_tokens": "--max-tokens",
     "max_length": "--max-tokens",
@@ -355,6 +360,7 @@ _WRITING = {
     "topp": "--top-p",
     "do_sample": "say --temperature 0 for the likeliest text; other temperatures sample",
     "greedy": "say --temperature 0",
+    "top_h": "it is not among the filters; --min-p also keeps more tokens where the model is unsure",
     "num_beams": "say -n N for several texts: beams are not searched",
     "stop_sequence": "--stop",
     "stop_sequences": "--stop",
@@ -364,6 +370,7 @@ _WRITING = {
     "checkpoint": _RUN,
     **_SAMPLER,
 }
+# Options of `evaluate` and `compare`.
 _MEASURING = {
     "": "--data",
     "tasks": "say python -m monograph.lm_eval run --model monograph --model_args run=RUN --tasks NAME",

@@ -7,6 +7,10 @@ from monograph.errors import MonographError, UsageError
 
 COMMAND_LINE = "command line"
 MAX_FAULTS = 5  # the largest number of faults that an error names
+# The ranks of origins: a value of a higher rank overrides one of a lower rank.
+TOML_RANK = 1
+ENVIRONMENT_RANK = 2
+COMMAND_LINE_RANK = 3
 
 
 class SourcedValue(NamedTuple):
@@ -15,8 +19,8 @@ class SourcedValue(NamedTuple):
     Attributes:
         value: the value.
         origin: where the value was written, for messages, such as "run.toml:7".
-        rank: the precedence of the origin: 1 (TOML), 2 (environment) or 3 (command line). If keys
-            exclude each other, the one with the highest rank counts.
+        rank: TOML_RANK, ENVIRONMENT_RANK or COMMAND_LINE_RANK. If keys exclude each other, the one
+            with the highest rank counts.
         from_text: whether the value may be a text that stands for a number, as in a shell.
         written: the value as a person wrote it, for messages; "" if `value` itself is to be shown.
     """

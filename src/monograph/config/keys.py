@@ -248,9 +248,9 @@ class Section(BaseModel):
 def _with_parameters(
     section: type[Section], chosen_by: str, declared: Mapping[str, Sequence[Parameter]]
 ) -> Any:
-    """Return a section with more keys: the parameters of the choices in a table.
+    """Return a section with more keys, which are the parameters of a key's choices.
 
-    Such a table is the losses of preferences. The losses have parameters, such as beta.
+    For example, prefer.loss chooses a loss, and losses have parameters, such as prefer.beta.
 
     Args:
         section: the section, which has the key that makes the choice.

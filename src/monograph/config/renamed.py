@@ -61,7 +61,7 @@ def _answer_texts(which: str | None, key: str, value: str) -> dict[str, str | No
 
 def _true_if_matched(group: str | None) -> str | None:
     """Return "true" if a pattern's group has matched, else None."""
-    return group and "true"
+    return None if group is None else "true"
 
 
 NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
@@ -284,10 +284,11 @@ def new_spellings(key: str, value: object) -> list[TextsByKey]:
 
 def texts_by_key(texts_of_each: Sequence[TextsByKey]) -> dict[str, list[str]]:
     """Return the distinct values of each key in the results of `new_spellings`, in their order."""
-    texts_by_key: dict[str, list[str]] = {}
+    distinct_texts: dict[str, list[str]] = {}
     for texts in texts_of_each:
         for key, text in texts.items():
-            texts_of_key = texts_by_key.setdefault(key, [])
+            texts_of_key = distinct_texts.setdefault(key, [])
+            # `new_spellings` has no lists, which only data.source and data.weights take.
             if isinstance(text, str) and text not in texts_of_key:
                 texts_of_key.append(text)
-    return texts_by_key
+    return distinct_texts

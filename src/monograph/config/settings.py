@@ -33,10 +33,10 @@ from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
 CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
-# {key that a resumed run may change: its default} (`is_changeable_on_resume` of `monograph.config.keys.Key`).
-# The fingerprint has the default in place of the key's value, so that it does not depend on the
-# value. data.ignore_keys is one of these keys, because the fingerprint of the records shows whether
-# the records changed.
+# {key that a resumed run may change: its default} (`monograph.config.keys.Key.is_changeable_on_resume`).
+# A fingerprint of settings has the default in place of the key's value, so that it does not depend on
+# the value. data.ignore_keys is one of these keys: if it changes the records, their own fingerprint
+# shows that.
 CHANGEABLE_ON_RESUME = {
     key: key_declaration(key).default
     for key in KEYS
@@ -67,7 +67,7 @@ class Settings(BaseModel):
         origins: {key: origin} of each value that was set, such as "run.toml:7",
             "MONOGRAPH_TRAIN_SEED" or "command line".
         written: {key: the value as a person wrote it}, for messages.
-        vouched: {value that names a Python file: digest of the file}. These files may be run
+        vouched: {value that names a Python file: digest of the file}, for the files that may be run
             (`monograph.run.trust`).
     """
 
@@ -100,11 +100,12 @@ class Settings(BaseModel):
 
     def values(self) -> dict[str, Any]:
         """Return every key's value by the key, in the order of `KEYS`."""
-        return {
-            f"{name}.{key}": value
-            for name in SECTIONS
-            for key, value in self.way_sections.get(name) or getattr(self, name)
-        }
+        values: dict[str, Any] = {}
+        for name in SECTIONS:
+            is_of_way = name in self.way_sections
+            section = self.way_sections[name] if is_of_way else getattr(self, name)
+            values |= {f"{name}.{key}": value for key, value in section}
+        return values
 
     def said(self, key: str) -> str:
         """Return the beginning of a message about a key: "run.toml:7: train.seed = 3"."""
@@ -136,7 +137,8 @@ class Settings(BaseModel):
         }
         unset: set[str] = set()
         for group in EXCLUSIVE:
-            if not checked.keys().isdisjoint(group):
+            sets_a_key = not checked.keys().isdisjoint(group)
+            if sets_a_key:
                 unset |= set(group) - checked.keys()
         kept = {key: value for key, value in self.pinned().items() if key not in unset}
         origins = {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin)

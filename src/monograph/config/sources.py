@@ -13,7 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.config.given import COMMAND_LINE, SourcedValue, raise_all
+from monograph.config.given import (
+    COMMAND_LINE,
+    COMMAND_LINE_RANK,
+    ENVIRONMENT_RANK,
+    SourcedValue,
+    raise_all,
+)
 from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.recipes import recipes
 from monograph.config.renamed import new_spelling
@@ -134,7 +140,9 @@ def _from_environment(
     sourced = {}
     for name, value in environment.items():
         if name in _KEYS_OF_VARIABLES:
-            sourced[_KEYS_OF_VARIABLES[name]] = SourcedValue(value, name, 2, from_text=True)
+            sourced[_KEYS_OF_VARIABLES[name]] = SourcedValue(
+                value, name, ENVIRONMENT_RANK, from_text=True
+            )
         elif name.startswith(_VARIABLE_PREFIXES):
             suggestion = did_you_mean(name, _KEYS_OF_VARIABLES)
             faults.append(UsageError(f"environment: {name} names no key{suggestion}"))
@@ -152,7 +160,9 @@ def _from_command_line(
         except UsageError as error:
             faults.append(error)
         else:
-            sourced[key] = SourcedValue(value, COMMAND_LINE, 3, from_text=isinstance(value, str))
+            sourced[key] = SourcedValue(
+                value, COMMAND_LINE, COMMAND_LINE_RANK, from_text=isinstance(value, str)
+            )
     return sourced
 
 
@@ -235,7 +245,8 @@ def classify(arguments: Iterable[str]) -> Arguments:
     sources: list[str] = []
     faults: list[MonographError] = []
     for argument in _without_split_assignments(arguments, faults):
-        if pair := key_and_value(argument):
+        pair = key_and_value(argument)
+        if pair is not None:
             key, value = pair
             if key in overrides:
                 fault = f"{key} is given twice, as {overrides[key]} and as {value}; give it once"
@@ -275,8 +286,11 @@ def _without_split_assignments(
         match = re.fullmatch(
             r"(?P<alone>[a-z_.]+)(?P<sign>[=:]?)|(?P<key>[a-z_.]+):(?P<value>.+)", argument
         )
-        key = match and (match["alone"] or match["key"])
-        if not match or key not in KEYS or exists(argument):
+        if match is None:
+            yield argument
+            continue
+        key = match["alone"] or match["key"]
+        if key not in KEYS or exists(argument):
             yield argument
             continue
         value = match["value"] or ""

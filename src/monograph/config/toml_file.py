@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.config.given import SourcedValue, raise_all
+from monograph.config.given import TOML_RANK, SourcedValue, raise_all
 from monograph.config.keys import KEYS, SECTIONS, key_declaration
 from monograph.config.lookup import example_of
 from monograph.config.settings import toml_of
@@ -21,7 +21,8 @@ from monograph.errors import UsageError, did_you_mean
 from monograph.storage.reading import read_input
 
 MAX_TOML_BYTES = 1 << 20
-MAX_WRITTEN = 500  # the characters after an `=`; a longer value is not searched for a comment
+# A line with more characters after its `=` is not searched for the end of the value.
+MAX_WRITTEN = 500
 _HEADER = re.compile(r"\s*\[+\s*([\w.\"'-]+)\s*\]")  # [NAME] or [[NAME]]
 _ENTRY = re.compile(r"\s*([\w.\"' -]+?)\s*=(.*)")  # NAME = TEXT
 
@@ -137,7 +138,9 @@ def _values_of_section(
             if isinstance(value, dict):
                 raise UsageError(_not_a_value_message(origin, key, value))
             written = _written_value(value, lines[key].text) if key in lines else ""
-            values[key] = SourcedValue(value, origin, rank=1, from_text=False, written=written)
+            values[key] = SourcedValue(
+                value, origin, rank=TOML_RANK, from_text=False, written=written
+            )
         except UsageError as error:
             faults.append(error)
     return values
@@ -211,7 +214,8 @@ def _written_value(value: object, text: str) -> str:
     """
     if len(text) > MAX_WRITTEN:
         return ""
-    # A # begins a comment unless it is inside a string, so try to cut the text at each one.
+    # A # begins a comment unless it is inside a string. So the text is cut at each one, until what is left
+    # is the value. `repr` tells true from 1, and 1 from 1.0.
     comment_starts = [match.start() for match in re.finditer("#", text)]
     for end in (*comment_starts, len(text)):
         with suppress(tomllib.TOMLDecodeError, RecursionError):

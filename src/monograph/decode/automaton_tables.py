@@ -114,7 +114,7 @@ class AutomatonTables:
         self.stops_S = torch.zeros(states, dtype=torch.bool, device=device)
         self.class_AV = torch.zeros(1 + automata, vocabulary, dtype=torch.int16, device=device)
         # NO_AUTOMATON and DEAD have one cell each, whose index is that of the state, and lead to
-        # themselves.
+        # themselves. The entries of NO_AUTOMATON are zeros.
         self.next_N[DEAD] = DEAD
         self.first_cell_S[DEAD] = DEAD
         self.effect_N[DEAD] = NEVER
@@ -196,6 +196,7 @@ class AutomatonTables:
         if automaton is None:
             return NO_AUTOMATON
         key = id(automaton)
+        # It is removed and added again, so that the places stay in the order of their last acquisition.
         place = self._places.pop(key, None) or self._add(automaton)
         if place is None:
             return None
@@ -229,7 +230,7 @@ class AutomatonTables:
         return place
 
     def _free_place(self, automaton: Automaton) -> _Place | None:
-        """Return a place for an automaton beside the present ones; None if there is no room."""
+        """Return a place for an automaton that overlaps no present one; None if there is no room."""
         places = self._places.values()
         numbers = {place.number for place in places}
         number = next((n for n in range(1, 1 + self.automata) if n not in numbers), None)

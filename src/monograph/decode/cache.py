@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from monograph.device import sent
+from monograph.device import tensor_on
 from monograph.model.config import LlamaConfig
 from monograph.model.mixer import Recurrence, mixer_of
 from monograph.ops.attention import BLOCK, Heads, cached_attention
@@ -39,7 +39,7 @@ class KVCache:
         values: list[Tensor],
         recurrences: Mapping[int, Recurrence],
         seen_blocks: int | None = None,
-        is_filled: bool = False,
+        pads_products: bool = False,
         kernels: "FastAttention | None" = None,
     ) -> None:
         """Take the tensors.
@@ -48,8 +48,8 @@ class KVCache:
             keys: [N, B, K, C, E] for each layer; K is 0 for a layer without attention.
             values: the same for values.
             recurrences: the recurrence of each layer without attention, by the layer's index.
-            seen_blocks: attention reads this number of first blocks; None: all blocks.
-            is_filled: see `cached_attention`.
+            seen_blocks: how many blocks attention reads, from the first on; None: all blocks.
+            pads_products: see `cached_attention`.
             kernels: the kernels that compute attention where they can; `cached_attention` computes
                 the rest, or all if this is None.
         """
@@ -57,7 +57,7 @@ class KVCache:
         self.values = values
         self.recurrences = recurrences
         self.seen_blocks = seen_blocks
-        self.is_filled = is_filled
+        self.pads_products = pads_products
         self.kernels = kernels
 
     @classmethod
@@ -125,7 +125,7 @@ class KVCache:
     def with_first_blocks(self, blocks: int) -> Self:
         """Return a cache of the same tensors, in which attention reads only the first blocks."""
         return type(self)(
-            self.keys, self.values, self.recurrences, blocks, self.is_filled, self.kernels
+            self.keys, self.values, self.recurrences, blocks, self.pads_products, self.kernels
         )
 
     def attend(
@@ -148,8 +148,8 @@ class KVCache:
         query_BHTE, key_BKTE, value_BKTE = heads
         keys_NBKCE = self.keys[layer_index]
         values_NBKCE = self.values[layer_index]
-        # Texts that are scored exactly must have the bits of `cached_attention`.
-        kernels = None if self.is_filled else self.kernels
+        # With `pads_products`, texts must have the bits of `cached_attention`.
+        kernels = None if self.pads_products else self.kernels
         if kernels is not None and positions_BT.shape[1] == 1:
             mixed_BHTE = kernels.step(
                 heads,
@@ -182,7 +182,7 @@ class KVCache:
             seen_values_NBKCE,
             positions_BT,
             window,
-            self.is_filled,
+            self.pads_products,
             sink_H,
         )
 
@@ -195,7 +195,7 @@ class KVCache:
         for tensor in self.recurrence_tensors():
             tensor.zero_()
         for recurrence in self.recurrences.values():
-            recurrence.limit_B[: len(limits)] = sent(limits, recurrence.limit_B.device)
+            recurrence.limit_B[: len(limits)] = tensor_on(limits, recurrence.limit_B.device)
 
     def recurrence_tensors(self) -> list[Tensor]:
         """Return the tensors of all recurrences without `limit_B`, [rows, ...] each."""
@@ -216,8 +216,8 @@ class KVCache:
             slots: how many first slots are copied, rounded up to whole blocks.
         """
         self.copy_keys(rows, source, source_rows, slots)
-        to_rows = sent(rows, self.keys[0].device)
-        from_rows = sent(source_rows, self.keys[0].device)
+        to_rows = tensor_on(rows, self.keys[0].device)
+        from_rows = tensor_on(source_rows, self.keys[0].device)
         for target, origin in zip(
             self.recurrence_tensors(), source.recurrence_tensors(), strict=True
         ):
@@ -229,8 +229,8 @@ class KVCache:
         """Copy keys and values as `copy_rows` does, without recurrences."""
         blocks = math.ceil(slots / self.block)
         device = self.keys[0].device
-        to_rows = sent(rows, device)
-        from_rows = sent(source_rows, device)
+        to_rows = tensor_on(rows, device)
+        from_rows = tensor_on(source_rows, device)
         targets = (*self.keys, *self.values)
         origins = (*source.keys, *source.values)
         for target, origin in zip(targets, origins, strict=True):
@@ -252,14 +252,14 @@ class CacheSizes(NamedTuple):
         per_row: the number of positions of each row.
         block: slots of a block; short texts take less time with short blocks.
         prompts_at_once: the number of prompts that are read at the same time.
-        is_filled: whether a text gets the bits of one pass over the whole text; see
-            `cached_attention`. The reader then reads the last token of a prompt, too, once for all
-            rows that continue the prompt. The first step would compute the same bits.
+        pads_products: whether products are padded so that a text gets the bits of one pass over the
+            whole text; see `cached_attention`. The reader then also reads the last token of a prompt,
+            once for all rows that continue the prompt. The first step would compute the same bits.
         longest_prompt: the maximum number of tokens of a prompt. A smaller one takes less time.
     """
 
     per_row: int
     block: int = BLOCK
     prompts_at_once: int = 1
-    is_filled: bool = False
+    pads_products: bool = False
     longest_prompt: int = BLOCK

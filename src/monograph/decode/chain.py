@@ -411,21 +411,23 @@ def apply_filters(
         knobs["mu"] = rows.mu_B[:, None]
     candidates = all_candidates(edited_BV, truncation, chain.likeliest_count)
     for stage in chain.stages:
-        if stage not in EDITS:
-            before = candidates
-            candidates = FILTERS[stage].apply(candidates, knobs)
-            if "min_keep" not in knobs or FILTERS[stage].is_temperature:
-                continue
-            # top_k keeps at least min_keep tokens by itself (`top_k_of`). It may also leave out the
-            # unlikely tokens altogether, so `before` and `candidates` may differ in shape.
-            if stage != "top_k":
-                candidates = _with_at_least(knobs["min_keep"], before, candidates)
+        if stage in EDITS:
+            continue
+        before = candidates
+        candidates = FILTERS[stage].apply(candidates, knobs)
+        # top_k keeps at least min_keep tokens by itself (`top_k_of`). It may also leave out the unlikely
+        # tokens altogether, so `before` and `candidates` may differ in shape.
+        drops_tokens = not FILTERS[stage].is_temperature
+        if "min_keep" in knobs and drops_tokens and stage != "top_k":
+            candidates = _with_at_least(knobs["min_keep"], before, candidates)
     return candidates
 
 
 def _with_at_least(min_keep_B1: Tensor, before: Candidates, after: Candidates) -> Candidates:
-    """Return the tokens that a filter left. Where these are too few, undo the filter and keep the
-    `min_keep` likeliest tokens instead, or all if there are fewer.
+    """Return the tokens that a filter left, but at least `min_keep` of those before it.
+
+    In a row with too few, the filter is undone, and the `min_keep` likeliest tokens are kept instead, or
+    all tokens if there are fewer.
 
     Args:
         min_keep_B1: int64.
@@ -522,7 +524,7 @@ def _log_probabilities_after_filters(
 
 
 def _log_probabilities_without_chance(token_B: Tensor, n: int) -> LogProbabilities:
-    """Return the log-probabilities if each row's token is certain: 0 for it, -inf for n - 1 others."""
+    """Return the log-probabilities of a row whose token is certain: 0 for it, and -inf for n - 1 others."""
     ids_BN = token_B[:, None].expand(-1, n)
     first_N = torch.arange(n, device=token_B.device) == 0
     chosen_B = torch.zeros_like(token_B, dtype=torch.float32)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from monograph.automata import Automaton, stop_strings
+from monograph.decode.adapter_bank import BASE, BASE_SLOT, bank_of
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.chain import breakers
 from monograph.decode.generator import Generator, Mode
@@ -136,13 +137,15 @@ class Generation:
         # The number of the completion, by the decoder's number of its request.
         completion_numbers: dict[int, int] = {}
         unfinished: dict[int, _UnfinishedCompletion] = {}
-        # This is a generator expression and not a list, because n may be large.
-        continuations = (
-            request._replace(seed=continuation_seed(request.sampling.seed, index))
-            for request in self._requests
-            for index in range(self._n)
-        )
-        waiting = iter(enumerate(continuations if self._n else self._requests))
+        requests: Iterable[Request] = self._requests
+        if self._n:
+            # This is a generator expression and not a list, because n may be large.
+            requests = (
+                request._replace(seed=continuation_seed(request.sampling.seed, index))
+                for request in self._requests
+                for index in range(self._n)
+            )
+        waiting = iter(enumerate(requests))
 
         def submit(count: int) -> None:
             for number, request in itertools.islice(waiting, count):
@@ -171,6 +174,7 @@ class Generation:
                 text = completion.pending
                 completion.pending = ""
                 if completion.finish is None:
+                    # It still runs, so its event may have brought no text.
                     if text:
                         yield CompletionDelta(current, text, None)
                     break
@@ -193,6 +197,7 @@ def generate(
     stop: Sequence[str | int] = (),
     n: int = 1,
     constraint: Automaton | None = None,
+    adapters: str | Sequence[str] = BASE,
 ) -> Generation:
     """Continue each prompt `n` times.
 
@@ -210,6 +215,9 @@ def generate(
         n: the number of continuations of each prompt. The first one has `sampling.seed`, and the
             others have seeds that are made from it.
         constraint: an automaton of the allowed texts (`monograph.automata`); None: any text.
+        adapters: the name of the adapter that writes, if the model has a bank of them
+            (`monograph.decode.adapter_bank.install`), for all prompts; or a list with one for each
+            prompt. "base" is the model without an adapter.
 
     Returns:
         An iterable of completions, prompt by prompt, which are written while one iterates over it.
@@ -218,8 +226,8 @@ def generate(
         InputRefused: a prompt fills the model's context.
         OutOfDeviceMemory: the keys and values of one row do not fit.
         UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text
-            is given instead of a list, the number of samplings is not that of the prompts, or
-            `Sampling` refuses an option for this vocabulary.
+            is given instead of a list, the number of samplings or adapters is not that of the
+            prompts, there is no adapter with a name, or `Sampling` refuses an option for this vocabulary.
     """
     max_tokens = COUNT.integer("max_tokens", max_tokens)
     n = COMPLETIONS_PER_PROMPT.integer("n", n)
@@ -244,6 +252,7 @@ def generate(
     # Prompts with the same sequence breakers share one search of the vocabulary.
     breakers_of = cache(lambda texts: breakers(texts, tokenizer.pieces))
     unwrapped_model = unwrapped(model)
+    adapter_slots = _adapter_slots(unwrapped_model, adapters, len(prompts))
     requests = [
         Request(
             prompt_ids=tuple(prompt_ids(unwrapped_model, tokenizer, prompt)),
@@ -257,14 +266,34 @@ def generate(
                 if options.dry_multiplier
                 else None
             ),
+            adapter=slot,
         )
-        for prompt, options in zip(prompts, samplings, strict=True)
+        for prompt, options, slot in zip(prompts, samplings, adapter_slots, strict=True)
     ]
     _refuse_leading_spaces(strings, requests, tokenizer)
     # The generator puts only `unwrapped_model` into evaluation mode, which may be a copy of the model.
     model.eval()
     generator = generator_for(unwrapped_model, requests, n, tokenizer.vocab_size)
     return Generation(generator, requests, tokenizer, strings, n)
+
+
+def _adapter_slots(model: Llama, names: str | Sequence[str], prompts: int) -> list[int]:
+    """Return the slot of each prompt's adapter.
+
+    Raises:
+        UsageError: there is no adapter with a name, or not one for each prompt.
+    """
+    if isinstance(names, str):
+        names = [names] * prompts
+    if len(names) != prompts:
+        raise UsageError(f"adapters: {len(names)} names for {prompts} prompts")
+    bank = bank_of(model)
+    if bank is not None:
+        return [bank.slot_of(name) for name in names]
+    unknown = [name for name in names if name != BASE]
+    if unknown:
+        raise UsageError(f"there is no adapter {unknown[0]!r:.80}: the model has none")
+    return [BASE_SLOT] * prompts
 
 
 def _as_list(name: str, given: Iterable[Any]) -> list[Any]:

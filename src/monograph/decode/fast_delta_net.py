@@ -45,15 +45,16 @@ def obstacle_of_delta_net(delta_net: GatedDeltaNet, dtype: torch.dtype) -> str |
     taps = delta_net.conv1d.weight.shape[-1]
     if taps > MAX_TAPS:
         return f"the kernels of delta nets convolve at most {MAX_TAPS} tokens, not {taps}"
-    output = delta_net.out_proj
-    if not channels_at_once(output.in_features):
-        return f"the kernels need widths that are multiples of 16, not {output.in_features}"
+    out_proj = delta_net.out_proj
+    if not channels_at_once(out_proj.in_features):
+        return f"the kernels need widths that are multiples of 16, not {out_proj.in_features}"
     if not are_side_by_side(_projections(delta_net)):
         return NOT_SIDE_BY_SIDE
-    if not is_plain(output):
+    if not is_plain(out_proj):
         return NOT_PLAIN
-    are_of_dtype = all(parameter.dtype == dtype for parameter in delta_net.parameters())
-    return None if are_of_dtype else SEVERAL_DTYPES
+    if any(parameter.dtype != dtype for parameter in delta_net.parameters()):
+        return SEVERAL_DTYPES
+    return None
 
 
 def delta_net_step(
@@ -72,12 +73,13 @@ def delta_net_step(
         norm: the norm before the layer.
         position_B: the tokens' positions, int64.
         recurrence: the layer's state, to which new tokens are added.
-        project: `monograph.ops.decode_kernels.project`, or a function that returns the same.
+        project: `monograph.ops.layer_kernels.project`, or `torch_project` for many rows.
     """
-    weight, _ = family_weights(_projections(delta_net)[0])
-    projected_BP = project(hidden_BD, weight, norm)
+    # The weights of all projections, one after another.
+    weight_PD, _ = family_weights(_projections(delta_net)[0])
+    projected_BP = project(hidden_BD, weight_PD, norm)
     shape = _shape(delta_net)
-    mixed_BC, is_new_B = convolve_token(
+    convolved_BC, is_new_B = convolve_token(
         projected_BP,
         delta_net.conv1d.weight,
         position_B,
@@ -94,7 +96,7 @@ def delta_net_step(
         L2_NORM_EPS,
     )
     out_BX = delta_rule_token(
-        mixed_BC,
+        convolved_BC,
         projected_BP,
         parameters,
         is_new_B,
@@ -106,6 +108,7 @@ def delta_net_step(
 
 
 def _projections(delta_net: GatedDeltaNet) -> list[Linear]:
+    """Return the input projections of a delta net, in the order of their columns."""
     return [cast(Linear, getattr(delta_net, name)) for name in delta_net.siblings]
 
 

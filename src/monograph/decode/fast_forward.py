@@ -12,18 +12,19 @@ for up to 16 rows:
 | a mixture of experts | 4 | |
 | | 8 | a shared expert |
 
-One launch more computes x A^T for each product with adapters. The kernels read the weights once for
-every 16 rows, so with more rows torch's matrix products are used, which are faster then. Attention
-remains one launch, and a layer of attention and a feed-forward layer takes nine. Weights in 8 or 4
-bits, and adapters on them, are multiplied by kernels for any number of rows; adapters on dense weights
-are only for up to 16.
+Each product with adapters takes one launch more, for x A^T.
 
-`obstacle` says why the kernels cannot compute a model. The model's own forward pass is then used. It
-is also the reference against which this one is tested.
+For more than 16 rows, dense weights are multiplied by torch, which is faster then, since the kernels
+read a weight once for every 16 rows. Attention is still one launch, and a layer of attention and a
+feed-forward layer takes nine. Weights in 8 or 4 bits, and adapters on them, are multiplied by the
+kernels for any number of rows. Adapters on dense weights are computed only for up to 16 rows.
+
+`obstacle` says why the kernels cannot compute a model. Its steps are then computed by the model's own
+forward pass, which is also the reference against which this one is tested.
 
 Shape suffixes: B rows, D hidden size, V vocabulary, F half of a head's channels, J key-value heads, M
-channels inside a feed-forward layer, X any number of channels; in mixtures: E experts, C chosen
-experts of a token.
+channels inside a feed-forward layer, X several heads' channels one after another; in mixtures: E
+experts, C chosen experts of a token.
 """
 
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -31,13 +32,14 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from monograph.decode.adapter_bank import bank_of
 from monograph.decode.fast_delta_net import delta_net_step, obstacle_of_delta_net
 from monograph.decode.fast_projections import (
     SEVERAL_DTYPES,
     family_weights,
     has_hooks,
     is_plain,
-    joined,
+    joined_tensors,
     norm_of,
     obstacle_of_product,
     tensors_of,
@@ -54,27 +56,26 @@ from monograph.model.llama import Block, Llama
 from monograph.model.mixture import Mixture
 from monograph.model.rope import cos_sin
 from monograph.ops.attention import BLOCK
-from monograph.ops.decode_kernels import (
-    ROWS,
+from monograph.ops.decode_kernels import ROWS, Norm, attend, attend_fits, channels_at_once
+from monograph.ops.expert_kernels import Combination, expert_inner, expert_sum, route
+from monograph.ops.gated_heads_kernels import multiply_by_gate, multiply_by_gates, prepare_heads
+from monograph.ops.layer_kernels import (
     Activation,
-    Norm,
-    attend,
-    attend_fits,
-    channels_at_once,
+    multiply,
+    multiply_gated,
     project,
     project_gated,
 )
-from monograph.ops.expert_kernels import Combination, expert_inner, expert_sum, route
-from monograph.ops.gated_heads_kernels import multiply_by_gate, multiply_by_gates, prepare_heads
-from monograph.ops.layer_kernels import multiply, multiply_gated
 
 if TYPE_CHECKING:
     from monograph.decode.cache import KVCache
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Why the kernels cannot compute some layers.
 _SCALES = "this family scales its heads or what its layers add"
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-MIN_HEAD = 32  # channels of a head: its halves are multiplied by tensor cores, 16 at a time
+# The fewest channels of a head: each half of a head has a product of its own, of at least 16 channels.
+MIN_HEAD = 32
 
 
 def obstacle(model: Llama, rows: int = 1) -> str | None:
@@ -99,10 +100,12 @@ def obstacle(model: Llama, rows: int = 1) -> str | None:
         return "the kernels rotate all channels of a head, and this family only some"
     if config.family.norm_names != NormNames():
         return "this family normalises what its layers add, which the kernels do not"
-    dense = [layer for layer in range(config.num_hidden_layers) if not config.is_mixture(layer)]
+    if bank_of(model) is not None:
+        return "the kernels do not have a bank of adapters"
+    has_mlps = not all(map(config.is_mixture, range(config.num_hidden_layers)))
     _, activation = config.family.activation
     # The clamped activation exists only in the kernels of mixtures.
-    if activation not in _ACTIVATIONS or (config.family.clamped_gating and dense):
+    if activation not in _ACTIVATIONS or (config.family.clamped_gating and has_mlps):
         return "the kernels do not have this family's activation"
     if not isinstance(model.scale_last, nn.Identity):
         return "this family scales its logits"
@@ -112,8 +115,11 @@ def obstacle(model: Llama, rows: int = 1) -> str | None:
         return SEVERAL_DTYPES
     if rows > ROWS and any(type(module) is LoraLinear for module in model.modules()):
         return f"the kernels compute adapters on dense weights for at most {ROWS} rows"
-    reasons = (_obstacle_of_block(cast(Block, block), weight.dtype) for block in model.model.layers)
-    return next((reason for reason in reasons if reason), None)
+    for block in model.model.layers:
+        reason = _obstacle_of_block(cast(Block, block), weight.dtype)
+        if reason is not None:
+            return reason
+    return None
 
 
 def _obstacle_of_block(block: Block, dtype: torch.dtype) -> str | None:
@@ -128,10 +134,10 @@ def _obstacle_of_block(block: Block, dtype: torch.dtype) -> str | None:
         reason = _obstacle_of_attention(mixer, dtype)
     else:
         reason = "the kernels compute attention and delta nets, and some layers are neither"
-    # A mixture that the kernels cannot compute is called as a module.
-    if reason or isinstance(mlp, Mixture):
+    if reason is not None:
         return reason
-    return _obstacle_of_mlp(mlp, dtype)
+    # A mixture is no obstacle: if the kernels cannot compute it, it is called as a module.
+    return None if isinstance(mlp, Mixture) else _obstacle_of_mlp(mlp, dtype)
 
 
 def _obstacle_of_attention(attention: Attention, dtype: torch.dtype) -> str | None:
@@ -148,7 +154,7 @@ def _obstacle_of_mlp(mlp: MLP, dtype: torch.dtype) -> str | None:
     return obstacle_of_product(inputs, dtype) or obstacle_of_product([mlp.down_proj], dtype)
 
 
-def _has_kernels(mixture: nn.Module, dtype: torch.dtype) -> bool:
+def _is_computable_mixture(mixture: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a module is a mixture of experts that the kernels can compute in this dtype."""
     if not isinstance(mixture, Mixture):
         return False
@@ -158,8 +164,9 @@ def _has_kernels(mixture: nn.Module, dtype: torch.dtype) -> bool:
     input_sizes = [experts.down_proj.in_features]
     if mixture.has_shared_expert:
         shared = mixture.shared_expert
-        has_plain_layers = joined([shared.gate_proj, shared.up_proj]) and is_plain(shared.down_proj)
-        if not has_plain_layers or not is_plain(mixture.shared_expert_gate):
+        if joined_tensors([shared.gate_proj, shared.up_proj]) is None:
+            return False
+        if not is_plain(shared.down_proj) or not is_plain(mixture.shared_expert_gate):
             return False
         modules.append(shared)
         input_sizes.append(shared.down_proj.in_features)
@@ -174,7 +181,7 @@ def _has_kernels(mixture: nn.Module, dtype: torch.dtype) -> bool:
 
 
 class _BlockModules(NamedTuple):
-    """The modules of a block with their types, which mypy does not know of submodules."""
+    """The modules of a block. A module's attributes have no types, so they get theirs here."""
 
     mixer: nn.Module
     mlp: MLP | Mixture
@@ -189,7 +196,7 @@ def _modules_of(block: Block) -> _BlockModules:
 
 
 class FastForward:
-    """Decode steps of one model.
+    """The decode steps of one model by kernels.
 
     The weights are read from the model's parameters at each call, so they may change between calls.
 
@@ -199,7 +206,7 @@ class FastForward:
     """
 
     def __init__(self, model: Llama, rows: int) -> None:
-        """Prepare steps of this number of rows, of a model without an `obstacle`."""
+        """Prepare steps of this number of rows, of a model that has no `obstacle`."""
         self.model = model
         self.dtype = model.lm_head.weight.dtype
         key_heads = model.config.num_key_value_heads
@@ -216,11 +223,11 @@ class FastForward:
         # The kernels read a weight once for every tile of ROWS rows, and an expert's weight once for
         # each token. So they are fast only for the rows of one tile.
         is_one_tile = rows <= ROWS
-        # The layers whose mixture of experts the kernels compute. Other mixtures are called as modules.
+        # The indices of the layers whose mixture the kernels compute. Other mixtures are called as modules.
         self._kernel_mixtures = frozenset(
             layer
             for layer, block in enumerate(model.model.layers)
-            if is_one_tile and _has_kernels(cast(Block, block).mlp, self.dtype)
+            if is_one_tile and _is_computable_mixture(cast(Block, block).mlp, self.dtype)
         )
         self._project = project if is_one_tile else torch_project
         self._project_gated = project_gated if is_one_tile else torch_project_gated
@@ -232,7 +239,7 @@ class FastForward:
             token_B: the tokens, int64.
             position_B: their positions, int64.
             cache: the cache of all rows.
-            blocks: attention reads this number of first blocks of the cache.
+            blocks: how many blocks of the cache attention reads, from the first on.
         """
         model = self.model
         rotations = self._rotations(position_B)
@@ -243,11 +250,12 @@ class FastForward:
             )
         return self._project(hidden_BD, model.lm_head.weight, norm_of(model.model.norm))
 
-    def computes(self, device_type: str) -> bool:
+    def follows_autocast(self, device_type: str) -> bool:
         """Return whether the kernels compute in the dtypes that the model's own forward pass has now.
 
-        Under autocast, products are in its dtype, in which the weights may not be, and delta nets have
-        operators in fp32, which their kernels have not.
+        Under autocast, the model's products are in the dtype of autocast, and some operators of its delta
+        nets are in fp32. The kernels compute products in the dtype of the weights, and delta nets in the
+        dtype of the hidden states.
         """
         if not torch.is_autocast_enabled(device_type):
             return True
@@ -261,32 +269,34 @@ class FastForward:
         norm: Norm | None = None,
         residual_BN: Tensor | None = None,
     ) -> Tensor:
-        """Return the outputs of layers one after another, of a norm's output and added to a residual."""
-        side_by_side = joined(layers)
+        """Return residual + layer(norm(x)) of layers that read the same x, one after another."""
+        side_by_side = joined_tensors(layers)
         if side_by_side is not None:
             weight_NK, bias_N = side_by_side
             return self._project(x_BK, weight_NK, norm, bias_N, residual_BN)
         columns = [layer.out_features for layer in layers]
-        is_narrow = torch.is_autocast_enabled("cuda")
-        return multiply(x_BK, list(map(tensors_of, layers)), columns, norm, residual_BN, is_narrow)
+        rounds_adapters = torch.is_autocast_enabled("cuda")
+        return multiply(
+            x_BK, list(map(tensors_of, layers)), columns, norm, residual_BN, rounds_adapters
+        )
 
     def _multiply_gated(self, x_BD: Tensor, mlp: MLP, norm: Norm) -> Tensor:
         """Return act(gate(norm(x))) * up(norm(x)) of a gated layer."""
         layers = [mlp.gate_proj, mlp.up_proj]
-        side_by_side = joined(layers)
+        side_by_side = joined_tensors(layers)
         if side_by_side is not None:
             return self._project_gated(x_BD, side_by_side[0], norm, self._activation)
         gate, up = map(tensors_of, layers)
-        is_narrow = torch.is_autocast_enabled("cuda")
+        rounds_adapters = torch.is_autocast_enabled("cuda")
         columns = mlp.gate_proj.out_features
-        return multiply_gated(x_BD, gate, up, columns, norm, self._activation, is_narrow)
+        return multiply_gated(x_BD, gate, up, columns, norm, self._activation, rounds_adapters)
 
     def _rotations(self, position_B: Tensor) -> list[tuple[Tensor, Tensor] | tuple[None, None]]:
         """Return each layer's cosines and sines, [B, F]; (None, None) if it does not rotate."""
         config = self.model.config
         layers = range(config.num_hidden_layers)
         # There are at most two different rotations: that of local layers, which have a sliding window,
-        # and that of all others.
+        # and that of all others. The keys are whether it is of local layers.
         rotations: dict[bool, tuple[Tensor, Tensor]] = {}
         for layer in layers:
             is_local = config.has_local_theta(layer)
@@ -350,7 +360,6 @@ class FastForward:
             norms = norm_of(q_norm), norm_of(k_norm)
         inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
         projected_BX = self._multiply(hidden_BD, inputs, norm)
-        cos_BF, sin_BF = rotation
         qkv_BX = projected_BX
         cos_BF, sin_BF = rotation
         if attention.is_gated:
@@ -359,7 +368,9 @@ class FastForward:
             # `attend` must not normalise and rotate them a second time.
             norms = None
             cos_BF = sin_BF = None
-        q_gain_E, k_gain_E = (None, None) if norms is None else (norm.gain_K for norm in norms)
+        q_gain_E = k_gain_E = None
+        if norms is not None:
+            q_gain_E, k_gain_E = norms[0].gain_K, norms[1].gain_K
         mixed_BX: Tensor = attend(
             qkv_BX,
             cache.keys[index],
@@ -369,14 +380,14 @@ class FastForward:
             blocks,
             heads,
             config.head_dim**-0.5,
-            cos_BF,
-            sin_BF,
-            q_gain_E,
-            k_gain_E,
-            config.rms_norm_eps,
-            isinstance(q_norm, CentredRMSNorm),
-            attention.sinks,
-            config.window(index),
+            cos_BF=cos_BF,
+            sin_BF=sin_BF,
+            q_gain_E=q_gain_E,
+            k_gain_E=k_gain_E,
+            eps=config.rms_norm_eps,
+            is_centred=isinstance(q_norm, CentredRMSNorm),
+            sink_H=attention.sinks,
+            window=config.window(index),
         )
         if attention.is_gated:
             mixed_BX = multiply_by_gates(mixed_BX, projected_BX, heads)
@@ -403,7 +414,8 @@ class FastForward:
         shared = mixture.shared_expert
         gate_up_weight, _ = family_weights(shared.gate_proj)
         inner_BM = project_gated(hidden_BD, gate_up_weight, norm, self._activation)
-        # The last product is linear, so its input can be multiplied instead of its output.
+        # The output of the shared expert is multiplied by its gate. The last product is linear, so its
+        # input is multiplied instead, and the product adds its output to that of the other experts.
         gate_B1 = project(hidden_BD, mixture.shared_expert_gate.weight, norm)
         return project(
             multiply_by_gate(inner_BM, gate_B1), shared.down_proj.weight, residual_BN=output_BD

@@ -1,5 +1,10 @@
-"""The projections of a fast decode step: which layers its kernels can compute, and torch's products
-for more rows than the kernels are fast for.
+"""What a fast decode step must know of its linear layers.
+
+It has the reasons why the kernels of `monograph.ops.layer_kernels` cannot compute some layers, the
+tensors of layers as these kernels take them, and the same products by torch's operators, which are
+faster for many rows.
+
+A family is layers whose weights lie side by side in one tensor (`monograph.graph.fused_linears`).
 
 Shapes: B rows, K input and N output channels, M channels inside a feed-forward layer.
 """
@@ -14,15 +19,15 @@ from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.fused_linears import Sibling
 from monograph.graph.lora import Adapted, LoraInt8Linear, LoraLinear, LoraNF4Linear
 from monograph.model.layers import CentredRMSNorm, Linear, RMSNorm
-from monograph.ops.decode_kernels import Activation, Norm
-from monograph.ops.layer_kernels import Form, Layer, LowRank, fits
+from monograph.ops.decode_kernels import Norm
+from monograph.ops.layer_kernels import Activation, Form, Layer, LowRank, fits
 from monograph.ops.rms_norm import rms_norm
 
-# Why the kernels cannot compute some projections.
+# Reasons why the kernels cannot compute some layers.
 NOT_SIDE_BY_SIDE = "some projections do not lie side by side, because of adapters or hooks"
 NOT_PLAIN = "some projections have adapters or hooks"
 SEVERAL_DTYPES = "the weights have several dtypes"
-# The forms of the weights of projections that the kernels can compute, by class.
+# How each class of layer that the kernels can compute stores its weight.
 FORMS: dict[type[nn.Module], Form] = {
     Linear: "dense",
     nn.Linear: "dense",  # a layer whose adapter was merged
@@ -36,7 +41,7 @@ FORMS: dict[type[nn.Module], Form] = {
 
 
 def are_side_by_side(layers: list[Linear]) -> bool:
-    """Return whether the weights of these layers are one tensor, in this order and without others."""
+    """Return whether these layers are a whole family, in this order."""
     first = layers[0]
     if not isinstance(first, Sibling) or first.family.weight is None:
         return False
@@ -47,7 +52,7 @@ def are_side_by_side(layers: list[Linear]) -> bool:
 
 
 def is_plain(layer: nn.Linear) -> bool:
-    """Return whether a layer's output is W x + b and no more."""
+    """Return whether a layer's output is W x + b and no more, and no family computes it."""
     # A layer whose adapter was merged is an `nn.Linear`.
     return type(layer) in (Linear, nn.Linear) and not has_hooks(layer)
 
@@ -58,7 +63,12 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 def obstacle_of_product(layers: list[Linear], dtype: torch.dtype) -> str | None:
-    """Return why one launch cannot compute these layers, which read the same tensor."""
+    """Return why one launch cannot compute these layers, which read the same tensor, or None if it can.
+
+    Args:
+        layers: the layers.
+        dtype: the dtype of their input.
+    """
     forms = {FORMS.get(type(layer)) for layer in layers}
     if None in forms or any(map(has_hooks, layers)):
         return "some projections have hooks or a forward pass of their own"
@@ -74,18 +84,21 @@ def obstacle_of_product(layers: list[Linear], dtype: torch.dtype) -> str | None:
     adapters = [layer for layer in layers if isinstance(layer, Adapted)]
     if any(layer.lora_magnitude_vector is not None for layer in adapters):
         return "the kernels do not have adapters with magnitudes (DoRA)"
-    are_alike = (
-        len({layer.bias is None for layer in layers}) == 1
-        and len({(a.scale, a.lora_A.weight.shape, a.lora_A.weight.dtype) for a in adapters}) <= 1
-    )
-    return None if are_alike else "some adapters or biases of the same product are not alike"
+    have_biases = {layer.bias is not None for layer in layers}
+    adapter_forms = {
+        (layer.scale, layer.lora_A.weight.shape, layer.lora_A.weight.dtype) for layer in adapters
+    }
+    if len(have_biases) > 1 or len(adapter_forms) > 1:
+        return "some adapters or biases of the same product are not alike"
+    return None
 
 
-def joined(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:
-    """Return the weights and biases of these layers, one after another in memory.
+def joined_tensors(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:
+    """Return one weight and one bias that have those of these layers, one after another.
 
     Returns:
-        None if they do not lie so, or if a layer has an adapter or few bits.
+        The weight and the bias, which is None if there are no biases. Or None: the weights do not lie
+        one after another in memory, or a layer has an adapter, a hook or a weight in few bits.
     """
     first = layers[0]
     if len(layers) == 1:
@@ -104,9 +117,9 @@ def tensors_of(layer: nn.Linear) -> Layer:
 
 
 def family_weights(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return the weights and biases of a layer and its siblings, one after another in memory."""
+    """Return one weight and one bias (or None) that have those of all layers of a layer's family."""
     family = cast(Sibling, layer).family
-    assert family.weight is not None
+    assert family.weight is not None  # `are_side_by_side` has been asked before
     return family.weight, family.bias
 
 

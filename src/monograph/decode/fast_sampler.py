@@ -5,21 +5,23 @@ bits, for the chains of stages that it `supports`: greedy ones, and those whose 
 top-p and min-p read only the few likeliest tokens. PyTorch's operators need eight launches for one
 row, and thirty for 64 rows, most of them to sort the likeliest tokens.
 
-Each program finds the largest logit of each group of a tile's tokens. The program of a row that
-finishes last reads these maxima. The W groups with the largest ones have the row's W likeliest
-tokens: a token of another group is less likely than the W likeliest of these groups. So it reads
-only the tokens of these groups, sorts those that may be among the W likeliest, applies the filters
-and samples. It neither sorts all groups nor all their tokens. It searches for a logit that enough
-of them reach, but not many more (`_narrow`), and only what reaches it is read or sorted. If too many
-do because they are equal, the first of them by id are taken, which are the likeliest.
+A row's logits are cut into tiles, and tiles into groups of a few tokens. Each program finds the largest
+logit of each group of its tile. The program of a row that finishes last reads these maxima. The W groups
+with the largest maxima contain the row's W likeliest tokens: each of these groups has a token that is
+likelier than every token of the other groups. So the program reads only the tokens of these groups,
+sorts those that may be among the W likeliest, applies the filters and samples.
+
+To find these groups, and then these tokens, it does not sort all of them. It searches for a logit that
+enough of them reach, but not many more (`_narrow`), and takes those that reach it. If too many do
+because their logits are equal, the first of them by id are taken, which count as the likeliest.
 
 The result does not depend on the order in which programs finish: tokens are ordered by logit and
 then by id, weights are summed as integers, and every other operation is one that IEEE 754 rounds
 correctly (`monograph.decode.reproducible`). A fused multiply-add rounds differently than a product and
 a sum, so the compiler must not use it (`enable_fp_fusion`).
 
-A token is sorted as one int64, its key: the upper half has the order of the logits, and the lower
-half the reverse order of the ids.
+Tokens are sorted by keys. A token's key is an int64: its upper half has the order of the logits, and its
+lower half the reverse order of the ids.
 
 Shapes: B rows, V vocabulary, T tokens of a tile, P groups of a tile, G tokens of a group, A groups
 of a row, C tokens of the groups that are read, S tokens that are sorted, W likeliest tokens; N any of
@@ -47,16 +49,16 @@ from monograph.decode.chain import (
 from monograph.decode.filters import MIN_TEMPERATURE
 from monograph.decode.knobs import EDITS, Chain
 
-# T, the number of tokens of which a program finds the groups' maxima. Few rows take small tiles, which
-# occupy more multiprocessors; with many rows, the programs are enough.
+# T, the number of tokens of a program. Fewer than MANY_ROWS rows have small tiles, so that there are
+# enough programs for all multiprocessors.
 SMALL_TILE = 1024
 LARGE_TILE = 4096
 MANY_ROWS = 8
 # How many groups may be read, and how many tokens may be sorted, in multiples of W. With more room, the
 # search for a logit that not too many reach ends sooner.
-READ = 1
-SORTED = 2
-# G. The smaller, the more maxima are read by the program that finishes last, and the fewer tokens.
+GROUPS_READ_PER_LIKELIEST = 1
+TOKENS_SORTED_PER_LIKELIEST = 2
+# G. With smaller groups, the program that finishes last reads more maxima and fewer tokens.
 MIN_GROUP, MAX_GROUP = 8, 32
 WARPS = 8
 
@@ -67,15 +69,16 @@ _MAX_STAGES: Final = len(_STAGE_NUMBERS)
 
 _NO_TOKEN = tl.constexpr(-(1 << 63))  # the smallest key
 _LOW32 = tl.constexpr(0xFFFFFFFF)
-# `_ordered` of -inf, and the number that takes its place where there is no token.
+# `_ordered` of -inf, and a smaller number, which stands where there is no token.
 _LOWEST = tl.constexpr(-0x7F800001)
 _BELOW_ALL = tl.constexpr(-(1 << 31))
-# The first logits that `_narrow` tries are so far below the largest one.
+# The first logits that `_narrow` tries are below the largest one by these differences.
 _NEAR = tl.constexpr(32.0)
 _FAR = tl.constexpr(1024.0)
 # From this step on, `_narrow` halves the bits of the interval, and not its length.
 _BITS_STEP = tl.constexpr(19)
-# `_places` counts two kinds of tokens in one int32. There are fewer than W above these bits.
+# `_places` counts two kinds of tokens in one int32. The count in the lower 22 bits may be as large as a
+# vocabulary; the other one is less than W.
 _PLACE_BITS = tl.constexpr(22)
 _PLACE_MASK = tl.constexpr((1 << 22) - 1)
 _OK, _NOT_FINITE, _NOTHING_ALLOWED, _UNDECIDED = map(
@@ -122,21 +125,21 @@ def _logit(key):
 
 
 @triton.jit
-def _searched(logit, is_token):
-    """Return `_ordered`, but at least _LOWEST, and _BELOW_ALL where there is no token."""
+def _ordered_tokens(logit, is_token):
+    """Return `_ordered` of tokens' logits for a search: at least _LOWEST, and _BELOW_ALL for no token."""
     return tl.where(is_token, tl.maximum(_ordered(logit), _LOWEST), _BELOW_ALL)
 
 
 @triton.jit
 def _narrow(ordered_N, low, high, count, needed, ROOM: tl.constexpr):
-    """Return an interval of ordered logits that has the one of rank `needed`, and two counts.
+    """Return an interval that contains the number of rank `needed` (1: the largest), and two counts.
 
-    The interval, from `low` to `high`, is narrowed until at most ROOM reach `low`, or until it is a
-    single number, which more than that reach because they are equal. The counts are of those above
-    `high`, which are fewer than `needed`, and of those that reach `low`.
+    The interval, from `low` to `high`, is narrowed until at most ROOM numbers reach `low`. If more numbers
+    are equal, it is narrowed until only their value is left. The counts are of the numbers above `high`,
+    which are fewer than `needed`, and of those that reach `low`.
 
     Args:
-        ordered_N: see `_searched`.
+        ordered_N: see `_ordered_tokens`.
         low: a number that at least `needed` reach.
         high: the largest number.
         count: how many reach `low`.
@@ -144,6 +147,7 @@ def _narrow(ordered_N, low, high, count, needed, ROOM: tl.constexpr):
         ROOM: how many may reach `low`.
     """
     largest = _logit_of(high)
+    # Zeros of the type of `count`, since a variable of a loop keeps its type.
     above = count * 0
     step = count * 0
     while (count > ROOM) & (low < high):
@@ -168,9 +172,10 @@ def _narrow(ordered_N, low, high, count, needed, ROOM: tl.constexpr):
 
 @triton.jit
 def _places(ordered_N, low, high, above, ROOM: tl.constexpr):
-    """Return which numbers are kept, and their places among them, in the same order.
+    """Return which numbers are kept, and the place of each among those, in the given order.
 
-    All above `high` are kept, and the first in the interval, up to ROOM in all; see `_narrow`.
+    All above `high` are kept, and so many of the first in the interval that there are at most ROOM; see
+    `_narrow`.
     """
     is_above_N = ordered_N > high
     is_within_N = (ordered_N >= low) & (ordered_N <= high)
@@ -205,8 +210,9 @@ def _likeliest_keys(
     )
     largest = tl.max(maximum_A, 0)
     groups = (V + G - 1) // G
+    lowest = largest * 0 + _LOWEST  # of the type of `largest`; all groups reach it
     low, high, above, count = _narrow(
-        maximum_A, largest * 0 + _LOWEST, largest, groups, tl.minimum(groups, W), READ
+        maximum_A, lowest, largest, groups, tl.minimum(groups, W), READ
     )
     is_kept_A, place_A = _places(maximum_A, low, high, above, READ)
     read_groups = maxima + GROUPS
@@ -215,13 +221,14 @@ def _likeliest_keys(
     index_C = tl.arange(0, READ * G)
     is_read_C = index_C // G < count
     group_C = tl.load(read_groups + index_C // G, mask=is_read_C, other=0)
-    # Their ids ascend, as the groups do, so that of equal ones the first are the likeliest.
+    # The ids ascend, since the groups do. So the first of several tokens with equal logits are the
+    # likeliest, and `_places` keeps them.
     token_C = group_C * G + index_C % G
     is_token_C = is_read_C & (token_C < V)
     logit_C = tl.load(logits + token_C, mask=is_token_C, other=0.0)
-    ordered_C = _searched(logit_C, is_token_C)
-    # At least W reach `low`: as many maxima as groups are needed, or all tokens if there are fewer than
-    # W groups, as `low` is then the lowest.
+    ordered_C = _ordered_tokens(logit_C, is_token_C)
+    # At least W tokens reach `low`: the maxima of W groups do. If there are fewer than W groups, `low` is
+    # the lowest number, which all tokens reach.
     count = tl.sum((ordered_C >= low).to(tl.int32), 0)
     low, high, above, count = _narrow(ordered_C, low, largest, count, W, SORTED)
     is_kept_C, place_C = _places(ordered_C, low, high, above, SORTED)
@@ -383,9 +390,11 @@ def _sample(
     SORTED: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Find the maxima of a tile's groups; the last program of the row samples its token.
+    """Find the maxima of a tile's groups; the row's program that finishes last samples its token.
 
-    If no row samples at random, a tile is one group, and its maximum is a key.
+    If no row samples at random (RANDOM is false), a tile is one group, and its maximum is a key, so the
+    largest key names the row's token. ALL is the smallest power of two that is at least the number of
+    groups of a row.
     """
     row, tile = tl.program_id(0), tl.program_id(1)
     row_logits = logits + row.to(tl.int64) * row_stride
@@ -397,7 +406,7 @@ def _sample(
         token_PG = group_P[:, None] * G + tl.arange(0, G)[None, :]
         is_token_PG = token_PG < V
         logit_PG = tl.load(row_logits + token_PG, mask=is_token_PG, other=0.0)
-        tl.store(row_scratch + group_P, tl.max(_searched(logit_PG, is_token_PG), 1))
+        tl.store(row_scratch + group_P, tl.max(_ordered_tokens(logit_PG, is_token_PG), 1))
     else:
         token_T = tile * TILE + tl.arange(0, TILE)
         logit_T = tl.load(row_logits + token_T, mask=token_T < V, other=0.0)
@@ -427,7 +436,7 @@ def _sample(
         first_key = tl.max(key, 0)
         largest = _logit(first_key)
         chosen = _LOW32 - (first_key & _LOW32)
-        sufficed = row >= 0  # true, as a value of the kernel
+        sufficed = row >= 0  # always true; a Python bool could not be changed by `_apply_stage`
         if RANDOM:
             logit = _logit(key)
             token = _LOW32 - (key & _LOW32)
@@ -526,9 +535,9 @@ class FastSampler:
         return SampledTokens(token_B, status_B)
 
 
-def _group(vocabulary: int, read: int) -> int:
-    """Return G, with which about as many maxima are read as tokens of groups."""
-    group: int = triton.next_power_of_2(isqrt(vocabulary // read))
+def _group_size(vocabulary: int, groups_read: int) -> int:
+    """Return G, with which about as many maxima (V / G) are read as tokens (G groups_read)."""
+    group: int = triton.next_power_of_2(isqrt(vocabulary // groups_read))
     return min(max(MIN_GROUP, group), MAX_GROUP)
 
 
@@ -563,11 +572,14 @@ def sample_few(
         max(MAX_GROUP, triton.next_power_of_2(vocabulary)),
     )
     tiles = triton.cdiv(vocabulary, tile)
-    read, sorted_ = READ * width, SORTED * width
-    group = _group(vocabulary, read) if is_random else tile
+    groups_read = GROUPS_READ_PER_LIKELIEST * width
+    tokens_sorted = TOKENS_SORTED_PER_LIKELIEST * width
+    group = _group_size(vocabulary, groups_read) if is_random else tile
     groups = tiles * (tile // group)
     scratch_dtype = torch.int32 if is_random else torch.int64
-    scratch = edited_BV.new_empty(rows * (groups + read + sorted_), dtype=scratch_dtype)
+    scratch = edited_BV.new_empty(
+        rows * (groups + groups_read + tokens_sorted), dtype=scratch_dtype
+    )
     token_B = edited_BV.new_empty(rows, dtype=torch.int64)
     status_B = edited_BV.new_empty(rows, dtype=torch.int32)
     unused = _MAX_STAGES - len(stages)
@@ -591,8 +603,8 @@ def sample_few(
         TILES=tiles,
         G=group,
         ALL=triton.next_power_of_2(groups),
-        READ=read,
-        SORTED=sorted_,
+        READ=groups_read,
+        SORTED=tokens_sorted,
         W=width,
         num_warps=WARPS,
         enable_fp_fusion=False,

@@ -21,13 +21,14 @@ from typing import Any, Literal
 
 from monograph import compat
 from monograph.automata import Automaton
+from monograph.decode.adapter_bank import BASE_SLOT, bank_of
 from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
-from monograph.decode.prompt_reader import PromptReader, Wrap
+from monograph.decode.prompt_reader import OF_NOBODY, PromptReader, Reading, Wrap
 from monograph.decode.request import (
     FINISHES,
     Event,
@@ -40,7 +41,7 @@ from monograph.decode.request import (
 from monograph.decode.request_queue import RequestQueue, WaitingRequest
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, StepFunction, Steps
-from monograph.device import clock, sent
+from monograph.device import clock, tensor_on
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
 from monograph.graph.replay import CudaGraphs, Replays
@@ -51,12 +52,12 @@ from monograph.ops.padded_rows import padded_count
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
-# The owner and the prompt of a row whose keys and values are not those of a prompt.
-_NO_PROMPT: tuple[str, tuple[int, ...]] = "", ()
+# The reading and the prompt of a row whose keys and values are not those of a prompt.
+_NO_PROMPT: tuple[Reading, tuple[int, ...]] = OF_NOBODY, ()
 
 
 class Generator:
-    """A decoder of many requests, which run in the rows of one cache; one graph steps all rows.
+    """Decodes many requests, which run in the rows of one cache. A step is one graph for all rows.
 
     Attributes:
         rows: the maximum number of requests that run at the same time.
@@ -67,6 +68,7 @@ class Generator:
         reader: reads prompts.
         cache: keys and values of the rows.
         state: the state of the rows.
+        bank: the adapters of the model, or None if it has none.
         knobs: the numbers that the stages read, for each row.
         tables: the automata of the requests, on the device.
         vocabulary: V.
@@ -117,6 +119,7 @@ class Generator:
         sizes = slots if isinstance(slots, CacheSizes) else CacheSizes(slots)
         self.rows = rows
         self.slots = sizes.per_row
+        self.bank = bank_of(model)
         self.compiled = mode == "compiled"
         if isinstance(pace, Pace):
             self.pace = pace
@@ -125,8 +128,8 @@ class Generator:
             self.pace = Pace(steps, steps_while_waiting=steps, max_chunks=None)
         chains = (chain,) if isinstance(chain, Chain) else tuple(chain)
         self.chain = chains[-1]
-        # There is a graph for each number of blocks that attention reads, and for each truncation. By
-        # default torch allows eight graphs of a function.
+        # A step has a graph for each number of blocks that attention reads, and for each truncation.
+        # Torch allows only eight graphs of a function by default.
         if self.compiled:
             compat.allow_variants()
         wrap: Wrap = compile_function if self.compiled else lambda function: function
@@ -136,7 +139,7 @@ class Generator:
         self.cache = KVCache.allocate(
             model.config, rows, sizes.per_row, weight.dtype, weight.device, sizes.block
         )
-        self.cache.is_filled = sizes.is_filled
+        self.cache.pads_products = sizes.pads_products
         # The final hidden state of the last token of each row's prompt, copied from `PromptReader.last_RD`.
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)
         # A ring has lines for two blocks of steps (`Outbox`).
@@ -162,8 +165,8 @@ class Generator:
             key_heads = model.config.num_key_value_heads
             for cache, cache_rows in ((self.cache, rows), (self.reader.cache, self.reader.rows)):
                 cache.kernels = FastAttention(cache_rows, key_heads, weight.device)
-            # Texts that are scored exactly have the bits of the model's own forward pass.
-            if not sizes.is_filled:
+            # With `pads_products`, texts must have the bits of the model's own forward pass.
+            if not sizes.pads_products:
                 forward_kernels = fast_forward(model, rows)
 
         def make_step(chain: Chain) -> StepFunction:
@@ -177,11 +180,12 @@ class Generator:
                 vocabulary=vocabulary,
                 forward_kernels=forward_kernels,
                 fast_sampler=fast_sampler,
+                bank=self.bank,
             )
             return wrap(step.__call__)
 
-        # A step that is compiled or captured takes long to make, so no steps are made for chains other than
-        # the given ones. Neither are they if a single chain was given, which is meant for all requests.
+        # A step that is compiled or captured takes long to make, so steps are made only for the given chains.
+        # This is also so if a single chain was given, which is meant for all requests.
         only_given_chains = self.compiled or recorder is not None or len(chains) == 1
         self.steps = Steps(chains, make_step, recorder, only_given_chains)
         rings = (self.state.codes_RB, self.state.values_RBN, self.state.ids_RBN)
@@ -190,16 +194,18 @@ class Generator:
         self.prefill_s = 0.0
         self.blocks_read = 0
         self.reused = 0
-        # Whether a free row keeps the keys and values of its last prompt. A free row still computes
-        # attention, and writes keys and values at its position. With a sliding window, the position must
-        # be in the blocks that are read, since attention to no position gives NaN. So the position is 0
-        # then, and the row overwrites the beginning of its last prompt.
+        # Whether a free row keeps the keys and values of its last prompt. A free row takes part in every
+        # step: it writes a key and a value at its position, and attends to the positions up to there. So
+        # its position is the last one, which no prompt reaches (`_end_requests`). But with a sliding
+        # window, this position sees only positions near it, which may not be in the blocks that are read,
+        # and attention to no position gives NaN. So the position is 0 then, and the row overwrites the
+        # beginning of its last prompt.
         self._keeps_prompts = not any(
             model.config.window(layer) for layer in range(model.config.num_hidden_layers)
         )
         self._queue = RequestQueue()
         self._records: list[RowRecord | None] = [None] * rows
-        # The owner and the prompt whose keys and values each row has.
+        # The reading and the prompt whose keys and values each row has.
         self._prompts = [_NO_PROMPT] * rows
         # The rows without a request; the row that has been free longest comes first.
         self._free_rows: list[int] = list(range(rows))
@@ -207,7 +213,7 @@ class Generator:
         self._unread: StepBlock | None = None
         # The number of requests so far, and so the number of the next one.
         self._submitted = 0
-        # The options and stop ids of the last request, its smallest chain and its knobs' values.
+        # What `_chain_and_knobs` returned for the last request, and the options and stop ids of it.
         self._last_options: tuple[Sampling, tuple[int, ...]] | None = None
         self._last_chain_and_knobs: tuple[Chain, dict[str, Any]] = self.chain, {}
 
@@ -221,7 +227,8 @@ class Generator:
 
         Raises:
             InputRefused: the prompt fills a row, or an automaton is too large for the tables.
-            UsageError: the request needs a stage that the generator lacks, or has too many stop ids.
+            UsageError: the request needs a stage that the generator lacks, has too many stop ids, or
+                has an adapter that the model lacks.
         """
         if len(request.prompt_ids) >= self.slots:
             raise InputRefused(
@@ -234,6 +241,8 @@ class Generator:
             raise UsageError(
                 f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for"
             )
+        if not 0 <= request.adapter <= (self.bank.capacity if self.bank else BASE_SLOT):
+            raise UsageError(f"the model has no slot {request.adapter} for an adapter")
         number = self._submitted
         self._submitted += 1
         self._queue.add(WaitingRequest(number, request, smallest_chain, knobs))
@@ -255,6 +264,12 @@ class Generator:
         """Forget the keys and values of all prompts, which are invalid after a change of weights."""
         self.reader.forget()
         self._prompts = [_NO_PROMPT] * self.rows
+
+    def uses_adapter(self, slot: int) -> bool:
+        """Return whether a request that waits or runs has the adapter in this slot."""
+        running = [record.request for record in self._records if record is not None]
+        waiting = [entry.request for entry in self._queue]
+        return any(request.adapter == slot for request in [*running, *waiting])
 
     @property
     def busy(self) -> bool:
@@ -373,12 +388,14 @@ class Generator:
     def _choose_prompts(self) -> None:
         """Let the reader choose prompts of waiting requests, the first of which is needed now."""
         request = self._queue.first.request
+        reading = self._reading_of(request)
         prompts = (request.prompt_ids for request in self._startable_requests())
         further = (
             entry.request.prompt_ids
             for entry in itertools.islice(self._queue, len(self._free_rows), None)
+            if entry.request.adapter == request.adapter
         )
-        is_new = self.reader.choose_prompts(prompts, further, request.owner)
+        is_new = self.reader.choose_prompts(prompts, further, reading)
         # If the reader reads one prompt at a time, it can skip tokens that a row already has.
         if is_new and self.reader.rows == 1:
             tokens, row = max(
@@ -387,18 +404,24 @@ class Generator:
             self.reused += self.reader.copy_first_chunks(self.cache, row, tokens)
 
     def _startable_requests(self) -> Iterator[Request]:
-        """Yield the first waiting requests, all of one owner, at most as many as there are free rows."""
-        owner = self._queue.first.request.owner
+        """Yield the first waiting requests, all of one owner and one adapter, at most as many as there
+        are free rows.
+        """
+        first = self._reading_of(self._queue.first.request)
         requests = (entry.request for entry in itertools.islice(self._queue, len(self._free_rows)))
-        return itertools.takewhile(lambda request: request.owner == owner, requests)
+        return itertools.takewhile(lambda request: self._reading_of(request) == first, requests)
+
+    def _reading_of(self, request: Request) -> Reading:
+        contents = self.bank.contents[request.adapter] if self.bank else 0
+        return Reading(request.owner, request.adapter, contents)
 
     def _count_common_tokens(self, row: int, request: Request) -> int:
         """Return how many first tokens of a request's prompt are also the first of a row's prompt.
 
-        It is 0 if the row's prompt has another owner.
+        It is 0 if the row's prompt has another owner or another adapter.
         """
-        owner, row_tokens = self._prompts[row]
-        if owner != request.owner:
+        reading, row_tokens = self._prompts[row]
+        if reading != self._reading_of(request):
             return 0
         pairs = zip(row_tokens, self.reader.tokens_to_read(request.prompt_ids), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -453,7 +476,7 @@ class Generator:
         stop_ids = request.stop_ids
         limit = min(request.max_tokens, self.slots - len(prompt))
         self._records[row] = RowRecord(number, request, limit, smallest_chain)
-        self._prompts[row] = request.owner, self.reader.tokens_to_read(prompt)
+        self._prompts[row] = self._reading_of(request), self.reader.tokens_to_read(prompt)
         state = self.state
         if state.counts_BV is not None:
             counts_V, prompt_V = first_counts(sampling, prompt, self.vocabulary)
@@ -468,6 +491,7 @@ class Generator:
             "position_B": len(prompt) - 1,
             "generated_B": 0,
             "limit_B": limit,
+            "adapter_B": request.adapter,
             "seed_B": sampling.seed if request.seed is None else request.seed,
             "status_B": Status.RUNNING,
             # No token has the id -1.
@@ -511,16 +535,18 @@ class Generator:
             if not self._keeps_prompts:
                 self._prompts[row] = _NO_PROMPT
         self._free_rows += rows
-        # See `_keeps_prompts`. No prompt reaches the last position.
+        # See `_keeps_prompts`.
         position = self.slots - 1 if self._keeps_prompts else 0
-        self.state.position_B.index_fill_(0, sent(rows, self.state.position_B.device), position)
+        self.state.position_B.index_fill_(
+            0, tensor_on(rows, self.state.position_B.device), position
+        )
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
     def _launch_block(self) -> StepBlock | None:
         """Start a block of steps and return it; None if no row needs a step."""
         running = [record for record in self._records if record is not None]
-        # A request waits for a row, or for its first token.
+        # Whether a request waits for a row, or for its first token.
         is_awaited = self._queue or not all(record.launched for record in running)
         max_steps = self.pace.steps_while_waiting if is_awaited else self.pace.steps
         needed_steps = max((record.limit - record.launched for record in running), default=0)
@@ -543,11 +569,13 @@ class Generator:
         )
         self.outbox.begin_block(self.state.line_1)
         # If the reader has read the prompts' last tokens, and no row has sampled a token yet, the first
-        # step needs no pass of the model.
+        # step needs no pass of the model, and so no blocks of the cache. It is not captured.
         has_hidden = self.reader.reads_last_token and not any(record.launched for record in running)
+        model_steps = steps
         if has_hidden:
-            self.steps.step_for(chain)(0, truncation, follow_automata, self._last_BD)
-        model_steps = steps - 1 if has_hidden else steps
+            model_steps -= 1
+            step = self.steps.step_for(chain)
+            step(0, truncation, follow_automata, self._last_BD)
         self.replays.run(
             model_steps, chain, self.cache.block_count_for(longest), truncation, follow_automata
         )
@@ -612,7 +640,7 @@ def _chunk_length(model: Llama, sizes: CacheSizes) -> int:
     device = model.lm_head.weight.device.type
     max_chunk = min(sizes.per_row, CHUNKS[device], model.config.max_position_embeddings)
     needed = sizes.longest_prompt
-    if sizes.is_filled:
+    if sizes.pads_products:
         needed = padded_count(needed)
     max_chunk_rounded_down = 1 << (max_chunk.bit_length() - 1)
     needed_rounded_up = 1 << (needed - 1).bit_length()

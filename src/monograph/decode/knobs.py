@@ -18,7 +18,7 @@ from torch import Tensor
 from monograph.decode.filters import FILTERS, top_k_of
 from monograph.decode.sampling import ORDERS, Sampling
 from monograph.decode.stages import SamplerKnob, SamplerStage, options
-from monograph.device import sent
+from monograph.device import tensor_on
 from monograph.errors import UsageError
 
 # If every top-k of a chain is at most MAX_SMALL_TOP_K, top-k and the stages after it read only about
@@ -181,6 +181,7 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
 
     edits = needed(*EDITS)
     stages = needed(*samplings[0].stages)
+    # The order "hf" has all stages.
     left_out = set(needed(*ORDERS["hf"])) - set(stages)
     if left_out:
         raise UsageError(
@@ -218,7 +219,7 @@ def join_chains(chains: Collection[Chain], largest: Chain) -> Chain:
     # A dynamic temperature serves rows with a fixed one, too.
     needed = {stage.removeprefix("dynamic_") for stage in needed}
     counts = [chain.likeliest_count for chain in chains if chain.samples_at_random]
-    likeliest_count = None
+    likeliest_count = None  # all tokens, if one of the chains reads all
     if None not in counts:
         likeliest_count = max((count for count in counts if count is not None), default=None)
     return replace(
@@ -309,8 +310,8 @@ def write_rows(
     for name in values[0]:
         column = columns[name]
         entries = [values_of_request[name] for values_of_request in values]
-        entries_on_device = sent(entries, column.device, column.dtype)
-        column.index_copy_(0, sent(rows, column.device), entries_on_device)
+        entries_on_device = tensor_on(entries, column.device, column.dtype)
+        column.index_copy_(0, tensor_on(rows, column.device), entries_on_device)
 
 
 def _padded(entries: list[Any], length: int, padding: float) -> list[Any]:

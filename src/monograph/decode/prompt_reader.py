@@ -5,33 +5,50 @@ default). So the keys and values of a prompt do not depend on other prompts.
 
 If two prompts begin with the same whole chunks, these chunks are read only once. For layers without
 attention, this needs the recurrence after these chunks. A prompt's last token is read by the first
-decode step, or by the reader if `CacheSizes.is_filled`.
+decode step, or by the reader if `CacheSizes.pads_products`.
 
 Shapes: R rows of the reader's cache, T positions of a chunk, D hidden size.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from monograph.decode.adapter_bank import bank_of, rows_with_adapters
 from monograph.decode.cache import CacheSizes, KVCache
-from monograph.device import sent
+from monograph.device import tensor_on
 from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 # The ids of a text's tokens.
 Ids = tuple[int, ...]
-# The maximum number of places in prompts, each the end of a chunk, for which a reader keeps the
-# recurrences.
+
+
+class Reading(NamedTuple):
+    """On what the keys and values of a prompt depend, besides its tokens, and who may reuse them.
+
+    Attributes:
+        owner: the owner of the prompt's request.
+        adapter: the slot of its adapter in the model's bank; 0: none.
+        contents: the number of what is in this slot (`AdapterBank.contents`).
+    """
+
+    owner: str = ""
+    adapter: int = 0
+    contents: int = 0
+
+
+OF_NOBODY = Reading()
+# A reader keeps the recurrences after the first chunks of prompts, for at most this number of beginnings.
 MAX_KNOWN_RECURRENCES = 8
 
 
 class PromptReader:
-    """Reads prompts into a cache, which holds the keys and values of the prompts that were read last.
+    """Reads prompts into a cache, which has the keys and values of the prompts that were read last.
 
     Attributes:
         chunk: the number of tokens of a pass.
@@ -54,59 +71,65 @@ class PromptReader:
         Args:
             model: the language model, in evaluation mode.
             sizes: the sizes of the cache; a prompt is not longer than a row.
-            chunk: the number of tokens of a pass, a power of two up to the cache's block.
+            chunk: the number of tokens of a pass, a power of two that is at most the cache's block.
             wrap: returns a function compiled, or unchanged.
             recorder: captures the pass over a chunk; None: it is not captured.
         """
         weight = model.lm_head.weight
         self.model = model
+        self.bank = bank_of(model)
         self.chunk = chunk
         self.rows = sizes.prompts_at_once
         self.device = weight.device
         self.cache = KVCache.allocate(
             model.config, self.rows, sizes.per_row, weight.dtype, weight.device, sizes.block
         )
-        self.cache.is_filled = sizes.is_filled
-        self.reads_last_token = sizes.is_filled
+        self.cache.pads_products = sizes.pads_products
+        self.reads_last_token = sizes.pads_products
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
         self._positions_RT = torch.arange(chunk, device=weight.device).repeat(self.rows, 1)
-        # The position of the first column of these two tensors.
+        self._adapter_R = torch.zeros(self.rows, dtype=torch.int64, device=weight.device)
+        # The position of the first column of the tokens and positions.
         self._first_position = 0
         self._hidden_RTD = weight.new_zeros(
             self.rows, chunk if self.reads_last_token else 0, model.config.hidden_size
         )
         self._passes = Replays(wrap(self._run_pass), recorder)
-        # The recurrences after whole chunks of prompts, by owner and tokens; the least recently used
+        # The recurrences after whole chunks of prompts, by reading and tokens; the least recently used
         # ones come first.
-        self._known_recurrences: OrderedDict[tuple[str, Ids], list[Tensor]] = OrderedDict()
-        # The tokens to read of each row's prompt, and the prompts' owner.
+        self._known_recurrences: OrderedDict[tuple[Reading, Ids], list[Tensor]] = OrderedDict()
+        # The tokens to read of each row's prompt, and the reading of these prompts.
         self._prompts: list[Ids] = []
-        self._owner = ""
+        self._reading = OF_NOBODY
         # Whether an exception has interrupted a pass.
         self._interrupted = False
         # The first positions of the chunks that are not read yet.
         self._unread_chunks: list[int] = []
 
     def choose_prompts(
-        self, prompts: Iterable[Ids], further: Iterable[Ids] = (), owner: str = ""
+        self,
+        prompts: Iterable[Ids],
+        further: Iterable[Ids] = (),
+        reading: Reading = OF_NOBODY,
     ) -> bool:
         """Choose the prompts that are read next, unless the cache has the first one already.
 
         Args:
-            prompts: prompts of one owner, at least one. The first one is needed now, and others are
+            prompts: prompts of one reading, at least one. The first one is needed now, and others are
                 read with it if the cache has rows for them.
-            further: prompts that are read in rows that would remain empty.
-            owner: the owner.
+            further: prompts of the same reading, that are read in rows that would remain empty.
+            reading: their reading.
 
         Returns:
             whether prompts were chosen.
         """
         needed = [self.tokens_to_read(prompt) for prompt in prompts]
-        if needed[0] in self._prompts and owner == self._owner:
+        if needed[0] in self._prompts and reading == self._reading:
             return False
-        self._owner = owner
+        self._reading = reading
+        self._adapter_R.fill_(reading.adapter)
         # A dict, since equal prompts share a row.
         chosen = dict.fromkeys(needed)
         for prompt in further:
@@ -152,7 +175,7 @@ class PromptReader:
         if not self.cache.recurrences:
             return tokens
         for known in range(tokens, 0, -self.chunk):
-            key = (self._owner, self._prompts[0][:known])
+            key = (self._reading, self._prompts[0][:known])
             recurrences = self._known_recurrences.get(key)
             if recurrences:
                 self._known_recurrences.move_to_end(key)
@@ -183,7 +206,7 @@ class PromptReader:
         """Keep the recurrences after the first tokens of a prompt, if prompts are read one by one."""
         if not self.cache.recurrences or self.rows > 1 or tokens > len(self._prompts[0]):
             return
-        key = (self._owner, self._prompts[0][:tokens])
+        key = (self._reading, self._prompts[0][:tokens])
         self._known_recurrences[key] = [
             tensor.clone() for tensor in self.cache.recurrence_tensors()
         ]
@@ -231,7 +254,7 @@ class PromptReader:
         parts = [tokens[begin:end] for tokens in self._prompts]
         parts += [()] * (self.rows - len(self._prompts))
         padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
-        self._tokens_RT.copy_(sent(padded, self.device))
+        self._tokens_RT.copy_(tensor_on(padded, self.device))
         self._positions_RT += begin - self._first_position
         self._first_position = begin
         self._passes.run(1, self.cache.block_count_for(end))
@@ -248,11 +271,12 @@ class PromptReader:
 
     @torch.no_grad()
     def _run_pass(self, blocks: int) -> None:
-        hidden_RTD = self.model(
-            self._tokens_RT,
-            positions=self._positions_RT,
-            cache=self.cache.with_first_blocks(blocks),
-        )
+        with rows_with_adapters(self.bank, self._adapter_R):
+            hidden_RTD = self.model(
+                self._tokens_RT,
+                positions=self._positions_RT,
+                cache=self.cache.with_first_blocks(blocks),
+            )
         # If the hidden states are not used, a compiled pass computes nothing after the last layer's keys
         # and values.
         if self.reads_last_token:

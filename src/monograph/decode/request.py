@@ -35,6 +35,7 @@ class Request(NamedTuple):
             the seed of `sampling`.
         owner: the owner of the request. Keys and values of a prompt are reused only for requests of
             the same owner.
+        adapter: the slot of its adapter in the model's bank (`monograph.decode.adapter_bank`); 0: none.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,6 +47,7 @@ class Request(NamedTuple):
     breaker_V: Tensor | None = None
     seed: int | None = None
     owner: str = ""
+    adapter: int = 0
 
 
 class LogProbability(NamedTuple):

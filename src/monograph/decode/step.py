@@ -1,7 +1,8 @@
 """One step of decoding: the model, the sampler and the stop rules as one graph over preallocated
 tensors.
 
-A step samples one token in each row that has a running request. With x' for the next x, it is
+A step samples one token in each row that has a running request. A ring is a tensor with a line for each
+step, to which the step writes its results. With x' for the next x, a step is
 
     hidden = model(token, position, cache)
     logits = head(hidden)
@@ -11,9 +12,8 @@ A step samples one token in each row that has a running request. With x' for the
     line of the ring = token' + status' * 2^24
 
 The same function runs eagerly, compiled and replayed as a CUDA graph, and the host reads nothing
-here. A block is several steps that are started together. A ring is a tensor with a line for each step
-of a block, to which the step writes its results. The host copies the lines of a whole block, and
-waits for the copy only when it reads them (`monograph.decode.outbox.Outbox`).
+here. A block is several steps that are started together. The host copies the ring's lines of a whole
+block, and waits for the copy only when it reads them (`monograph.decode.outbox.Outbox`).
 
 A chain is the list of the sampler's stages that some requests need (`monograph.decode.knobs`). If
 requests need different chains, `Steps` has a step for each chain, and all steps of a block use the
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from monograph.decode.adapter_bank import AdapterBank, rows_with_adapters
 from monograph.decode.automaton_tables import AutomatonTables, allowed_tokens, is_over, next_states
 from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
@@ -107,6 +108,7 @@ class State:
         seed_B: the seed of the row's random numbers.
         generated_B: the number of sampled tokens.
         limit_B: the maximum number of sampled tokens.
+        adapter_B: the slot of the row's adapter (`monograph.decode.adapter_bank`).
         status_B: a `Status`.
         stop_ids_BM: the ids that end the text, padded with -1.
         constraint_state_B: the state of the automaton of allowed texts, with its counters.
@@ -127,6 +129,7 @@ class State:
     seed_B: Tensor
     generated_B: Tensor
     limit_B: Tensor
+    adapter_B: Tensor
     status_B: Tensor
     stop_ids_BM: Tensor
     constraint_state_B: Tensor
@@ -160,8 +163,8 @@ class State:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        # If penalties see only the last n tokens, the tokens of the prompt leave one at a time, so it
-        # must be known how often each is there.
+        # If penalties see only the last n tokens, the tokens of the prompt leave this window one by one.
+        # So it must be known how often each of them is in the window, and not only whether it is.
         prompt_dtype = COUNT_DTYPE if "last_n" in chain.stages else torch.bool
         past = None
         if needed.past:
@@ -181,6 +184,7 @@ class State:
             seed_B=zeros(rows),
             generated_B=zeros(rows),
             limit_B=zeros(rows),
+            adapter_B=zeros(rows),
             status_B=zeros(rows),
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_state_B=zeros(rows),
@@ -269,7 +273,7 @@ class State:
         index_B1 = leaving_position_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None]
         token_B = history_BT.gather(-1, index_B1)[:, 0].long()
         # `prompt_BV` counts the tokens of the prompt. `counts_BV` counts the output, and the prompt
-        # only with "counts_prompt".
+        # only with "counts_prompt". The prompt ends `generated_B` positions before the last token.
         is_of_prompt_B = leaving_position_B <= self.position_B - self.generated_B
         is_in_counts_B = ~is_of_prompt_B | (knobs["counts_prompt"] > 0)
         add_to_counts(self.counts_BV, token_B, leaves_B & is_in_counts_B, -1)
@@ -278,7 +282,7 @@ class State:
 
 
 class _NeededState(NamedTuple):
-    """Which optional tensors of `State` a chain needs.
+    """Whether a chain needs each optional tensor of `State`.
 
     Attributes:
         counts: the counts of sampled ids.
@@ -317,6 +321,7 @@ class DecodeStep:
             additional ids are never sampled.
         forward_kernels: computes the logits by kernels; None: the model's forward pass does.
         fast_sampler: samples by a kernel, with the same bits as `sample`; None: `sample` does.
+        bank: the model's adapters, of which each row has one; None: the model has no bank.
     """
 
     model: Llama
@@ -328,6 +333,7 @@ class DecodeStep:
     vocabulary: int
     forward_kernels: FastForward | None = None
     fast_sampler: FastSampler | None = None
+    bank: AdapterBank | None = None
 
     @torch.no_grad()
     def __call__(
@@ -340,8 +346,8 @@ class DecodeStep:
         """Sample one token in every running row.
 
         Args:
-            blocks: attention reads the first `blocks` blocks of the cache, which must include the
-                position of every running row.
+            blocks: how many blocks of the cache attention reads, from the first on. They must include
+                the position of every running row.
             truncation: see `sample`.
             follow_automata: whether the automata of the rows are used; it may be False only if no
                 running row has one.
@@ -389,13 +395,14 @@ class DecodeStep:
     def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
         state = self.state
         kernels = self.forward_kernels
-        if hidden_BD is None and kernels is not None and kernels.computes("cuda"):
+        if hidden_BD is None and kernels is not None and kernels.follows_autocast("cuda"):
             return kernels.logits(state.token_B, state.position_B, self.cache, blocks)
         if hidden_BD is None:
             tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
-            hidden_BD = self.model(
-                tokens_B1, positions=positions_B1, cache=self.cache.with_first_blocks(blocks)
-            )[:, 0]
+            with rows_with_adapters(self.bank, state.adapter_B):
+                hidden_BD = self.model(
+                    tokens_B1, positions=positions_B1, cache=self.cache.with_first_blocks(blocks)
+                )[:, 0]
         return self.model.logits(hidden_BD)
 
     def _update_state(self, sampled: SampledTokens, follow_automata: bool) -> None:
@@ -446,7 +453,8 @@ class Steps:
     """A step for each chain. A step is made at its first use, and captured if there is a recorder.
 
     Attributes:
-        chains: the given chains; the last one covers every request.
+        chains: the given chains, in the order in which they are tried; the last one covers every
+            request.
         replays: runs steps, and captures them if there is a recorder.
         step_for: returns the step of a chain.
         choose_chain: returns the chain for a block of steps, given the frozenset of the smallest
@@ -479,19 +487,23 @@ class Steps:
         smallest = join_chains(smallest_chains, self.chains[-1])
         if not self._only_given_chains:
             return smallest
+        # The last chain covers every request, so one is found.
         return next(chain for chain in self.chains if chain.covers(smallest))
 
     def warm_up(self, block_counts: Sequence[int], begin: Callable[[], None]) -> None:
         """Capture every variant of a step.
 
         Args:
-            block_counts: the numbers of blocks of the cache that a step may read
+            block_counts: all numbers of blocks of the cache that a step may read
                 (`KVCache.block_counts`).
             begin: called before each variant.
         """
         truncations: tuple[Truncation, ...] = ("window", "search")
+        follow_automata = (False, True)
         if self.replays.is_capturing:
-            for variant in itertools.product(self.chains, block_counts, truncations, (False, True)):
+            for variant in itertools.product(
+                self.chains, block_counts, truncations, follow_automata
+            ):
                 begin()
                 self.replays.run(WARM_UP, *variant)
 

@@ -1,3 +1,4 @@
-"""Train one run on several devices: a process for each device, with PyTorch's DDP or FSDP2 around
-the usual step.
+"""Train one run on several devices, with a process for each.
+
+PyTorch's DDP or FSDP2 is put around the usual step.
 """

@@ -4,7 +4,7 @@ A window is the rows of one update. Its micro-batches go to the ranks in turn.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,11 +22,9 @@ class ByRank(OnDevice):
 
     Attributes:
         world: the ranks.
-        micro_batch_context: returns the context in which a micro-batch runs; its argument says
-            whether the micro-batch is the last of the window.
     """
 
-    replays = False  # a replayed micro-step would contain collectives
+    replays = False  # a micro-step contains collectives, which are not recorded
 
     def __init__(self, world: World):
         """Store the ranks."""
@@ -34,12 +32,20 @@ class ByRank(OnDevice):
         # the ranks.
         super().__init__(fused=False)
         self.world = world
-        self.micro_batch_context: Callable[[bool], AbstractContextManager[None]] = lambda last: (
-            nullcontext()
-        )
+
+    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[None]:
+        """Return the context in which a micro-batch runs.
+
+        Args:
+            is_last: whether the micro-batch is the last one of the window.
+        """
+        return nullcontext()
 
     def accumulate(self, batches: Sequence[Any]) -> None:
-        """Add the gradient of this rank's micro-batches; the last one sums it over the ranks."""
+        """Add the gradients of this rank's micro-batches, and sum them over the ranks.
+
+        The sum is part of the backward pass: DDP sums with the last micro-batch, FSDP2 with each.
+        """
         step = self.step
         step.link()
         for number, batch in enumerate(batches):
@@ -64,8 +70,10 @@ class ByRank(OnDevice):
 
     @abstractmethod
     def handle_missing_gradient(self) -> None:
-        """Do what the other ranks wait for, after a micro-batch whose loss has no gradient: they sum
-        gradients with this rank.
+        """Handle a micro-batch of this rank whose loss does not depend on the parameters.
+
+        It has no backward pass, in which the other ranks would sum gradients with this rank. So what
+        they wait for must be done here, or the loss must be refused.
         """
 
 

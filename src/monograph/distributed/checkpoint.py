@@ -6,8 +6,8 @@ follow one another in a safetensors file, so rows `first` to `end` of a tensor w
 
     [begin + first * bytes of a row, begin + end * bytes of a row)
 
-So no rank assembles a whole tensor, and the files need no conversion. All ranks must see the same
-folder.
+So no rank gathers an unsharded tensor, and the files do not depend on the number of ranks. All ranks
+must see the same folder.
 """
 
 import math
@@ -30,7 +30,7 @@ from monograph.storage import blocks, tensor_layout
 
 
 def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> None:
-    """Save the state that all ranks hold together; a collective.
+    """Save the state, of which each rank has a part; a collective.
 
     If a rank cannot write, there is no new checkpoint.
 
@@ -50,13 +50,13 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
         if any(isinstance(tensor, DTensor) for tensor in tensors.values())
     }
 
-    def write(path: Path, pieces: Iterator[memoryview]) -> list[str]:
+    def write_file(path: Path, pieces: Iterator[memoryview]) -> list[str]:
         if path.name in sharded_files:
             return _write_together(world, path, sharded_files[path.name])
         return blocks.write_file(path, pieces)
 
     if world.leads:
-        checkpointing.save(checkpoints, checkpoint, keep, write)
+        checkpointing.save(checkpoints, checkpoint, keep, write_file)
     else:
         folder = unfinished_folder(checkpoints, checkpoint.update)
         for name, tensors in sharded_files.items():
@@ -95,7 +95,9 @@ def load_newest(
     update, fault = world.broadcast([checkpoint.update if checkpoint else None, fault])
     if update is None:
         raise NoValidCheckpoint(fault)
-    return checkpoint or checkpointing.load_newest(checkpoints, warn, update)
+    if checkpoint is None:  # on ranks other than 0
+        checkpoint = checkpointing.load_newest(checkpoints, warn, update)
+    return checkpoint
 
 
 def find_not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -131,20 +133,19 @@ def _write_together(world: World, path: Path, tensors: Mapping[str, Tensor]) -> 
         if world.leads:
             with open(path, "xb", buffering=0) as file:
                 file.truncate(length)
-        # The other ranks must not open the file before it exists.
-        world.barrier()
+        world.barrier()  # the other ranks must not open the file before it exists
         with open(path, "r+b", buffering=0) as file:
             for offset, piece in _own_pieces(world, header, length, tensors):
                 blocks.write_at(file.fileno(), piece, offset)
             os.fsync(file.fileno())
-            # A block may have parts of several ranks, so blocks are hashed from the file, after all
-            # ranks have written.
+            # Several ranks may write into a block of the file. So blocks are read back to be hashed, after
+            # all ranks have written.
             world.barrier()
-            count = math.ceil(length / blocks.BLOCK_BYTES)
-            # Each rank computes some digests. The other rows are zeros, so the sum over ranks has
-            # all of them.
-            digests = torch.zeros(count, 32, dtype=torch.uint8)
-            for index in range(world.rank, count, world.size):
+            block_count = math.ceil(length / blocks.BLOCK_BYTES)
+            # Each rank computes some of the digests, which are SHA-256 of 32 bytes. In the others it has
+            # zeros, so the sum over ranks has all digests.
+            digests = torch.zeros(block_count, 32, dtype=torch.uint8)
+            for index in range(world.rank, block_count, world.size):
                 digest = blocks.digest_at(file.fileno(), index, length)
                 digests[index] = torch.tensor(list(digest), dtype=torch.uint8)
     except OSError as error:
@@ -163,13 +164,13 @@ def _own_pieces(
         tensor = tensors[entry.name]
         offset = len(header) + entry.begin
         if isinstance(tensor, DTensor):
-            # The last dimension of a mesh shares out the rows. Ranks that differ in another
-            # coordinate, the machine, have the same rows, and the first of them writes.
+            # The last coordinate of a rank in the mesh says which rows it has. Ranks that differ only in
+            # the other one, the machine, have the same rows, and the first machine writes them.
             if any(tensor.device_mesh.get_coordinate()[:-1]):  # type: ignore[index]
                 continue
             first_row = own_slice(tensor).start
-            # A tensor without rows has 0 bytes.
-            offset += first_row * (entry.end - entry.begin) // max(1, len(tensor))
+            tensor_bytes = entry.end - entry.begin  # 0 if the tensor has no rows
+            offset += first_row * tensor_bytes // max(1, len(tensor))
             yield offset, tensor_layout.bytes_of(tensor.to_local())
         elif world.leads:
             yield offset, tensor_layout.bytes_of(tensor)

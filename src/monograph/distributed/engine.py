@@ -1,12 +1,12 @@
 """Engines of one rank among several, whose gradients DDP or FSDP2 sums over the ranks.
 
-    gradient = sum over ranks of d/dp (1 / N  sum of the rank's losses),   N = targets of all ranks
+    gradient = sum over ranks of d/dp (1 / N · sum of the rank's losses),   N = targets of all ranks
 
 This is the gradient of one process with all micro-batches. The micro-batches of a window, the rows
 of one update, go to the ranks in turn.
 
-DDP and FSDP2 average gradients by default. To get the sum, the loss would have to be multiplied by
-the number of ranks. In fp16 this factor makes losses overflow sooner, and rounds subnormals
+DDP and FSDP2 average gradients by default. To get the sum from the average, the loss would have to be
+multiplied by the number of ranks. In fp16 that would make losses overflow sooner, and round subnormals
 differently. So DDP and FSDP2 are set to sum gradients.
 """
 
@@ -45,7 +45,7 @@ class StepOptions(TypedDict, total=False):
 
 @final
 class Replicated(Engine):
-    """Trains a module of which each rank has a whole copy (DDP).
+    """Trains a module of which each rank has a copy (DDP).
 
     Attributes:
         replicas: the parameters.
@@ -57,7 +57,7 @@ class Replicated(Engine):
         *,
         world: World,
         micro_batch: int | None = None,
-        **others: Unpack[StepOptions],
+        **step_options: Unpack[StepOptions],
     ):
         """Build the step on the module's device.
 
@@ -65,10 +65,10 @@ class Replicated(Engine):
             model: the module, the same on all ranks.
             world: the ranks.
             micro_batch: rows of a micro-batch; None: an even share of the window.
-            others: other arguments of `Step`.
+            step_options: other arguments of `Step`.
         """
         self.replicas = Replicas(world)
-        step = Step(model, sum_over_ranks=world.sum, parameters=self.replicas, **others)
+        step = Step(model, sum_over_ranks=world.sum, parameters=self.replicas, **step_options)
         super().__init__(lambda: step, RetryTogether(micro_batch, self.replicas))
         self.replicas.wrap()
 
@@ -91,7 +91,7 @@ class Sharded(Engine):
         micro_batch: int | None = None,
         gathers_bf16: bool = False,
         by_machine: bool = False,
-        **others: Unpack[StepOptions],
+        **step_options: Unpack[StepOptions],
     ):
         """Give each rank its rows.
 
@@ -101,14 +101,14 @@ class Sharded(Engine):
             micro_batch: see `Replicated`.
             gathers_bf16: see `Shards`.
             by_machine: see `Shards`.
-            others: other arguments of `Step`.
+            step_options: other arguments of `Step`.
         """
         self.shards = Shards(world, gathers_bf16, by_machine)
-        step = Step(model, sum_over_ranks=world.sum, parameters=self.shards, **others)
+        step = Step(model, sum_over_ranks=world.sum, parameters=self.shards, **step_options)
         super().__init__(lambda: step, RestartAll(micro_batch, world))
 
     def load_state(self, state: EngineState) -> None:
-        """Load a state of whole tensors; each rank takes its rows. See `Engine.load_state`."""
+        """Load a state of unsharded tensors, of which each rank takes its rows; see `Engine.load_state`."""
         own = self.state()
         model = OwnRows(state.model, own.model)
         optimizer = OwnRows(state.optimizer, own.optimizer)
@@ -121,9 +121,9 @@ def streamed_replica(
     world: World,
     micro_batch: int | None = None,
     placement: Placement | None = None,
-    **others: Unpack[StepOptions],
+    **step_options: Unpack[StepOptions],
 ) -> Streamed:
-    """Return the engine of a module of which each rank streams a whole copy from its host.
+    """Return the engine of a module of which each rank streams a copy from its host.
 
     Gradients are summed over ranks stage by stage (`monograph.stream`).
 
@@ -133,11 +133,14 @@ def streamed_replica(
         micro_batch: rows of a micro-batch; None: an even share of the window.
         placement: where buffers live and when weights are updated; "backward" is replaced by "next
             forward".
-        others: other arguments of `Step`.
+        step_options: other arguments of `Step`.
     """
     placement = placement or Placement()
     if placement.when == "backward":
-        # In the backward pass, an update would be decided on by the losses of one rank.
+        # In the backward pass, the losses of the other ranks are not known. But they, too, decide whether
+        # an update is applied.
         placement = replace(placement, when="next forward")
     retries = RestartAll(micro_batch, world)
-    return Streamed(model, placement=placement, sum_over_ranks=world.sum, retries=retries, **others)
+    return Streamed(
+        model, placement=placement, sum_over_ranks=world.sum, retries=retries, **step_options
+    )

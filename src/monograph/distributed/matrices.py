@@ -1,6 +1,6 @@
 """Orthogonalise matrices of which each rank has some rows.
 
-For this, each matrix is sent to one rank, its owner, which has all of its rows for a moment.
+All rows of a matrix are sent to one rank, its owner, which orthogonalises it and sends them back.
 
 Shapes: n matrices [rows, cols] of the same shape on W ranks; rank r has R_r rows of each
 (`monograph.distributed.rows.rank_rows`).
@@ -18,46 +18,51 @@ from monograph.distributed.world import World
 
 def orthogonalise_rows(
     world: World,
-    own: Sequence[Tensor],
+    own_rows: Sequence[Tensor],
     rows: int,
-    first: int,
+    first_owner: int,
     compute: torch.dtype,
     orthogonalise: Callable[[Tensor, torch.dtype], Tensor],
 ) -> list[Tensor]:
     """Orthogonalise n matrices with `orthogonalise(matrices, compute)`; a collective.
 
-    Rank (first + i) mod W is the owner of matrix i, so each matrix is computed by one rank. The
+    Rank (first_owner + i) mod W is the owner of matrix i, so each matrix is computed by one rank. The
     other ranks send their rows to the owner and get them back: all ranks together send
     2 n rows cols (W - 1) / W numbers.
 
     Args:
         world: the ranks.
-        own: this rank's rows of each matrix, n tensors [R_r, cols].
+        own_rows: this rank's rows of each matrix, n tensors [R_r, cols].
         rows: the number of rows of a whole matrix.
-        first: the owner of the first matrix.
+        first_owner: the owner of the first matrix.
         compute: the dtype of products.
         orthogonalise: the optimizer's function of whole matrices [n, rows, cols].
 
     Returns:
         This rank's rows of each orthogonal matrix, n tensors [R_r, cols].
     """
-    cols = own[0].shape[-1]
-    own_size = own[0].numel()
+    n = len(own_rows)
+    cols = own_rows[0].shape[-1]
+    own_size = own_rows[0].numel()
     ranks = range(world.size)
-    # For each rank, the numbers of the matrices that it owns.
-    owned = [[i for i in range(len(own)) if (first + i) % world.size == rank] for rank in ranks]
+    # For each rank, the indices of the matrices that it owns.
+    owned = [[i for i in range(n) if (first_owner + i) % world.size == rank] for rank in ranks]
     slices = [rank_rows(rank, world.size, rows) for rank in ranks]
     # Matrices are sent in the order of their owners.
     order = [i for matrices in owned for i in matrices]
-    sent = [len(matrices) * own_size for matrices in owned]
+    sent_sizes = [len(matrices) * own_size for matrices in owned]
     # From each rank, this rank receives that rank's rows of all matrices that this rank owns.
     own_count = len(owned[world.rank])
     shapes = [(own_count, part.stop - part.start, cols) for part in slices]
-    received = [math.prod(shape) for shape in shapes]
-    flat = world.all_to_all(torch.cat([own[i].flatten() for i in order]), sent, received)
-    parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
+    received_sizes = [math.prod(shape) for shape in shapes]
+    sent = torch.cat([own_rows[i].flatten() for i in order])
+    received = world.all_to_all(sent, sent_sizes, received_sizes)
+    parts = [
+        part.view(shape) for part, shape in zip(received.split(received_sizes), shapes, strict=True)
+    ]
     orthogonal = orthogonalise(torch.cat(parts, dim=1), compute)
     # The rows are sent back in the same way, with the two lists of sizes exchanged.
-    flat = torch.cat([orthogonal[:, part].flatten() for part in slices])
-    own_orthogonal = world.all_to_all(flat, received, sent).view(len(own), *own[0].shape)
-    return [own_orthogonal[order.index(i)] for i in range(len(own))]
+    sent_back = torch.cat([orthogonal[:, part].flatten() for part in slices])
+    own_orthogonal = world.all_to_all(sent_back, received_sizes, sent_sizes)
+    own_orthogonal = own_orthogonal.view(n, *own_rows[0].shape)
+    return [own_orthogonal[order.index(i)] for i in range(n)]

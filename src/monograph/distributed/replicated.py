@@ -1,6 +1,6 @@
-"""Keep a whole copy of the parameters on each rank; DDP sums their gradients over the ranks."""
+"""Keep a copy of all parameters on each rank; DDP sums their gradients over the ranks."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,39 +14,46 @@ from monograph.step import Step
 
 
 class Replicas(ByRank):
-    """The parameters of a module of which each rank has a whole copy.
+    """The parameters of a module of which each rank has a copy.
 
     DDP sums gradients in buckets, each of which has the gradients of several parameters.
 
     Attributes:
         parallel: DDP around the module and its loss.
-        buckets: the buckets of a backward pass, in order, as tensors without memory.
-        summed: the buckets of the window that this rank has begun to sum.
+        buckets: all buckets of a backward pass, in the order in which they are summed, as tensors
+            without memory.
+        summed: the first of these: those that this rank has begun to sum for the present window.
     """
 
     parallel: DistributedDataParallel
 
     def __init__(self, world: World):
-        """Store the ranks; `wrap` must be called when the step was made."""
+        """Store the ranks; `wrap` must be called once the step exists."""
         super().__init__(world)
         compat.one_graph_under_ddp()
         self.buckets = list[Tensor]()
         self.summed = list[Tensor]()
-        # Gradients are summed over ranks with the window's last micro-batch only.
-        self.micro_batch_context = lambda last: nullcontext() if last else self.parallel.no_sync()
+
+    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[None]:
+        """Return a context in which DDP sums gradients with the window's last micro-batch only."""
+        if is_last:
+            return nullcontext()
+        context: AbstractContextManager[None] = self.parallel.no_sync()
+        return context
 
     def wrap(self) -> None:
-        """Give the step's module to a new DDP, and make two backward passes.
+        """Wrap the step's module in a new DDP, and make two backward passes.
 
         A new DDP is also needed after a backward pass has failed.
         """
         # gradient_as_bucket_view stays off, because gradients are views of the planes already.
         self.parallel = DistributedDataParallel(_ModelWithLoss(self.step))
-        # A lambda, because torch refuses hooks whose annotations are not its own classes.
+        # A lambda, because torch refuses a hook whose annotations are other classes than it expects.
         self.parallel.register_comm_hook(None, lambda _, bucket: self._sum_bucket(bucket.buffer()))
-        # After its first backward pass, DDP rebuilds its buckets, which changes the order in which
-        # the gradients of more than two ranks are summed. Because these passes come before the
-        # first update, restarted ranks get the same bits.
+        # After its first backward pass, DDP rebuilds its buckets, which changes the order in which the
+        # gradients of more than two ranks are summed. So a pass is made here, before the first update:
+        # otherwise the first update of restarted ranks would have other bits. The second pass records
+        # the rebuilt buckets.
         for _ in range(2):
             self.summed = []
             # Gradients may be disabled, if memory has run out in an evaluation.
@@ -55,7 +62,7 @@ class Replicas(ByRank):
         self.buckets = self.summed
 
     def begin(self) -> None:
-        """Begin a window: none of its buckets was summed."""
+        """Begin a window, none of whose buckets has been summed."""
         self.summed = []
 
     def begin_again(self) -> None:
@@ -68,7 +75,7 @@ class Replicas(ByRank):
         return loss, loss_sum, count
 
     def handle_missing_gradient(self) -> None:
-        """Give the other ranks, which wait for it, a gradient of zeros."""
+        """Let DDP sum a gradient of zeros, since the other ranks wait for this rank's."""
         self.parallel.module(None, self.step.loss_factor).backward()
 
     def _sum_bucket(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
@@ -87,13 +94,12 @@ class _ModelWithLoss(nn.Module):
     def __init__(self, step: Step):
         super().__init__()
         self.model = step.model
-        self.__dict__["step"] = step
+        self.step = step
 
     def forward(self, batch: Any, loss_factor: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         if batch is None:
-            # Concatenated, so that gradients come from the last parameter to the first, about as in
-            # a real backward pass.
+            # They are concatenated, so that the backward pass reaches the parameters from the last to the
+            # first, about as a real one does: DDP orders its buckets by that.
             empty = [weight.flatten()[:0] for weight in self.parameters() if weight.requires_grad]
             return torch.cat(empty).sum()
-        step: Step = self.__dict__["step"]
-        return step.forward(batch, loss_factor)
+        return self.step.forward(batch, loss_factor)

@@ -1,4 +1,4 @@
-"""Let ranks continue with smaller micro-batches, or restart, when one of them runs out of memory."""
+"""What ranks do when one of them runs out of memory: take smaller micro-batches, or restart."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -38,18 +38,19 @@ class RestartAll(Retries):
         except (RuntimeError, InputRefused) as error:
             if not out_of_memory(error):
                 raise
-            size = self.rows_per_micro_batch(rows())
-            remedy = "let torchrun restart it (--max-restarts 3), or " if size > 1 else ""
-            failed = OutOfDeviceMemory(
-                f"rank {self.world.rank}: out of memory at micro_batch = {size}: {str(error).splitlines()[0]}; "
-                f"{remedy}use a smaller train.micro_batch, model or sequence_length"
+            micro_batch = self.rows_per_micro_batch(rows())
+            can_shrink = micro_batch > 1
+            remedy = "let torchrun restart it (--max-restarts 3), or " if can_shrink else ""
+            failure = OutOfDeviceMemory(
+                f"rank {self.world.rank}: out of memory at micro_batch = {micro_batch}: "
+                f"{str(error).splitlines()[0]}; {remedy}use a smaller train.micro_batch, model or sequence_length"
             )
-            failed.retry_rows = (size + 1) // 2 if size > 1 else 0
-            raise failed from error
+            failure.retry_rows = (micro_batch + 1) // 2 if can_shrink else 0
+            raise failure from error
 
 
 class RetryTogether(Retries):
-    """The retries of ranks that each have the whole module.
+    """The retries of ranks that each have all parameters.
 
     If memory runs out on one rank, all ranks repeat the work with smaller micro-batches.
     """
@@ -77,10 +78,11 @@ class RetryTogether(Retries):
                 message = str(error).splitlines()[0]
             if message:
                 empty_cache(step.device)
-                # The other ranks wait for the sums of this rank's remaining gradients.
+                # The other ranks still sum the rest of the buckets, and wait for this rank to take part.
                 for bucket in self.replicas.buckets[len(self.replicas.summed) :]:
                     world.sum(torch.zeros_like(bucket, device=step.device))
-            if world.any(bool(message))[0]:
+            [has_any_failed] = world.any(bool(message))
+            if has_any_failed:
                 raise torch.OutOfMemoryError(message or "on another rank")
             return result
 

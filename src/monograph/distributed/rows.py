@@ -1,8 +1,8 @@
-"""Shard tensors by rows: cut one, assemble one, and say which rows a rank has.
+"""Shard tensors by rows, gather them, and say which rows a rank has.
 
-Of n rows, each of W ranks has the next ceil(n / W); the last ranks have fewer or none. On several
-machines a mesh of ranks has two dimensions, the machine and the rank within it. Then only the last
-dimension shares out rows: each machine has all of them.
+Each of W ranks has the next ceil(n / W) of n rows; the last ranks have fewer or none. If the mesh of
+ranks has two dimensions, the machine and the rank within it, only the last one shares out rows: each
+machine has all of them.
 """
 
 import math
@@ -27,32 +27,37 @@ def rank_and_size(mesh: DeviceMesh) -> tuple[int, int]:
 
 def own_slice(tensor: DTensor) -> slice:
     """Return the slice of a sharded tensor's rows that this rank has."""
-    unusual_slice: slice | None = getattr(tensor, "unusual_slice", None)
-    return unusual_slice or rank_rows(*rank_and_size(tensor.device_mesh), len(tensor))
+    unusual_slice: slice | None = getattr(tensor, "unusual_slice", None)  # see `shard_from_rows`
+    if unusual_slice is not None:
+        return unusual_slice
+    rank, ranks = rank_and_size(tensor.device_mesh)
+    return rank_rows(rank, ranks, len(tensor))
 
 
 def shard_from_rows(
-    own: Tensor, mesh: DeviceMesh, whole: Tensor, unusual_slice: slice | None = None
+    own_rows: Tensor, mesh: DeviceMesh, unsharded: Tensor, unusual_slice: slice | None = None
 ) -> DTensor:
-    """Return a sharded tensor, of which this rank has the rows `own`.
+    """Return the sharded tensor of which this rank has the rows `own_rows`.
 
     Args:
-        own: this rank's rows.
+        own_rows: this rank's rows.
         mesh: the ranks.
-        whole: a tensor with the shape of the sharded tensor; its values are not used.
-        unusual_slice: which rows `own` are, if they are not those of `rank_rows`; torch's functions
-            cannot gather such a tensor. None: they are those of `rank_rows`.
+        unsharded: a tensor with the shape of the sharded tensor; its values are not used.
+        unusual_slice: which rows `own_rows` are, if they are not those of `rank_rows`; torch's
+            functions cannot gather such a tensor. None: they are those of `rank_rows`.
     """
-    shape = whole.shape
-    stride = torch.empty(whole.shape, device="meta").stride()
+    shape = unsharded.shape
+    stride = torch.empty(shape, device="meta").stride()  # that of a contiguous tensor
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    sharded = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+    sharded = DTensor.from_local(
+        own_rows, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
     sharded.unusual_slice = unusual_slice  # type: ignore[attr-defined] # for `own_slice`
     return sharded
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard a whole tensor as `like` is sharded; if `like` is not, return the tensor itself."""
+    """Shard a tensor as `like` is sharded; if `like` is not, return the tensor itself."""
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
@@ -69,17 +74,18 @@ def gather_rows(tensor: Tensor) -> Tensor:
 
 
 class OwnRows(Mapping[str, Tensor]):
-    """A mapping of whole tensors that returns this rank's rows of each tensor.
+    """A mapping of unsharded tensors, which gives this rank's rows of each.
 
-    A tensor is cut when it is looked up.
+    A tensor is sharded when it is looked up.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]):
         """Store the tensors.
 
         Args:
-            tensors: the whole tensors, by name.
-            like: tensors by name; a tensor of the same name and shape says how to shard.
+            tensors: the unsharded tensors, by name.
+            like: tensors by name. One of the same name and shape says how a tensor is sharded; without
+                it, the tensor is given as it is.
         """
         self._tensors = tensors
         self._like = like

@@ -1,12 +1,12 @@
 """Shard a model by FSDP2: each rank has some rows of each parameter, gradient and moment.
 
-FSDP2 gathers the parameters of one block after another for the forward and the backward pass.
-Which rows a rank has is said by `monograph.distributed.rows`.
+FSDP2 gathers the parameters of one block of the model after another for the forward and the backward
+pass. `monograph.distributed.rows` says which rows a rank has.
 
 The updates of most optimizers need no other rank's rows. There are two exceptions. Muon
 orthogonalises whole matrices (`monograph.distributed.matrices`). And a format of the optimizer's
-state may pack moments in blocks that begin in one rank's rows and end in another's
-(`monograph.distributed.shared_blocks`); such blocks are called cut.
+state may pack moments in blocks of consecutive numbers. A block that begins in one rank's rows and
+ends in another's is called a cut block (`monograph.distributed.shared_blocks`).
 """
 
 import copy
@@ -49,7 +49,7 @@ from monograph.optim.state_format import StateFormat
 from monograph.step import Step
 from monograph.step.parameters import Sums
 
-# The share of the device's free memory that an unsharded copy of the model may take.
+# An unsharded copy of the model may take at most this share of the device's free memory.
 MAX_COPY_SHARE = 0.5
 
 
@@ -64,7 +64,7 @@ class Shards(ByRank):
             otherwise all.
     """
 
-    differentiable = False  # FSDP2 would wait for a backward pass
+    differentiable = False  # after each call of `root`, FSDP2 waits for its backward pass
 
     root: nn.Module
     names: list[str]
@@ -74,10 +74,10 @@ class Shards(ByRank):
 
         Args:
             world: the ranks.
-            gathers_bf16: whether the weights of blocks are rounded to bf16 before they are
-                gathered. Matrix products read the same bits as with autocast. The weights of norms
-                and their gradients are rounded, too, unlike with autocast. Sums over ranks are in
-                fp32.
+            gathers_bf16: whether the weights of the model's blocks are rounded to bf16 before they
+                are gathered. Matrix products read the same bits as with autocast. The weights of
+                norms and their gradients are rounded, too, unlike with autocast. Sums over ranks
+                are in fp32.
             by_machine: whether the ranks of each machine share out all rows among themselves
                 (HSDP). Blocks are then gathered within a machine, and only gradients are summed
                 over machines.
@@ -91,8 +91,8 @@ class Shards(ByRank):
         self.by_machine = by_machine
         self.row_ranks = world
         self._copy: nn.Module | None = None  # see `gathered`
-        # For planes without cut blocks. torch 2.13 compiles the padding of cut blocks to code that
-        # reads beyond their end (dev/log.md).
+        # It updates planes without cut blocks only, because torch 2.13 compiles the padding of cut blocks
+        # to code that reads beyond their end (dev/log.md).
         self.captured_update = Compilable(self._update_plane_eagerly)
 
     def place(self, step: Step) -> list[Plane]:
@@ -113,8 +113,8 @@ class Shards(ByRank):
                 mesh_dim_names=("machine", "rank"),
             )
             self.row_ranks = self.world.subgroup(mesh.get_group("rank"))
-        # A quantised base has parameters without dimensions, which cannot be sharded by rows. Each
-        # rank keeps them whole.
+        # A quantised model has parameters without dimensions, which have no rows. Each rank has all of
+        # them.
         scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
         for parameter in scalars:
             parameter.data = parameter.data.to(device)
@@ -132,14 +132,15 @@ class Shards(ByRank):
             fully_shard(self.root, mesh=mesh, ignored_params=scalars)  # in place
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
+                module.set_gradient_divide_factor(1.0)  # gradients are summed, not averaged
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
         form = FORMATS[step.optim.state]
         return [step.prepare_plane(plane) for plane in make_rows_planes(model, kinds, form)]
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
-        """Return the functions that a capture compiles. In scope "blocks", the update is compiled
-        plane by plane.
+        """Return the functions that a capture compiles.
+
+        In scope "blocks", the update is compiled plane by plane.
         """
         if scope == "whole":
             return super().captured(scope)
@@ -157,17 +158,17 @@ class Shards(ByRank):
         )
 
     def sums(self, batch: Any) -> Sums:
-        """Return the batch's summed loss and number of targets, computed by `root`, since only its
-        calls gather the parameters.
+        """Return the batch's summed loss and number of targets.
+
+        They are computed by `root`, since only its calls gather the parameters.
         """
         loss_sum, count = self.root(batch)
         return loss_sum, count
 
     def update_plane(self, plane: Plane, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
-        """Update a plane by its summed gradient, with the compiled function unless it has cut
-        blocks.
-        """
-        if plane.edge_maxima:  # set for planes with cut blocks, see `directed`
+        """Update a plane by its summed gradient, by the compiled function if it has no cut blocks."""
+        has_cut_blocks = bool(plane.edge_maxima)  # see `with_directions`
+        if has_cut_blocks:
             self.step.update_plane(plane, total, scale, accepted)
         else:
             self.captured_update(plane, total, scale, accepted)
@@ -178,16 +179,21 @@ class Shards(ByRank):
         self.step.update_plane(plane, total, scale, accepted)
 
     def add_squares(self, squares: Sequence[Tensor]) -> Tensor:
-        """Add up the squares of all parts of all ranks."""
-        # A rank may have no rows at all.
+        """Return the sum of the squares of all rows; a collective of the ranks that share them out.
+
+        Args:
+            squares: the sum of squares of each plane of this rank.
+        """
+        # It begins with zero, because a rank may have no rows at all.
         zero = torch.zeros((), dtype=torch.float64, device=default_device())
         return self.row_ranks.sum(functools.reduce(torch.add, squares, zero))
 
     @contextmanager
     def with_directions(self, grads: Sequence[Tensor], scale: Tensor) -> Iterator[None]:
-        """Let planes hold, during the `with` block, what their update needs of other ranks' rows.
+        """Give the planes what their updates in the `with` block need of other ranks' rows; a collective.
 
-        These are the orthogonal directions of matrices, and the largest numbers of cut blocks.
+        These are the orthogonal directions of matrices (`Plane.orthogonal`), and the largest numbers of
+        cut blocks (`Plane.edge_maxima`).
         """
         step = self.step
         self._orthogonalise(grads, scale)
@@ -198,6 +204,7 @@ class Shards(ByRank):
         form = FORMATS[step.optim.state]
         share_largest_numbers(self.row_ranks, cut_planes, scale, form, self._hyperparameters)
         yield
+        # The orthogonal directions are as large as the parameters, so they are freed.
         for plane in step.planes:
             plane.orthogonal = None
 
@@ -209,38 +216,42 @@ class Shards(ByRank):
         for plane, total in zip(step.planes, grads, strict=True):
             if plane.kind.matrix_shape is not None:
                 by_kind.setdefault(plane.kind, []).append((plane, total))
-        # The rank that computes the next matrix, so that ranks take turns over all kinds.
+        # The rank that computes the first matrix of the next kind, so that ranks take turns over all kinds.
         first_owner = 0
         for kind, planes in by_kind.items():
             assert kind.matrix_shape is not None and kind.rule.orthogonalise is not None
             orthogonalise = kind.rule.orthogonalise
-            hyper = self._hyperparameters(kind, planes[0][1])
+            _, first_total = planes[0]
+            hyper = self._hyperparameters(kind, first_total)
             directions = [
                 _direction(plane, total * scale.to(total.dtype), form, hyper)
                 for plane, total in planes
             ]
-            compute = hyper.compute
             if len(kind.matrix_shape) == 2:
                 orthogonal = orthogonalise_rows(
                     self.row_ranks,
                     directions,
                     kind.matrix_shape[0],
                     first_owner,
-                    compute,
+                    hyper.compute,
                     orthogonalise,
                 )
                 first_owner += len(planes)
             else:
-                # The rows of a stack of matrices are whole matrices; a rank may have none.
+                # The parameter is a stack of matrices, whose rows are whole matrices. A rank may have none.
                 orthogonal = [
-                    orthogonalise(stack, compute) if len(stack) else stack for stack in directions
+                    orthogonalise(stack, hyper.compute) if len(stack) else stack
+                    for stack in directions
                 ]
             for (plane, _), rows in zip(planes, orthogonal, strict=True):
                 plane.orthogonal = rows.flatten()
 
     def _hyperparameters(self, kind: ParameterKind, total: Tensor) -> Hyperparameters:
-        """Return the hyperparameters of the current update of a kind, whose summed gradient is
-        `total`, as if the update were not skipped.
+        """Return the hyperparameters of the current update, as if it were not skipped.
+
+        Args:
+            kind: the kind of parameter that is updated.
+            total: the summed gradient of one of its planes.
         """
         step = self.step
         return kind.hyperparameters(
@@ -259,9 +270,7 @@ class Shards(ByRank):
             cast(FSDPModule, self.root).reshard()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the model's tensors by the names that they have in one process; parameters are
-        sharded.
-        """
+        """Return the model's tensors by their names in one process; parameters are sharded."""
         state = self.step.model.state_dict()
         return {name: state[name] for name in self.names}
 
@@ -276,64 +285,67 @@ class Shards(ByRank):
         The copy is on the host if the device has no room for it.
         """
         step = self.step
-        whole = copy.deepcopy(self._without_values)
-        own_tensors = step.model.state_dict()
-        needed_bytes = sum(parameter.nbytes for parameter in whole.parameters())
+        unsharded = copy.deepcopy(self._without_values)
+        sharded_tensors = step.model.state_dict()
+        needed_bytes = sum(parameter.nbytes for parameter in unsharded.parameters())
         device = step.device
         if needed_bytes >= MAX_COPY_SHARE * describe(device).free_memory_bytes:
             device = torch.device("cpu")
-        for name, empty in list(whole.named_parameters()):
-            full = gather_rows(own_tensors[name])
+        for name, empty in list(unsharded.named_parameters()):
+            # All ranks take part in gathering, but only rank 0 keeps the result.
+            values = gather_rows(sharded_tensors[name])
             if self.world.leads:
-                _replace(whole, empty, nn.Parameter(full.to(device), empty.requires_grad))
+                _replace(unsharded, empty, nn.Parameter(values.to(device), empty.requires_grad))
         if self.world.leads:
-            whole.to(device)
+            unsharded.to(device)
             for name, buffer in step.model.named_buffers():
-                whole.get_buffer(name).copy_(buffer)
-        yield whole
+                unsharded.get_buffer(name).copy_(buffer)
+        yield unsharded
 
     def gathered(self) -> nn.Module:
-        """Return an unsharded copy of the model on each rank, with the current weights, for
-        evaluation; a collective.
+        """Return an unsharded copy of the model on each rank, for evaluation; a collective.
 
-        Each call fills the same copy in the same memory, so that captured graphs can read it. Frozen
-        weights are gathered by the first call only.
+        It has the current weights. Each call fills the same copy in the same memory, so that captured
+        graphs can read it. Frozen weights are gathered by the first call only.
 
         Weights that only matrix products read are rounded to the dtype of products before they are
         gathered, which gives the bits of autocast. With `gathers_bf16` all weights of blocks are
         rounded, as in training.
         """
-        own_tensors = self.step.model.state_dict()
+        sharded_tensors = self.step.model.state_dict()
         is_first_call = self._copy is None
         if self._copy is None:
             self._copy = self._unfilled_copy()
         for name, parameter in self._copy.named_parameters():
             if parameter.requires_grad or is_first_call:
-                parameter.data.copy_(gather_rows(own_tensors[name].to(parameter.dtype)))
+                rounded = sharded_tensors[name].to(parameter.dtype)
+                parameter.data.copy_(gather_rows(rounded))
         return self._copy
 
     def _unfilled_copy(self) -> nn.Module:
         """Return an unsharded copy of the model on the device, for `gathered` to fill."""
         step = self.step
-        whole = copy.deepcopy(self._without_values)
-        for block in blocks(whole).values():
+        unsharded = copy.deepcopy(self._without_values)
+        # The parameters have no values yet, so this only sets the dtypes to which `gathered` rounds.
+        for block in blocks(unsharded).values():
             round_frozen_weights(block, step.precision.product_dtype(torch.float32))
-            for parameter in block.parameters() if self.gathers_bf16 else ():
-                parameter.data = parameter.data.bfloat16()
-        for empty in list(whole.parameters()):
+            if self.gathers_bf16:
+                for parameter in block.parameters():
+                    parameter.data = parameter.data.bfloat16()
+        for empty in list(unsharded.parameters()):
             memory = torch.empty_like(empty, device=step.device)
-            _replace(whole, empty, nn.Parameter(memory, empty.requires_grad))
-        whole.to(step.device).eval()
+            _replace(unsharded, empty, nn.Parameter(memory, empty.requires_grad))
+        unsharded.to(step.device).eval()
         for name, buffer in step.model.named_buffers():
-            whole.get_buffer(name).copy_(buffer)
-        return whole
+            unsharded.get_buffer(name).copy_(buffer)
+        return unsharded
 
 
 def _direction(plane: Plane, grad: Tensor, form: StateFormat, hyper: Hyperparameters) -> Tensor:
-    """Return this rank's rows of a plane's direction before it is orthogonalised.
+    """Return the direction of a plane's update before it is orthogonalised, as this rank's rows.
 
     Args:
-        plane: the plane, which holds one parameter.
+        plane: the plane, which holds this rank's rows of one parameter.
         grad: its gradient.
         form: the form of the optimizer's state.
         hyper: the hyperparameters of the update.
@@ -368,12 +380,11 @@ def require_shardable(step: Step, gathers_bf16: bool = False) -> None:
 
 
 def require_whole_elements(name: str, bounds: Sequence[tuple[int, int]], form: StateFormat) -> None:
-    """Require that each rank's rows of a parameter have elements of the optimizer's state of their
-    own.
+    """Refuse rows whose share of the optimizer's state would begin inside an element of it.
 
     Args:
         name: the parameter's name.
-        bounds: for each rank, its first number in the parameter, and the one after its last.
+        bounds: for each rank, the index of its first number in the parameter, and that after its last.
         form: the form of the optimizer's state, of which one element may hold several numbers.
 
     Raises:
@@ -387,17 +398,16 @@ def require_whole_elements(name: str, bounds: Sequence[tuple[int, int]], form: S
 
 
 class _ModelWithLoss(nn.Module):
-    """A model and its loss as one module."""
+    """A model and its loss as one module, for FSDP2."""
 
     def __init__(self, step: Step):
         super().__init__()
         self.model = materialize_(step.model)
-        self.__dict__["step"] = step
+        self.step = step
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        step: Step = self.__dict__["step"]
-        # Capture replaces `step.loss`, so it is looked up here.
-        return check_result(step.loss(self.model, batch))
+        # A capture replaces `step.loss`, so it is looked up at each call.
+        return check_result(self.step.loss(self.model, batch))
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -410,7 +420,7 @@ def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
 
 def without_values(model: nn.Module) -> nn.Module:
     """Return a copy of a module whose parameters have shapes but no values."""
-    # `deepcopy` takes what this has under an object's id in place of a copy of the object.
+    # The memo of `deepcopy`: in place of copying an object, it takes what is here under the object's id.
     copies: dict[int, Any] = {}
     for weight in model.parameters():
         empty = torch.empty(weight.shape, dtype=kept_dtype(weight), device="meta")
@@ -420,13 +430,14 @@ def without_values(model: nn.Module) -> nn.Module:
 
 @dataclass
 class RowsPlane(Plane):
-    """A plane of this rank's rows of one parameter. It holds one parameter because FSDP2 owns the
-    weights' memory.
+    """A plane of this rank's rows of one parameter.
+
+    It cannot hold several parameters, as other planes do, because FSDP2 owns the memory of each weight.
 
     Attributes:
         begin: the index of its first element in the parameter.
-        end_blocks: the blocks at the ends of each rank's rows; None if no block of the parameter is
-            cut.
+        end_blocks: the blocks of moments at the ends of each rank's rows; None if no block of the
+            parameter is cut.
         numbers_per_element: by the name of each buffer of moments, how many of the parameter's
             numbers share one element.
     """
@@ -438,9 +449,10 @@ class RowsPlane(Plane):
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameter's name and a buffer of the plane as a DTensor.
 
-        It has the parameter's shape. A buffer whose elements belong to several numbers is flat.
+        The DTensor has the parameter's shape. But it is flat if each element of the buffer belongs to
+        several numbers.
         """
-        [(name, sharded, _)] = self.slots
+        [(name, sharded, _)] = self.slots  # the only parameter
         parameter = cast(DTensor, sharded)
         mesh = parameter.device_mesh
         buffer_names = [key for key, buffer in self.state.items() if buffer is flat]
@@ -448,10 +460,11 @@ class RowsPlane(Plane):
         if per_element == 1:
             yield name, shard_from_rows(flat.view(parameter.to_local().shape), mesh, parameter)
             return
+        # The unsharded buffer, without memory: it only says the shape.
         elements = -(-parameter.numel() // per_element)  # rounded up
-        whole = torch.empty(elements, device="meta")
+        unsharded = torch.empty(elements, device="meta")
         first = self.begin // per_element
-        yield name, shard_from_rows(flat, mesh, whole, slice(first, first + len(flat)))
+        yield name, shard_from_rows(flat, mesh, unsharded, slice(first, first + len(flat)))
 
 
 def make_rows_planes(
@@ -459,15 +472,15 @@ def make_rows_planes(
 ) -> list[RowsPlane]:
     """Make a plane for each trainable parameter of a sharded module.
 
-    A single process has one plane for all parameters of a kind. `Plane.number` and `Plane.start`
-    say which of its planes holds the elements of a plane here, and where they begin in it.
+    A single process has one plane for all parameters of a kind. `Plane.number` says which of its planes
+    has the elements of a plane here, and `Plane.start` where they begin in it.
 
     Raises:
         UsageError: a rank's rows begin between two numbers that the form of the optimizer's state
             packs in one element.
     """
-    block = form.block
-    numbers: dict[ParameterKind, int] = {}  # each kind's `Plane.number`
+    block_size = form.block
+    plane_numbers: dict[ParameterKind, int] = {}  # each kind's `Plane.number`
     elements_so_far = Counter[ParameterKind]()
     planes = []
     for name, parameter in trainable(model).items():
@@ -475,25 +488,26 @@ def make_rows_planes(
         assert isinstance(parameter, DTensor)
         rank, ranks = rank_and_size(parameter.device_mesh)
         row_elements = math.prod(parameter.shape[1:])
-        slices = [rank_rows(each, ranks, len(parameter)) for each in range(ranks)]
+        slices = [rank_rows(each_rank, ranks, len(parameter)) for each_rank in range(ranks)]
+        # Each rank's first element in the parameter, and the one after its last.
         bounds = [(rows.start * row_elements, rows.stop * row_elements) for rows in slices]
         require_whole_elements(name, bounds, form)
-        has_cut_blocks = any(end % block for _, end in bounds)
+        has_cut_blocks = any(end % block_size for _, end in bounds)
         begin = bounds[rank][0]
-        own = parameter.to_local().detach().view(-1)
-        start = torch.tensor(elements_so_far[kind] + begin, device=own.device)
+        own_elements = parameter.to_local().detach().view(-1)
+        start = torch.tensor(elements_so_far[kind] + begin, device=own_elements.device)
         elements_so_far[kind] += parameter.numel()
         plane = RowsPlane(
             kind,
             [PlacedParameter(name, parameter, 0)],
-            param=own,
-            grad=torch.zeros_like(own),
-            number=numbers.setdefault(kind, len(numbers)),
-            section_sizes=(own.numel(),),
+            param=own_elements,
+            grad=torch.zeros_like(own_elements),
+            number=plane_numbers.setdefault(kind, len(plane_numbers)),
+            section_sizes=(own_elements.numel(),),
             start=start,
-            block_offset=begin % block if own.numel() else 0,
+            block_offset=begin % block_size if own_elements.numel() else 0,
             begin=begin,
-            end_blocks=find_end_blocks(bounds, rank, block) if has_cut_blocks else None,
+            end_blocks=find_end_blocks(bounds, rank, block_size) if has_cut_blocks else None,
             numbers_per_element=form.numbers_per_element(kind.rule.moments),
         )
         planes.append(plane)

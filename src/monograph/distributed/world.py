@@ -1,8 +1,8 @@
 """Connect the processes that train one run together, which are called ranks.
 
-They meet at a store, a server of keys and values, pass values to each other, and sum tensors. A
-collective is a call that all ranks must make, in the same order; it returns after all of them have
-made it.
+They meet at a store, which is a server of keys and values. Then they pass values to each other, and sum
+tensors. A collective is a call that all ranks must make, in the same order; it returns after all of them
+have made it.
 
 A launcher, torchrun or srun, starts the processes. When a process fails, torchrun ends all of them
 and starts them again, which is a new attempt.
@@ -37,8 +37,8 @@ START_TIMEOUT = timedelta(minutes=10)
 WAITING_NOTE_INTERVAL = timedelta(seconds=15)
 POLL_S = 0.05  # the interval at which a wait looks whether it is over
 GLOO_TIMEOUT_S = 60.0  # the longest wait for gloo's threads at the end
-# If SLURM names no port, one of the 10,000 ports from here is taken. Systems use other ports for
-# outgoing connections.
+# If SLURM names no port, one of the 10,000 ports from here is taken. Operating systems use other ports
+# for outgoing connections.
 FIRST_PORT = 20_000
 
 
@@ -51,11 +51,11 @@ class Place(NamedTuple):
         local_rank: the process's number on its machine.
         machine_size: the number of processes on its machine.
         attempt: how many times the launcher has restarted all processes.
-        again: whether the launcher has restarted the processes, or SLURM the job.
+        was_restarted: whether the launcher has restarted the processes, or SLURM the job.
         host: the host of the store.
         port: the port of the store.
-        shared: whether the launcher holds the store, which then outlives an attempt; otherwise rank
-            0 holds it.
+        launcher_has_store: whether the store is in the launcher's process, and so outlives an attempt;
+            otherwise it is in rank 0's.
     """
 
     rank: int = 0
@@ -63,10 +63,10 @@ class Place(NamedTuple):
     local_rank: int = 0
     machine_size: int = 1
     attempt: int = 0
-    again: bool = False
+    was_restarted: bool = False
     host: str = ""
     port: int = 0
-    shared: bool = False
+    launcher_has_store: bool = False
 
 
 def read_place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Place | None:
@@ -74,7 +74,8 @@ def read_place(environment: Mapping[str, str] = os.environ, srun: bool = False) 
 
     Args:
         environment: the variables.
-        srun: whether tasks that srun has started are ranks; False: they are independent runs.
+        srun: whether tasks that srun has started are the ranks of one run; False: they are runs of
+            their own.
 
     Returns:
         The place; None if neither of the launchers started the process.
@@ -92,14 +93,14 @@ def read_place(environment: Mapping[str, str] = os.environ, srun: bool = False) 
             local_rank=int(environment.get("LOCAL_RANK", 0)),
             machine_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
             attempt=attempt,
-            again=attempt > 0 or requeued,
+            was_restarted=attempt > 0 or requeued,
             host=environment["MASTER_ADDR"],
             port=int(environment["MASTER_PORT"]),
-            shared=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            launcher_has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
         several_machines = torchrun_place.machine_size < torchrun_place.size
         may_restart = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        if several_machines and torchrun_place.shared and may_restart:
+        if several_machines and torchrun_place.launcher_has_store and may_restart:
             raise UsageError(
                 "restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, "
                 "or a restart waits for processes that are gone"
@@ -108,16 +109,19 @@ def read_place(environment: Mapping[str, str] = os.environ, srun: bool = False) 
     if srun and int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         # For example "4(x2)" or "4,3": the first machine has 4 tasks.
         tasks_per_node = environment.get("SLURM_TASKS_PER_NODE", "1")
-        port = (
-            environment.get("MASTER_PORT") or FIRST_PORT + int(environment["SLURM_JOB_ID"]) % 10_000
-        )
+        port = environment.get("MASTER_PORT")
+        if not port:
+            port = str(FIRST_PORT + int(environment["SLURM_JOB_ID"]) % 10_000)
+        host = environment.get("MASTER_ADDR")
+        if not host:
+            host = first_host(environment["SLURM_STEP_NODELIST"])
         return Place(
             rank=int(environment["SLURM_PROCID"]),
             size=int(environment["SLURM_STEP_NUM_TASKS"]),
             local_rank=int(environment["SLURM_LOCALID"]),
             machine_size=int(re.match("[0-9]+", tasks_per_node)[0]),  # type: ignore[index]
-            again=requeued,
-            host=environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+            was_restarted=requeued,
+            host=host,
             port=int(port),
         )
     return None
@@ -135,67 +139,68 @@ class World:
     For a single process each method returns what it is given, without waiting.
 
     Attributes:
-        own: this process's place; None: it is a single process.
+        place: this process's place; None: it is a single process.
         alone: whether it is a single process.
-        rank: the process's number among those that sum tensors.
+        rank: the process's number among those that sum tensors, see `subgroup`.
         size: the number of processes that sum tensors.
         machine_size: the number of processes on its machine.
         attempt: how many times the launcher has restarted all processes.
-        again: whether the launcher has restarted the processes, or SLURM the job.
+        was_restarted: whether the launcher has restarted the processes, or SLURM the job.
         group: the processes that sum tensors; None: all.
         store: the store; a single process has none.
     """
 
-    def __init__(self, own: Place | None = None, say: Callable[[str], None] = lambda line: None):
+    def __init__(self, place: Place | None = None, say: Callable[[str], None] = lambda line: None):
         """Meet the other processes.
 
         Args:
-            own: this process's place; None: it is a single process.
+            place: this process's place; None: it is a single process.
             say: called on rank 0 with lines to print while it waits.
 
         Raises:
             PeerLost: some processes did not come.
         """
-        self.own = own
-        self.alone = own is None
-        self._broadcasts = 0  # the number of calls of `broadcast`
-        own = own or Place()
-        self.rank = own.rank
-        self.size = own.size
-        self.machine_size = own.machine_size
-        self.attempt = own.attempt
-        self.again = own.again
+        self.place = place
+        self.alone = place is None
+        self._broadcast_count = 0  # how often `broadcast` was called
+        if place is None:
+            place = Place()
+        self.rank = place.rank
+        self.size = place.size
+        self.machine_size = place.machine_size
+        self.attempt = place.attempt
+        self.was_restarted = place.was_restarted
         self.group: dist.ProcessGroup | None = None
         if self.alone:
             return
-        holds_store = not own.shared and own.rank == 0
+        has_store = place.rank == 0 and not place.launcher_has_store
         try:
             self.store = dist.TCPStore(
-                own.host,
-                own.port,
-                own.size,
-                is_master=holds_store,
+                place.host,
+                place.port,
+                place.size,
+                is_master=has_store,
                 wait_for_workers=False,
                 timeout=START_TIMEOUT,
             )
         except dist.DistNetworkError as error:
             reason = str(error).split(". ")[0]
             raise PeerLost(
-                f"rank {own.rank}: nobody was met at {own.host}:{own.port}: {reason}"
+                f"rank {place.rank}: nobody was met at {place.host}:{place.port}: {reason}"
             ) from error
         # A launcher's store outlives an attempt and keeps addresses of processes that are gone
-        # (dev/log.md), so each attempt has its own prefix. Rank 0's store ends with the attempt.
-        # There, ranks may count attempts differently, so all have the same prefix.
-        prefix = own.attempt if own.shared else 0
+        # (dev/log.md), so the keys of each attempt have a prefix of their own. A store of rank 0 ends with
+        # the attempt, so its prefix is always 0: the ranks may count attempts differently (`_meet`).
+        prefix = place.attempt if place.launcher_has_store else 0
         self._attempt_store = dist.PrefixStore(f"monograph/{prefix}", self.store)
         self._meet(say)
         backend = "gloo"
         if torch.cuda.is_available():
-            # Modulo, because SLURM may show each rank its own device only.
-            torch.cuda.set_device(own.local_rank % torch.cuda.device_count())
+            # Modulo, because SLURM may let each rank see its own device only.
+            torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
-            backend, store=self._attempt_store, rank=own.rank, world_size=own.size
+            backend, store=self._attempt_store, rank=place.rank, world_size=place.size
         )
 
     def _meet(self, say: Callable[[str], None]) -> None:
@@ -207,8 +212,8 @@ class World:
         keys = [f"there/{rank}" for rank in range(self.size)]
         self._attempt_store.set(keys[self.rank], str(self.attempt))
         began = time.monotonic()
-        noted = began  # when absent ranks were named last
-        # Polled, because torch prints messages when a wait times out.
+        last_note = began  # when the absent ranks were printed last
+        # The store is polled, because torch prints messages of its own when a wait times out.
         while not self._attempt_store.check(keys):
             now = time.monotonic()
             absent = [
@@ -218,16 +223,16 @@ class World:
                 raise PeerLost(
                     f"rank {self.rank}: of {self.size} ranks {', '.join(absent)} did not come"
                 )
-            if self.leads and now - noted > WAITING_NOTE_INTERVAL.total_seconds():
+            if self.leads and now - last_note > WAITING_NOTE_INTERVAL.total_seconds():
                 say(f"waiting for {len(absent)} of {self.size} ranks: {', '.join(absent)}")
-                noted = now
+                last_note = now
             time.sleep(POLL_S)
         self.attempt = max(int(self._attempt_store.get(key)) for key in keys)
-        self.again |= self.attempt > 0
+        self.was_restarted |= self.attempt > 0
 
     @property
     def leads(self) -> bool:
-        """Return whether this is rank 0, which alone prints, logs and decides."""
+        """Whether this is rank 0, the only one that prints, logs and decides."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -253,6 +258,7 @@ class World:
             The future of the sum.
         """
         work = dist.all_reduce(tensor, async_op=True)
+        # torch's future has a list of the summed tensors.
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
     def all_to_all(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -278,9 +284,9 @@ class World:
         return [count > 0 for count in counts.tolist()]
 
     def broadcast_int(self, value: int) -> int:
-        """Return rank 0's whole number on all ranks.
+        """Return rank 0's whole number on all ranks; a collective.
 
-        Unlike `broadcast`, this is a collective, so it fails if a rank is gone.
+        So it fails if a rank is gone, which `broadcast` does not notice.
         """
         return int(self.sum(torch.tensor(value if self.leads else 0)))
 
@@ -291,8 +297,8 @@ class World:
         """
         if self.alone:
             return value
-        self._broadcasts += 1
-        key = f"broadcast/{self._broadcasts}"
+        self._broadcast_count += 1
+        key = f"broadcast/{self._broadcast_count}"
         if self.leads:
             self._attempt_store.set(key, json.dumps(value))
         else:
@@ -311,12 +317,13 @@ class World:
         """Return the values of all ranks, which are passed as JSON, in order; a collective."""
         if self.alone:
             return [value]
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        # The sum over ranks of vectors that are 0 except at the rank's own place.
-        own_size = torch.tensor([own.numel() * (rank == self.rank) for rank in range(self.size)])
+        own_text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        # The lengths of all texts are gathered by a sum of vectors that are 0 except at the rank's place.
+        own_size = torch.zeros(self.size, dtype=torch.int64)
+        own_size[self.rank] = own_text.numel()
         sizes = self.sum(own_size).tolist()
-        # Padded, because gathered tensors must have the same length.
-        padded = torch.nn.functional.pad(own, (0, max(sizes) - own.numel()))
+        # The texts are padded, because gathered tensors must have the same length.
+        padded = torch.nn.functional.pad(own_text, (0, max(sizes) - own_text.numel()))
         texts = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
         dist.all_gather(texts, padded)
         return [
@@ -327,8 +334,7 @@ class World:
     def split_over_ranks(
         self, work: Callable[[Sequence[T]], list[Any]], items: Sequence[T]
     ) -> list[Any]:
-        """Return `work(items)` on all ranks, each of which computes the values of some items; a
-        collective.
+        """Return `work(items)` on all ranks, each of which does it for some of the items; a collective.
 
         Args:
             work: returns a value of JSON for each item.
@@ -343,27 +349,25 @@ class World:
             results_of_ranks[index % self.size][index // self.size] for index in range(len(items))
         ]
 
-    def remember(self, what: str, text: str) -> None:
-        """Keep a text under the name `what` in the store, as long as the launcher lives."""
+    def remember(self, name: str, text: str) -> None:
+        """Keep a named text in the store, for later attempts if the launcher has the store."""
         if not self.alone:
-            self.store.set(f"monograph/{what}", text)
+            self.store.set(f"monograph/{name}", text)
 
-    def recall(self, what: str) -> str | None:
-        """Return the text that this or an earlier attempt has kept under the name `what`.
-
-        None: this launcher's attempts have kept none.
-        """
-        key = f"monograph/{what}"
+    def recall(self, name: str) -> str | None:
+        """Return the text of this name that this or an earlier attempt has kept; None: there is none."""
+        key = f"monograph/{name}"
         if self.alone or not self.store.check([key]):
             return None
         return self.store.get(key).decode()
 
     @contextmanager
     def rank_0_first(self) -> Iterator[None]:
-        """Run the `with` block on rank 0 first, so that the other ranks can then read what it wrote
-        to disk.
+        """Run the `with` block on rank 0 first, and then on the other ranks.
+
+        They can then read what rank 0 has written to disk.
         """
-        # `broadcast` makes the other ranks wait until rank 0 calls it, too.
+        # In `broadcast` the other ranks wait until rank 0 calls it, too, which it does after its block.
         if not self.leads:
             self.broadcast(None)
         yield
@@ -405,12 +409,12 @@ def _let_gloo_finish() -> None:
     """Wait until no thread of gloo is running, up to GLOO_TIMEOUT_S; on Linux only.
 
     Python aborts a process that ends while such a thread frees a tensor
-    (https://github.com/pytorch/pytorch/issues/190489). To destroy the group would wait for its
-    threads, but torch's caches of sharded tensors keep the group alive.
+    (https://github.com/pytorch/pytorch/issues/190489). torch would wait for these threads when it frees
+    the group, but its caches of sharded tensors keep the group alive.
     """
-    until = time.monotonic() + GLOO_TIMEOUT_S
-    while time.monotonic() < until:
-        # To sleep also releases Python's global lock, for which such a thread may be waiting.
+    deadline = time.monotonic() + GLOO_TIMEOUT_S
+    while time.monotonic() < deadline:
+        # Sleeping also releases Python's global lock, for which such a thread may be waiting.
         time.sleep(POLL_S)
         if not any(_is_gloo_running(task) for task in entries("/proc/self/task")):
             return
@@ -425,9 +429,7 @@ def _is_gloo_running(task: Path) -> bool:
 
 
 def is_rank_lost(error: BaseException | None) -> bool:
-    """Return whether an error, or an error that caused it, means that another rank cannot be
-    reached.
-    """
+    """Return whether an error, or an error that caused it, means that another rank is not reachable."""
     if error is None:
         return False
     if isinstance(error, dist.DistError):

@@ -1,7 +1,7 @@
 """Compute baselines for a trained model: bits per byte that simple, well-known methods reach on a
 held-out text.
 
-`accepted_share` is another measure, for models of Python code: it counts the lines of a sampled text
+`accepted_line_counts` is another measure, for models of Python code: it counts the lines of a sampled text
 that Python's own tokenizer accepts.
 
 A gram is a few consecutive bytes, packed into a uint64. A gram's context is all its bytes but the last.
@@ -237,7 +237,7 @@ _OPEN_END_ERRORS = (
 )
 
 
-def accepted_share(text: str) -> tuple[int, int]:
+def accepted_line_counts(text: str) -> tuple[int, int]:
     """Return how many lines of a text `tokenize` accepts, and how many lines there are.
 
     Empty lines do not count. The first and the last line are left out, as they may be cut off. Each
@@ -250,7 +250,7 @@ def accepted_share(text: str) -> tuple[int, int]:
 
 
 def _is_accepted(line: str) -> bool:
-    """Return whether `tokenize` accepts a line; see `accepted_share`."""
+    """Return whether `tokenize` accepts a line; see `accepted_line_counts`."""
     try:
         tokens = tokenize.generate_tokens(io.StringIO(line + "\n").readline)
         return all(token.type != tokenize.ERRORTOKEN for token in tokens)

@@ -16,7 +16,7 @@ from monograph import compat
 from monograph.model.config import LlamaConfig
 from monograph.model.scaling import LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 from monograph.ops.materialize import materialize
-from monograph.ops.rotation import rotate_by_operators, rotate_heads, rotates_heads
+from monograph.ops.rotation import can_rotate_heads, rotate_by_operators, rotate_heads
 
 CosSin = tuple[Tensor, Tensor]  # cosine and sine of the angles, as `cos_sin` returns them
 
@@ -206,7 +206,7 @@ def _rotate_on_cuda(
     """Rotate heads as `rotate` does, in the order of the outputs of projections."""
     # Without gradients, as in decoding, a compiler fuses operators with what reads their result.
     is_in_step = torch.compiler.is_compiling() and torch.is_grad_enabled()
-    has_kernel = rotates_heads(heads_BTHD, cos_BT1F) and not compat.in_transform()
+    has_kernel = can_rotate_heads(heads_BTHD, cos_BT1F) and not compat.in_transform()
     if of_product and is_in_step and has_kernel:
         rotated: Tensor = rotate_heads(heads_BTHD, cos_BT1F.squeeze(2), sin_BT1F.squeeze(2))
         return rotated

@@ -324,7 +324,7 @@ def cached_attention(
     values_NBKCE: Tensor,
     positions_BT: Tensor,
     window: int | None = None,
-    is_filled: bool = False,
+    pads_products: bool = False,
     sink_H: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax attention of queries to the cache's slots up to their own positions.
@@ -345,10 +345,10 @@ def cached_attention(
         positions_BT: the queries' positions, int64, below N C; their slots have been written.
         window: the number of positions that a query sees, the last of which is its own; None: all
             positions up to its own.
-        is_filled: whether matrix products with few rows are computed with more rows, of zeros
-            (`ops.padded_rows`). The number of rows decides how a product is rounded. So without
-            this, a step of decoding, which has one query, may have other bits than a pass over the
-            whole text. It takes 10 to 20 % more time.
+        pads_products: whether matrix products of few rows are padded with rows of zeros
+            (`ops.padded_rows`). The number of rows decides how a product is rounded, so without
+            padding a step of decoding, which has one query, may have other bits than a pass over the
+            whole text. Padding takes 10 to 20 % more time.
         sink_H: see `attention`.
 
     Returns:
@@ -364,7 +364,9 @@ def cached_attention(
     is_visible_NB1MC = distances_NB1MC >= 0
     if window is not None:
         is_visible_NB1MC &= distances_NB1MC < window
-    return _over_blocks((query_BHTE, keys_NBKCE, values_NBKCE), is_visible_NB1MC, sink_H, is_filled)
+    return _over_blocks(
+        (query_BHTE, keys_NBKCE, values_NBKCE), is_visible_NB1MC, sink_H, pads_products
+    )
 
 
 def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
@@ -403,7 +405,7 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
 
 
 def _over_blocks(
-    heads: Heads, is_visible: Tensor, sink_H: Tensor | None, is_filled: bool = False
+    heads: Heads, is_visible: Tensor, sink_H: Tensor | None, pads_products: bool = False
 ) -> Tensor:
     """Return the attention of queries to the blocks of a cache; see `cached_attention`.
 
@@ -411,14 +413,14 @@ def _over_blocks(
         heads: queries [B, H, T, E], and keys and values [N, B, K, C, E].
         is_visible: whether a query sees a slot, [N, B or 1, K or 1, M, C]. Each query sees one.
         sink_H: see `attention`.
-        is_filled: see `cached_attention`.
+        pads_products: see `cached_attention`.
     """
     query_BHTE, keys_NBKCE, values_NBKCE = heads
     key_heads, head_dim = keys_NBKCE.shape[2], keys_NBKCE.shape[-1]
     groups = query_BHTE.shape[1] // key_heads
     wide_dtype = torch.promote_types(query_BHTE.dtype, torch.float32)
     query_BKME = query_BHTE.unflatten(1, (key_heads, groups)).flatten(2, 3)
-    products_NBKMC = _wide_product(query_BKME, keys_NBKCE.mT, wide_dtype, is_filled)
+    products_NBKMC = _wide_product(query_BKME, keys_NBKCE.mT, wide_dtype, pads_products)
     scores_NBKMC = products_NBKMC * head_dim**-0.5
     scores_NBKMC = scores_NBKMC.masked_fill(~is_visible, -torch.inf)
     largest_1BKM1 = scores_NBKMC.amax(dim=(0, -1), keepdim=True)
@@ -430,13 +432,13 @@ def _over_blocks(
     if sink_H is not None:
         total_BKM1 = total_BKM1 + (sink_KM1 - largest_1BKM1[0]).exp()
     rounded_NBKMC = weights_NBKMC.to(values_NBKCE.dtype)
-    mixed_NBKME = _wide_product(rounded_NBKMC, values_NBKCE, wide_dtype, is_filled)
+    mixed_NBKME = _wide_product(rounded_NBKMC, values_NBKCE, wide_dtype, pads_products)
     out_BKME = _sum_by_halving(mixed_NBKME) / total_BKM1
     return out_BKME.to(query_BHTE.dtype).unflatten(2, (groups, -1)).flatten(1, 2)
 
 
 def _wide_product(
-    left: Tensor, right_NBKXY: Tensor, wide_dtype: torch.dtype, is_filled: bool
+    left: Tensor, right_NBKXY: Tensor, wide_dtype: torch.dtype, pads_products: bool
 ) -> Tensor:
     """Return the products left @ right, [N, B, K, M, Y], summed in the dtype `wide_dtype`.
 
@@ -444,12 +446,12 @@ def _wide_product(
         left: [N, B, K, M, X], or [B, K, M, X] if all blocks have the same left factor.
         right_NBKXY: the right factors.
         wide_dtype: fp32 or wider.
-        is_filled: see `cached_attention`.
+        pads_products: see `cached_attention`.
     """
     rows = left.shape[-2]
-    if is_filled and padded_count(rows) > rows:
+    if pads_products and padded_count(rows) > rows:
         padded = F.pad(left, (0, 0, 0, padded_count(rows) - rows))
-        return _wide_product(padded, right_NBKXY, wide_dtype, is_filled)[..., :rows, :]
+        return _wide_product(padded, right_NBKXY, wide_dtype, pads_products)[..., :rows, :]
     # On a GPU, `bmm` reads narrow numbers and sums them in fp32, so that no wide copies are needed.
     # Its `out_dtype` exists only there, and only for two factors of one narrower dtype. Under
     # autocast the dtypes differ: queries are narrower than the cache, which has the weights' dtype.

@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Slots that a program reads at once.
-SLOTS: Final = 32
+SLOTS: Final = 32  # slots that a program reads at once
 
 
 def _queries_of(head_dim: int, dtype: torch.dtype) -> int:
@@ -42,9 +41,9 @@ def _attend_chunk(
     B,
     T,
     window,
-    query_row,
-    query_head,
-    query_position,
+    row_stride,
+    head_stride,
+    position_stride,
     SCALE: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
@@ -59,17 +58,18 @@ def _attend_chunk(
 ):
     """Compute the attention of the queries of M / G positions and one key-value head.
 
-    `query_row`, `query_head` and `query_position` are the strides of `query`.
+    The strides are those of `query`.
     """
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     index_M = tile * M + tl.arange(0, M)
-    time_M, member_M = index_M // G, index_M % G  # along T, and among the query heads of this head
+    # A query's index in the chunk's T positions, and its head's index in those of this key-value head.
+    time_M, member_M = index_M // G, index_M % G
     is_query_M = time_M < T
     channel_E, slot_S = tl.arange(0, E), tl.arange(0, S)
     position_M = tl.load(positions + row * T + time_M, mask=is_query_M, other=-1).to(tl.int32)
     head_M = head * G + member_M
     query_at_M = (
-        query + row.to(tl.int64) * query_row + head_M * query_head + time_M * query_position
+        query + row.to(tl.int64) * row_stride + head_M * head_stride + time_M * position_stride
     )
     query_ME = tl.load(
         query_at_M[:, None] + channel_E[None, :], mask=is_query_M[:, None], other=0.0

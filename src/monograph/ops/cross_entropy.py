@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from monograph import compat
 from monograph.ops.fp8 import Float8Weight
 from monograph.ops.fused_gradients import add_product_, block_rows, fused_gradient_of
-from monograph.ops.logits_gradient import replace_logits_, replaces_logits
+from monograph.ops.logits_gradient import can_replace_logits, replace_logits_
 from monograph.ops.token_rows import ReplacementRows, row_differences, with_replaced_rows
 
 # The maximum size of a chunk's fp32 logits, if MAX_CHUNKS chunks are enough for it. It is small
@@ -295,7 +295,7 @@ def _traced_gradients_on_cuda(
     logits. On a CPU this form would not be faster, because it computes the exponentials twice.
     """
     logits_CV = head.logits(hidden_CD)
-    if replaces_logits(logits_CV) and not compat.in_transform():
+    if can_replace_logits(logits_CV) and not compat.in_transform():
         losses_C = replace_logits_(logits_CV, targets_C, mask_C)
         return losses_C, logits_CV
     logits_CV = logits_CV.to(mask_C.dtype)
@@ -394,10 +394,10 @@ class _ChunkedLoss(torch.autograd.Function):
             elif grad is not None:  # trained rows of a frozen weight
                 rows_grad_CK = logits_grad_CV.index_select(-1, index_K)
                 grad = grad + (rows_grad_CK.T @ hidden_CD).to(mask_N.dtype)
-            # Otherwise they stay in memory while the next chunk is computed.
+            # Without this they would stay in memory while the next chunk is computed.
             del hidden_CD, logits_grad_CV
-        # In a graph on a GPU a loss has the losses [C] of a chunk, so that one kernel adds up the
-        # losses of all chunks.
+        # In a graph on a GPU, each entry has the losses [C] of a chunk, so that one kernel adds up the losses
+        # of all chunks. Otherwise it is their sum.
         total_loss = torch.cat([loss.view(-1) for loss in losses]).sum()
         return total_loss, torch.cat(hidden_grads), grad
 
@@ -408,11 +408,13 @@ class _ChunkedLoss(torch.autograd.Function):
         # Otherwise both unused outputs get a full-size gradient of zeros.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*grads)
-        _, weight_VD, _, _, (_, _, trains_weight, _), values_KD, _, _, _, total_VD = inputs
+        _, weight_VD, _, _, settings, values_KD, _, _, _, total_VD = inputs
+        _chunks, _device_type, trains_weight, _in_fp8 = settings
         ctx.trains_weight = trains_weight
         ctx.total_VD = total_VD
+        trained = weight_VD if trains_weight else values_KD
         # The gradient's dtype; None if neither the weight nor a row is trained.
-        ctx.dtype = getattr(weight_VD if trains_weight else values_KD, "dtype", None)
+        ctx.dtype = None if trained is None else trained.dtype
 
     @staticmethod
     def backward(ctx, loss_grad, _hidden_grad, _grad):  # type: ignore[no-untyped-def]

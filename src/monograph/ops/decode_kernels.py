@@ -1,6 +1,8 @@
-"""Compute a decode step with five Triton kernels per layer, for up to 16 rows on a GPU.
+"""The attention of a decode step by one Triton kernel, and what all kernels of a decode step share.
 
-    qkv   = norm(x) [Wq; Wk; Wv]^T + b       `project`
+A decode step computes one new token of each row, on a GPU. A layer takes five launches:
+
+    qkv   = norm(x) [Wq; Wk; Wv]^T + b       `project`, of `monograph.ops.layer_kernels`
     mixed = attention over the cache         `attend`: normalises heads, rotates, writes the cache
     x     = x + mixed Wo^T                   `project`
     inner = act(norm(x) Wg^T) * norm(x) Wu^T `project_gated`
@@ -10,23 +12,23 @@ A step reads every weight once, so its time is that of reading the weights, and 
 kernels. A launch takes about as long as reading ten megabytes. PyTorch's own operators need 19
 launches per layer.
 
-**A row's bits do not depend on the other rows.** A tile always has 16 rows, and rows beyond the
-batch are zeros, so the terms of a row's sums are always added in the same order. Attention begins with
-the new token, sums each block of the cache by itself and adds the blocks one by one from the first; a
-block that the row does not see adds nothing. One program does all of this if the blocks are few, and
-otherwise each block has a program: the sums are the same. The sizes of a tile depend on the card and
-on the weight's shape alone (`tile_of`): a size that was chosen by timing could differ between two
-processes, and so could the bits.
+**A row's bits do not depend on the other rows**, nor on how the work is shared among programs. A
+product always has a tile of 16 rows, and rows beyond the batch are zeros, so the terms of a row's sums
+are always added in the same order. Attention begins with the new token, sums each block of the cache
+by itself and adds the blocks' sums one by one, from the first block to the last; a block that the row
+does not see adds nothing. If there are few blocks, one program does all of this. Otherwise each block
+has a program, and the sums are the same.
 
 The kernels are custom operators, which a compiler does not look into.
 
-Shapes: B rows, K summed channels, N columns, H query heads, J key-value heads, G = H / J query heads
-per key-value head, E head dimension, F = E / 2, L blocks of the cache, C slots of a block,
-X = (H + 2 J) E. In kernels, `x_at_RS` are the addresses of the elements of `x_RS`.
+Shapes: B rows, K channels of x, over which products sum, H query heads, J key-value heads, G = H / J
+query heads per key-value head, E head dimension, F = E / 2, L blocks of the cache, C slots of a block,
+X = (H + 2 J) E. In kernels, R rows of a tile, S channels that are read at once; `x_at_RS` are the
+addresses of the elements of `x_RS`.
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,7 +36,6 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16  # rows of a tile: the minimum that tensor cores multiply
-Activation = Literal["silu", "gelu"]
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def row_scale(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return 1 / rms of rows of x, [R]; `normalised` multiplies by it."""
+    """Return 1 / rms of each row of x, [R], by which `normalised` multiplies."""
     offset_S = tl.arange(0, STEP)
     squares_RS = tl.zeros((ROWS, STEP), tl.float32)
     for begin in range(0, K, STEP):
@@ -59,7 +60,10 @@ def row_scale(
 
 @triton.jit
 def normalised(x_RS, gain, scale_R, offset_S, CENTRED: tl.constexpr, dtype: tl.constexpr):
-    """Return x * scale * gain, rounded as `rms_norm` rounds it."""
+    """Return x * scale * gain in `dtype`, rounded once, as `monograph.ops.rms_norm` rounds it.
+
+    CENTRED: the norm multiplies by 1 + gain.
+    """
     gain_S = tl.load(gain + offset_S).to(tl.float32)
     if CENTRED:
         gain_S += 1
@@ -67,112 +71,34 @@ def normalised(x_RS, gain, scale_R, offset_S, CENTRED: tl.constexpr, dtype: tl.c
 
 
 @triton.jit
-def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
-    """Return act(gate) * up; both are rounded first, as two linear layers would round them."""
-    gate_RO = gate_RO.to(dtype).to(tl.float32)
-    if GELU:  # by its tanh approximation
-        inner_RO = 0.7978845608028654 * (gate_RO + 0.044715 * gate_RO * gate_RO * gate_RO)
-        activated_RO = gate_RO / (1 + tl.exp(-2 * inner_RO))
-    else:
-        activated_RO = gate_RO / (1 + tl.exp(-gate_RO))
-    return activated_RO.to(dtype).to(tl.float32) * up_RO.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _project(
-    x,
-    gain,
-    weight,
-    bias,
-    residual,
-    out,
-    row_count,
-    N,
-    EPS: tl.constexpr,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    CENTRED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADD: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Compute COLUMNS columns of one tile of rows, for `project` and `project_gated`.
-
-    Shapes: R = ROWS, O = COLUMNS, S = STEP summed channels that are read at once.
-    """
-    row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column_O = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    offset_S = tl.arange(0, STEP)
-    is_row_R1 = (row_R < row_count)[:, None]
-    is_column_O = column_O < N
-    is_column_O1 = is_column_O[:, None]
-    product_dtype: tl.constexpr = weight.dtype.element_ty
-    scale_R = tl.full((ROWS,), 1.0, tl.float32)
-    if NORM:
-        scale_R = row_scale(x, row_R, row_count, EPS, K, ROWS, STEP)
-    total_RO = tl.zeros((ROWS, COLUMNS), tl.float32)
-    up_RO = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(0, K, STEP):
-        x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
-        factor_RS = tl.load(x_at_RS, mask=is_row_R1, other=0.0)
-        if NORM:
-            factor_RS = normalised(
-                factor_RS, gain + begin, scale_R, offset_S, CENTRED, product_dtype
-            )
-        weight_at_OS = weight + column_O[:, None].to(tl.int64) * K + begin + offset_S[None, :]
-        weight_OS = tl.load(weight_at_OS, mask=is_column_O1, other=0.0)
-        total_RO = tl.dot(factor_RS, weight_OS.T, total_RO, input_precision=PRECISION)
-        if GATED:  # the second half of the weight's rows
-            up_weight_at_OS = weight_at_OS + N.to(tl.int64) * K
-            weight_OS = tl.load(up_weight_at_OS, mask=is_column_O1, other=0.0)
-            up_RO = tl.dot(factor_RS, weight_OS.T, up_RO, input_precision=PRECISION)
-    dtype = out.dtype.element_ty
-    if BIAS:
-        bias_O = tl.load(bias + column_O, mask=is_column_O, other=0.0)
-        total_RO += bias_O.to(tl.float32)[None, :]
-    if GATED:
-        total_RO = gated(total_RO, up_RO, dtype, GELU)
-    out_offset_RO = row_R[:, None] * N + column_O[None, :]
-    is_output_RO = is_row_R1 & is_column_O[None, :]
-    result_RO = total_RO.to(dtype)
-    if ADD:
-        result_RO = tl.load(residual + out_offset_RO, mask=is_output_RO, other=0.0) + result_RO
-    tl.store(out + out_offset_RO, result_RO, mask=is_output_RO)
-
-
-@triton.jit
 def _head_scale(first, second, E: tl.constexpr, EPS: tl.constexpr):
-    """Return 1 / rms of each head, whose channels are in two halves."""
+    """Return 1 / rms of each head, of which `first` and `second` are the halves of the channels."""
     return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / E + EPS)
 
 
 @triton.jit
 def _with_block(
-    max_Q, weight_Q, sum1_QF, sum2_QF, block_max_Q, block_weight_Q, block1_QF, block2_QF
+    max_Q, weight_sum_Q, sum1_QF, sum2_QF, block_max_Q, block_weight_sum_Q, block1_QF, block2_QF
 ):
-    """Add a block's weights and weighted values to the sums of the blocks before it.
+    """Add a block's sums of weights and of weighted values to those of the blocks before it.
 
-    Sums are relative to the largest score so far, and are rescaled if the block has a larger one.
-    The kernel adds blocks in registers or from memory, and both must give the same bits. So a product
-    is fused with its sum here, and not where a compiler likes to.
+    A weight is exp(score - the largest score so far), so sums are rescaled if the block has a larger
+    score. One kernel calls this with the block's sums in registers, and with sums that it reads from
+    memory, and both must give the same bits. A compiler might fuse products and additions in only one
+    of these places, so `fma` fuses them here.
     """
     new_max_Q = tl.maximum(max_Q, block_max_Q)
-    before_Q = tl.exp(max_Q - new_max_Q)
+    old_factor_Q = tl.exp(max_Q - new_max_Q)
     factor_Q = tl.exp(block_max_Q - new_max_Q)
-    weight_Q = tl.fma(factor_Q, block_weight_Q, weight_Q * before_Q)
+    weight_sum_Q = tl.fma(factor_Q, block_weight_sum_Q, weight_sum_Q * old_factor_Q)
     factor_QF = tl.broadcast_to(factor_Q[:, None], block1_QF.shape)
-    sum1_QF = tl.fma(factor_QF, block1_QF, sum1_QF * before_Q[:, None])
-    sum2_QF = tl.fma(factor_QF, block2_QF, sum2_QF * before_Q[:, None])
-    return new_max_Q, weight_Q, sum1_QF, sum2_QF
+    sum1_QF = tl.fma(factor_QF, block1_QF, sum1_QF * old_factor_Q[:, None])
+    sum2_QF = tl.fma(factor_QF, block2_QF, sum2_QF * old_factor_Q[:, None])
+    return new_max_Q, weight_sum_Q, sum1_QF, sum2_QF
 
 
 @triton.jit
-def _heads_of_row(q_at_QF, k_at_1F, v_at_1F, is_query_Q1, F: tl.constexpr):
+def _load_token(q_at_QF, k_at_1F, v_at_1F, is_query_Q1, F: tl.constexpr):
     """Load the new token's queries, key and value, each in two halves."""
     q1 = tl.load(q_at_QF, mask=is_query_Q1, other=0.0).to(tl.float32)
     q2 = tl.load(q_at_QF + F, mask=is_query_Q1, other=0.0).to(tl.float32)
@@ -215,15 +141,17 @@ def _attend(
 ):
     """Attend to the cache for one row and one key-value head.
 
-    If the row sees at most FEW blocks, its first program adds them up in registers. Otherwise each
-    block has a program: `partial` and `sums` get its weighted sum of values, and its largest score and
-    sum of weights; and the program that finishes last, by `counters`, adds up the blocks.
+    If the row sees at most FEW blocks, one program computes them all and adds them up in registers.
+    Otherwise each block has a program. It writes the block's weighted sum of values to `partial`, and
+    its largest score and sum of weights to `sums`. The program that finishes last, which it knows by
+    counting in `counters`, adds up all blocks.
 
     Heads are loaded as two halves of F channels, which rotation mixes: q1 and q2, and so on.
 
     Shapes: Q = GROUP queries, the G of the key-value head and padding; C, F as in the module.
     """
-    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head = tl.program_id(0), tl.program_id(1)
+    own_block = tl.program_id(2)  # the block of this program, if each block has one
     G: tl.constexpr = H // J
     E: tl.constexpr = 2 * F
     position = tl.load(positions + row).to(tl.int32)
@@ -241,35 +169,39 @@ def _attend(
     k_at_1F = qkv_of_row + (H + head) * E + channel_F[None, :]
     v_at_1F = qkv_of_row + (H + J + head) * E + channel_F[None, :]
     if BLOCKS <= FEW:
-        # No program is idle, so these loads need not wait for the position.
-        new_q1, new_q2, new_k1, new_k2, v1, v2 = _heads_of_row(
+        # No program can be idle, so these loads need not wait until the position is read. Otherwise they
+        # are below, where idle programs are left out.
+        new_q1, new_q2, new_k1, new_k2, v1, v2 = _load_token(
             q_at_QF, k_at_1F, v_at_1F, is_query_Q1, F
         )
         if ROTATE:
             cos_1F = tl.load(cos + row * F + channel_F)[None, :]
             sin_1F = tl.load(sin + row * F + channel_F)[None, :]
 
-    # The blocks with old slots that the new token sees: from first_block, below end_block.
-    oldest = tl.maximum(position - window + 1, 0) if WINDOW else 0
-    first_block = oldest // C
-    # A row without a request may have a position behind the blocks that are read.
+    # The new token sees old slots in the blocks from first_block on, and below end_block.
+    oldest_seen = tl.maximum(position - window + 1, 0) if WINDOW else 0
+    first_block = oldest_seen // C
+    # A row that has no request may have a position beyond the BLOCKS blocks that are read.
     end_block = tl.minimum((position + C - 1) // C, BLOCKS)
-    end_block = tl.where(oldest < position, end_block, first_block)
+    # In a window of one position, the new token sees only itself.
+    end_block = tl.where(oldest_seen < position, end_block, first_block)
+    # The blocks that this program computes: from begin on, and below end.
     if BLOCKS <= FEW:
-        is_whole = True
+        is_alone = True  # whether one program computes all blocks of this row and head
         is_idle = False
         begin = first_block
         end = end_block
     else:
-        is_whole = end_block - first_block <= FEW
-        begin = tl.where(is_whole, first_block, part)
-        end = tl.where(is_whole, end_block, part + 1)
-        is_idle = tl.where(is_whole, part > 0, (part < first_block) | (part >= end_block))
-    writes = (begin == first_block) & (position // C < BLOCKS)
+        is_alone = end_block - first_block <= FEW
+        begin = tl.where(is_alone, first_block, own_block)
+        end = tl.where(is_alone, end_block, own_block + 1)
+        is_unseen = (own_block < first_block) | (own_block >= end_block)
+        is_idle = tl.where(is_alone, own_block > 0, is_unseen)  # program 0 is the one that is alone
+    writes_token = (begin == first_block) & (position // C < BLOCKS)
     if not is_idle:
         dtype = keys.dtype.element_ty
         if BLOCKS > FEW:
-            new_q1, new_q2, new_k1, new_k2, v1, v2 = _heads_of_row(
+            new_q1, new_q2, new_k1, new_k2, v1, v2 = _load_token(
                 q_at_QF, k_at_1F, v_at_1F, is_query_Q1, F
             )
             if ROTATE:
@@ -288,7 +220,8 @@ def _attend(
             k1, k2 = k1 * cos_1F - k2 * sin_1F, k2 * cos_1F + k1 * sin_1F
         q1, q2, k1, k2 = q1.to(dtype), q2.to(dtype), k1.to(dtype), k2.to(dtype)
 
-        if writes:  # no program reads this slot
+        if writes_token:
+            # No program reads this slot in this launch: the token's key and value are in registers.
             new_at_1F = (position // C) * block_stride + (row * J + head).to(tl.int64) * (C * E)
             new_at_1F += position % C * E + channel_F[None, :]
             tl.store(keys + new_at_1F, k1)
@@ -296,7 +229,7 @@ def _attend(
             tl.store(values + new_at_1F, v1)
             tl.store(values + new_at_1F + F, v2)
 
-        # The sum begins with the new token, and the sink.
+        # The sums of the softmax begin with the new token and the sink, which has a weight and no value.
         new_score_Q = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), 1)
         new_score_Q = (new_score_Q + tl.sum(q2.to(tl.float32) * k2.to(tl.float32), 1)) * SCALE
         start_max_Q = new_score_Q
@@ -305,15 +238,16 @@ def _attend(
             sink_Q = tl.load(sinks + head * G + query_Q, mask=is_query_Q, other=0.0).to(tl.float32)
             start_max_Q = tl.maximum(new_score_Q, sink_Q)
             start_weight_Q = tl.exp(new_score_Q - start_max_Q)
-        start1_QF = start_weight_Q[:, None] * v1.to(tl.float32)
-        start2_QF = start_weight_Q[:, None] * v2.to(tl.float32)
+        new_weight_Q = start_weight_Q
+        start1_QF = new_weight_Q[:, None] * v1.to(tl.float32)
+        start2_QF = new_weight_Q[:, None] * v2.to(tl.float32)
         if SINKS:
             start_weight_Q += tl.exp(sink_Q - start_max_Q)
-        # Where several programs compute the blocks, the one that adds them up begins with it.
-        max_Q = tl.where(is_whole, start_max_Q, float("-inf"))
-        weight_Q = tl.where(is_whole, start_weight_Q, 0.0)
-        sum1_QF = tl.where(is_whole, start1_QF, 0.0)
-        sum2_QF = tl.where(is_whole, start2_QF, 0.0)
+        # A program of one block begins with empty sums; the one that finishes last adds the beginning.
+        max_Q = tl.where(is_alone, start_max_Q, float("-inf"))
+        weight_sum_Q = tl.where(is_alone, start_weight_Q, 0.0)
+        sum1_QF = tl.where(is_alone, start1_QF, 0.0)
+        sum2_QF = tl.where(is_alone, start2_QF, 0.0)
         for block in range(begin, end):
             position_C = block * C + slot_C
             offset_CF = cache_offset_CF + block * block_stride
@@ -331,70 +265,86 @@ def _attend(
             block_max_Q = tl.max(scores_QC, 1)
             weights_QC = tl.exp(scores_QC - block_max_Q[:, None])
             rounded_QC = weights_QC.to(dtype)
-            max_Q, weight_Q, sum1_QF, sum2_QF = _with_block(
+            block_weight_sum_Q = tl.sum(weights_QC, 1)
+            block1_QF = tl.dot(rounded_QC, value1_CF, input_precision=PRECISION)
+            block2_QF = tl.dot(rounded_QC, value2_CF, input_precision=PRECISION)
+            max_Q, weight_sum_Q, sum1_QF, sum2_QF = _with_block(
                 max_Q,
-                weight_Q,
+                weight_sum_Q,
                 sum1_QF,
                 sum2_QF,
                 block_max_Q,
-                tl.sum(weights_QC, 1),
-                tl.dot(rounded_QC, value1_CF, input_precision=PRECISION),
-                tl.dot(rounded_QC, value2_CF, input_precision=PRECISION),
+                block_weight_sum_Q,
+                block1_QF,
+                block2_QF,
             )
-        adds = is_whole
+        writes_output = is_alone
         if BLOCKS > FEW:
-            if not is_whole:
-                first_part = (row * J + head) * BLOCKS  # the index of this row's and head's block 0
-                own_part = (first_part + part) * G  # the index of this block's first query
-                partial_offset_QF = (own_part + query_Q[:, None]) * E + channel_F[None, :]
+            if not is_alone:
+                # `partial` and `sums` have a row for each query of each block of each row and head.
+                block_0 = (row * J + head) * BLOCKS
+                own_query_0 = (block_0 + own_block) * G
+                partial_offset_QF = (own_query_0 + query_Q[:, None]) * E + channel_F[None, :]
                 tl.store(partial + partial_offset_QF, sum1_QF, mask=is_query_Q1)
                 tl.store(partial + partial_offset_QF + F, sum2_QF, mask=is_query_Q1)
-                sums_offset_Q = (own_part + query_Q) * 2
+                sums_offset_Q = (own_query_0 + query_Q) * 2
                 tl.store(sums + sums_offset_Q, max_Q, mask=is_query_Q)
-                tl.store(sums + sums_offset_Q + 1, weight_Q, mask=is_query_Q)
+                tl.store(sums + sums_offset_Q + 1, weight_sum_Q, mask=is_query_Q)
 
                 # The program that finishes last adds up the blocks.
-                tl.debug_barrier()  # all threads have written before one of them says so
+                tl.debug_barrier()  # all threads have written before one of them counts
                 counter = counters + row * J + head
                 finished_before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
                 if finished_before == end_block - first_block - 1:
-                    adds = True
+                    writes_output = True
                     tl.store(counter, 0)  # for the next launch
-                    max_Q, weight_Q = start_max_Q, start_weight_Q
-                    sum1_QF, sum2_QF = start1_QF, start2_QF
-                    # `.cg` reads from the L2 cache: other multiprocessors wrote these numbers, which
-                    # this one's L1 cache may not know. No block waits for the sum of those before.
-                    for other in tl.range(first_block, end_block, loop_unroll_factor=4):
-                        other_part = (first_part + other) * G
-                        sums_at_Q = sums + (other_part + query_Q) * 2
-                        part_at_QF = (
-                            partial + (other_part + query_Q[:, None]) * E + channel_F[None, :]
+                    max_Q, weight_sum_Q = start_max_Q, start_weight_Q
+                    # The new token's value is read again, and not kept in registers until here.
+                    v1, v2 = tl.load(v_at_1F), tl.load(v_at_1F + F)
+                    sum1_QF = new_weight_Q[:, None] * v1.to(tl.float32)
+                    sum2_QF = new_weight_Q[:, None] * v2.to(tl.float32)
+                    # `.cg` reads from the L2 cache: other multiprocessors wrote these numbers, so this
+                    # one's L1 cache may have older ones. The loop is unrolled, so that a block's sums
+                    # are read before those of the block before are added.
+                    for block in tl.range(first_block, end_block, loop_unroll_factor=4):
+                        query_0 = (block_0 + block) * G
+                        sums_at_Q = sums + (query_0 + query_Q) * 2
+                        partial_at_QF = (
+                            partial + (query_0 + query_Q[:, None]) * E + channel_F[None, :]
                         )
-                        max_Q, weight_Q, sum1_QF, sum2_QF = _with_block(
+                        block_max_Q = tl.load(
+                            sums_at_Q, mask=is_query_Q, other=0.0, cache_modifier=".cg"
+                        )
+                        block_weight_sum_Q = tl.load(
+                            sums_at_Q + 1, mask=is_query_Q, other=0.0, cache_modifier=".cg"
+                        )
+                        block1_QF = tl.load(
+                            partial_at_QF, mask=is_query_Q1, other=0.0, cache_modifier=".cg"
+                        )
+                        block2_QF = tl.load(
+                            partial_at_QF + F, mask=is_query_Q1, other=0.0, cache_modifier=".cg"
+                        )
+                        max_Q, weight_sum_Q, sum1_QF, sum2_QF = _with_block(
                             max_Q,
-                            weight_Q,
+                            weight_sum_Q,
                             sum1_QF,
                             sum2_QF,
-                            tl.load(sums_at_Q, mask=is_query_Q, other=0.0, cache_modifier=".cg"),
-                            tl.load(
-                                sums_at_Q + 1, mask=is_query_Q, other=0.0, cache_modifier=".cg"
-                            ),
-                            tl.load(part_at_QF, mask=is_query_Q1, other=0.0, cache_modifier=".cg"),
-                            tl.load(
-                                part_at_QF + F, mask=is_query_Q1, other=0.0, cache_modifier=".cg"
-                            ),
+                            block_max_Q,
+                            block_weight_sum_Q,
+                            block1_QF,
+                            block2_QF,
                         )
-        if adds:
+        if writes_output:
             out_at_QF = out + (row * H + head * G + query_Q[:, None]) * E + channel_F[None, :]
-            tl.store(out_at_QF, (sum1_QF / weight_Q[:, None]).to(dtype), mask=is_query_Q1)
-            tl.store(out_at_QF + F, (sum2_QF / weight_Q[:, None]).to(dtype), mask=is_query_Q1)
+            tl.store(out_at_QF, (sum1_QF / weight_sum_Q[:, None]).to(dtype), mask=is_query_Q1)
+            tl.store(out_at_QF + F, (sum2_QF / weight_sum_Q[:, None]).to(dtype), mask=is_query_Q1)
 
 
 def attend_fits(device: torch.device, slots: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Return whether a block's keys and values, and the queries, fit a card's shared memory.
 
     With blocks of 128 slots, heads of 128 channels in fp32 and heads of 256 in 16 bits need 136 KiB.
-    Data centers' cards have 163 KiB and more, and others 99.
+    Cards of data centers have 163 KiB and more, and consumer cards have 99.
     """
     needed_bytes = (2 * slots + ROWS) * head_dim * dtype.itemsize
     card: Any = torch.cuda.get_device_properties(device)  # torch's types lack this attribute
@@ -402,65 +352,23 @@ def attend_fits(device: torch.device, slots: int, head_dim: int, dtype: torch.dt
 
 
 def product_precision(dtype: torch.dtype) -> str:
-    """Return how `tl.dot` multiplies: "ieee" for exact products of fp32; it ignores 16-bit operands."""
+    """Return the `input_precision` of `tl.dot`: "ieee" for exact products of fp32.
+
+    `tl.dot` ignores it for operands of 16 bits, so "tf32" stands for any of its values.
+    """
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @functools.cache
-def channels_at_once(summed: int, most: int = 256) -> int:
-    """Return how many of the summed channels a program reads at once; 0 if it cannot compute them.
+def channels_at_once(channels: int, most: int = 256) -> int:
+    """Return how many of the channels of a sum a program reads at once; 0 if it cannot compute it.
 
-    It is the largest power of two from ROWS to `most` that divides their number.
+    It is the largest power of two from ROWS to `most` that divides the number of channels.
     """
     step = most
-    while summed % step:
+    while channels % step:
         step //= 2
     return step if step >= ROWS else 0
-
-
-class Tile(NamedTuple):
-    """How much of a weight a program of `_project` computes.
-
-    Attributes:
-        columns: its columns.
-        channels: how many of the summed channels it reads at once, at most.
-        warps: its warps.
-        stages: how many of these reads are under way at once.
-    """
-
-    columns: int
-    channels: int
-    warps: int
-    stages: int
-
-
-# The fastest of 516 tiles for the weights of a 1B model on an H200 (dev/log.md), where the step's
-# products take 850 us, and 1,240 us with the tile for small shared memory. They need up to 144 KiB of
-# shared memory, if the product is gated. From the narrowest to the widest:
-_TILES = (Tile(16, 512, 2, 4), Tile(32, 256, 4, 4), Tile(64, 128, 8, 4))
-SHARED_BYTES_OF_TILES = 147_456
-# For cards with less shared memory.
-_SMALL_TILE = Tile(16, 256, 4, 4)
-# Four stages of fp32 tiles are 115 KiB, and consumer cards have 99.
-_SMALL_TILE_FP32 = Tile(16, 256, 4, 2)
-
-
-def tile_of(columns: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """Return the tile for a weight with so many columns.
-
-    It is the narrowest with which all programs run at once, one on each multiprocessor. Programs
-    with wider tiles would leave multiprocessors without work, and of narrower ones a part would run
-    after the others.
-    """
-    card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute
-    if dtype == torch.float32:
-        return _SMALL_TILE_FP32
-    if card.shared_memory_per_block_optin < SHARED_BYTES_OF_TILES:
-        return _SMALL_TILE
-    for tile in _TILES:
-        if triton.cdiv(columns, tile.columns) <= card.multi_processor_count:
-            return tile
-    return _TILES[-1]
 
 
 class Norm(NamedTuple):
@@ -477,153 +385,28 @@ class Norm(NamedTuple):
     is_centred: bool = False
 
 
-def project(
-    x_BK: Tensor,
-    weight_NK: Tensor,
-    norm: Norm | None = None,
-    bias_N: Tensor | None = None,
-    residual_BN: Tensor | None = None,
-) -> Tensor:
-    """Return residual + norm(x) W^T + b.
-
-    Args:
-        x_BK: fp32, fp16 or bf16, contiguous; K is a multiple of 16.
-        weight_NK: the same dtype, contiguous.
-        norm: the norm of x; None: no norm.
-        bias_N: b; None: no bias.
-        residual_BN: the residual; None: no residual.
-
-    Returns:
-        [B, N] in the same dtype; products are summed in fp32 and rounded once before the residual is
-        added, as a linear layer does.
-    """
-    gain_K, eps, is_centred = norm or Norm(weight_NK, 0.0)
-    return torch.ops.monograph.project(
-        x_BK, weight_NK, None if norm is None else gain_K, eps, is_centred, bias_N, residual_BN
-    )
-
-
-def project_gated(x_BK: Tensor, weight_NK: Tensor, norm: Norm, activation: Activation) -> Tensor:
-    """Return act(norm(x) Wg^T) * (norm(x) Wu^T), where W has the rows of Wg and then those of Wu.
-
-    Args:
-        x_BK: see `project`.
-        weight_NK: [2 M, K].
-        norm: the norm of x, before both products.
-        activation: "silu", or "gelu" by its tanh approximation.
-
-    Returns:
-        [B, M] in the same dtype.
-    """
-    return torch.ops.monograph.project_gated(x_BK, weight_NK, *norm, activation == "gelu")
-
-
-@torch.library.custom_op("monograph::project", mutates_args=())
-def _project_op(
-    x_BK: Tensor,
-    weight_NK: Tensor,
-    gain_K: Tensor | None,
-    eps: float,
-    is_centred: bool,
-    bias_N: Tensor | None,
-    residual_BN: Tensor | None,
-) -> Tensor:
-    out_BN = x_BK.new_empty(x_BK.shape[0], weight_NK.shape[0])
-    _launch(x_BK, weight_NK, gain_K, eps, is_centred, bias_N, residual_BN, out_BN)
-    return out_BN
-
-
-@_project_op.register_fake
-def _(
-    x_BK: Tensor,
-    weight_NK: Tensor,
-    gain_K: Tensor | None,
-    eps: float,
-    is_centred: bool,
-    bias_N: Tensor | None,
-    residual_BN: Tensor | None,
-) -> Tensor:
-    return x_BK.new_empty(x_BK.shape[0], weight_NK.shape[0])
-
-
-@torch.library.custom_op("monograph::project_gated", mutates_args=())
-def _project_gated_op(
-    x_BK: Tensor, weight_NK: Tensor, gain_K: Tensor, eps: float, is_centred: bool, is_gelu: bool
-) -> Tensor:
-    out_BM = x_BK.new_empty(x_BK.shape[0], weight_NK.shape[0] // 2)
-    _launch(x_BK, weight_NK, gain_K, eps, is_centred, None, None, out_BM, True, is_gelu)
-    return out_BM
-
-
-@_project_gated_op.register_fake
-def _(
-    x_BK: Tensor, weight_NK: Tensor, gain_K: Tensor, eps: float, is_centred: bool, is_gelu: bool
-) -> Tensor:
-    return x_BK.new_empty(x_BK.shape[0], weight_NK.shape[0] // 2)
-
-
-def _launch(
-    x_BK: Tensor,
-    weight_NK: Tensor,
-    gain_K: Tensor | None,
-    eps: float,
-    is_centred: bool,
-    bias_N: Tensor | None,
-    residual_BN: Tensor | None,
-    out_BN: Tensor,
-    is_gated: bool = False,
-    is_gelu: bool = False,
-) -> None:
-    rows, summed = x_BK.shape
-    columns = out_BN.shape[1]
-    tile = tile_of(columns, x_BK.dtype, x_BK.device)
-    grid = (triton.cdiv(columns, tile.columns), triton.cdiv(rows, ROWS))
-    _project[grid](
-        x_BK,
-        weight_NK if gain_K is None else gain_K,
-        weight_NK,
-        weight_NK if bias_N is None else bias_N,
-        x_BK if residual_BN is None else residual_BN,
-        out_BN,
-        rows,
-        columns,
-        EPS=eps,
-        K=summed,
-        NORM=gain_K is not None,
-        CENTRED=is_centred,
-        BIAS=bias_N is not None,
-        ADD=residual_BN is not None,
-        GATED=is_gated,
-        GELU=is_gelu,
-        ROWS=ROWS,
-        COLUMNS=tile.columns,
-        STEP=channels_at_once(summed, tile.channels),
-        PRECISION=product_precision(x_BK.dtype),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-
-
 class AttendForm(NamedTuple):
-    """How `attend` computes; all forms give the same bits.
+    """How `attend` shares its work among programs; all forms give the same bits.
 
     Attributes:
-        few_blocks: if a row sees at most this number of blocks, one program per key-value head adds
-            them up; nothing waits until several programs have finished.
-        stages: how many blocks a program has under way at once.
+        few_blocks: the most blocks that one program computes for a row and a key-value head. A row that
+            sees more has a program for each block, and the last of them adds up their sums.
+        stages: how many blocks a program computes or loads at once.
     """
 
     few_blocks: int
     stages: int
 
 
-# Up to this number of programs, memory's latency takes the time, and not its bandwidth.
+# Up to this number of programs, the time is that of memory's latency, and not of its bandwidth.
 _FEW_PROGRAMS = 128
-# The order in which a block's weights are summed depends on it.
+# A constant, because the order in which a block's weights are summed depends on it, and so do the bits.
 _ATTEND_WARPS = 4
 
 
-def attend_form(programs: int, blocks: int, block_bytes: int, shared_bytes: int) -> AttendForm:
+def attend_form(
+    programs: int, blocks: int, block_bytes: int, shared_bytes: int, capability: tuple[int, int]
+) -> AttendForm:
     """Return the form for these shapes, as far as it fits the card's shared memory.
 
     Args:
@@ -631,6 +414,7 @@ def attend_form(programs: int, blocks: int, block_bytes: int, shared_bytes: int)
         blocks: how many blocks are read.
         block_bytes: the size of one head's keys and values of a block.
         shared_bytes: the shared memory that a program has for blocks.
+        capability: the card's compute capability.
     """
     # Measured on an H200 with heads of 64 and 128 in bf16 (dev/log.md). With few programs, 3 stages
     # were the fastest for 2 and for 3 blocks, and in most shapes a program for each of 8 and of 32
@@ -639,8 +423,10 @@ def attend_form(programs: int, blocks: int, block_bytes: int, shared_bytes: int)
     few_blocks = 4 if is_latency_bound else 8
     stages = 3 if is_latency_bound and blocks <= few_blocks else 2
     if blocks == 1:
-        stages = 1
-    # Shared memory holds one block less than there are stages.
+        # Ampere's and Ada's kernels need fewer registers with 2 stages, and spill some of heads of 64
+        # with 1 (counted in machine code, not timed).
+        stages = 2 if capability[0] == 8 else 1
+    # One stage computes from registers, and the other stages' blocks are in shared memory.
     while stages > 1 and (stages - 1) * block_bytes > shared_bytes:
         stages -= 1
     return AttendForm(few_blocks, stages)
@@ -681,8 +467,8 @@ def attend(
         values_LBJCE: likewise.
         position_B: int64, the new token's position p.
         counters_BJ: int32 zeros, which are zeros again afterwards.
-        blocks: attention reads this number of first blocks. A row whose position is not in them gets
-            numbers without meaning.
+        blocks: how many blocks of the cache are read, from the first on. A row whose position is beyond
+            them gets numbers without meaning.
         heads: H.
         scale: multiplies the scores.
         cos_BF: fp32, the cosines of the positions' angles; None: heads are not rotated.
@@ -703,13 +489,14 @@ def attend(
     queries = max(ROWS, triton.next_power_of_2(group))
     itemsize = qkv_BX.element_size()
     card: Any = torch.cuda.get_device_properties(qkv_BX.device)  # torch's types lack an attribute
-    # Queries, weights of a block's slots, and what sums over several warps need are there, too.
+    # Shared memory also has the queries, the weights of a block's slots, and 1 KiB for sums over warps.
     other_bytes = queries * (head_dim + slots) * itemsize + 1024
     form = attend_form(
         rows * key_heads,
         blocks,
         2 * slots * head_dim * itemsize,
         card.shared_memory_per_block_optin - other_bytes,
+        (card.major, card.minor),
     )
     is_split = blocks > form.few_blocks
     parts = rows * key_heads * blocks * group if is_split else 0

@@ -1,18 +1,20 @@
 """Compute one token of a gated delta net by two Triton kernels, on a GPU.
 
-    x[t]  = silu(sum over j of w[j] inputs[t - K + 1 + j])       `convolve_token`, for q, k and v
-    q, k  = q / (|q| sqrt(E)), k / |k|                           from here on `delta_rule_token`
+    x[t]  = silu(sum over j of w[j] inputs[t - K + 1 + j])       the q, k and v of token t
+    q, k  = q / (|q| sqrt(E)), k / |k|
     S     = exp(g) S                                             g = -exp(A_log) softplus(a + dt_bias)
     u     = beta (v - S^T k)                                     beta = sigmoid(b)
     S     = S + k u^T
     out   = norm(S^T q) silu(z)
 
-With a product before them and one after them, a layer takes four launches, and with PyTorch's
-operators more than eighty. `monograph.model.delta_net.GatedDeltaNet` is the reference.
+The first line is `convolve_token`, and all others are `delta_rule_token`. With the product that
+computes the projections and the output's product, a layer takes four launches; PyTorch's operators take
+more than eighty. `monograph.model.delta_net.GatedDeltaNet` is the reference.
 
-The convolution's inputs and the state S are changed in place, once for each token: a token that they
-include already, because its position is below the row's count, leaves them as they are, and gets the
-same output again. The first kernel decides it, since the second one changes the count.
+The convolution's inputs and the state S are changed in place. A row's count says how many tokens they
+include. A step may be repeated: a token whose position is below the count leaves them as they are, and
+gets the same output again. The first kernel decides whether a token is new, since the second one
+changes the count while other programs may still read it.
 
 A program computes channels or a head of one row, so a row's bits do not depend on the other rows.
 
@@ -28,24 +30,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The kernel keeps a head's whole state in registers, so that it reads it once.
-MAX_HEAD = 128
-MAX_TAPS = 16
-_CHANNELS = 128  # of a program of the convolution
-_STATE_PER_THREAD = 64  # numbers of the state that a thread keeps
+MAX_HEAD = 128  # channels: a head's whole state is in registers, so that it is read once
+MAX_TAPS = 16  # of the convolution
+_CHANNELS_PER_PROGRAM = 128  # of the convolution
+_STATE_PER_THREAD = 64  # elements of the state that a thread has in registers
+_THREADS_PER_WARP = 32
 
 
 class DeltaNetShape(NamedTuple):
-    """The heads of a delta net, and where the projections of a token have them.
+    """The heads of a delta net, and the order of the columns of its projections.
 
     Attributes:
         key_heads: G.
         value_heads: H.
         key_dim: E.
         value_dim: V.
-        by_key_head: whether the columns of the projections are, for each key head, its query, its
-            key, its R values and its R gates z, and then for each key head its R numbers b and its R
-            numbers a. Otherwise they are all queries, all keys, all values, all gates, all b, all a.
+        by_key_head: the order of the columns. False: all queries, all keys, all values, all gates z,
+            all b, all a. True: for each key head its query, its key, its R values and its R gates z;
+            after all of these, for each key head its R numbers b and its R numbers a.
     """
 
     key_heads: int
@@ -56,7 +58,7 @@ class DeltaNetShape(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Return C. The channels are all queries, all keys, and all values."""
+        """Return C. The convolution's channels are all queries, all keys, all values, in this order."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
@@ -68,8 +70,8 @@ def _convolve_token(
     count,
     limit,
     inputs,
-    mixed,
-    is_new,
+    convolved,
+    is_new_token,
     P,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -81,29 +83,36 @@ def _convolve_token(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Compute CHANNELS channels of one row. Here C is CHANNELS, and K is TAPS."""
+    """Compute CHANNELS channels of one row, for `convolve_token`.
+
+    `convolved` gets the outputs, and `is_new_token` whether each row's token is new. In the names of
+    tensors, the size of C is CHANNELS, and that of K is TAPS.
+    """
     row = tl.program_id(1)
     channel_C = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     tap_K = tl.arange(0, TAPS)
     is_channel_C = channel_C < C
-    column_C = channel_C
+    column_C = channel_C  # the column of the projections that has the channel
     if BY_KEY_HEAD:
         R: tl.constexpr = H // G
+        # Each key head has a query, a key, R values and R gates.
         columns_of_head: tl.constexpr = 2 * (E + R * V)
+        # A query or a key is at this offset in its head's columns.
+        offset_in_head_C = tl.where(channel_C < G * E, 0, E)
         head_channel_C = channel_C % (G * E)
-        key_offset_C = tl.where(channel_C < G * E, 0, E)
-        column_C = head_channel_C // E * columns_of_head + key_offset_C + head_channel_C % E
+        column_C = head_channel_C // E * columns_of_head + offset_in_head_C + head_channel_C % E
         value_channel_C = channel_C - 2 * G * E
         value_column_C = value_channel_C // (R * V) * columns_of_head + 2 * E
         value_column_C += value_channel_C % (R * V)
         column_C = tl.where(channel_C < 2 * G * E, column_C, value_column_C)
     position_of_row = tl.load(position + row)
-    is_added = position_of_row >= tl.load(count + row)
-    is_added = is_added & (position_of_row < tl.load(limit + row))
+    is_new = position_of_row >= tl.load(count + row)
+    is_new = is_new & (position_of_row < tl.load(limit + row))
     if tl.program_id(0) == 0:
-        tl.store(is_new + row, is_added.to(tl.int32))
-    # The last K inputs, the newest last: a new token moves them by one place.
-    old_tap_K1 = tap_K[:, None] + is_added.to(tl.int32)
+        tl.store(is_new_token + row, is_new.to(tl.int32))
+    # The last K inputs, the newest last. A new token moves them by one place: tap k gets the input that
+    # was at tap k + 1, and the last tap gets the token's.
+    old_tap_K1 = tap_K[:, None] + is_new.to(tl.int32)
     inputs_of_row = inputs + row.to(tl.int64) * (K * C)
     input_KC = tl.load(
         inputs_of_row + old_tap_K1 * C + channel_C[None, :],
@@ -111,41 +120,43 @@ def _convolve_token(
         other=0.0,
     )
     new_C = tl.load(projected + row.to(tl.int64) * P + column_C, mask=is_channel_C, other=0.0)
-    is_newest_K1 = (tap_K[:, None] == K - 1) & is_added
+    is_newest_K1 = (tap_K[:, None] == K - 1) & is_new
     input_KC = tl.where(is_newest_K1, new_C[None, :].to(input_KC.dtype), input_KC)
     is_tap_KC = (tap_K[:, None] < K) & is_channel_C[None, :]
     weight_KC = tl.load(weight + channel_C[None, :] * K + tap_K[:, None], mask=is_tap_KC, other=0.0)
     total_C = tl.sum(input_KC.to(tl.float32) * weight_KC.to(tl.float32), 0)
-    total_C = total_C / (1 + tl.exp(-total_C))
-    tl.store(mixed + row * C + channel_C, total_C.to(mixed.dtype.element_ty), mask=is_channel_C)
+    total_C = total_C / (1 + tl.exp(-total_C))  # silu
+    tl.store(
+        convolved + row * C + channel_C, total_C.to(convolved.dtype.element_ty), mask=is_channel_C
+    )
     tl.debug_barrier()  # all inputs have been read before one of them is overwritten
     moved_at_KC = inputs_of_row + tap_K[:, None] * C + channel_C[None, :]
-    tl.store(moved_at_KC, input_KC, mask=is_tap_KC & is_added)
+    tl.store(moved_at_KC, input_KC, mask=is_tap_KC & is_new)
 
 
 @triton.jit
 def _log1p(x):
     """Return ln(1 + x) for x from 0 to 1, also where 1 + x would round x away.
 
-    It is 2 artanh(x / (2 + x)), by artanh's series: the first term left out is below 2e-10 of the
-    sum.
+    It is 2 artanh(s) with s = x / (2 + x) <= 1/3, by the series artanh(s) = s + s^3 / 3 + s^5 / 5 + ...
+    to s^17 / 17. The first term left out is below 2e-10 of the sum.
     """
     s = x / (2 + x)
     square = s * s
     series = 1.0 / 17
-    for term in tl.static_range(8):
-        series = series * square + 1.0 / (15 - 2 * term)
+    for index in tl.static_range(8):
+        series = series * square + 1.0 / (15 - 2 * index)  # 1/15, 1/13, ... 1
     return 2 * s * series
 
 
 @triton.jit
 def _delta_rule_token(
-    mixed,
+    convolved,
     projected,
     A_log,
     dt_bias,
     gain,
-    is_new,
+    is_new_token,
     state,
     count,
     out,
@@ -162,12 +173,16 @@ def _delta_rule_token(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """Compute one value head of one row. Here E is KEYS, and V is VALUES."""
+    """Compute one value head of one row, for `delta_rule_token`.
+
+    In the names of tensors, the size of E is KEYS, and that of V is VALUES.
+    """
     head, row = tl.program_id(0), tl.program_id(1)
-    key_E, value_V = tl.arange(0, KEYS), tl.arange(0, VALUES)
-    is_key_E, is_value_V = key_E < E, value_V < V
+    channel_E, channel_V = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    is_channel_E, is_channel_V = channel_E < E, channel_V < V
     R: tl.constexpr = H // G
     key_head = head // R
+    # The first column of the head's gates z, and the columns of its b and a; see `DeltaNetShape`.
     if BY_KEY_HEAD:
         columns_of_head: tl.constexpr = 2 * (E + R * V)
         gate_column = key_head * columns_of_head + 2 * E + R * V + head % R * V
@@ -179,49 +194,49 @@ def _delta_rule_token(
         a_column = b_column + H
     dtype = out.dtype.element_ty
     projected_of_row = projected + row.to(tl.int64) * P
-    mixed_of_row = mixed + row * C
-    query_at_E = mixed_of_row + key_head * E + key_E
-    query_E = tl.load(query_at_E, mask=is_key_E, other=0.0).to(tl.float32)
+    convolved_of_row = convolved + row * C
+    query_at_E = convolved_of_row + key_head * E + channel_E
+    query_E = tl.load(query_at_E, mask=is_channel_E, other=0.0).to(tl.float32)
     key_at_E = query_at_E + G * E
-    unit_key_E = tl.load(key_at_E, mask=is_key_E, other=0.0).to(tl.float32)
+    unit_key_E = tl.load(key_at_E, mask=is_channel_E, other=0.0).to(tl.float32)
     query_E = query_E * tl.rsqrt(tl.sum(query_E * query_E, 0) + L2_EPS) * SCALE
     unit_key_E = unit_key_E * tl.rsqrt(tl.sum(unit_key_E * unit_key_E, 0) + L2_EPS)
-    value_at_V = mixed_of_row + 2 * G * E + head * V + value_V
-    new_value_V = tl.load(value_at_V, mask=is_value_V, other=0.0).to(tl.float32)
+    value_at_V = convolved_of_row + 2 * G * E + head * V + channel_V
+    value_V = tl.load(value_at_V, mask=is_channel_V, other=0.0).to(tl.float32)
 
-    is_added = tl.load(is_new + row) != 0
+    is_new = tl.load(is_new_token + row) != 0
     b = tl.load(projected_of_row + b_column).to(tl.float32)
     beta = (1 / (1 + tl.exp(-b))).to(dtype).to(tl.float32)  # rounded as the model rounds it
-    step = tl.load(projected_of_row + a_column).to(tl.float32)
-    step += tl.load(dt_bias + head).to(tl.float32)
-    softplus = tl.maximum(step, 0.0) + _log1p(tl.exp(-tl.abs(step)))
-    decay = -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus
-    # A token that is not added neither decays the state nor corrects it.
-    beta = tl.where(is_added, beta, 0.0)
-    decay = tl.where(is_added, decay, 0.0)
+    a = tl.load(projected_of_row + a_column).to(tl.float32)
+    a += tl.load(dt_bias + head).to(tl.float32)
+    softplus = tl.maximum(a, 0.0) + _log1p(tl.exp(-tl.abs(a)))
+    log_decay = -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus
+    # A token that is not new neither decays the state nor corrects it.
+    beta = tl.where(is_new, beta, 0.0)
+    log_decay = tl.where(is_new, log_decay, 0.0)
 
-    state_offset_EV = key_E[:, None] * V + value_V[None, :]
+    state_offset_EV = channel_E[:, None] * V + channel_V[None, :]
     state_at_EV = state + (row.to(tl.int64) * H + head) * (E * V) + state_offset_EV
-    is_state_EV = is_key_E[:, None] & is_value_V[None, :]
-    state_EV = tl.load(state_at_EV, mask=is_state_EV, other=0.0) * tl.exp(decay)
-    stored_V = tl.sum(state_EV * unit_key_E[:, None], 0)
-    correction_V = (new_value_V - stored_V) * beta
+    is_state_EV = is_channel_E[:, None] & is_channel_V[None, :]
+    state_EV = tl.load(state_at_EV, mask=is_state_EV, other=0.0) * tl.exp(log_decay)
+    stored_V = tl.sum(state_EV * unit_key_E[:, None], 0)  # S^T k
+    correction_V = (value_V - stored_V) * beta  # u
     state_EV = state_EV + unit_key_E[:, None] * correction_V[None, :]
-    tl.store(state_at_EV, state_EV, mask=is_state_EV & is_added)
+    tl.store(state_at_EV, state_EV, mask=is_state_EV & is_new)
     out_V = tl.sum(state_EV * query_E[:, None], 0)
     if head == 0:
-        tl.store(count + row, tl.load(count + row) + is_added.to(tl.int64))
+        tl.store(count + row, tl.load(count + row) + is_new.to(tl.int64))
 
-    # The read value, its norm and the result are rounded as the model rounds them.
+    # S^T q, its norm and the result are rounded as the model rounds them.
     out_V = out_V.to(dtype).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(out_V * out_V, 0) / V + EPS)
-    gain_V = tl.load(gain + value_V, mask=is_value_V, other=0.0).to(tl.float32)
-    normed_V = (out_V * scale * gain_V).to(dtype).to(tl.float32)
-    gate_at_V = projected_of_row + gate_column + value_V
-    gate_V = tl.load(gate_at_V, mask=is_value_V, other=0.0).to(tl.float32)
+    norm_scale = tl.rsqrt(tl.sum(out_V * out_V, 0) / V + EPS)
+    gain_V = tl.load(gain + channel_V, mask=is_channel_V, other=0.0).to(tl.float32)
+    normed_V = (out_V * norm_scale * gain_V).to(dtype).to(tl.float32)
+    gate_at_V = projected_of_row + gate_column + channel_V
+    gate_V = tl.load(gate_at_V, mask=is_channel_V, other=0.0).to(tl.float32)
     result_V = normed_V * (gate_V / (1 + tl.exp(-gate_V)))
-    out_at_V = out + (row * H + head) * V + value_V
-    tl.store(out_at_V, result_V.to(dtype), mask=is_value_V)
+    out_at_V = out + (row * H + head) * V + channel_V
+    tl.store(out_at_V, result_V.to(dtype), mask=is_channel_V)
 
 
 def convolve_token(
@@ -247,8 +262,8 @@ def convolve_token(
         shape: the heads, and the order of the projections.
 
     Returns:
-        silu(convolution), [B, C], in the same dtype; and 1 for each new token and 0 for others,
-        int32 [B], for `delta_rule_token`.
+        convolved_BC: silu(convolution), in the same dtype.
+        is_new_B: 1 for each new token and 0 for others, int32, for `delta_rule_token`.
     """
     return torch.ops.monograph.convolve_token(
         projected_BP, weight_C1K, position_B, count_B, limit_B, inputs_BKC, *shape
@@ -270,16 +285,16 @@ def _convolve_token_op(
     by_key_head: bool,
 ) -> tuple[Tensor, Tensor]:
     rows, taps, channels = inputs_BKC.shape
-    mixed_BC = projected_BP.new_empty(rows, channels)
+    convolved_BC = projected_BP.new_empty(rows, channels)
     is_new_B = torch.empty_like(position_B, dtype=torch.int32)
-    _convolve_token[(triton.cdiv(channels, _CHANNELS), rows)](
+    _convolve_token[(triton.cdiv(channels, _CHANNELS_PER_PROGRAM), rows)](
         projected_BP,
         weight_C1K,
         position_B,
         count_B,
         limit_B,
         inputs_BKC,
-        mixed_BC,
+        convolved_BC,
         is_new_B,
         projected_BP.shape[1],
         C=channels,
@@ -290,10 +305,10 @@ def _convolve_token_op(
         V=value_dim,
         BY_KEY_HEAD=by_key_head,
         TAPS=triton.next_power_of_2(taps),
-        CHANNELS=_CHANNELS,
+        CHANNELS=_CHANNELS_PER_PROGRAM,
         num_warps=4,
     )
-    return mixed_BC, is_new_B
+    return convolved_BC, is_new_B
 
 
 @_convolve_token_op.register_fake
@@ -316,7 +331,7 @@ def _(
 
 
 class DeltaNetParameters(NamedTuple):
-    """The parameters of a delta net that are neither matrices nor the convolution's.
+    """The parameters of a delta net apart from the matrices and the convolution's weight.
 
     Attributes:
         A_log_H: A_log.
@@ -334,7 +349,7 @@ class DeltaNetParameters(NamedTuple):
 
 
 def delta_rule_token(
-    mixed_BC: Tensor,
+    convolved_BC: Tensor,
     projected_BP: Tensor,
     parameters: DeltaNetParameters,
     is_new_B: Tensor,
@@ -345,8 +360,8 @@ def delta_rule_token(
     """Return norm(S^T q) silu(z) for a token of each row, and add the new tokens to the state.
 
     Args:
-        mixed_BC: queries, keys and values, by `convolve_token`.
-        projected_BP: all projections of the token; z, b and a are read.
+        convolved_BC: queries, keys and values, by `convolve_token`.
+        projected_BP: all projections of the token, of which z, b and a are read.
         parameters: in the dtype of the projections.
         is_new_B: by `convolve_token`.
         state_BHEV: S, fp32, contiguous; changed in place.
@@ -357,13 +372,13 @@ def delta_rule_token(
         [B, H V] in the dtype of the projections; everything is computed in fp32.
     """
     return torch.ops.monograph.delta_rule_token(
-        mixed_BC, projected_BP, *parameters, is_new_B, state_BHEV, count_B, *shape
+        convolved_BC, projected_BP, *parameters, is_new_B, state_BHEV, count_B, *shape
     )
 
 
 @torch.library.custom_op("monograph::delta_rule_token", mutates_args=("state_BHEV", "count_B"))
 def _delta_rule_token_op(
-    mixed_BC: Tensor,
+    convolved_BC: Tensor,
     projected_BP: Tensor,
     A_log_H: Tensor,
     dt_bias_H: Tensor,
@@ -379,11 +394,13 @@ def _delta_rule_token_op(
     value_dim: int,
     by_key_head: bool,
 ) -> Tensor:
-    rows, channels = mixed_BC.shape
-    out_BX = mixed_BC.new_empty(rows, value_heads * value_dim)
-    keys, values = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    rows, channels = convolved_BC.shape
+    out_BX = convolved_BC.new_empty(rows, value_heads * value_dim)
+    padded_key_dim = triton.next_power_of_2(key_dim)
+    padded_value_dim = triton.next_power_of_2(value_dim)
+    threads = padded_key_dim * padded_value_dim // _STATE_PER_THREAD
     _delta_rule_token[(value_heads, rows)](
-        mixed_BC,
+        convolved_BC,
         projected_BP,
         A_log_H,
         dt_bias_H,
@@ -402,16 +419,16 @@ def _delta_rule_token_op(
         E=key_dim,
         V=value_dim,
         BY_KEY_HEAD=by_key_head,
-        KEYS=keys,
-        VALUES=values,
-        num_warps=max(1, keys * values // (32 * _STATE_PER_THREAD)),
+        KEYS=padded_key_dim,
+        VALUES=padded_value_dim,
+        num_warps=max(1, threads // _THREADS_PER_WARP),
     )
     return out_BX
 
 
 @_delta_rule_token_op.register_fake
 def _(
-    mixed_BC: Tensor,
+    convolved_BC: Tensor,
     projected_BP: Tensor,
     A_log_H: Tensor,
     dt_bias_H: Tensor,
@@ -427,4 +444,4 @@ def _(
     value_dim: int,
     by_key_head: bool,
 ) -> Tensor:
-    return mixed_BC.new_empty(len(mixed_BC), value_heads * value_dim)
+    return convolved_BC.new_empty(len(convolved_BC), value_heads * value_dim)

@@ -43,7 +43,8 @@ def _route(
 ):
     """Choose a token's COUNT experts.
 
-    Shapes: W = WIDE, the power of two from E on; here C is the power of two from COUNT on.
+    Shapes: W = WIDE, the smallest power of two that is at least E; C, here the smallest power of two that
+    is at least COUNT.
     """
     row = tl.program_id(0)
     expert_W = tl.arange(0, WIDE)
@@ -51,9 +52,9 @@ def _route(
     logit_W = logit_W.to(tl.float32)
     exp_W = tl.exp(logit_W - tl.max(logit_W, 0))
     probability_W = exp_W / tl.sum(exp_W, 0)
-    # Each expert gets an integer to sort by: its probability in the upper half, and in the lower half
-    # a number that is larger for earlier experts. The bits of floats that are not negative have the
-    # order of the floats.
+    # Each expert gets an int64 to sort by. Its upper half has the bits of the expert's probability: the bits
+    # of floats that are not negative have the order of the floats. Its lower half has a number that is
+    # larger for earlier experts.
     bits_W = probability_W.to(tl.int32, bitcast=True).to(tl.int64)
     sort_key_C = tl.topk((bits_W << 32) | (0xFFFFFFFF - expert_W.to(tl.int64)), C)
     rank_C = tl.arange(0, C)

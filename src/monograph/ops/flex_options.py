@@ -1,12 +1,14 @@
 """Choose the options of flex attention's kernels.
 
-Two of flex attention's options are never set, as its masks for packed rows break what they assume:
+Two of flex attention's options are never set, because the masks of packed documents break what they
+assume:
 
-- BLOCKS_ARE_CONTIGUOUS: the blocks of a list follow each other without a hole. But where a document
-  begins inside a block, later queries see that block and their own in part, and the blocks between
-  them in full. These are in another list.
-- ROWS_GUARANTEED_SAFE: every query sees a key in the first tile that its kernel reads, not only in
-  some tile. But that tile may be before the query's document. The query would get NaN.
+- BLOCKS_ARE_CONTIGUOUS assumes that a block mask's list of blocks of keys has no holes. A block mask has
+  one list of blocks that are seen in full, and one of blocks that are seen in part. If a document begins
+  inside a block, later queries see that block and their own in part, and all between them in full: the
+  second list has a hole.
+- ROWS_GUARANTEED_SAFE assumes that every query sees a key in the first tile that the kernel reads. But
+  that tile may be before the query's document, and the query would get NaN.
 """
 
 from typing import Any
@@ -43,17 +45,18 @@ def _backward(size: int, warps: int, stages: int) -> Options:
     }
 
 
-# For heads of 64, torch 2.11 to 2.13 take 128 keys on sm_90 and sm_100. Their fp32 scores and the
-# output need more registers than the 128 threads have. These tiles were measured to be faster on
-# sm_90; on sm_100 it was only counted that they spill nothing, where torch's spill 1,104 bytes.
+# For heads of 64, the tiles of torch 2.11 to 2.13 have 128 keys on sm_90 and sm_100. The fp32 scores and
+# the output of such a tile need more registers than its 128 threads have. The tiles below were measured
+# to be faster on sm_90. On sm_100 only spilled registers were counted: torch's tiles spill 1,104 bytes,
+# and these none.
 _HEADS_OF_64 = _forward(128, 64, 4, 3) | _backward(64, 4, 2)
-# Torch's tiles of 256 channels need more shared memory in the backward pass than cards with 99 KiB
-# have (sm_86, 89 and 120), so it could not run there. On sm_80 and sm_100 they spill 55 and 14 KB.
-# These fit everywhere and spill at most 16 bytes.
+# For heads of 256, torch's tiles of the backward pass do not fit the 99 KiB of shared memory of sm_86, 89
+# and 120. On sm_80 and sm_100 they spill 55 and 14 KB. The tiles below fit everywhere and spill at most
+# 16 bytes.
 _HEADS_OF_256 = _forward(64, 32, 8, 2) | _backward(32, 8, 2)
 
-# What replaces torch's own tiles, by compute capability and head dimension, for heads of 16 bits
-# (dev/log.md has the measurements and counts). Elsewhere the tiles are torch's.
+# The options that replace torch's own tiles for heads of 16 bits, by compute capability and head
+# dimension (dev/log.md has the measurements and counts). All others have torch's tiles.
 _TILES: dict[tuple[Capability, int], Options] = {
     ((9, 0), 64): _HEADS_OF_64,
     ((10, 0), 64): _HEADS_OF_64,
@@ -69,8 +72,8 @@ _TILES: dict[tuple[Capability, int], Options] = {
 
 def flex_options(query_BHTD: Tensor) -> Options:
     """Return the options of flex attention for these queries."""
-    # For fewer than 128 queries without gradients, torch 2.13 would use its kernel for decoding,
-    # which reads these queries with wrong strides, or would find no kernel for grouped heads.
+    # Without this option, torch 2.13 would use its kernel for decoding if there are fewer than 128 queries
+    # and no gradients. It reads these queries with wrong strides, or finds no kernel for grouped heads.
     options: Options = {"FORCE_USE_FLEX_ATTENTION": True}
     if query_BHTD.is_cuda and query_BHTD.dtype.itemsize == 2:
         capability = torch.cuda.get_device_capability(query_BHTD.device)

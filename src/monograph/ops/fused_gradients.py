@@ -23,6 +23,7 @@ from monograph import compat
 from monograph.ops.autograd import Context
 
 M = TypeVar("M", bound=nn.Module)
+# Torch's own functions, which `fused_gradients` replaces in `F`.
 _linear, _embedding = F.linear, F.embedding
 
 

@@ -1,19 +1,19 @@
-"""Compute what the attention of gated heads needs before and after `attend`, by two Triton kernels for
-a few tokens, on a GPU.
+"""Compute the parts of gated attention that `attend` lacks, by two Triton kernels for a few tokens.
 
-    q, k = rotate(norm(q)), rotate(norm(k))      `prepare_heads`, which leaves the gates out
-    out  = x sigmoid(gate)                       `multiply_by_sigmoid`
+    q, k = rotate(norm(q)), rotate(norm(k))      `prepare_heads`, before `attend`
+    out  = x sigmoid(gate)                       `multiply_by_gates` after it, and `multiply_by_gate`
 
-`monograph.ops.decode_kernels.attend` can normalise and rotate heads, but reads queries, keys and
-values that lie next to each other, and rotates whole heads. In families with gated attention each
-query is followed by its gate, and only the first channels of a head are rotated.
+In families with gated attention, each query is followed by its gate in the columns of the projections,
+and only the first channels of a head are rotated. `monograph.ops.decode_kernels.attend` can normalise
+and rotate heads by itself, but it reads queries, keys and values without gates between them, and
+rotates whole heads.
 
 A program computes a head of one row, or channels of it, so a row's bits do not depend on the other
 rows.
 
-Shapes: B rows, H query heads, J key-value heads, E head dimension, F rotated pairs of a head,
-P = (2 H + 2 J) E columns of the projections, X = (H + 2 J) E. In kernels, E is padded to a power of
-two.
+Shapes: B rows, H query heads, J key-value heads, E head dimension, F rotated pairs of channels of a
+head, P = (2 H + 2 J) E columns of the projections, X = (H + 2 J) E. In kernels, tensors over E are
+padded to a power of two.
 """
 
 import torch
@@ -23,12 +23,12 @@ from torch import Tensor
 
 from monograph.ops.decode_kernels import Norm
 
-_CHANNELS = 256  # of a program of `multiply_by_sigmoid`
+_CHANNELS_PER_PROGRAM = 256  # of `_multiply_by_sigmoid`
 
 
 @triton.jit
 def _gain(q_gain, k_gain, channel_E, is_read_E, is_query):
-    """Return the weight of the norm of queries, or of that of keys."""
+    """Return the weight of the norm of queries if `is_query`, and otherwise that of keys."""
     q_gain_E = tl.load(q_gain + channel_E, mask=is_read_E & is_query, other=0.0)
     k_gain_E = tl.load(k_gain + channel_E, mask=is_read_E & (is_query == 0), other=0.0)
     return q_gain_E.to(tl.float32) + k_gain_E.to(tl.float32)  # one of them is 0
@@ -51,7 +51,10 @@ def _prepare_heads(
     CENTRED: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Compute one head of one row: a query, a key, or a value. Here E is CHANNELS."""
+    """Write one head of one row to `out`: a query, a key, or a value.
+
+    In the names of tensors, the size of E is CHANNELS.
+    """
     head, row = tl.program_id(0), tl.program_id(1)
     channel_E = tl.arange(0, CHANNELS)
     is_channel_E = channel_E < E
@@ -61,26 +64,27 @@ def _prepare_heads(
     head_of_row = projected + row * (2 * H + 2 * J) * E + column
     raw_E = tl.load(head_of_row + channel_E, mask=is_channel_E, other=0.0)
     x_E = raw_E.to(tl.float32)
-    # The other channel of a rotated pair, with the sign of its sine.
+    # Channel i < F is rotated with channel i + F, its partner. Channels from 2 F on stay as they are.
     is_first_E, is_rotated_E = channel_E < F, channel_E < 2 * F
-    other_channel_E = tl.where(is_first_E, channel_E + F, channel_E - F)
+    partner_channel_E = tl.where(is_first_E, channel_E + F, channel_E - F)
     is_paired_E = is_rotated_E & is_channel_E
-    other_E = tl.load(head_of_row + other_channel_E, mask=is_paired_E, other=0.0).to(tl.float32)
+    partner_E = tl.load(head_of_row + partner_channel_E, mask=is_paired_E, other=0.0).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x_E * x_E, 0) / E + EPS)
         gain_E = _gain(q_gain, k_gain, channel_E, is_channel_E, is_query)
-        other_gain_E = _gain(q_gain, k_gain, other_channel_E, is_paired_E, is_query)
+        partner_gain_E = _gain(q_gain, k_gain, partner_channel_E, is_paired_E, is_query)
         if CENTRED:
             gain_E += 1
-            other_gain_E += 1
-        # Rounded as `rms_norm` rounds it.
+            partner_gain_E += 1
+        # Rounded once, as `rms_norm` rounds it.
         x_E = (x_E * scale * gain_E).to(raw_E.dtype).to(tl.float32)
-        other_E = (other_E * scale * other_gain_E).to(raw_E.dtype).to(tl.float32)
+        partner_E = (partner_E * scale * partner_gain_E).to(raw_E.dtype).to(tl.float32)
     if F > 0:
-        angle_F = tl.where(is_first_E, channel_E, channel_E - F)
-        cos_E = tl.load(cos + row * F + angle_F, mask=is_paired_E, other=1.0)
-        sin_E = tl.load(sin + row * F + angle_F, mask=is_paired_E, other=0.0)
-        x_E = x_E * cos_E + other_E * tl.where(is_first_E, -sin_E, sin_E)
+        # cos 1 and sin 0 leave the other channels as they are.
+        pair_E = tl.where(is_first_E, channel_E, channel_E - F)
+        cos_E = tl.load(cos + row * F + pair_E, mask=is_paired_E, other=1.0)
+        sin_E = tl.load(sin + row * F + pair_E, mask=is_paired_E, other=0.0)
+        x_E = x_E * cos_E + partner_E * tl.where(is_first_E, -sin_E, sin_E)
     x_E = tl.where(is_value, raw_E, x_E.to(raw_E.dtype))
     out_of_head = out + (row * (H + 2 * J) + head) * E
     tl.store(out_of_head + channel_E, x_E, mask=is_channel_E)
@@ -99,14 +103,17 @@ def _multiply_by_sigmoid(
     FIRST: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Compute CHANNELS channels of one row. Here X is CHANNELS."""
+    """Compute CHANNELS channels of one row; see `_multiply_by_sigmoid_op`.
+
+    In the names of tensors, the size of X is CHANNELS.
+    """
     row = tl.program_id(1)
     channel_X = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel_X = channel_X < X
     column_X = FIRST + channel_X // E * HEAD_STRIDE + channel_X % E * CHANNEL_STRIDE
     gate_X = tl.load(gate + row * P + column_X, mask=is_channel_X, other=0.0).to(tl.float32)
     x_X = tl.load(x + row * X + channel_X, mask=is_channel_X, other=0.0)
-    # The factor is rounded, as torch's operators round it.
+    # The sigmoid is rounded, as torch's operator rounds its result.
     factor_X = (1 / (1 + tl.exp(-gate_X))).to(x_X.dtype).to(tl.float32)
     result_X = (x_X.to(tl.float32) * factor_X).to(x_X.dtype)
     tl.store(out + row * X + channel_X, result_X, mask=is_channel_X)
@@ -200,11 +207,11 @@ def _(
     return projected_BP.new_empty(rows, (heads + 2 * key_heads) * head_dim)
 
 
-def multiply_by_gates(mixed_BX: Tensor, projected_BP: Tensor, heads: int) -> Tensor:
+def multiply_by_gates(x_BX: Tensor, projected_BP: Tensor, heads: int) -> Tensor:
     """Return the output of each head times the sigmoid of its gate.
 
     Args:
-        mixed_BX: [B, H E], fp32, fp16 or bf16, contiguous.
+        x_BX: [B, H E], fp32, fp16 or bf16, contiguous.
         projected_BP: for each query head its query and its gate, and further columns; the same dtype,
             contiguous.
         heads: H.
@@ -212,15 +219,23 @@ def multiply_by_gates(mixed_BX: Tensor, projected_BP: Tensor, heads: int) -> Ten
     Returns:
         [B, H E] in the same dtype; the sigmoid and the product are rounded, as torch rounds them.
     """
-    head_dim = mixed_BX.shape[1] // heads
+    head_dim = x_BX.shape[1] // heads
     return torch.ops.monograph.multiply_by_sigmoid(
-        mixed_BX, projected_BP, head_dim, 2 * head_dim, 1, head_dim
+        x_BX,
+        projected_BP,
+        head_dim,
+        head_stride=2 * head_dim,
+        channel_stride=1,
+        first=head_dim,  # the first gate follows the first query
     )
 
 
 def multiply_by_gate(x_BX: Tensor, gate_B1: Tensor) -> Tensor:
     """Return x times the sigmoid of its row's gate, rounded as in `multiply_by_gates`."""
-    return torch.ops.monograph.multiply_by_sigmoid(x_BX, gate_B1, x_BX.shape[1], 0, 0, 0)
+    # With strides of 0, every channel has the only gate of its row.
+    return torch.ops.monograph.multiply_by_sigmoid(
+        x_BX, gate_B1, x_BX.shape[1], head_stride=0, channel_stride=0, first=0
+    )
 
 
 @torch.library.custom_op("monograph::multiply_by_sigmoid", mutates_args=())
@@ -232,10 +247,13 @@ def _multiply_by_sigmoid_op(
     channel_stride: int,
     first: int,
 ) -> Tensor:
-    """Return x[h E + e] * sigmoid(gate[first + h head_stride + e channel_stride])."""
+    """Return x[h E + e] * sigmoid(gate[first + h head_stride + e channel_stride]) for each row.
+
+    h is a head, and e a channel of it.
+    """
     rows, columns = x_BX.shape
     out_BX = torch.empty_like(x_BX)
-    _multiply_by_sigmoid[(triton.cdiv(columns, _CHANNELS), rows)](
+    _multiply_by_sigmoid[(triton.cdiv(columns, _CHANNELS_PER_PROGRAM), rows)](
         x_BX,
         gate_BP,
         out_BX,
@@ -245,7 +263,7 @@ def _multiply_by_sigmoid_op(
         HEAD_STRIDE=head_stride,
         CHANNEL_STRIDE=channel_stride,
         FIRST=first,
-        CHANNELS=_CHANNELS,
+        CHANNELS=_CHANNELS_PER_PROGRAM,
         num_warps=2,
     )
     return out_BX

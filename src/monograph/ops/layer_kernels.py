@@ -1,23 +1,31 @@
-"""Apply linear layers with adapters, or with weights in 8 or 4 bits, by Triton kernels on a GPU.
+"""Compute products of linear layers in a decode step by Triton kernels, on a GPU.
 
-    y = residual + norm(x) W^T + b + s (norm(x) A^T) B^T      `multiply`
-    y = act(norm(x) Wg^T + ...) * (norm(x) Wu^T + ...)        `multiply_gated`
+    y = residual + norm(x) W^T + b                              `project`
+    y = act(norm(x) Wg^T) * (norm(x) Wu^T)                      `project_gated`
+    y = residual + norm(x) W^T + b + s (norm(x) A^T) B^T        `multiply`
+    y = act(norm(x) Wg^T + ...) * (norm(x) Wu^T + ...)          `multiply_gated`
 
-They are for decode steps, as those of `monograph.ops.decode_kernels`, and up to 16 rows have tiles of
-the same 16 rows, so that a row has the same bits beside any others. A step reads each stored weight
-once: `int8` codes and `nf4` codes (`monograph.graph.frozen`) become numbers in registers, tile by
-tile, and a dense weight is never in memory. So they are made for more rows, too, in tiles of 64:
-there the codes are read and made numbers once for 64 rows, while a dense weight that is made for one
-product is written and read again. In fp32 all tiles have 16 rows.
+The first two take a dense weight, in which several layers may lie one after another. The last two take
+each layer by itself, which may have an adapter (A, B and s), and whose weight may be stored in 8 or 4
+bits (`monograph.graph.frozen`). One kernel, `_multiply`, computes all four.
 
-Layers that read the same x, such as query, key and value, are one launch, although their weights do
-not lie side by side: each program belongs to one layer. If a layer has an adapter, x A^T of all of
-them is one launch before it. Several programs share its sum over the channels, and every program
-of the second launch adds up their parts in the same order.
+**Weights in few bits** are read once for each tile of rows and become numbers in registers, so a dense
+weight is never in memory. With more than 16 rows they therefore have tiles of 64 rows: making a dense
+weight first would cost writing it and reading it again. Dense weights, and products of fp32, always
+have tiles of 16 rows.
 
-Shapes: B rows, P layers, K summed channels, N columns, Q the adapters' rank; in kernels: R rows and O
-columns of a tile, S summed channels and Q ranks that are read at once, H = S / 2 bytes of two codes
-each, G = S / 64 blocks of codes, T numbers of NF4. `x_at_RS` are the addresses of the elements of `x_RS`.
+**A row's bits do not depend on the other rows**, if there are at most 16: the tile is then the same for
+any number of rows, and its sizes are chosen by the card and the weight's shape alone (`tile_of`).
+
+**Layers that read the same x**, such as query, key and value, are one launch, although their weights
+do not lie side by side: each program belongs to one layer. If a layer has an adapter, another launch
+before it computes x A^T of all of them. The sum over the channels is shared by several programs there;
+the second launch adds up their partial sums, always in the same order.
+
+Shapes: B rows, P layers, K channels of x, over which products sum, N columns, Q the adapters' rank. In
+kernels: R rows and O columns of a tile, S channels and Q ranks that are read at once, H = S / 2 bytes
+of two codes each, G = S / 64 blocks of codes, T numbers of NF4. `x_at_RS` are the addresses of the
+elements of `x_RS`. Numbers at the end of a name, as in `weight_1`, are the layer's.
 """
 
 from collections.abc import Sequence
@@ -30,29 +38,41 @@ from torch import Tensor
 
 from monograph.ops.decode_kernels import (
     ROWS,
-    SHARED_BYTES_OF_TILES,
-    Activation,
     Norm,
-    Tile,
     channels_at_once,
-    gated,
     normalised,
     product_precision,
     row_scale,
-    tile_of,
 )
 
+Activation = Literal["silu", "gelu"]
 # How a weight is stored: dense, as an `Int8Weight` or as an `NF4Weight`.
 Form = Literal["dense", "int8", "nf4"]
-# How many tensors store it.
-_STORED = {"dense": 1, "int8": 2, "nf4": 5}
-MAX_LAYERS = 3
+# The number of tensors that store a weight: the weight; codes and scales; or codes, levels, steps, mean
+# and table.
+_STORED_TENSORS = {"dense": 1, "int8": 2, "nf4": 5}
+MAX_LAYERS = 3  # of one launch
 NF4_BLOCK = 64  # weights with one scale
+_ROWS_OF_LARGE_TILE = 64
+_MAX_RANKS_AT_ONCE = 64
+_MAX_SPLITS = 16  # programs that share the sum of one x A^T
+
+
+@triton.jit
+def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
+    """Return act(gate) * up; both are rounded first, as two linear layers would round them."""
+    gate_RO = gate_RO.to(dtype).to(tl.float32)
+    if GELU:  # by its tanh approximation
+        inner_RO = 0.7978845608028654 * (gate_RO + 0.044715 * gate_RO * gate_RO * gate_RO)
+        activated_RO = gate_RO / (1 + tl.exp(-2 * inner_RO))
+    else:
+        activated_RO = gate_RO / (1 + tl.exp(-gate_RO))
+    return activated_RO.to(dtype).to(tl.float32) * up_RO.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _of_layer(layer, of_0, of_1, of_2, LAYERS: tl.constexpr):
-    """Return what belongs to the program's layer: a pointer, or a number."""
+    """Return the pointer or number of one of LAYERS layers, whose index is known only at run time."""
     chosen = of_0
     if LAYERS > 1:
         chosen = tl.where(layer == 1, of_1, chosen)
@@ -79,18 +99,22 @@ def _add_nf4(
     STEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add the products of S channels with a tile of an `NF4Weight`, [O, K].
+    """Add the products of S channels of x, from `begin` on, with a tile of an `NF4Weight`, [O, K].
 
-    Channels are in two halves, the even ones and the odd ones, because a byte has a code of each.
+    A byte has the codes of an even channel and of the next, odd one. So the even channels of x have one
+    product, and the odd ones another.
     """
     dtype: tl.constexpr = even_RH.dtype
     BLOCKS: tl.constexpr = STEP // 64
     codes_at_OH = codes + column_O1 * (K // 2) + begin // 2 + tl.arange(0, STEP // 2)[None, :]
     codes_OH = tl.load(codes_at_OH, mask=is_column_O1, other=0).to(tl.int32)
+    # 64 weights have one scale, which is mean + level / step; 256 blocks have the same step.
     block_OG = column_O1 * (K // 64) + begin // 64 + tl.arange(0, BLOCKS)[None, :]
     level_OG = tl.load(levels + block_OG, mask=is_column_O1, other=0).to(tl.float32)
     step_OG = tl.load(steps + block_OG // 256, mask=is_column_O1, other=1.0)
+    # `div_rn` rounds as torch's division, by which `NF4Weight` makes its dense weight.
     scale_OG1 = (tl.math.div_rn(level_OG, step_OG) + mean)[:, :, None]
+    # `tl.gather` looks codes up in a flat tensor. A block has 32 even and 32 odd channels.
     flat_codes = tl.reshape(codes_OH, (COLUMNS * STEP // 2,))
     even = tl.reshape(tl.gather(table_T, flat_codes >> 4, 0), (COLUMNS, BLOCKS, 32))
     odd = tl.reshape(tl.gather(table_T, flat_codes & 15, 0), (COLUMNS, BLOCKS, 32))
@@ -101,42 +125,7 @@ def _add_nf4(
 
 
 @triton.jit
-def _add_adapter(
-    total_RO,
-    partial,
-    b,
-    layer,
-    row_R,
-    is_row_R1,
-    column_O1,
-    is_column_O1,
-    row_count,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    SCALE: tl.constexpr,
-    dtype: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add s t B^T, where `partial` has the terms of t, [SPLITS, B, LAYERS, RANK]."""
-    for first in range(0, RANK, RANKS):
-        rank_Q = first + tl.arange(0, RANKS)
-        is_rank_1Q = (rank_Q < RANK)[None, :]
-        low_RQ = tl.zeros((row_R.shape[0], RANKS), tl.float32)
-        for split in range(0, SPLITS):
-            row_R1 = ((split * row_count + row_R) * LAYERS + layer)[:, None]
-            partial_at_RQ = partial + row_R1 * RANK + rank_Q[None, :]
-            low_RQ += tl.load(partial_at_RQ, mask=is_row_R1 & is_rank_1Q, other=0.0)
-        b_at_OQ = b + column_O1 * RANK + rank_Q[None, :]
-        b_OQ = tl.load(b_at_OQ, mask=is_column_O1 & is_rank_1Q, other=0.0).to(dtype)
-        low_RQ = (low_RQ * SCALE).to(dtype)
-        total_RO = tl.dot(low_RQ, b_OQ.T, total_RO, input_precision=PRECISION)
-    return total_RO
-
-
-@triton.jit
-def _low_rank(
+def _project_down(
     x,
     gain,
     a_0,
@@ -154,14 +143,16 @@ def _low_rank(
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     STEP: tl.constexpr,
-    NARROW: tl.constexpr,
+    ROUND_ADAPTERS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute one layer's norm(x) A^T over one of SPLITS equal parts of the channels.
+    """Compute one layer's norm(x) A^T over one of SPLITS equal ranges of the channels.
 
-    A layer without an adapter has the product of another one, which nobody reads.
+    `partial`, [SPLITS, B, LAYERS, RANK], gets these sums. For a layer without an adapter, `a_0` and so
+    on are the A of another layer: such a sum is computed and never read.
     """
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    # Axis 0 of the grid has a program for each tile of ranks, layer and split.
     split = tl.program_id(0) % SPLITS
     layer = tl.program_id(0) // SPLITS % LAYERS
     rank_Q = tl.program_id(0) // (SPLITS * LAYERS) * RANKS + tl.arange(0, RANKS)
@@ -170,7 +161,7 @@ def _low_rank(
     is_rank_Q = rank_Q < RANK
     a = _of_layer(layer, a_0, a_1, a_2, LAYERS)
     x_dtype: tl.constexpr = x.dtype.element_ty
-    dtype: tl.constexpr = x_dtype if NARROW else a_0.dtype.element_ty
+    dtype: tl.constexpr = x_dtype if ROUND_ADAPTERS else a_0.dtype.element_ty
     scale_R = tl.full((ROWS,), 1.0, tl.float32)
     if NORM:
         scale_R = row_scale(x, row_R, row_count, EPS, K, ROWS, STEP)
@@ -188,6 +179,44 @@ def _low_rank(
     row_R1 = ((split * row_count + row_R) * LAYERS + layer)[:, None]
     partial_at_RQ = partial + row_R1 * RANK + rank_Q[None, :]
     tl.store(partial_at_RQ, total_RQ, mask=is_row_R1 & is_rank_Q[None, :])
+
+
+@triton.jit
+def _add_adapter(
+    total_RO,
+    partial,
+    b,
+    layer,
+    row_R,
+    is_row_R1,
+    column_O1,
+    is_adapted_O1,
+    row_count,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    SCALE: tl.constexpr,
+    dtype: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add s (norm(x) A^T) B^T, where `_project_down` wrote the terms of norm(x) A^T to `partial`.
+
+    Columns that are not `is_adapted_O1` stay as they are.
+    """
+    for first in range(0, RANK, RANKS):
+        rank_Q = first + tl.arange(0, RANKS)
+        is_rank_1Q = (rank_Q < RANK)[None, :]
+        low_rank_RQ = tl.zeros((row_R.shape[0], RANKS), tl.float32)
+        for split in range(0, SPLITS):
+            row_R1 = ((split * row_count + row_R) * LAYERS + layer)[:, None]
+            partial_at_RQ = partial + row_R1 * RANK + rank_Q[None, :]
+            low_rank_RQ += tl.load(partial_at_RQ, mask=is_row_R1 & is_rank_1Q, other=0.0)
+        b_at_OQ = b + column_O1 * RANK + rank_Q[None, :]
+        b_OQ = tl.load(b_at_OQ, mask=is_adapted_O1 & is_rank_1Q, other=0.0).to(dtype)
+        low_rank_RQ = (low_rank_RQ * SCALE).to(dtype)
+        total_RO = tl.dot(low_rank_RQ, b_OQ.T, total_RO, input_precision=PRECISION)
+    return total_RO
 
 
 @triton.jit
@@ -238,35 +267,36 @@ def _multiply(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
-    NARROW: tl.constexpr,
+    ROUND_ADAPTERS: tl.constexpr,
     PRECISION: tl.constexpr,
-    LOW_PRECISION: tl.constexpr,
+    ADAPTER_PRECISION: tl.constexpr,
 ):
     """Compute COLUMNS columns of one layer, for one tile of rows.
 
-    Bit p of ADAPTED says whether layer p has an adapter. If GATED, the columns are those of the first
-    layer, gate, with those of the second one, up.
+    If GATED, the layers are gate and up, and a program computes its columns of both: `total_RO` is of
+    gate and `up_RO` of up. Weights are codes unless FORM is "dense"; "nf4" has levels as scales. Bit p
+    of ADAPTED says whether layer p has an adapter. If ADD, the residual is added.
     """
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    # A program of a gated product belongs to both layers.
+    # Find the program's layer and its tile in that layer. A gated program starts at layer 0.
     CHOICES: tl.constexpr = 1 if GATED else LAYERS
     tile = tl.program_id(0)
     layer = 0
-    first_column = 0  # of the output
-    width = columns_0
+    first_column = 0  # the layer's first column in the output
+    out_columns = columns_0
     if CHOICES > 1:
         tiles_0 = tl.cdiv(columns_0, COLUMNS)
         layer = tl.where(tile >= tiles_0, 1, 0)
         first_column = tl.where(layer > 0, columns_0, 0)
         tile -= tl.where(layer > 0, tiles_0, 0)
-        width += columns_1
+        out_columns += columns_1
     if CHOICES > 2:
         tiles_1 = tl.cdiv(columns_1, COLUMNS)
         is_last = (layer > 0) & (tile >= tiles_1)
         layer += tl.where(is_last, 1, 0)
         first_column += tl.where(is_last, columns_1, 0)
         tile -= tl.where(is_last, tiles_1, 0)
-        width += columns_2
+        out_columns += columns_2
     column_O = tile * COLUMNS + tl.arange(0, COLUMNS)
     columns = _of_layer(layer, columns_0, columns_1, columns_2, CHOICES)
     weight = _of_layer(layer, weight_0, weight_1, weight_2, CHOICES)
@@ -275,6 +305,7 @@ def _multiply(
     is_row_R1 = (row_R < row_count)[:, None]
     is_column_O = column_O < columns
     is_column_O1 = is_column_O[:, None]
+    # A weight may have more elements than 32 bits can count.
     column_O1 = column_O[:, None].to(tl.int64)
     dtype: tl.constexpr = out.dtype.element_ty
     if FORM == "nf4":
@@ -305,7 +336,7 @@ def _multiply(
                 )  # fmt: skip
         else:
             offset_OS = column_O1 * K + begin + offset_S[None, :]
-            # The codes of int8 are exact in 16 bits.
+            # 16 bits represent the codes of int8 exactly; their scales follow after the sum.
             weight_OS = tl.load(weight + offset_OS, mask=is_column_O1, other=0).to(dtype)
             total_RO = tl.dot(factor_RS, weight_OS.T, total_RO, input_precision=PRECISION)
             if GATED:
@@ -320,22 +351,22 @@ def _multiply(
         bias_O = tl.load(bias + column_O, mask=is_column_O, other=0.0).to(dtype)
         total_RO += bias_O.to(tl.float32)[None, :]
     if ADAPTED:
-        low_dtype: tl.constexpr = dtype if NARROW else b_0.dtype.element_ty
+        adapter_dtype: tl.constexpr = dtype if ROUND_ADAPTERS else b_0.dtype.element_ty
         b = _of_layer(layer, b_0, b_1, b_2, CHOICES)
-        has_adapter_O1 = is_column_O1 & ((ADAPTED >> layer) % 2 == 1)
+        is_adapted_O1 = is_column_O1 & ((ADAPTED >> layer) % 2 == 1)
         total_RO = _add_adapter(
-            total_RO, partial, b, layer, row_R, is_row_R1, column_O1, has_adapter_O1, row_count,
-            RANK, RANKS, SPLITS, LAYERS, SCALE, low_dtype, LOW_PRECISION,
+            total_RO, partial, b, layer, row_R, is_row_R1, column_O1, is_adapted_O1, row_count,
+            RANK, RANKS, SPLITS, LAYERS, SCALE, adapter_dtype, ADAPTER_PRECISION,
         )  # fmt: skip
         if GATED:
-            has_adapter_O1 = is_column_O1 & (ADAPTED >= 2)
+            is_adapted_O1 = is_column_O1 & (ADAPTED >= 2)  # bit 1 is set
             up_RO = _add_adapter(
-                up_RO, partial, b_1, 1, row_R, is_row_R1, column_O1, has_adapter_O1, row_count,
-                RANK, RANKS, SPLITS, LAYERS, SCALE, low_dtype, LOW_PRECISION,
+                up_RO, partial, b_1, 1, row_R, is_row_R1, column_O1, is_adapted_O1, row_count,
+                RANK, RANKS, SPLITS, LAYERS, SCALE, adapter_dtype, ADAPTER_PRECISION,
             )  # fmt: skip
     if GATED:
         total_RO = gated(total_RO, up_RO, dtype, GELU)
-    out_offset_RO = row_R[:, None] * width + first_column + column_O[None, :]
+    out_offset_RO = row_R[:, None] * out_columns + first_column + column_O[None, :]
     is_output_RO = is_row_R1 & is_column_O[None, :]
     result_RO = total_RO.to(dtype)
     if ADD:
@@ -343,8 +374,82 @@ def _multiply(
     tl.store(out + out_offset_RO, result_RO, mask=is_output_RO)
 
 
+class Tile(NamedTuple):
+    """How much of a weight a program of `_multiply` reads, and how.
+
+    Attributes:
+        columns: the columns that it computes.
+        channels: the most channels of them that it reads at once.
+        warps: its warps.
+        stages: how many of these reads are under way at once.
+    """
+
+    columns: int
+    channels: int
+    warps: int
+    stages: int
+
+
+# Tiles of 16 rows of dense weights in 16 bits, from the narrowest to the widest. They are the fastest of
+# 516 tiles for the weights of a 1B model on an H200 (dev/log.md): the products of a step take 850 us, and
+# 1,240 us with the tile for small shared memory. A gated product needs up to 144 KiB of shared memory.
+_TILES = (
+    Tile(columns=16, channels=512, warps=2, stages=4),
+    Tile(columns=32, channels=256, warps=4, stages=4),
+    Tile(columns=64, channels=128, warps=8, stages=4),
+)
+# The same for nf4. A thread has half as many weights at once, because its registers also hold the codes
+# and the scales.
+_NF4_TILES = (
+    Tile(columns=16, channels=256, warps=2, stages=4),
+    Tile(columns=32, channels=256, warps=4, stages=4),
+)
+# On cards with less shared memory than this, the two tiles below are used.
+_SHARED_BYTES_OF_TILES = 147_456
+_SMALL_TILE = Tile(columns=16, channels=256, warps=4, stages=4)
+_SMALL_NF4_TILE = Tile(columns=16, channels=128, warps=2, stages=4)
+# For fp32 on all cards: four stages are 115 KiB, and consumer cards have 99.
+_FP32_TILE = Tile(columns=16, channels=256, warps=4, stages=2)
+# For codes in products of fp32, whose exact products hold both operands in registers: wider tiles would
+# spill them.
+_FP32_TILE_OF_CODES = Tile(columns=16, channels=64, warps=4, stages=2)
+# For codes and 64 rows. The tile of x needs as much shared memory as a dense weight's, so there is less
+# for codes.
+_LARGE_TILE = Tile(columns=32, channels=128, warps=4, stages=3)
+
+
+def tile_of(form: str, columns: int, tile_rows: int, dtype: torch.dtype, device: Any) -> Tile:
+    """Return the tile of a product.
+
+    It depends neither on the number of rows in a tile of `tile_rows` nor on any timing: otherwise two
+    steps or two processes could have different tiles, and compute different bits.
+
+    Args:
+        form: how the weight is stored.
+        columns: how many columns all layers have.
+        tile_rows: the number of rows of the tile.
+        dtype: the dtype of x.
+        device: the card.
+    """
+    if tile_rows > ROWS:
+        return _LARGE_TILE
+    if dtype == torch.float32:
+        return _FP32_TILE if form == "dense" else _FP32_TILE_OF_CODES
+    card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute
+    if card.shared_memory_per_block_optin < _SHARED_BYTES_OF_TILES:
+        return _SMALL_NF4_TILE if form == "nf4" else _SMALL_TILE
+    # The narrowest tile with which all programs run at once, one on each multiprocessor. With wider
+    # tiles some multiprocessors would have no work, and with narrower ones some programs would have to
+    # wait for others.
+    tiles = _NF4_TILES if form == "nf4" else _TILES
+    for tile in tiles:
+        if triton.cdiv(columns, tile.columns) <= card.multi_processor_count:
+            return tile
+    return tiles[-1]
+
+
 class LowRank(NamedTuple):
-    """An adapter: s B A.
+    """The tensors of an adapter, which adds s B A to a weight.
 
     Attributes:
         a_QK: A.
@@ -362,8 +467,8 @@ class Layer(NamedTuple):
 
     Attributes:
         form: how its weight is stored.
-        stored: the weight [N, K]; or the codes and what they are scaled by, in the order of
-            `stored_tensors` of an `Int8Weight` or an `NF4Weight`.
+        stored: the weight [N, K]; or, in the order of `stored_tensors` of an `Int8Weight` or an
+            `NF4Weight`, the tensors that store it.
         bias_N: the bias, or None.
         adapter: the adapter, or None.
     """
@@ -374,31 +479,73 @@ class Layer(NamedTuple):
     adapter: LowRank | None = None
 
 
+def project(
+    x_BK: Tensor,
+    weight_NK: Tensor,
+    norm: Norm | None = None,
+    bias_N: Tensor | None = None,
+    residual_BN: Tensor | None = None,
+) -> Tensor:
+    """Return residual + norm(x) W^T + b.
+
+    Args:
+        x_BK: fp32, fp16 or bf16, contiguous; K is a multiple of 16.
+        weight_NK: the same dtype, contiguous.
+        norm: the norm of x; None: no norm.
+        bias_N: b; None: no bias.
+        residual_BN: the residual; None: no residual.
+
+    Returns:
+        [B, N] in the same dtype; products are summed in fp32 and rounded once before the residual is
+        added, as a linear layer does.
+    """
+    layer = Layer("dense", (weight_NK,), bias_N)
+    return multiply(x_BK, [layer], [len(weight_NK)], norm, residual_BN)
+
+
+def project_gated(x_BK: Tensor, weight_NK: Tensor, norm: Norm, activation: Activation) -> Tensor:
+    """Return act(norm(x) Wg^T) * (norm(x) Wu^T), where W has the rows of Wg and then those of Wu.
+
+    Args:
+        x_BK: see `project`.
+        weight_NK: [2 M, K].
+        norm: the norm of x, before both products.
+        activation: "silu", or "gelu" by its tanh approximation.
+
+    Returns:
+        [B, M] in the same dtype.
+    """
+    gate_MK, up_MK = weight_NK.chunk(2)
+    gate = Layer("dense", (gate_MK,))
+    up = Layer("dense", (up_MK,))
+    return multiply_gated(x_BK, gate, up, len(gate_MK), norm, activation)
+
+
 def multiply(
     x_BK: Tensor,
     layers: Sequence[Layer],
     columns: Sequence[int],
     norm: Norm | None = None,
     residual_BN: Tensor | None = None,
-    is_narrow: bool = False,
+    rounds_adapters: bool = False,
 ) -> Tensor:
     """Return residual + norm(x) W^T + b + s (norm(x) A^T) B^T of layers, one after another.
 
     Args:
         x_BK: fp32, fp16 or bf16, contiguous; K is a multiple of 16, and of 64 with `nf4`.
         layers: at most three layers of the same form, which all have a bias or none. Dense weights
-            have the dtype of x. Adapters have the same rank, scale and dtype, and may be missing.
+            have the dtype of x. Some may have an adapter, all of the same rank, scale and dtype.
         columns: the number of outputs of each layer.
         norm: the norm of x; None: no norm.
         residual_BN: the residual; None: no residual.
-        is_narrow: whether adapters are rounded to the dtype of x, as autocast does, and not computed
-            in their own dtype.
+        rounds_adapters: whether A, B and norm(x) A^T are rounded to the dtype of x, as autocast does;
+            otherwise their products are in the dtype of A and B.
 
     Returns:
         [B, N] in the dtype of x, where N is the sum of `columns`. Products are summed in fp32, and
         rounded once before the residual is added.
     """
-    return _multiply_layers(x_BK, layers, columns, norm, residual_BN, None, is_narrow)
+    return _multiply_layers(x_BK, layers, columns, norm, residual_BN, None, rounds_adapters)
 
 
 def multiply_gated(
@@ -408,10 +555,10 @@ def multiply_gated(
     columns: int,
     norm: Norm,
     activation: Activation,
-    is_narrow: bool = False,
+    rounds_adapters: bool = False,
 ) -> Tensor:
     """Return act(gate(norm(x))) * up(norm(x)), [B, columns]; see `multiply`. Biases are not added."""
-    return _multiply_layers(x_BK, (gate, up), (columns,), norm, None, activation, is_narrow)
+    return _multiply_layers(x_BK, (gate, up), (columns,), norm, None, activation, rounds_adapters)
 
 
 def _multiply_layers(
@@ -421,8 +568,9 @@ def _multiply_layers(
     norm: Norm | None,
     residual_BN: Tensor | None,
     activation: Activation | None,
-    is_narrow: bool,
+    rounds_adapters: bool,
 ) -> Tensor:
+    """Call the operator, whose arguments can only be tensors, numbers and lists of them."""
     gain_K, eps, is_centred = norm or (None, 0.0, False)
     scales = [layer.adapter.scale for layer in layers if layer.adapter]
     return torch.ops.monograph.multiply(
@@ -439,7 +587,7 @@ def _multiply_layers(
         is_centred,
         residual_BN,
         activation or "",
-        is_narrow,
+        rounds_adapters,
     )
 
 
@@ -458,72 +606,72 @@ def _multiply_op(
     is_centred: bool,
     residual_BN: Tensor | None,
     activation: str,
-    is_narrow: bool,
+    rounds_adapters: bool,
 ) -> Tensor:
-    rows, summed = x_BK.shape
-    out_BN = x_BK.new_empty(rows, sum(columns))
-    # The adapters' kernel, whose sums are short, always has tiles of ROWS rows.
-    row_tiles = triton.cdiv(rows, ROWS)
-    # Exact products of 64 rows of fp32 would not fit a thread's registers.
-    takes_many = form != "dense" and x_BK.dtype != torch.float32
-    tile_rows = _MANY_ROWS if takes_many and rows > ROWS else ROWS
+    rows, channels = x_BK.shape
     layers = len(a)
-    adapters = [index for index in range(layers) if a[index] is not None]
-    adapted = sum(1 << index for index in adapters)
+    out_BN = x_BK.new_empty(rows, sum(columns))
+    # 64 rows of exact products of fp32 would not fit a thread's registers.
+    can_be_large = form != "dense" and x_BK.dtype != torch.float32
+    tile_rows = _ROWS_OF_LARGE_TILE if can_be_large and rows > ROWS else ROWS
+    adapted_layers = [index for index in range(layers) if a[index] is not None]
     # A kernel needs a pointer for each tensor, even for one that it does not read.
     unused: Any = x_BK
-    some_a: Any = a[adapters[0]] if adapters else x_BK
-    some_b: Any = b[adapters[0]] if adapters else x_BK
+    gain: Any = unused if gain_K is None else gain_K
+    any_a: Any = a[adapted_layers[0]] if adapted_layers else unused
+    any_b: Any = b[adapted_layers[0]] if adapted_layers else unused
+    adapter_precision = product_precision(x_BK.dtype if rounds_adapters else any_a.dtype)
     partial = unused
-    rank = splits = ranks = 1
-    low_precision = product_precision(x_BK.dtype if is_narrow else some_a.dtype)
-    if adapters:
-        rank = len(some_a)
-        ranks = min(_RANKS, max(ROWS, triton.next_power_of_2(rank)))
-        step = channels_at_once(summed)
-        splits = _splits(summed // step)
+    rank = splits = ranks_at_once = 1
+    if adapted_layers:
+        rank = len(any_a)
+        ranks_at_once = min(_MAX_RANKS_AT_ONCE, max(ROWS, triton.next_power_of_2(rank)))
+        step = channels_at_once(channels)
+        splits = _split_count(channels // step)
         partial = x_BK.new_empty(splits * rows * layers * rank, dtype=torch.float32)
-        _low_rank[(splits * layers * triton.cdiv(rank, ranks), row_tiles)](
+        # Its tiles always have ROWS rows: the products are small.
+        grid = (splits * layers * triton.cdiv(rank, ranks_at_once), triton.cdiv(rows, ROWS))
+        _project_down[grid](
             x_BK,
-            unused if gain_K is None else gain_K,
-            *_three([some_a if each is None else each for each in a]),
+            gain,
+            *_for_three_layers([any_a if each is None else each for each in a]),
             partial,
             rows,
             EPS=eps,
-            K=summed,
+            K=channels,
             RANK=rank,
             NORM=gain_K is not None,
             CENTRED=is_centred,
             LAYERS=layers,
             SPLITS=splits,
             ROWS=ROWS,
-            RANKS=ranks,
+            RANKS=ranks_at_once,
             STEP=step,
-            NARROW=is_narrow,
-            PRECISION=low_precision,
+            ROUND_ADAPTERS=rounds_adapters,
+            PRECISION=adapter_precision,
             num_warps=4,
             num_stages=2,
         )
-    weights, scales, steps, means, tables = _by_kind(stored, form)
-    tile = _tile_of(form, sum(columns), tile_rows, x_BK)
+    weights, scales, steps, means, tables = _grouped_by_tensor(stored, form)
+    tile = tile_of(form, sum(columns), tile_rows, x_BK.dtype, x_BK.device)
     column_tiles = sum(triton.cdiv(each, tile.columns) for each in columns)
     _multiply[(column_tiles, triton.cdiv(rows, tile_rows))](
         x_BK,
-        unused if gain_K is None else gain_K,
+        gain,
         unused if residual_BN is None else residual_BN,
         out_BN,
         tables[0] if tables else unused,
         partial,
-        *_three(weights),
-        *_three(scales or [unused]),
-        *_three(steps or [unused]),
-        *_three(means or [unused]),
-        *_three(biases or [unused]),
-        *_three([some_b if each is None else each for each in b]),
+        *_for_three_layers(weights),
+        *_for_three_layers(scales or [unused]),
+        *_for_three_layers(steps or [unused]),
+        *_for_three_layers(means or [unused]),
+        *_for_three_layers(biases or [unused]),
+        *_for_three_layers([any_b if each is None else each for each in b]),
         rows,
-        *_three(columns),
+        *_for_three_layers(columns),
         EPS=eps,
-        K=summed,
+        K=channels,
         FORM=form,
         NORM=gain_K is not None,
         CENTRED=is_centred,
@@ -532,17 +680,17 @@ def _multiply_op(
         GATED=bool(activation),
         GELU=activation == "gelu",
         LAYERS=layers,
-        ADAPTED=adapted,
+        ADAPTED=sum(1 << index for index in adapted_layers),
         RANK=rank,
-        RANKS=ranks,
+        RANKS=ranks_at_once,
         SPLITS=splits,
         SCALE=scale,
         ROWS=tile_rows,
         COLUMNS=tile.columns,
-        STEP=channels_at_once(summed, tile.channels),
-        NARROW=is_narrow,
+        STEP=channels_at_once(channels, tile.channels),
+        ROUND_ADAPTERS=rounds_adapters,
         PRECISION=product_precision(x_BK.dtype),
-        LOW_PRECISION=low_precision,
+        ADAPTER_PRECISION=adapter_precision,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -564,61 +712,33 @@ def _(
     is_centred: bool,
     residual_BN: Tensor | None,
     activation: str,
-    is_narrow: bool,
+    rounds_adapters: bool,
 ) -> Tensor:
     return x_BK.new_empty(x_BK.shape[0], sum(columns))
 
 
-# The most ranks that a program reads at once, and the most programs that share a layer's A.
-_RANKS = 64
-_MOST_SPLITS = 16
+def _split_count(chunks: int) -> int:
+    """Return the largest number of programs that can share this number of chunks equally."""
+    return max(count for count in range(1, _MAX_SPLITS + 1) if chunks % count == 0)
 
 
-def _splits(steps: int) -> int:
-    """Return among how many programs the steps of a sum are shared equally."""
-    return max(count for count in range(1, _MOST_SPLITS + 1) if steps % count == 0)
+def _grouped_by_tensor(stored: list[Tensor], form: str) -> list[list[Tensor]]:
+    """Return the weights or codes of all layers, their scales or levels, steps, means and tables.
+
+    `stored` has the tensors of one layer after those of another. What the form has not is empty.
+    """
+    count = _STORED_TENSORS[form]
+    groups = [stored[index::count] for index in range(count)]
+    missing: list[list[Tensor]] = [[]] * (_STORED_TENSORS["nf4"] - count)
+    return groups + missing
 
 
-# The rows of a tile where 16 are too few, and its columns and channels. The tile of x, which is as
-# large as that of a dense weight, leaves less memory for codes.
-_MANY_ROWS = 64
-_TILE_OF_MANY_ROWS = Tile(32, 128, 4, 3)
-# For weights of 4 bits, from the narrowest to the widest. A thread has half as many of them at once as
-# of others, since its registers hold the codes, the numbers and the scales.
-_NF4_TILES = (Tile(16, 256, 2, 4), Tile(32, 256, 4, 4))
-_SMALL_NF4_TILE = Tile(16, 128, 2, 4)  # for cards with less shared memory
-# Exact products of fp32 hold both operands in registers, which wider tiles would spill.
-_FROZEN_TILE_FP32 = Tile(16, 64, 4, 2)
+def _for_three_layers(by_layer: Sequence[Any]) -> list[Any]:
+    """Return three elements, as the kernel takes them; it does not read those that are added here."""
+    added = [by_layer[0]] * (MAX_LAYERS - len(by_layer))
+    return [*by_layer, *added]
 
 
-def _tile_of(form: str, columns: int, tile_rows: int, x_BK: Tensor) -> Tile:
-    """Return the tile of a product; like `tile_of`, it depends on the card and the shape alone."""
-    is_fp32 = x_BK.dtype == torch.float32
-    if tile_rows > ROWS:
-        return _TILE_OF_MANY_ROWS
-    if is_fp32 and form != "dense":
-        return _FROZEN_TILE_FP32
-    if form != "nf4":
-        return tile_of(columns, x_BK.dtype, x_BK.device)
-    card: Any = torch.cuda.get_device_properties(x_BK.device)  # torch's types lack an attribute
-    if card.shared_memory_per_block_optin < SHARED_BYTES_OF_TILES:
-        return _SMALL_NF4_TILE
-    narrow, wide = _NF4_TILES
-    programs = triton.cdiv(columns, narrow.columns)
-    return narrow if programs <= card.multi_processor_count else wide
-
-
-def _by_kind(stored: list[Tensor], form: str) -> list[list[Tensor]]:
-    """Return the weights or codes of all layers, their scales or levels, steps, means and tables."""
-    kinds = [stored[kind :: _STORED[form]] for kind in range(_STORED[form])]
-    return kinds + [[]] * (_STORED["nf4"] - len(kinds))
-
-
-def _three(given: Sequence[Any]) -> list[Any]:
-    """Return three of what the kernel has for each layer; it does not read those after the last."""
-    return [*given, *[given[0]] * (MAX_LAYERS - len(given))]
-
-
-def fits(form: str, summed: int) -> bool:
-    """Return whether the kernels can compute sums of so many channels of weights in this form."""
-    return channels_at_once(summed) >= (NF4_BLOCK if form == "nf4" else ROWS)
+def fits(form: str, channels: int) -> bool:
+    """Return whether the kernels can compute sums over so many channels of weights in this form."""
+    return channels_at_once(channels) >= (NF4_BLOCK if form == "nf4" else ROWS)

@@ -1,7 +1,7 @@
 """Replace a chunk's logits by the gradient of its loss, as an operator of compiled graphs on a GPU.
 
-The kernel itself is in `monograph.ops.logits_kernel`. It is imported where it runs, because a machine
-without a GPU may have no Triton, and yet traces this operator to plan for a GPU.
+The kernel is in `monograph.ops.logits_kernel`. It is imported only where it runs, because a machine
+without a GPU may have no Triton, but it traces the operator `replace_logits_` to plan for a GPU.
 
 Shapes: C tokens, V vocabulary.
 """
@@ -9,13 +9,13 @@ Shapes: C tokens, V vocabulary.
 import torch
 from torch import Tensor
 
-# How many columns a program of the kernel reads at once, at most.
+# The most columns that a program of the kernel reads at once.
 COLUMNS = 8192
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def replaces_logits(logits_CV: Tensor) -> bool:
-    """Return whether the kernel computes logits of this dtype."""
+def can_replace_logits(logits_CV: Tensor) -> bool:
+    """Return whether `replace_logits_` takes logits of this dtype."""
     return logits_CV.dtype in _DTYPES
 
 
@@ -53,7 +53,7 @@ def _(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor) -> Tensor:
 
 
 def _replace_slowly(logits_CV: Tensor, targets_C: Tensor, mask_C: Tensor) -> Tensor:
-    """Compute the same by PyTorch's operators."""
+    """Do what `replace_logits_` does, by PyTorch's operators."""
     log_CV = logits_CV.to(mask_C.dtype).log_softmax(-1)
     target_C1 = targets_C.unsqueeze(-1)
     losses_C = -log_CV.gather(-1, target_C1).squeeze(-1) * mask_C

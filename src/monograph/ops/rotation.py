@@ -1,9 +1,9 @@
-"""Rotate the pairs of heads, as an operator of compiled graphs on a GPU.
+"""Rotate the pairs of channels of heads (rotary position embedding) in compiled graphs on a GPU.
 
-The kernel itself is in `monograph.ops.rotation_kernel`. It is imported where it runs, because a machine
-without a GPU may have no Triton, and yet traces this operator to plan for a GPU.
+The kernel is in `monograph.ops.rotation_kernel`. It is imported only where it runs, because a machine
+without a GPU may have no Triton, but it traces the operator `rotate_heads` to plan for a GPU.
 
-Shapes: B rows, T positions, H heads, D = 2 F channels of a head, F pairs.
+Shapes: B rows, T positions, H heads, D = 2 F channels of a head, F pairs of channels: i and i + F.
 """
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def rotates_heads(heads: Tensor, angles: Tensor) -> bool:
-    """Return whether the kernel computes heads and angles of these dtypes."""
+def can_rotate_heads(heads: Tensor, angles: Tensor) -> bool:
+    """Return whether `rotate_heads` takes heads, and cosines and sines, of these dtypes."""
     return heads.dtype in _DTYPES and angles.dtype == torch.float32
 
 
@@ -32,7 +32,8 @@ def rotate_heads(heads_BTHD: Tensor, cos_BTF: Tensor, sin_BTF: Tensor) -> Tensor
         cos_BTF: [B or 1, T, F] fp32.
         sin_BTF: the same.
     """
-    # A view of a product's columns has these strides; any other tensor is copied.
+    # The kernel needs the channels of a head side by side, as in a view of a product's columns. It takes
+    # any other strides.
     if heads_BTHD.stride(-1) != 1:
         heads_BTHD = heads_BTHD.contiguous()
     out_BTHD = torch.empty_like(heads_BTHD, memory_format=torch.contiguous_format)
@@ -55,26 +56,27 @@ def _(heads_BTHD: Tensor, cos_BTF: Tensor, sin_BTF: Tensor) -> Tensor:
     return torch.empty_like(heads_BTHD, memory_format=torch.contiguous_format)
 
 
-def _keep_angles(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _save_angles(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, cos_BTF, sin_BTF = inputs
     ctx.save_for_backward(cos_BTF, sin_BTF)
 
 
 def _rotate_back(ctx, grad_BTHD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
     cos_BTF, sin_BTF = ctx.saved_tensors
-    turned = rotate_by_operators(grad_BTHD, cos_BTF.unsqueeze(2), -sin_BTF.unsqueeze(2))
-    return turned, None, None
+    # The transpose of a rotation is the rotation by the negative angle.
+    grad_of_heads = rotate_by_operators(grad_BTHD, cos_BTF.unsqueeze(2), -sin_BTF.unsqueeze(2))
+    return grad_of_heads, None, None
 
 
-rotate_heads.register_autograd(_rotate_back, setup_context=_keep_angles)
+rotate_heads.register_autograd(_rotate_back, setup_context=_save_angles)
 
 
 def rotate_by_operators(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) -> Tensor:
-    """Return the same by elementwise operators only, which a compiler can fuse with their reader.
+    """Return what `rotate_heads` returns, by elementwise operators only.
 
-    The backward pass of `chunk` would be a concatenation. Inductor computes a concatenation either in
-    kernels of its own, or in a loop that computes both halves for every element. Elementwise
-    operators have an elementwise backward pass.
+    A compiler can fuse them with the operator that reads their result, in both passes. If the heads were
+    split by `chunk`, the backward pass would have a concatenation, which Inductor computes in kernels of
+    its own, or in a loop that computes both halves for every element.
     """
     halves_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
     swapped_BTH2F = halves_BTH2F.flip(-2)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from monograph.device import Device
 from monograph.graph.precision import Precision
-from monograph.predict.estimate import estimate_bytes, trained_adapters
+from monograph.predict.estimate import active_adapter_parameters, estimate_bytes
 from monograph.predict.footprint import Compile, Work
 from monograph.predict.roofline import flops_per_token, mfu, update_time
 
-ByDtype = Mapping[str, float]  # numbers by the name of a precision
+ByPrecision = Mapping[str, float]  # by the name of a precision, such as "bf16"
 
 
 class Way(NamedTuple):
@@ -24,9 +24,9 @@ class Way(NamedTuple):
     Attributes:
         precision: "fp32", "bf16" and so on.
         scope: what one compiled graph holds: the "whole" step, each of the "blocks", or "none".
-        remat: what is recomputed in the backward pass: "none"; "pointwise", all but products; a
-            share of the activations that is kept, the rest is recomputed; "full", each block; or
-            "offload", each block from an input that is kept on the host.
+        remat: what the backward pass recomputes. "none": nothing. "pointwise": all but the results of
+            matrix products. A number from 0 to 1: all but this share of the activations. "full": each
+            block, from its input. "offload": the same, with the inputs kept on the host.
     """
 
     precision: str
@@ -39,8 +39,8 @@ class PlanRequest:
     """A request for a plan: the training, and the choices that are open.
 
     Attributes:
-        training: the training, with all rows of an update in one micro-batch. A way replaces what
-            it chooses, and the rest is the same for all ways.
+        training: the training, with all rows of an update in one micro-batch. `work` replaces the
+            micro-batch, and what a way chooses.
         micro_batch: rows of a micro-batch; None if the plan chooses.
         precisions: the possible values of `Way.precision`, best first.
         scopes: the possible values of `Way.scope`, best first.
@@ -151,17 +151,17 @@ class Candidate:
 def resident_ways(request: PlanRequest) -> list[Way]:
     """Return the ways to train with the weights on the device.
 
-    These are all combinations, with exceptions for one graph of the whole step. If there is a
-    choice of scopes, such a graph recomputes nothing: the order in which it would recompute is hard
-    to predict. It never offloads, as offloading happens between graphs.
+    These are all combinations, with exceptions for one graph of the whole step. Such a graph never
+    offloads, because offloading happens between graphs. And if other scopes are possible, it
+    recomputes nothing, because the order in which it would recompute is hard to predict.
     """
     remats_in_whole: set[str | float] = {"none"}
     if len(request.scopes) == 1:
         remats_in_whole = {*request.remats} - {"offload"}
-    every = itertools.product(request.precisions, request.scopes, request.remats)
+    combinations = itertools.product(request.precisions, request.scopes, request.remats)
     return [
         Way(precision, scope, remat)
-        for precision, scope, remat in every
+        for precision, scope, remat in combinations
         if scope != "whole" or remat in remats_in_whole
     ]
 
@@ -194,8 +194,8 @@ def way_candidates(
     device: Device,
     limit: int,
     correction: float,
-    peaks: ByDtype,
-    slowness: ByDtype,
+    peak_flops: ByPrecision,
+    slowness: ByPrecision,
 ) -> list[Candidate]:
     """Return the candidates of one way: the largest micro-batch that fits, and the next larger one.
 
@@ -207,35 +207,35 @@ def way_candidates(
         device: the device to train on.
         limit: bytes that tensors may take there.
         correction: ratio of this way's traced peak to its closed form; 1 if it was not traced.
-        peaks: FLOP/s by precision.
+        peak_flops: FLOP/s by precision.
         slowness: ratio of measured to predicted time, for precisions that earlier runs measured.
     """
     works = [request.work(way, size, device) for size in request.micro_batches]
     needed_bytes = [int(correction * estimate_bytes(work)) for work in works]
-    # Micro-batches are sorted by size, so the first ones fit.
-    fitting = sum(needed <= limit for needed in needed_bytes)
-    shown = range(max(0, fitting - 1), min(len(works), fitting + 1))
+    # Micro-batches are sorted by size, so those that fit come first.
+    fitting_count = sum(needed <= limit for needed in needed_bytes)
+    shown = range(max(0, fitting_count - 1), min(len(works), fitting_count + 1))
     return [
         _candidate(
-            works[index], needed_bytes[index], device, peaks, slowness.get(way.precision, 1.0)
+            works[index], needed_bytes[index], device, peak_flops, slowness.get(way.precision, 1.0)
         )
         for index in shown
     ]
 
 
 def _candidate(
-    work: Work, needed_bytes: int, device: Device, peaks: ByDtype, slowness: float
+    work: Work, needed_bytes: int, device: Device, peak_flops: ByPrecision, slowness: float
 ) -> Candidate:
-    seconds = slowness * update_time(work, device, peaks[work.precision]).total_s
-    rate, share = speed(work, seconds, device)
-    return Candidate(work, needed_bytes, seconds, rate, share)
+    update_s = slowness * update_time(work, device, peak_flops[work.precision]).total_s
+    tokens_per_s, model_flops_share = speed(work, update_s, device)
+    return Candidate(work, needed_bytes, update_s, tokens_per_s, model_flops_share)
 
 
 def slower_text(ratio: float) -> str:
-    """Return in words how long a way takes.
+    """Return in words how much slower a way is than the best one.
 
     Args:
-        ratio: its time over that of the best way. 1.21 gives "21% slower".
+        ratio: the way's time over that of the best way. 1.21 gives "21% slower".
     """
     if ratio < 1.005:
         return "no faster"
@@ -245,14 +245,14 @@ def slower_text(ratio: float) -> str:
 
 
 def speed(work: Work, update_s: float, device: Device) -> tuple[float, float | None]:
-    """Return the tokens per second of an update that takes `update_s`, and its share of the
-    datasheet's FLOP/s (None on a device without a datasheet).
+    """Return the tokens per second and the MFU of an update that takes `update_s`. The MFU is None on
+    a device without a datasheet.
 
-    A plan reads no text, so the share is that of rows which each hold one document.
+    A plan reads no text, so FLOPs are counted as if each row had one document.
     """
     tokens_per_s = work.window_rows * work.length / update_s
     peak_flops = device.peak_flops.get(Precision(work.precision).datasheet_name)
     if not peak_flops:
         return tokens_per_s, None
-    flops = flops_per_token(work.config, work.length, trained_adapters(work))
+    flops = flops_per_token(work.config, work.length, active_adapter_parameters(work))
     return tokens_per_s, mfu(tokens_per_s, flops, peak_flops)

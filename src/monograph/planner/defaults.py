@@ -20,7 +20,7 @@ from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model.families import DEFAULT_FAMILY
 from monograph.optim import OPTIMIZERS
 from monograph.planner.candidates import (
-    ByDtype,
+    ByPrecision,
     Candidate,
     PlanRequest,
     Way,
@@ -66,8 +66,8 @@ DEFAULT = Default(
     tokens_to_beat_gzip=600_000,
     tokens=1_300_000,
 )
-# AdamW's peak learning rate by preset. The rate of micro was measured (dev/log.md) and is used for
-# nano, too. The others are those of the GPT-3 models of the nearest size (Brown et al. 2020, arXiv
+# AdamW's peak learning rate by preset. The rate of micro was measured (dev/log.md) and is also used
+# for nano. The others are those of the GPT-3 models of the nearest size (Brown et al. 2020, arXiv
 # 2005.14165, table 2.1).
 LEARNING_RATES = {
     "nano": 2e-3,
@@ -77,42 +77,44 @@ LEARNING_RATES = {
     "1b": 2e-4,
     "8b": 1.2e-4,
 }
-# For presets for which the optimizer has `tuned` fields, the weight decay is DECAY times the number
-# of epochs, but at most MOST_DECAY: a text that is read several times is learned by heart
-# (docs/training.md).
-DECAY, MOST_DECAY = 0.3, 1.0
+# For presets for which the optimizer has `tuned` fields, the weight decay is DECAY_PER_EPOCH times the
+# number of epochs, but at most MAX_DECAY. A text that is read several times would be learned by heart
+# with less (docs/training.md).
+DECAY_PER_EPOCH, MAX_DECAY = 0.3, 1.0
 # Rates for existing weights. Adapters need ten times the rate of all weights (Schulman et al. 2025,
 # "LoRA Without Regret").
 FINETUNING_RATES = {"all": 2e-5, "adapters": 2e-4}
-# The share of FINETUNING_RATES that rewards and preferences take: a careful choice, as answers say
-# less than texts.
+# Rewards and preferences take this share of FINETUNING_RATES: a careful choice, because judgements of
+# answers say less than texts.
 JUDGED_SHARE = 0.1
 UNKNOWN_RATE = 1e-3  # for a shape without a name
-# The maximum of epochs of a run that is limited by time: with a decay below MOST_DECAY, and with
-# MOST_DECAY (docs/training.md).
-MOST_EPOCHS, MOST_DECAYED_EPOCHS = 8, 16
+# The maximum of epochs of a run that is limited by time: with a weight decay below MAX_DECAY, and with
+# MAX_DECAY (docs/training.md).
+MAX_EPOCHS, MAX_DECAYED_EPOCHS = 8, 16
 # From this many layers on, one graph for all of them takes minutes to compile
 # (benchmarks/scopes.py).
-DEEP = 16
+DEEP_LAYERS = 16
 # The share of a run's time that evaluations, samples and checkpoints leave for updates.
 UPDATES_SHARE = 0.95
-# A run whose whole time is limited keeps some seconds for what follows the training: saving, the
-# report. They are END_STARTS times the time that the program took to start, as that tells how busy
-# the machine is, or END_S if that time is not known. They are at most MOST_END of the limit.
+# If the time of a whole run is limited, some seconds are reserved for its end: for saving, and for the
+# report. They are END_STARTS times the time that the program took to start, because that tells how
+# busy the machine is, or END_S if that time is not known. They are at most MAX_END_SHARE of the limit.
 END_S = 10.0
 END_STARTS = 1.5
-MOST_END = 0.25
-CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
-EVALUATIONS, CHECKPOINTS = 12, 6  # per run, if the settings leave them open
+MAX_END_SHARE = 0.25
+CURVE_ROWS = (
+    64  # held-out rows that are scored for a point of the loss curve; the last point uses all
+)
+EVALUATIONS, CHECKPOINTS = 12, 6  # per run, if the settings leave their number open
 
 
 def default_seconds(minutes: float, seconds_per_update: float) -> float:
-    """Return the seconds of the default run: `minutes`, or on a slow machine as long as
-    DEFAULT.tokens take.
+    """Return the seconds of the default run: `minutes`, or the time that DEFAULT.tokens take, if a
+    slow machine needs more.
     """
     updates = DEFAULT.tokens / DEFAULT.tokens_per_update
-    needed = updates * seconds_per_update / UPDATES_SHARE
-    return max(60 * minutes, needed)
+    needed_s = updates * seconds_per_update / UPDATES_SHARE
+    return max(60 * minutes, needed_s)
 
 
 def updates_in_time(seconds: float, seconds_per_update: float, most: int) -> int:
@@ -120,14 +122,15 @@ def updates_in_time(seconds: float, seconds_per_update: float, most: int) -> int
     return max(1, min(most, int(seconds / seconds_per_update)))
 
 
-def end_s(start_s: float, limit_s: float) -> float:
-    """Return the seconds to keep for what follows the training.
+def seconds_for_end(start_s: float, limit_s: float) -> float:
+    """Return the seconds to reserve for the end of a run, after its last update.
 
     Args:
         start_s: seconds that the program took to start; 0 if they are not known.
         limit_s: seconds that the whole run may take.
     """
-    return min(END_STARTS * start_s or END_S, MOST_END * limit_s)
+    end_s = END_STARTS * start_s if start_s else END_S
+    return min(end_s, MAX_END_SHARE * limit_s)
 
 
 def in_whole_rows(tokens: int, length: int) -> int:
@@ -142,7 +145,7 @@ def updates_for_tokens(tokens: int, tokens_per_update: int) -> int:
 
 def most_epochs(weight_decay: float) -> int:
     """Return the maximum of epochs of a run that is limited by time."""
-    return MOST_DECAYED_EPOCHS if weight_decay >= MOST_DECAY else MOST_EPOCHS
+    return MAX_DECAYED_EPOCHS if weight_decay >= MAX_DECAY else MAX_EPOCHS
 
 
 def most_updates(rows_per_epoch: int, rows_per_update: int, weight_decay: float) -> int:
@@ -162,12 +165,12 @@ def likely_updates(
         rows_per_epoch: rows of the text.
         rows_per_update: rows of an update.
     """
-    most = most_updates(rows_per_epoch, rows_per_update, MOST_DECAY)
-    return updates_in_time(UPDATES_SHARE * 60 * minutes, seconds_per_update, most)
+    max_updates = most_updates(rows_per_epoch, rows_per_update, MAX_DECAY)
+    return updates_in_time(UPDATES_SHARE * 60 * minutes, seconds_per_update, max_updates)
 
 
-# Tokens of a row: for a small new model, enough for most texts; for an existing model, enough for
-# most conversations.
+# The default tokens of a row. For a new model, which is small, they are enough for most texts; for an
+# existing model, for most conversations.
 NEW_LENGTH, EXISTING_LENGTH = 256, 1024
 
 
@@ -198,9 +201,10 @@ class UsualSizes(NamedTuple):
     tokens_per_update: int
 
 
-# For a plan of a card that is named. The first is the default model. Updates are those of GPT-3's
-# models (Brown et al. 2020, arXiv 2005.14165, table 2.1), as are rows of 2,048 tokens. Rows of
-# 4,096 are those of Llama 2, and of Llama 3 at first (arXiv 2307.09288, 2407.21783).
+# These are for a plan of a card that the user names. The first is the default model. The tokens of an
+# update are those of GPT-3's models (Brown et al. 2020, arXiv 2005.14165, table 2.1), as are rows of
+# 2,048 tokens. Rows of 4,096 are those of Llama 2, and of Llama 3 at first (arXiv 2307.09288,
+# 2407.21783).
 USUAL_SIZES = (
     UsualSizes(2_361_024, NEW_LENGTH, DEFAULT.tokens_per_update),
     UsualSizes(125_000_000, 2048, 2**19),
@@ -210,7 +214,7 @@ USUAL_SIZES = (
 # Rows of an update of existing weights: for adapters the 16 of QLoRA (Dettmers et al. 2023, arXiv
 # 2305.14314, table 9), and for all weights the 128 of Stanford Alpaca (Taori et al. 2023).
 ADAPTED_ROWS, FINETUNED_ROWS = 16, 128
-# Training tokens per parameter of a new model, with which a given number of FLOPs gives the lowest
+# Training tokens per parameter of a new model. With this ratio a given number of FLOPs gives the lowest
 # loss (Hoffmann et al. 2022, arXiv 2203.15556).
 TOKENS_PER_PARAMETER = 20
 
@@ -246,7 +250,9 @@ def scopes(layers: int) -> tuple[Compile, ...]:
     """Return the compile scopes, best first. For a deep model the first one is "blocks", a graph
     that all blocks share.
     """
-    return ("blocks", "whole", "none") if layers >= DEEP else ("whole", "blocks", "none")
+    if layers >= DEEP_LAYERS:
+        return "blocks", "whole", "none"
+    return "whole", "blocks", "none"
 
 
 def precision(device: Device) -> str:
@@ -259,9 +265,9 @@ def known_learning_rate(preset: str, optimizer: str) -> float:
 
     Rates were searched for with models of the Llama family only.
     """
-    kind = OPTIMIZERS[optimizer]
-    usual = LEARNING_RATES[preset] * kind.rate_factor
-    rate: float = kind.tuned.get(preset, {}).get("lr", usual)
+    optimizer_class = OPTIMIZERS[optimizer]
+    usual_rate = LEARNING_RATES[preset] * optimizer_class.rate_factor
+    rate: float = optimizer_class.tuned.get(preset, {}).get("lr", usual_rate)
     return rate
 
 
@@ -269,49 +275,50 @@ def tuned_fields(preset: str, family: str, optimizer: str, epochs: int = 1) -> d
     """Return the fields, without the rate, in which a new model's optimizer differs from its
     class's defaults.
 
-    Only models of the Llama family have some: other families may need other values, as some of
-    them, such as Gemma, scale the output of the embedding.
+    Only models of the Llama family have such fields. Other families may need other values: Gemma,
+    for example, scales the output of the embedding.
 
     Args:
         preset: the model's preset.
         family: the model's family.
         optimizer: the optimizer's name.
-        epochs: how often the text is read.
+        epochs: how many times the text is read.
     """
     tuned = OPTIMIZERS[optimizer].tuned.get(preset)
     if tuned is None or family != DEFAULT_FAMILY:
         return {}
     fields = {name: value for name, value in tuned.items() if name != "lr"}
-    return {**fields, "weight_decay": min(MOST_DECAY, round(DECAY * max(1, epochs), 6))}
+    weight_decay = min(MAX_DECAY, round(DECAY_PER_EPOCH * max(1, epochs), 6))
+    return {**fields, "weight_decay": weight_decay}
 
 
-# The share of a card's memory that tensors may take, as gaps between them take some.
+# The share of a card's memory that tensors may take. Gaps between tensors take the rest.
 CARD_SHARE = 0.97
 CONTEXT_BYTES = 600 * 2**20  # of the CUDA context
 # The share of a host's free memory that tensors may take: the process also holds libraries and
 # text, and other programs run.
 HOST_SHARE_OF_FREE = 0.5
-# The closed form has been wrong by this factor. So a candidate is traced unless it needs less than
-# the limit by this factor.
-DOUBT = 2.0
-MOST_TRACES = 4  # of a plan
-# An untraced candidate is not traced if by the closed form it needs only this much less than the
-# best traced one.
-NEAR = 1.01
+# The closed form has been wrong by up to this factor. So a candidate is traced, unless it fits even
+# if it needs this many times the bytes of the closed form.
+MAX_ESTIMATE_ERROR = 2.0
+MAX_TRACES = 4  # of a plan
+# If nothing fits, a traced candidate is shown instead of an untraced one, as long as it needs at most
+# this many times its bytes.
+NEARLY_EQUAL = 1.01
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice among the candidates.
+    """A choice among the candidates, which are ways to train.
 
     Attributes:
         device: the device to train on.
-        budget_bytes: bytes that tensors may take there.
+        budget_bytes: bytes that tensors may take on the device.
         chosen: the choice; None if nothing fits.
         candidates: all candidates. The first is the chosen one, or if nothing fits, the one that
             needs least memory.
         calibrated: whether times are corrected by those of earlier runs on the device.
-        not_streamed: why a streamed training does not fit either; "" if streaming was not tried.
+        not_streamed: why streaming does not fit either; "" if it was not tried.
     """
 
     device: Device
@@ -363,14 +370,14 @@ def budget(device: Device) -> int:
 def plan(
     request: PlanRequest,
     device: Device,
-    peak_flops: ByDtype,
+    peak_flops: ByPrecision,
     calibration: Calibration | None = None,
 ) -> Plan:
     """Return a plan with the fastest combination that fits and has the requested numerics.
 
-    A candidate near the limit is traced. Its trace corrects the closed form for all candidates of
-    its way, and the search starts again, until the best candidate was traced or is far below the
-    limit.
+    The candidates are estimated in closed form. If the best one is near the limit, it is traced. The
+    trace also corrects the estimates of all other candidates of its way, so the search starts again,
+    until the best candidate is a traced one or is far below the limit.
 
     Args:
         request: the training, and the choices that are open.
@@ -392,7 +399,7 @@ def plan(
     traced: dict[Work, Candidate] = {}
 
     def list_candidates(limit: int) -> list[Candidate]:
-        """Return the candidates of all ways for a limit, with their traces if they have one."""
+        """Return the candidates of all ways for a limit; traced ones with their traces."""
         candidates = []
         for way in resident_ways(request):
             candidates += way_candidates(
@@ -402,21 +409,22 @@ def plan(
 
     while True:
         candidates = list_candidates(limit)
-        if len(traced) == MOST_TRACES:
-            # No trace is left, so only a traced candidate can be chosen.
+        if len(traced) == MAX_TRACES:
+            # No further trace is allowed, so only a traced candidate can be chosen.
             best = _best([*traced.values()], traced, limit)
             break
         best = _best(candidates, traced, limit)
-        if best.work in traced or best.peak_memory_bytes * DOUBT <= limit:
+        if best.work in traced or best.peak_memory_bytes * MAX_ESTIMATE_ERROR <= limit:
             break
-        # The last trace is for a candidate that is most likely to fit: of the smallest
-        # micro-batches (all that a limit of 0 leaves), the one that needs least.
-        if len(traced) == MOST_TRACES - 1:
+        # The last trace is for the candidate that is most likely to fit: of the smallest micro-batches
+        # (a limit of 0 leaves no others), the one that needs least.
+        if len(traced) == MAX_TRACES - 1:
             smallest = sorted(
                 list_candidates(0), key=lambda candidate: estimate_bytes(candidate.work)
             )
             untraced = [candidate for candidate in smallest if candidate.work not in traced]
-            best = untraced[0] if untraced else best
+            if untraced:
+                best = untraced[0]
         by_origin = traced_bytes(best.work)
         residual = calibration.residual(device, best.work, by_origin) if calibration else 0
         traced[best.work] = best.with_trace(by_origin, residual)
@@ -424,15 +432,15 @@ def plan(
         traced_peak = traced[best.work].peak_memory_bytes
         corrections[way] = traced_peak / estimate_bytes(best.work)
     fits = best.peak_memory_bytes <= limit
-    first = replace(best, why="" if fits else _too_large(best, limit))
+    shown_best = replace(best, why="" if fits else _too_large(best, limit))
     others = [candidate for candidate in candidates if candidate.work != best.work]
     others.sort(key=attrgetter("update_s"))
     return Plan(
         device,
         budget_bytes=limit,
-        chosen=first if fits else None,
+        chosen=shown_best if fits else None,
         candidates=[
-            first,
+            shown_best,
             *(replace(candidate, why=_why(candidate, best, limit)) for candidate in others),
         ],
         calibrated=best.work.precision in slowness,
@@ -443,22 +451,29 @@ def _best(candidates: list[Candidate], traced: Mapping[Work, Candidate], limit: 
     """Return the fastest candidate that fits.
 
     If none fits, return the one that needs least memory, or a traced one that needs hardly more.
+
+    Args:
+        candidates: the candidates.
+        traced: those that were traced.
+        limit: bytes that tensors may take.
     """
     fitting = [candidate for candidate in candidates if candidate.peak_memory_bytes <= limit]
     if fitting:
         return min(fitting, key=lambda candidate: candidate.update_s)
     memory = attrgetter("peak_memory_bytes")
     smallest = min(candidates, key=memory)
-    near_bytes = NEAR * smallest.peak_memory_bytes
-    near = [candidate for candidate in traced.values() if candidate.peak_memory_bytes <= near_bytes]
-    return min(near, key=memory, default=smallest)
+    limit_of_equal = NEARLY_EQUAL * smallest.peak_memory_bytes
+    traced_and_equal = [
+        candidate for candidate in traced.values() if candidate.peak_memory_bytes <= limit_of_equal
+    ]
+    return min(traced_and_equal, key=memory, default=smallest)
 
 
 def _why(candidate: Candidate, best: Candidate, limit: int) -> str:
     """Return why a candidate was not chosen."""
     if candidate.peak_memory_bytes > limit:
         return _too_large(candidate, limit)
-    # It is faster and fits by the closed form, but no trace has shown that it does.
+    # The candidate is faster and fits by the closed form, but no trace has shown that it fits.
     if candidate.update_s < 0.995 * best.update_s:
         return "not certain to fit"
     return slower_text(candidate.update_s / best.update_s)
@@ -471,7 +486,7 @@ def _too_large(candidate: Candidate, limit: int) -> str:
 def streamed_or_resident(
     request: PlanRequest,
     device: Device,
-    peak_flops: ByDtype,
+    peak_flops: ByPrecision,
     calibration: Calibration | None = None,
     memory: Literal["auto", "device", "stream"] = "auto",
     limits: Limits | None = None,
@@ -494,6 +509,7 @@ def streamed_or_resident(
         resident = Plan(device, budget(device), chosen=None, candidates=[])
     else:
         resident = plan(request, device, peak_flops, calibration)
+    # Streaming needs a graph for each block, offloads inputs itself, and trains all weights.
     cannot_stream = (
         request.scopes == ("whole",)
         or request.remats == ("offload",)
@@ -502,7 +518,8 @@ def streamed_or_resident(
     if memory == "device" or resident.chosen or cannot_stream:
         return resident
     try:
-        limits = limits or Limits.here(device, resident.budget_bytes)
+        if limits is None:
+            limits = Limits.here(device, resident.budget_bytes)
         streamed = stream_candidates(request, device, limits, peak_flops)
     except OutOfDeviceMemory as refused:
         return replace(resident, not_streamed=str(refused))

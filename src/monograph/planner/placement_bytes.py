@@ -9,14 +9,17 @@ The words, which are those of `monograph.stream`:
     stage           what is before the blocks, a group of blocks, or what is after them
     plane           a part of a stage's parameters in one tensor
     buffer          a plane's weights, gradient or moments, by name
+    number          an element of a tensor
     resident        on the device all the time
     slot            device memory in which the weights and gradients of one stage after another lie
-    staging buffer  device memory for a piece of a plane while the device updates it
-    boundary        the tensor that passes from one stage to the next
+    chunk           a part of a plane, which the device updates at once
+    staging buffer  device memory for a chunk while it is updated
+    boundary        the tensor that passes from one stage to the next, for one micro-batch
 
-The form is closed: it needs the planes of a model's first stage, one middle stage and the last one,
-which the engine's own code makes on tensors without data. What passes and updates allocate beside
-these is estimated for a search, and traced for the ways that it finds (`predict.stage_footprint`).
+Planes, slots and staging buffers are counted exactly, in closed form: the engine's own code makes the
+planes of a model's first stage, one middle stage and the last one, on tensors without data. What
+passes and updates allocate besides is estimated for a search, and traced for the ways that the search
+finds (`predict.stage_footprint`).
 """
 
 import functools
@@ -41,14 +44,31 @@ from monograph.predict.footprint import Work
 from monograph.stream import Placement
 from monograph.stream.chunked_update import MAX_CHUNK_ELEMENTS, STAGING_BUFFERS
 from monograph.stream.placement import When, Where
+from monograph.stream.slots import BLOCK_SLOTS
 from monograph.stream.store import GRADIENT, GRADIENT_SETS, REST, WEIGHTS, Stage, store_in_stages
 from monograph.stream.walk import INPUT_SETS
 
 BufferNames = frozenset[str]
-BufferSize = tuple[int, torch.dtype]  # numbers and their dtype
 META = torch.device("meta")
 # A buffer's origin by its name. Names that are not listed are those of moments.
 ORIGIN = {WEIGHTS: "weights", REST: "weights", GRADIENT: "gradients"}
+
+
+class BufferSize(NamedTuple):
+    """The size of a tensor.
+
+    Attributes:
+        numbers: how many numbers it has.
+        dtype: their dtype.
+    """
+
+    numbers: int
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes."""
+        return self.numbers * self.dtype.itemsize
 
 
 class PlaneShape(NamedTuple):
@@ -57,20 +77,19 @@ class PlaneShape(NamedTuple):
     Attributes:
         plane_number: the number of the model's plane of which this is a part; parts with the same
             number share a slot's memory.
-        numbers: how many parameters it has.
+        parameters: how many parameters it has.
         update_unit: how many parameters can only be updated together: those of a matrix, or 1.
         buffers: the buffers' sizes by name.
     """
 
     plane_number: int
-    numbers: int
+    parameters: int
     update_unit: int
     buffers: Mapping[str, BufferSize]
 
     def size_bytes(self, name: str) -> int:
         """Return the bytes of one buffer; 0 if the plane does not have it."""
-        numbers, dtype = self.buffers.get(name, (0, torch.int8))
-        return numbers * dtype.itemsize
+        return self.buffers[name].size_bytes if name in self.buffers else 0
 
     def is_off_device(self, resident: BufferNames) -> bool:
         """Return whether no buffer of the plane is on the device.
@@ -80,14 +99,16 @@ class PlaneShape(NamedTuple):
         """
         return not resident & self.buffers.keys()
 
-    def pieces(self) -> Iterable[tuple[int, int]]:
-        """Return (begin, end) of the largest and the smallest piece that is copied to a staging
-        buffer. All others are as large as the first one.
+    def first_and_last_chunk(self) -> Iterable[tuple[int, int]]:
+        """Return (begin, end) of the first and the last chunk of parameters. All chunks but the last
+        one are as large as the first.
         """
-        units = max(1, MAX_CHUNK_ELEMENTS // self.update_unit)
-        step = units * self.update_unit
-        begins = range(0, self.numbers, step)
-        return {(begin, min(self.numbers, begin + step)) for begin in (begins[0], begins[-1])}
+        units_per_chunk = max(1, MAX_CHUNK_ELEMENTS // self.update_unit)
+        chunk_size = units_per_chunk * self.update_unit
+        begins = range(0, self.parameters, chunk_size)
+        return {
+            (begin, min(self.parameters, begin + chunk_size)) for begin in (begins[0], begins[-1])
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +131,7 @@ class Stages:
 
     @cached_property
     def planes(self) -> list[tuple[PlaneShape, ...]]:
-        """Return the planes of each stage."""
+        """Return for each stage its planes."""
         return [self.first, *[self.middle] * (self.count - 2), self.last]
 
     @property
@@ -120,13 +141,13 @@ class Stages:
         return list(dict.fromkeys(name for plane in planes for name in plane.buffers))
 
     def size_bytes(self, index: int, name: str) -> int:
-        """Return the bytes of a stage's buffers of that name."""
+        """Return the bytes of the buffers of that name in the stage of that index."""
         return self._sizes[index].get(name, 0)
 
     @cached_property
     def _sizes(self) -> list[dict[str, int]]:
-        """Return for each stage the bytes by buffer name. They are kept, as a search asks for them
-        millions of times.
+        """Return for each stage the bytes by buffer name. They are cached, because a search reads
+        them millions of times.
         """
         names = self.buffer_names
         return [
@@ -149,12 +170,13 @@ class _StageKind(NamedTuple):
     resident: BufferNames
 
 
-@functools.lru_cache(maxsize=64)  # if nothing fits, a second search looks for settings that would
+# The cache is for the second search, for settings that would fit, if nothing fits.
+@functools.lru_cache(maxsize=64)
 def stages_of(
     config: LlamaConfig, optim: Optimizer, precision: str, blocks_per_stage: int
 ) -> Stages:
     """Return the stages of a model whose number of blocks is a multiple of `blocks_per_stage`."""
-    # A model of one middle stage is enough, as all middle stages are alike.
+    # A model with one middle stage is enough, because all middle stages are alike.
     short = config.shortened(blocks_per_stage)
     with META:
         model = Llama(short)
@@ -173,31 +195,32 @@ def stages_of(
 
 def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
     shapes = []
-    for entry in stage.stored:
+    for entry in stage.stored_planes:
         plane = entry.plane
-        numbers = plane.param.numel()
+        parameters = plane.param.numel()
         buffers = {
-            name: (buffer.tensor.numel(), buffer.tensor.dtype)
+            name: BufferSize(buffer.tensor.numel(), buffer.tensor.dtype)
             for name, buffer in entry.buffers.items()
         }
         # A plane of matrices holds matrices of one size, one in each of `plane.slots`.
-        update_unit = numbers // len(plane.slots) if plane.kind.matrix_shape else 1
-        shapes.append(PlaneShape(plane.number, numbers, update_unit, buffers))
+        update_unit = parameters // len(plane.slots) if plane.kind.matrix_shape else 1
+        shapes.append(PlaneShape(plane.number, parameters, update_unit, buffers))
     return tuple(shapes)
 
 
-def device_buffer_bytes(groups: Iterable[Mapping[Any, BufferSize]]) -> int:
-    """Return the bytes of a `monograph.stream.slots.DeviceBuffer`, which holds one of these groups
-    of tensors at a time.
+def device_buffer_bytes(sets_of_sizes: Iterable[Mapping[Any, BufferSize]]) -> int:
+    """Return the bytes of a `monograph.stream.slots.DeviceBuffer`, which holds one of several sets of
+    tensors at a time.
 
     Args:
-        groups: each group's tensor sizes by key. Tensors of one key and dtype share memory.
+        sets_of_sizes: for each set, the sizes of its tensors by key. Tensors of different sets that
+            have the same key and dtype share memory.
     """
-    sizes: dict[tuple[Any, torch.dtype], int] = {}
-    for group in groups:
-        for key, (numbers, dtype) in group.items():
-            sizes[key, dtype] = max(sizes.get((key, dtype), 0), numbers)
-    return sum(numbers * dtype.itemsize for (_, dtype), numbers in sizes.items())
+    largest: dict[tuple[Any, torch.dtype], int] = {}
+    for sizes in sets_of_sizes:
+        for key, (numbers, dtype) in sizes.items():
+            largest[key, dtype] = max(largest.get((key, dtype), 0), numbers)
+    return sum(numbers * dtype.itemsize for (_, dtype), numbers in largest.items())
 
 
 def slots_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
@@ -211,9 +234,9 @@ def slots_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
     first = [kind for kind in kinds if kind.position == "first"]
     middle = [kind for kind in kinds if kind.position == "middle"]
     last = [kind for kind in kinds if kind.position == "last"]
-    # Two slots hold middle stages, so that one stage is copied while another one computes. The
-    # first and the last stage share a slot, unless the last reads the first one's weights.
-    middle_slots = min(2, stages.count - 2)
+    # BLOCK_SLOTS = 2 slots hold middle stages, so that one stage is copied while another one computes.
+    # The first and the last stage share a slot, unless the last reads the first one's weights.
+    middle_slots = min(BLOCK_SLOTS, stages.count - 2)
     if stages.tied:
         end_bytes = _slot_bytes(first) + _slot_bytes(last)
     else:
@@ -222,35 +245,43 @@ def slots_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
 
 
 def staging_bytes(
-    stages: Stages, resident: Sequence[BufferNames], *, gradient: bool, on_host: bool
+    stages: Stages, resident: Sequence[BufferNames], *, fetches_gradients: bool, host_updates: bool
 ) -> int:
     """Return the bytes of the staging buffers.
 
     Args:
         stages: the model's stages.
         resident: for each stage, the names of its buffers that stay on the device.
-        gradient: whether gradients leave their slots, so that they are brought for an update.
-        on_host: whether the host updates planes that are entirely off the device, which then need
-            no staging buffer.
+        fetches_gradients: whether gradients leave their slots, so that they are fetched again for an
+            update.
+        host_updates: whether the host updates planes that are entirely off the device, which then
+            need no staging buffer.
     """
-    groups: list[dict[str, BufferSize]] = []
-    for _, planes, names in _stage_kinds(stages, resident):
+    sizes_of_chunks: list[dict[str, BufferSize]] = []
+    for _, planes, resident_names in _stage_kinds(stages, resident):
         for plane in planes:
-            if on_host and plane.is_off_device(names):
+            if host_updates and plane.is_off_device(resident_names):
                 continue
-            brought = [
+            fetched_names = [
                 name
                 for name in plane.buffers
-                if name not in names and (gradient or name != GRADIENT)
+                if name not in resident_names and (fetches_gradients or name != GRADIENT)
             ]
-            for begin, end in plane.pieces():
-                groups.append({name: _piece_size(plane, name, begin, end) for name in brought})
-    return STAGING_BUFFERS * device_buffer_bytes(groups)
+            for begin, end in plane.first_and_last_chunk():
+                sizes_of_chunks.append(
+                    {name: _chunk_size(plane, name, begin, end) for name in fetched_names}
+                )
+    return STAGING_BUFFERS * device_buffer_bytes(sizes_of_chunks)
 
 
-@functools.lru_cache(maxsize=4096)  # ways that differ in their micro-batch hold the same planes
+# The result is cached, because ways that differ only in their micro-batch hold the same planes.
+@functools.lru_cache(maxsize=4096)
 def plane_bytes(
-    stages: Stages, resident: tuple[BufferNames, ...], *, gradient: bool, on_host: bool
+    stages: Stages,
+    resident: tuple[BufferNames, ...],
+    *,
+    fetches_gradients: bool,
+    host_updates: bool,
 ) -> Mapping[str, int]:
     """Return the bytes on the device of planes, slots and staging buffers, by origin.
 
@@ -260,35 +291,38 @@ def plane_bytes(
     for index, names in enumerate(resident):
         for name in names:
             sizes[ORIGIN.get(name, "moments")] += stages.size_bytes(index, name)
-    staging = staging_bytes(stages, resident, gradient=gradient, on_host=on_host)
+    staging = staging_bytes(
+        stages, resident, fetches_gradients=fetches_gradients, host_updates=host_updates
+    )
     return sizes | {"slots": slots_bytes(stages, resident), "staging buffers": staging}
 
 
-def turn_gradient_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
-    """Return the bytes of gradients on the host if stages take turns with GRADIENT_SETS sets of memory."""
-    groups_by_turn: list[list[dict[int, BufferSize]]] = [[] for _ in range(GRADIENT_SETS)]
+def shared_gradient_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
+    """Return the bytes of gradients on the host, if stages take turns in GRADIENT_SETS sets of memory."""
+    gradients_by_set: list[list[dict[int, BufferSize]]] = [[] for _ in range(GRADIENT_SETS)]
     for index, names in enumerate(resident):
         for plane in stages.planes[index]:
             if plane.is_off_device(names):
-                groups_by_turn[index % GRADIENT_SETS].append(
+                gradients_by_set[index % GRADIENT_SETS].append(
                     {plane.plane_number: plane.buffers[GRADIENT]}
                 )
-    return sum(device_buffer_bytes(groups) for groups in groups_by_turn)
+    return sum(device_buffer_bytes(gradients) for gradients in gradients_by_set)
 
 
-def _piece_size(plane: PlaneShape, name: str, begin: int, end: int) -> BufferSize:
+def _chunk_size(plane: PlaneShape, name: str, begin: int, end: int) -> BufferSize:
     """Return the size of a buffer's part that belongs to the parameters from `begin` to `end`."""
     numbers, dtype = plane.buffers[name]
-    # A buffer of scales has one number for so many parameters; other buffers have one for each.
-    block = plane.numbers // numbers
-    rounded_up_end = -(-end // block)
-    return rounded_up_end - begin // block, dtype
+    # A buffer of scales has one number for several parameters; other buffers have one for each.
+    parameters_per_number = plane.parameters // numbers
+    rounded_up_end = -(-end // parameters_per_number)
+    return BufferSize(rounded_up_end - begin // parameters_per_number, dtype)
 
 
 def _stage_kinds(stages: Stages, resident: Sequence[BufferNames]) -> list[_StageKind]:
-    """Return the different kinds of stages, in the order of the first stage of each."""
+    """Return the different kinds of stages, in the order of the first stage of each kind."""
     positions = {0: "first", stages.count - 1: "last"}
     planes = {"first": stages.first, "middle": stages.middle, "last": stages.last}
+    # `dict.fromkeys` removes duplicates, and keeps the order.
     kinds = dict.fromkeys(
         (positions.get(index, "middle"), names) for index, names in enumerate(resident)
     )
@@ -310,12 +344,12 @@ def _slot_bytes(kinds: Sequence[_StageKind]) -> int:
 
 
 Tiers = Mapping[str, Mapping[str, int]]  # bytes by origin, for "device", "host" and "disk"
-# The memory of passes is only estimated, so resident buffers leave room for this many times the
+# If the memory of passes is only estimated, resident buffers leave room for this many times the
 # estimate.
 MARGIN = 1.25
-# The first multiples of this number, modulo 1, are spread evenly between 0 and 1, however many of
-# them are taken.
-GOLDEN = 0.618033988749895
+# The fractional parts of the first n multiples of the golden ratio are spread evenly between 0 and 1,
+# for every n.
+GOLDEN_RATIO = 0.618033988749895
 
 
 @dataclass(frozen=True)
@@ -330,8 +364,8 @@ class StreamWay:
         offload: whether boundaries are kept on the host.
         where: where weights that are not resident are updated.
         on_disk: names of buffers that lie in files where they are not resident.
-        files_first: whether buffers named in `on_disk` are the first to stay on the device, as a
-            disk is slow. Otherwise they are the last, as a disk has room.
+        files_first: whether buffers named in `on_disk` are the first to stay on the device, because
+            a disk is slow. Otherwise they are the last, because a disk has room.
     """
 
     work: Work
@@ -344,21 +378,22 @@ class StreamWay:
     files_first: bool = True
 
     @cached_property
-    def order(self) -> list[list[tuple[int, str]]]:
-        """Return the buffers as (stage, name), in the order in which they are kept on the device.
+    def residency_order(self) -> list[list[tuple[int, str]]]:
+        """Return the buffers as (stage, name), in the order in which they become resident while there
+        is room on the device.
 
-        They are in groups, of one name each. Buffers that save most copies per byte come first:
-        weights, which are copied up to three times an update, then gradients, which leave in the
-        backward pass and return in the forward pass. Buffers in files come before or after all
-        others. Where the host updates weights, a group is a stage instead, as a stage is entirely
-        on the host or on the device.
+        They are in groups; all buffers of a group have the same name. Buffers that save most copies
+        per byte come first: weights, which are copied up to three times an update, then gradients,
+        which leave in the backward pass and return in the forward pass. Buffers in files come before
+        or after all others. If the host updates weights, a group is a stage instead, because then
+        all buffers of a stage are on the host, or all are on the device.
         """
         # Resident stages are spread evenly over the model, so that copies are, too.
-        spread_stages = sorted(range(self.stages.count), key=lambda index: index * GOLDEN % 1)
-        existing = self.stages.buffer_names
+        spread_stages = sorted(range(self.stages.count), key=lambda index: index * GOLDEN_RATIO % 1)
+        existing_names = self.stages.buffer_names
         preferred = [WEIGHTS, GRADIENT, REST]
-        others = [name for name in existing if name not in preferred]
-        names = [name for name in (*preferred, *others) if name in existing]
+        others = [name for name in existing_names if name not in preferred]
+        names = [name for name in (*preferred, *others) if name in existing_names]
         if self.gradients_stay_in_slots:
             names = [name for name in names if name != GRADIENT]
         in_files = [name for name in names if name in self.on_disk]
@@ -378,7 +413,7 @@ class StreamWay:
 
     @property
     def gradients_stay_in_slots(self) -> bool:
-        """Return whether gradients are never kept outside of a slot, as each stage is updated as
+        """Return whether gradients are never kept outside of a slot, because each stage is updated as
         soon as its gradient is complete.
         """
         return self.when == "backward"
@@ -400,7 +435,7 @@ class StreamWay:
 
     @cached_property
     def pass_bytes(self) -> dict[str, int]:
-        """Return the bytes on the device of passes and of an update's intermediates, by origin.
+        """Return the bytes on the device of passes and of an update's intermediate values, by origin.
 
         Boundaries and masks are exact, all others are estimates.
         """
@@ -409,93 +444,112 @@ class StreamWay:
         tokens = self.work.tokens
         is_eager = self.work.compile == "none"
 
-        # What the forward pass of a stage keeps for its backward pass. The first block's input is
-        # the stage's, which is counted as a boundary.
-        kept = (
-            stored_numbers(self.work, self.work.remat)
-            * number_bytes
-            * tokens
-            * self.blocks_per_stage
-            - self.work.input_bytes
-        )
+        # What the forward pass of a stage keeps for its backward pass, without the first block's input.
+        # That is the input of the stage, which is counted as a boundary.
+        kept_by_block = stored_numbers(self.work, self.work.remat) * number_bytes * tokens
+        kept = kept_by_block * self.blocks_per_stage - self.work.input_bytes
         matrices = [plane.update_unit for plane in self.stages.middle if plane.update_unit > 1]
         planes = (*self.stages.first, *self.stages.middle, *self.stages.last)
-        largest_piece = max(end - begin for plane in planes for begin, end in plane.pieces())
+        largest_chunk = max(
+            end - begin for plane in planes for begin, end in plane.first_and_last_chunk()
+        )
         if is_eager:
-            update = (FORMATS[self.work.optim.state].eager_update_bytes + 8) * largest_piece
+            # Besides what a resident update takes, split weights are joined, and split again.
+            state_format = FORMATS[self.work.optim.state]
+            update_bytes = (state_format.eager_update_bytes + 8) * largest_chunk
         else:
             largest_matrix = max(matrices, default=0)
-            update = max(4 * largest_piece, ORTHOGONAL_NUMBERS * number_bytes * largest_matrix)
+            update_bytes = max(
+                4 * largest_chunk, ORTHOGONAL_NUMBERS * number_bytes * largest_matrix
+            )
 
-        # The peak is in a block's backward pass, in the loss, where an fp32 tensor of the head's
-        # size is made, or in an update. Only the first of them needs what the forward pass has
-        # kept.
-        head = config.vocab_size * config.hidden_size
+        # The peak is in a block's backward pass, in the loss, when an fp32 tensor of the head's size
+        # is made, or in an update. Only a block's backward pass needs what the forward pass has kept.
+        head_numbers = config.vocab_size * config.hidden_size
         peak = kept + max(
-            self._block_backward_bytes, self._loss_bytes - kept, 4 * head - kept, update - kept
+            self._block_backward_bytes,
+            self._loss_bytes - kept,
+            4 * head_numbers - kept,
+            update_bytes - kept,
         )
-        # Dense masks, cosines and sines.
-        masks = 0
+        mask_bytes = 0
         if self.work.packed:
+            # For each token of the window, a row of a dense mask, and cosines and sines.
             length = self.work.length
-            masks = self.work.window_rows * length * (length + 4 * config.head_dim)
+            mask_bytes = self.work.window_rows * length * (length + 4 * config.head_dim)
         return {
             "boundaries": self._max_boundaries * self.work.input_bytes,
             "activations": int(kept),
-            "workspace": int(peak - kept) + masks,
+            "workspace": int(peak - kept) + mask_bytes,
         }
 
     @cached_property
     def traced_pass_bytes(self) -> dict[str, int]:
-        """Return the same bytes as `pass_bytes`, from a trace of a stage's passes and of its update."""
+        """Return the bytes on the device of passes and updates by origin, from a trace of one stage's
+        passes, and of its update.
+        """
         work = self.work
         traced = traced_stage(work, self.blocks_per_stage)
         estimated = self.pass_bytes
         boundaries = estimated["boundaries"]
-        # The other micro-batches' masks and rotations, and the tokens of the whole window.
-        window_tokens = work.window_rows * work.length
-        window = (4 if work.packed else 2) * 8 * (window_tokens - work.tokens)
-        further = (work.micro_batches - 1) * traced.further
+        window_tokens = work.tokens_per_update
+        # The trace has one micro-batch. The tokens of all others are on the device, too, as 8-byte
+        # integers: tokens and targets; if rows are packed, also the documents and positions.
+        tensors_of_tokens = 4 if work.packed else 2
+        token_bytes = tensors_of_tokens * 8 * (window_tokens - work.tokens)
+        # Masks and rotations of the other micro-batches.
+        argument_bytes = (work.micro_batches - 1) * traced.block_arguments
         if work.packed and not work.masked:
-            # The trace has one row's positions for all rows; flex attention's rows have their own.
-            further += 4 * work.config.head_dim * window_tokens
-        updates = (
+            # In the trace all rows share the rotations of one row. With flex attention, each row has
+            # its own.
+            argument_bytes += 4 * work.config.head_dim * window_tokens
+        update_peaks = (
             traced.first_update + self._boundary_bytes_in_update(0),
             traced.block_update + self._boundary_bytes_in_update(self.stages.count - 2),
             traced.last_update + self._boundary_bytes_in_update(self.stages.count - 1),
         )
-        beside = max(traced.passes + further, max(updates) - boundaries) + window
-        kept = min(estimated["activations"], beside)
-        return {"boundaries": boundaries, "activations": kept, "workspace": beside - kept}
+        # All that is on the device beside boundaries. The trace does not tell activations from the
+        # rest, so the estimate does.
+        pass_peak = traced.passes + argument_bytes
+        others = max(pass_peak, max(update_peaks) - boundaries) + token_bytes
+        activations = min(estimated["activations"], others)
+        return {
+            "boundaries": boundaries,
+            "activations": activations,
+            "workspace": others - activations,
+        }
 
     def _boundary_bytes_in_update(self, index: int) -> int:
         """Return the bytes of boundaries on the device while the stage of this index is updated."""
         micro_batches = self.work.micro_batches
         if self.when == "sweep":
-            # All are gone, but for the memory of those that come back from the host.
+            # The passes are over. Only the memory for boundaries that come back from the host is kept.
             sets = min(INPUT_SETS, self.stages.count - 2) if self.offload else 0
             return sets * micro_batches * self.work.input_bytes
         if self.when == "backward" or self.offload:
             return self.pass_bytes["boundaries"]
-        # While the stage before it runs forward, a piece is updated after a micro-batch, or several.
-        pieces = sum(
-            -(-plane.numbers // max(MAX_CHUNK_ELEMENTS, plane.update_unit))
+        # With "next forward", a stage is updated while the previous stage runs forward: one or more
+        # chunks after each micro-batch. When the last chunk is updated, stages 1 to index - 1 have all
+        # of their inputs, and this stage has those of the micro-batches so far.
+        chunks = sum(
+            -(-plane.parameters // max(MAX_CHUNK_ELEMENTS, plane.update_unit))  # rounded up
             for plane in self.stages.planes[index]
         )
-        whole_stages = max(0, index - 1) * micro_batches
-        return (whole_stages + min(index, 1) * min(micro_batches, pieces)) * self.work.input_bytes
+        inputs_of_earlier_stages = max(0, index - 1) * micro_batches
+        inputs_so_far = min(micro_batches, chunks) if index > 0 else 0
+        return (inputs_of_earlier_stages + inputs_so_far) * self.work.input_bytes
 
     @property
     def _block_backward_bytes(self) -> float:
         """Return the estimated bytes of a block's backward pass, recomputation included.
 
-        It begins with the gradients of gate, up and their product (in a graph the product itself is
-        gone by then). It ends with the gradients of the block's weights, unless products add them
-        to the plane.
+        The pass begins with the gradients of gate, up and their product, three results inside the
+        feed-forward layer; in a graph the gradient of the product is gone by then. It ends with the
+        gradients of the block's weights, unless matrix products add them to the plane.
         """
         work = self.work
         recomputed = stored_numbers(work, "none") - stored_numbers(work, work.remat)
-        weights = sum(plane.numbers for plane in self.stages.middle) / self.blocks_per_stage
+        weights = sum(plane.parameters for plane in self.stages.middle) / self.blocks_per_stage
         gradient_bytes = 0 if work.fused else 4
         inner_gradients = 3 if work.compile == "none" else 2
         numbers = recomputed + inner_gradients * work.inner_numbers
@@ -507,35 +561,35 @@ class StreamWay:
         work = self.work
         is_eager = work.compile == "none"
         vocabulary = work.config.vocab_size
-        head = vocabulary * work.config.hidden_size
-        chunks = chunk_count(work.tokens, vocabulary, work.device_type)
-        # The bytes of a number of the head that is rounded to 16 bits; 0 in fp32.
+        head_numbers = vocabulary * work.config.hidden_size
+        logit_chunks = chunk_count(work.tokens, vocabulary, work.device_type)
+        # The bytes of a number of the head's weights, rounded to 16 bits; 0 in fp32, without rounding.
         rounded_bytes = work.number_bytes if work.number_bytes < 4 else 0
         gradient_bytes = 0 if work.fused else 4
-        # A chunk's logits become their gradient, next to the rounded head.
+        # The bytes of a chunk's logit and its gradient.
         if is_eager:
             logit_bytes = 8 + rounded_bytes
         else:
-            logit_bytes = work.number_bytes + (rounded_bytes or 4)
-        loss = work.tokens / chunks * vocabulary * logit_bytes
-        # The head's gradient adds up over chunks; that of one chunk follows its logits.
-        head_bytes = rounded_bytes + (4 if is_eager or chunks > 1 else gradient_bytes)
-        loss += head * head_bytes + 2 * work.input_bytes
-        return loss
+            logit_bytes = 2 * work.number_bytes
+        loss_bytes = work.tokens / logit_chunks * vocabulary * logit_bytes
+        # With several chunks the head's gradient adds up over them, in memory of its own.
+        head_gradient_bytes = 4 if is_eager or logit_chunks > 1 else gradient_bytes
+        head_bytes = rounded_bytes + head_gradient_bytes
+        loss_bytes += head_numbers * head_bytes + 2 * work.input_bytes
+        return loss_bytes
 
     @property
     def _max_boundaries(self) -> int:
-        """Return the largest number of boundaries on the device at once. Each micro-batch has its
-        own.
+        """Return the largest number of boundaries on the device at once, over all micro-batches.
 
-        If boundaries stay on the device, they are the inputs of all stages and one gradient. If
-        they are offloaded, they are those of the stage that is read, those of the stage that is
-        written, and INPUT_SETS sets of copies.
+        If boundaries stay on the device, they are the inputs of all stages but the first, and one
+        gradient. If they are offloaded, they are the inputs of the stage that computes, those of the
+        next stage, and INPUT_SETS sets that come back from the host.
         """
-        inner = self.stages.count - 1
+        stages_with_input = self.stages.count - 1
         if not self.offload:
-            return inner * self.work.micro_batches + 1
-        return (2 + min(INPUT_SETS, inner - 1)) * self.work.micro_batches
+            return stages_with_input * self.work.micro_batches + 1
+        return (2 + min(INPUT_SETS, stages_with_input - 1)) * self.work.micro_batches
 
     @property
     def offloaded_bytes(self) -> int:
@@ -546,9 +600,9 @@ class StreamWay:
 
     def first_resident(self, count: int) -> list[BufferNames]:
         """Return for each stage the names of its resident buffers, if the first `count` buffers of
-        `order` are resident.
+        `residency_order` are resident.
         """
-        buffers = list(itertools.chain.from_iterable(self.order))
+        buffers = list(itertools.chain.from_iterable(self.residency_order))
         names_of_stages: list[set[str]] = [set() for _ in range(self.stages.count)]
         for index, name in buffers[:count]:
             names_of_stages[index].add(name)
@@ -570,37 +624,39 @@ class StreamWay:
         return plane_bytes(
             self.stages,
             tuple(resident),
-            gradient=not self.gradients_stay_in_slots,
-            on_host=self.where == "host",
+            fetches_gradients=not self.gradients_stay_in_slots,
+            host_updates=self.where == "host",
         )
 
     def resident_within(self, limit: int, *, traced: bool = False) -> list[BufferNames]:
-        """Return for each stage the names of its resident buffers, if as many buffers of `order`
-        are resident as fit into `limit` bytes.
+        """Return for each stage the names of its resident buffers, if as many buffers of
+        `residency_order` are resident as fit into `limit` bytes.
 
         Args:
-            limit: the bytes.
+            limit: the bytes that may be taken on the device.
             traced: whether the bytes of passes are traced, or estimated with a margin.
         """
         passes = self.traced_pass_bytes if traced else self.pass_bytes
-        beside = passes["activations"] + passes["workspace"]
+        inexact_bytes = passes["activations"] + passes["workspace"]
         margin = 1.0 if traced else MARGIN
-        available = limit - int(margin * beside) - passes["boundaries"]
+        available = limit - int(margin * inexact_bytes) - passes["boundaries"]
 
         def fits(count: int) -> bool:
             return sum(self._plane_bytes(self.first_resident(count)).values()) <= available
 
-        # Within a group memory only grows with `count`, so the count is bisected. At a group's end
-        # slots may no longer be needed and memory falls, so all ends are tried.
-        ends = [0, *itertools.accumulate(len(group) for group in self.order)]
-        whole_groups = max((number for number, end in enumerate(ends) if fits(end)), default=0)
-        low = ends[whole_groups]
+        # Within a group, memory only grows with `count`, so the count is bisected. At the end of a
+        # group memory may fall, because slots may no longer be needed. So all ends are tried.
+        ends = [0, *itertools.accumulate(len(group) for group in self.residency_order)]
+        complete_groups = max((number for number, end in enumerate(ends) if fits(end)), default=0)
+        low = ends[complete_groups]
         if self.where == "host":
+            # Here a group is a stage, which is either resident or not.
             return self.first_resident(low)
-        high = ends[min(whole_groups + 1, len(ends) - 1)]
-        candidates = range(low + 1, high)
-        further = bisect_left(candidates, True, key=lambda count: not fits(count))
-        return self.first_resident(low + further)
+        # How many buffers of the next group are resident, too. All of them would not fit.
+        high = ends[min(complete_groups + 1, len(ends) - 1)]
+        counts = range(low + 1, high)
+        buffers_of_next_group = bisect_left(counts, True, key=lambda count: not fits(count))
+        return self.first_resident(low + buffers_of_next_group)
 
     def bytes_by_tier(self, resident: Sequence[BufferNames], *, traced: bool = False) -> Tiers:
         """Return the bytes by origin on the device, on the host and on disk; see `device_bytes`."""
@@ -619,9 +675,9 @@ class StreamWay:
                 tier = tiers["disk" if name in self.on_disk else "host"]
                 origin = ORIGIN.get(name, "moments")
                 tier[origin] = tier.get(origin, 0) + size
-        # The host gets the gradients of the planes that it updates, although it does not keep them.
+        # The gradients of planes that the host updates are copied to it, although they are not kept.
         if self.where == "host" and self.gradients_stay_in_slots:
-            gradients = turn_gradient_bytes(self.stages, resident)
+            gradients = shared_gradient_bytes(self.stages, resident)
             if gradients:
                 tiers["host"]["gradients"] = gradients
         if self.offload:

@@ -1,7 +1,7 @@
 """List what can be changed so that a training fits a device or is faster there, and what each
 change costs.
 
-Memory and time are estimated in closed form, as tracing each change would take a minute.
+Memory and time are estimated in closed form, because tracing each change would take a minute.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
 from monograph.optim.formats import FORMATS, narrower
 from monograph.planner.candidates import (
-    ByDtype,
+    ByPrecision,
     Candidate,
     PlanRequest,
     resident_ways,
@@ -28,22 +28,23 @@ from monograph.planner.defaults import Plan, budget
 from monograph.planner.streaming import HOST_SHARE, Limits, StreamCandidate, stream_candidates
 from monograph.report.quantities import binary
 
-# The share of a device's memory that an estimate may take, as it may be a few per cent too low.
+# The share of a device's memory that an estimate may take. The rest is for errors: an estimate may be a
+# few per cent too low.
 ESTIMATE_SHARE = 0.95
 MIN_LENGTH = 256  # tokens of a row
 HOSTS_GIB = 64, 128, 256, 512  # the memory of usual hosts
-# Smaller updates to try where a model is streamed. For all tokens of an update, the tensors that
-# pass from one group of blocks to the next are kept in memory.
+# Tokens of smaller updates that are tried for a streamed model. Streaming keeps the input of each group
+# of blocks for all tokens of an update.
 FEWER_TOKENS = 2**17, 2**14
 
 
 class Remedy(NamedTuple):
-    """A change, and what it gives.
+    """A change with which a training fits, or is faster.
 
     Attributes:
         arguments: what to add to the command line.
         cost: what it costs, in words, apart from time.
-        best: the fastest way with it.
+        best: the fastest way to train with the change.
     """
 
     arguments: str
@@ -91,7 +92,11 @@ MIN_SPEEDUP, MAX_MEMORY_SHARE = 1.05, 0.75
 
 
 def remedies_worth_showing(
-    plan: Plan, request: PlanRequest, peaks: ByDtype, choices: RemedyChoices, limits: Limits
+    plan: Plan,
+    request: PlanRequest,
+    peak_flops: ByPrecision,
+    choices: RemedyChoices,
+    limits: Limits,
 ) -> list[Remedy]:
     """Return the changes that are worth a line in a plan.
 
@@ -101,28 +106,32 @@ def remedies_worth_showing(
     Args:
         plan: the plan without changes.
         request: the training, and the choices that are open.
-        peaks: FLOP/s by precision.
+        peak_flops: FLOP/s by precision.
         choices: what may be changed.
         limits: the limits of streaming.
     """
     best = plan.chosen
     if best is None:
-        return [*fitting_remedies(request, plan.device, peaks, choices, limits)]
+        return [*fitting_remedies(request, plan.device, peak_flops, choices, limits)]
     if isinstance(best, StreamCandidate):
         choices = choices._replace(may_stream=False)
-        return [*fitting_remedies(request, plan.device, peaks, choices, limits)]
+        return [*fitting_remedies(request, plan.device, peak_flops, choices, limits)]
     # No adapters are offered, because the training of all weights fits already.
     narrower_numbers = _narrower_numbers(request, choices._replace(may_add_adapters=False))
     return [
         remedy
-        for remedy in _that_fit(narrower_numbers, plan.device, peaks)
+        for remedy in _remedies_that_fit(narrower_numbers, plan.device, peak_flops)
         if remedy.best.tokens_per_s >= MIN_SPEEDUP * best.tokens_per_s
         or remedy.best.peak_memory_bytes <= MAX_MEMORY_SHARE * best.peak_memory_bytes
     ]
 
 
 def fitting_remedies(
-    request: PlanRequest, device: Device, peaks: ByDtype, choices: RemedyChoices, limits: Limits
+    request: PlanRequest,
+    device: Device,
+    peak_flops: ByPrecision,
+    choices: RemedyChoices,
+    limits: Limits,
 ) -> Iterator[Remedy]:
     """Yield the changes with which the training fits: all narrower numbers, then the least change
     of each other kind.
@@ -130,11 +139,12 @@ def fitting_remedies(
     The arguments are those of `remedies_worth_showing`.
     """
     narrower_numbers = [*_narrower_numbers(request, choices)]
-    narrower_that_fit = [*_that_fit(narrower_numbers, device, peaks)]
+    narrower_that_fit = [*_remedies_that_fit(narrower_numbers, device, peak_flops)]
     yield from narrower_that_fit
-    yield from itertools.islice(_that_fit(_shorter(request), device, peaks), 1)
+    # Of each other kind, only the first change that fits is estimated and shown.
+    yield from itertools.islice(_remedies_that_fit(_shorter(request), device, peak_flops), 1)
     if choices.may_stream:
-        yield from itertools.islice(_streaming(request, device, peaks, limits), 1)
+        yield from itertools.islice(_streaming(request, device, peak_flops, limits), 1)
     smaller = (
         TrainingChange(
             arguments,
@@ -143,10 +153,10 @@ def fitting_remedies(
         )
         for arguments, shape in choices.smaller_shapes
     )
-    yield from itertools.islice(_that_fit(smaller, device, peaks), 1)
+    yield from itertools.islice(_remedies_that_fit(smaller, device, peak_flops), 1)
     if choices.may_change_card:
-        # On larger cards: the training itself, and each change with adapters that does not fit
-        # here: to add them, or to round the weights below them.
+        # On larger cards the training is tried unchanged, and with each change of adapters that does
+        # not fit this device: adding them, or rounding the frozen weights below them.
         fitting_here = [remedy.arguments for remedy in narrower_that_fit]
         too_large_here = [
             change for change in narrower_numbers if change.arguments not in fitting_here
@@ -158,17 +168,19 @@ def fitting_remedies(
         yield from _larger_cards([unchanged, *adapters_too_large_here], device)
 
 
-def _that_fit(
-    changes: Iterable[TrainingChange], device: Device, peaks: ByDtype
+def _remedies_that_fit(
+    changes: Iterable[TrainingChange], device: Device, peak_flops: ByPrecision
 ) -> Iterator[Remedy]:
     """Yield the changes with which the training fits the device."""
     for change in changes:
-        best = fastest_fitting(change.request, device, peaks)
+        best = fastest_fitting(change.request, device, peak_flops)
         if best is not None:
             yield Remedy(change.arguments, change.cost, best)
 
 
-def fastest_fitting(request: PlanRequest, device: Device, peaks: ByDtype) -> Candidate | None:
+def fastest_fitting(
+    request: PlanRequest, device: Device, peak_flops: ByPrecision
+) -> Candidate | None:
     """Return the fastest way that fits a device by the closed form; None if none does.
 
     Only ways with compiled graphs count.
@@ -180,7 +192,7 @@ def fastest_fitting(request: PlanRequest, device: Device, peaks: ByDtype) -> Can
             continue
         # Nothing is traced or measured for a changed training, so no estimate is corrected.
         candidates = way_candidates(
-            request, way, device, limit, correction=1.0, peaks=peaks, slowness={}
+            request, way, device, limit, correction=1.0, peak_flops=peak_flops, slowness={}
         )
         for candidate in candidates:
             if candidate.peak_memory_bytes <= limit:
@@ -260,22 +272,22 @@ def _shorter(request: PlanRequest) -> Iterator[TrainingChange]:
 
 
 def _streaming(
-    request: PlanRequest, device: Device, peaks: ByDtype, given_limits: Limits
+    request: PlanRequest, device: Device, peak_flops: ByPrecision, given_limits: Limits
 ) -> Iterator[Remedy]:
-    """Yield streaming from each usual host that has room, the smallest first; then the same with
-    smaller updates.
+    """Yield streaming from each usual host that has enough memory, the smallest host first; then the
+    same with smaller updates.
     """
     length = request.training.length
-    # Of the smaller numbers, those that are smaller here, and enough for one row.
+    # An update has at least one row.
     fewer_tokens = [
         tokens for tokens in FEWER_TOKENS if length <= tokens < request.tokens_per_update
     ]
     for tokens in (request.tokens_per_update, *fewer_tokens):
         arguments = "train.memory=stream"
-        further_cost = ""
+        cost_of_updates = ""
         if tokens != request.tokens_per_update:
             arguments += f" train.tokens_per_update={binary(tokens)}"
-            further_cost = ", small updates"
+            cost_of_updates = ", small updates"
         # To keep the search short, only compiled blocks are tried, and no recomputation within a
         # stage (a group of blocks). Between stages only their inputs are kept in any case.
         changed = replace(request, remats=("none",), scopes=("blocks",))
@@ -284,8 +296,8 @@ def _streaming(
             host_bytes = int(HOST_SHARE * gibibytes * 2**30)
             limits = replace(given_limits, host_bytes=host_bytes, disk_bytes=0)
             with suppress(OutOfDeviceMemory):
-                best = stream_candidates(changed, device, limits, peaks)[0]
-                yield Remedy(arguments, f"a host of {gibibytes} GiB{further_cost}", best)
+                best = stream_candidates(changed, device, limits, peak_flops)[0]
+                yield Remedy(arguments, f"a host of {gibibytes} GiB{cost_of_updates}", best)
 
 
 def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator[Remedy]:
@@ -296,7 +308,7 @@ def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator
     larger = [card for card in by_memory if card.memory_bytes > device.memory_bytes]
     short_names = {card.name: short_name for short_name, card in CARDS.items()}
     for change in changes:
-        # The precision is decided by now, so there is only one.
+        # By now the precision is decided, so there is only one.
         (precision,) = change.request.precisions
         for card in larger:
             if precision not in card.peak_flops:

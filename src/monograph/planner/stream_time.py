@@ -24,18 +24,18 @@ from monograph.stream.clock import Clock, Costs, Link, TimedPasses, UpdateTiming
 from monograph.stream.lanes import Lanes
 from monograph.stream.store import GRADIENT, WEIGHTS
 
-# The clock runs at most this many micro-batches. Of more, it runs several as one.
+# The clock runs at most this many micro-batches. If there are more, it runs several as one.
 MAX_CLOCK_MICRO_BATCHES = 16
 
 
 class StageSeconds(NamedTuple):
-    """The seconds of each stage in an update, over all micro-batches.
+    """The seconds of an update, by stage, over all micro-batches.
 
     Attributes:
-        forward: the forward pass.
-        backward: the recomputed forward pass and the backward pass.
-        device_update: updating weights on the device.
-        host_update: updating weights on the host.
+        forward: for each stage, seconds of the forward pass.
+        backward: for each stage, seconds of the recomputed forward pass and the backward pass.
+        device_update: for each stage, seconds of updating weights on the device.
+        host_update: for each stage, seconds of updating weights on the host.
     """
 
     forward: list[float]
@@ -52,14 +52,15 @@ class StageSeconds(NamedTuple):
         Afterwards the device updates its own planes of the next stage.
         """
         next_device_updates = [*self.device_update[1:], 0.0]
-        host_done = 0.0
-        device_done = self.device_update[0]
+        host_done_s = 0.0
+        device_done_s = self.device_update[0]
         for host_s, forward_s, next_device_s in zip(
             self.host_update, self.forward, next_device_updates, strict=True
         ):
-            host_done += host_s
-            device_done = max(device_done, host_done) + forward_s + next_device_s
-        return device_done - sum(self.forward) - sum(self.device_update)
+            host_done_s += host_s
+            device_done_s = max(device_done_s, host_done_s) + forward_s + next_device_s
+        # What remains without the device's own work is waiting.
+        return device_done_s - sum(self.forward) - sum(self.device_update)
 
     @property
     def wait_after_backward_s(self) -> float:
@@ -68,17 +69,18 @@ class StageSeconds(NamedTuple):
 
         A stage is updated when its gradient is complete, the last stage first.
         """
-        device_done = host_done = 0.0
+        device_done_s = host_done_s = 0.0
         stages = list(zip(self.backward, self.device_update, self.host_update, strict=True))
         for backward_s, device_s, host_s in reversed(stages):
-            device_done += backward_s
+            device_done_s += backward_s
             if host_s:
-                host_done = max(host_done, device_done) + host_s
-            device_done += device_s
-        # The next forward pass waits when it comes to the first stage that the host updates.
+                host_done_s = max(host_done_s, device_done_s) + host_s
+            device_done_s += device_s
+        # The next forward pass waits when it comes to the first stage that the host updates. This
+        # stage is the last one that the host has updated.
         first_on_host = next((index for index, host_s in enumerate(self.host_update) if host_s), 0)
         forward_before_s = sum(self.forward[:first_on_host])
-        return max(0.0, host_done - device_done - forward_before_s)
+        return max(0.0, host_done_s - device_done_s - forward_before_s)
 
 
 class _Phase(NamedTuple):
@@ -95,7 +97,7 @@ class _Phase(NamedTuple):
     out_bytes: int
 
     def joined(self, other: "_Phase") -> "_Phase":
-        """Return the phase of both works at the same time."""
+        """Return the phase in which the work of both phases is done."""
         return _Phase(
             self.compute_s + other.compute_s,
             self.in_bytes + other.in_bytes,
@@ -119,13 +121,13 @@ def stage_seconds(way: StreamWay, resident: Sequence[BufferNames], costs: Costs)
     micro_batches = way.work.micro_batches
     blocks = way.blocks_per_stage
     block_stages = stages.count - 2
-    numbers = [sum(plane.numbers for plane in planes) for planes in stages.planes]
-    host_numbers = [
-        sum(plane.numbers for plane in way.planes_updated_on_host(index, resident))
+    parameters = [sum(plane.parameters for plane in planes) for planes in stages.planes]
+    host_parameters = [
+        sum(plane.parameters for plane in way.planes_updated_on_host(index, resident))
         for index in range(stages.count)
     ]
     return StageSeconds(
-        # The last stage runs forward only with the backward pass: `loss_s` holds both.
+        # The last stage runs forward only together with its backward pass: `loss_s` is for both.
         forward=[
             micro_batches * costs.first_s,
             *[micro_batches * blocks * costs.forward_s] * block_stages,
@@ -137,10 +139,10 @@ def stage_seconds(way: StreamWay, resident: Sequence[BufferNames], costs: Costs)
             micro_batches * costs.loss_s,
         ],
         device_update=[
-            costs.weight_update_s * (all_numbers - on_host)
-            for all_numbers, on_host in zip(numbers, host_numbers, strict=True)
+            costs.weight_update_s * (of_stage - on_host)
+            for of_stage, on_host in zip(parameters, host_parameters, strict=True)
         ],
-        host_update=[costs.host_weight_update_s * on_host for on_host in host_numbers],
+        host_update=[costs.host_weight_update_s * on_host for on_host in host_parameters],
     )
 
 
@@ -178,6 +180,8 @@ def closed_form_seconds(
     backward_s = sum(seconds.backward)
     update_s = sum(seconds.device_update)
 
+    # All of these are bytes that are not resident. The update on the device copies all buffers but
+    # gradients in both directions.
     host_weights = off_device_bytes([WEIGHTS], host_updated=True)
     weights = off_device_bytes([WEIGHTS], host_updated=False) + host_weights
     gradients = off_device_bytes([GRADIENT], host_updated=False)
@@ -229,12 +233,14 @@ def clock_timing(work: Work, placement: Placement, costs: Costs, link: Link) -> 
     with META:
         model = Llama(work.config)
     clock = Clock(link)
-    clock_batches = min(work.micro_batches, MAX_CLOCK_MICRO_BATCHES)
-    batches_as_one = work.micro_batches / clock_batches
-    clock_costs = {}
-    for name, seconds in costs._asdict().items():
-        # The costs of updating a number do not depend on micro-batches.
-        clock_costs[name] = seconds * (1 if name.endswith("weight_update_s") else batches_as_one)
+    clock_micro_batches = min(work.micro_batches, MAX_CLOCK_MICRO_BATCHES)
+    # How many micro-batches the clock runs as one.
+    batches_as_one = work.micro_batches / clock_micro_batches
+    clock_costs = costs._asdict()
+    for name in clock_costs:
+        # The costs of updating a weight do not depend on micro-batches.
+        if not name.endswith("weight_update_s"):
+            clock_costs[name] *= batches_as_one
     state = torch.empty(
         math.ceil(work.tokens * batches_as_one),
         work.config.hidden_size,
@@ -250,4 +256,4 @@ def clock_timing(work: Work, placement: Placement, costs: Costs, link: Link) -> 
         passes=partial(TimedPasses, clock=clock, costs=Costs(**clock_costs), state=state),
         placement=replace(placement, device=META),
     )
-    return time_update(engine, clock, clock_batches)
+    return time_update(engine, clock, clock_micro_batches)

@@ -1,8 +1,9 @@
 """Search the ways to stream a model, given the memory of device and host, a disk, and the rates of
 copies.
 
-A streamed model's weights live on the host and come to the device in stages. The words are those of
-`planner.placement_bytes`, which counts bytes; `planner.stream_time` predicts times.
+A streamed model's weights live on the host and come to the device in stages. The words (stage, slot,
+resident, boundary) are those of `planner.placement_bytes`, which counts bytes. `planner.stream_time`
+predicts times: in closed form for all ways, and by a clock, which simulates the engine, for a few.
 """
 
 import itertools
@@ -12,13 +13,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
 from monograph.optim import formats
-from monograph.planner.candidates import ByDtype, Candidate, PlanRequest, Way, slower_text, speed
+from monograph.planner.candidates import (
+    ByPrecision,
+    Candidate,
+    PlanRequest,
+    Way,
+    slower_text,
+    speed,
+)
 from monograph.planner.placement_bytes import BufferNames, Stages, StreamWay, Tiers, stages_of
 from monograph.planner.stream_time import clock_timing, closed_form_seconds
 from monograph.predict import roofline
@@ -85,12 +94,14 @@ class Limits:
         )
 
 
-BLOCKS_PER_STAGE = 1, 2, 4  # the numbers that are tried
+BLOCKS_PER_STAGE = 1, 2, 4  # the numbers of blocks in a stage that are tried
 # The clock times this many distinct candidates that update on the device, and as many that update
 # on the host.
 MAX_TIMED = 3
-MOST_TRACES = 4  # of the best candidates, until one fits
-# The clock's lanes in words. A lane is what does one thing at a time: the device, a link and so on.
+# The best candidates are traced one after another until one fits, but at most this many.
+MAX_TRACES = 4
+# The clock's lanes in words. A lane is something that does one thing at a time: the device, a link in
+# one direction, the host, the disk.
 LANES = {
     "compute": "computing",
     "in": "link to the device",
@@ -98,6 +109,10 @@ LANES = {
     "host": "host",
     "disk": "disk",
 }
+
+
+# The origins of planes' bytes.
+_PLANE_ORIGINS = ("weights", "gradients", "moments")
 
 
 @dataclass(frozen=True)
@@ -131,14 +146,11 @@ class StreamCandidate(Candidate):
         return plane_bytes["device"] / max(1, sum(plane_bytes.values()))
 
 
-_PLANE_ORIGINS = ("weights", "gradients", "moments")
-
-
 def stream_candidates(
-    request: PlanRequest, device: Device, limits: Limits, peak_flops: ByDtype
+    request: PlanRequest, device: Device, limits: Limits, peak_flops: ByPrecision
 ) -> list[StreamCandidate]:
-    """Return the ways to stream that fit, best first. All but the first say why they were not
-    chosen.
+    """Return the ways to stream that fit, best first. All but the first have a reason why they were
+    not chosen (`why`).
 
     Args:
         request: the training, and the choices that are open.
@@ -156,26 +168,27 @@ def stream_candidates(
     candidates = [
         _candidate(way, resident, device, limits, peak_flops) for way, resident in fitting
     ]
+    # The way of each candidate, which `_with_trace` needs again.
+    way_of = {(way.work, way.placement(resident)): way for way, resident in fitting}
     candidates.sort(key=lambda candidate: (candidate.update_s, candidate.peak_memory_bytes))
     distinct = _distinct(candidates)
-    timed = Counter[Where]()
+    timed_count = Counter[Where]()
     for index, candidate in enumerate(distinct):
         where = candidate.placement.where
-        if timed[where] < MAX_TIMED:
-            timed[where] += 1
+        if timed_count[where] < MAX_TIMED:
+            timed_count[where] += 1
             distinct[index] = _time_by_clock(candidate, device, limits, peak_flops)
-    # Candidates that the clock has timed come first (False sorts before True). The times of the
-    # others cannot be compared with theirs, as the closed form is never longer than the clock.
+    # Candidates that the clock has timed come first; only they have a bottleneck. The other times
+    # cannot be compared with theirs, because the closed form never gives more time than the clock.
     ranked = sorted(
         distinct, key=lambda candidate: (candidate.bottleneck is None, candidate.update_s)
     )
-    ways = {(way.work, way.placement(resident)): way for way, resident in fitting}
     too_large: list[StreamCandidate] = []
-    for place, candidate in enumerate(ranked[:MOST_TRACES]):
-        best = _with_trace(ways[candidate.work, candidate.placement], candidate, limits)
+    for rank, candidate in enumerate(ranked[:MAX_TRACES]):
+        best = _with_trace(way_of[candidate.work, candidate.placement], candidate, limits)
         if best:
-            others = [*ranked[place + 1 :], *too_large]
-            return [best, *(replace(each, why=each.why or _why(each, best)) for each in others)]
+            slower = [replace(each, why=_why(each, best)) for each in ranked[rank + 1 :]]
+            return [best, *slower, *too_large]
         too_large.append(replace(candidate, why="too large by its trace"))
     raise OutOfDeviceMemory(_refusal(request, device, limits))
 
@@ -183,8 +196,9 @@ def stream_candidates(
 def _with_trace(
     way: StreamWay, candidate: StreamCandidate, limits: Limits
 ) -> StreamCandidate | None:
-    """Return the candidate with the traced bytes of its passes, and with fewer resident buffers if
-    these need more than was estimated; None if it does not fit.
+    """Return the candidate with the traced bytes of its passes; None if it does not fit.
+
+    If the passes need more bytes than was estimated, fewer buffers are resident.
     """
     resident = _resident_of(way, candidate.placement)
     tiers = way.bytes_by_tier(resident, traced=True)
@@ -213,63 +227,77 @@ def _resident_of(way: StreamWay, placement: Placement) -> list[BufferNames]:
 
 # ── the search ──────────────────────────────────────────────────────────────────────────────────
 
-# Ways, each with the names of each stage's buffers that stay on the device.
-FittingWays = list[tuple[StreamWay, list[BufferNames]]]
+
+class FittingWay(NamedTuple):
+    """A way to stream that fits the limits.
+
+    Attributes:
+        way: the way.
+        resident: for each stage, the names of its buffers that stay on the device.
+    """
+
+    way: StreamWay
+    resident: list[BufferNames]
 
 
-def _fitting_ways(request: PlanRequest, device: Device, limits: Limits) -> FittingWays:
+def _fitting_ways(request: PlanRequest, device: Device, limits: Limits) -> list[FittingWay]:
     """Return all ways that fit. Moments lie in files only if nothing fits otherwise."""
     all_ways = list(stream_ways(request, device))
     fitting = _select_fitting(all_ways, limits)
+    if fitting or not limits.disk_bytes:
+        return fitting
     for files_first in (True, False):
-        if fitting or not limits.disk_bytes:
-            break
-        in_files = [
+        with_files = [
             replace(way, on_disk=_moments(way.stages), files_first=files_first) for way in all_ways
         ]
-        fitting = _select_fitting(in_files, limits)
+        fitting = _select_fitting(with_files, limits)
+        if fitting:
+            break
     return fitting
 
 
-def _select_fitting(ways: Sequence[StreamWay], limits: Limits) -> FittingWays:
+def _select_fitting(ways: Sequence[StreamWay], limits: Limits) -> list[FittingWay]:
+    """Return the ways that fit, with as many resident buffers as the device has room for."""
     fitting = []
     for way in ways:
         if limits.shared:
-            # Device and host share one memory, so nothing is gained by keeping a buffer resident.
+            # Device and host share one memory, so a resident buffer would save nothing.
             resident = way.first_resident(0)
         else:
             resident = way.resident_within(limits.device_bytes)
         if not _exceeded_tiers(way.bytes_by_tier(resident), limits):
-            fitting.append((way, resident))
+            fitting.append(FittingWay(way, resident))
     return fitting
 
 
 def stream_ways(request: PlanRequest, device: Device) -> Iterator[StreamWay]:
-    """Yield all ways to stream. Weights are updated in the backward pass only without clipping, as
-    the norm is not known before all gradients are.
+    """Yield all ways to stream.
+
+    Weights are updated in the backward pass only if gradients are not clipped, because their norm is
+    not known before all gradients are.
     """
     training = request.training
     # An engine that streams never holds the whole step, so it compiles blocks. It offloads the
     # inputs of stages itself (`StreamWay.offload`).
     scope: Compile = "none" if request.scopes == ("none",) else "blocks"
     remats = [remat for remat in request.remats if remat != "offload"] or ["none"]
-    times: list[When] = ["next forward", "sweep"]
+    update_times: list[When] = ["next forward", "sweep"]
     if training.clip is None:
-        times.append("backward")
-    updates: list[tuple[When, Where]] = [(when, "device") for when in times]
-    # The host updates only if nothing but its memory's speed limits it: in compiled code, with
-    # exact moments, element by element. On the host a sweep equals "next forward".
+        update_times.append("backward")
+    times_and_places: list[tuple[When, Where]] = [(when, "device") for when in update_times]
+    # The host updates weights only if nothing but the speed of its memory limits the update: in
+    # compiled code, with exact moments, element by element. On the host a sweep equals "next forward".
     is_compiled = scope != "none" and compiler_obstacle() is None
     has_exact_moments = formats.FORMATS[training.optim.state].exact
     is_elementwise = not training.optim.updates_matrices
     if device.type != "cpu" and is_compiled and has_exact_moments and is_elementwise:
-        updates += [(when, "host") for when in times if when != "sweep"]
+        times_and_places += [(when, "host") for when in update_times if when != "sweep"]
     for precision, blocks_per_stage in itertools.product(request.precisions, BLOCKS_PER_STAGE):
         if training.config.num_hidden_layers % blocks_per_stage:
             continue
         stages = stages_of(training.config, training.optim, precision, blocks_per_stage)
         for rows, remat, (when, where), offload in itertools.product(
-            request.micro_batches, remats, updates, (False, True)
+            request.micro_batches, remats, times_and_places, (False, True)
         ):
             yield StreamWay(
                 work=request.work(Way(precision, scope, remat), rows, device),
@@ -282,6 +310,7 @@ def stream_ways(request: PlanRequest, device: Device) -> Iterator[StreamWay]:
 
 
 def _moments(stages: Stages) -> BufferNames:
+    """Return the names of the optimizer's buffers."""
     return frozenset(stages.buffer_names) - {WEIGHTS, REST, GRADIENT}
 
 
@@ -306,7 +335,7 @@ def _candidate(
     resident: Sequence[BufferNames],
     device: Device,
     limits: Limits,
-    peak_flops: ByDtype,
+    peak_flops: ByPrecision,
 ) -> StreamCandidate:
     """Return the candidate of a way, with its time in closed form."""
     tiers = way.bytes_by_tier(resident)
@@ -327,7 +356,7 @@ def _candidate(
 
 
 def _time_by_clock(
-    candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: ByDtype
+    candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: ByPrecision
 ) -> StreamCandidate:
     """Return the candidate with its time by the clock."""
     work = candidate.work
@@ -365,6 +394,7 @@ def _distinct(candidates: Sequence[StreamCandidate]) -> list[StreamCandidate]:
 
 
 def _why(candidate: StreamCandidate, best: StreamCandidate) -> str:
+    """Return why a candidate that may fit was not chosen."""
     ratio = candidate.update_s / best.update_s
     if ratio < 1.005 and not candidate.bottleneck:
         return "no faster than others by the closed form"
@@ -439,6 +469,7 @@ def _remedy(request: PlanRequest, device: Device, limits: Limits) -> str:
     """
     state = request.training.optim.state
     narrower_states = formats.narrower(state)
+    # A quarter of the rows, then a single one.
     fewer_rows = sorted({max(1, request.rows // 4), 1} - {request.rows}, reverse=True)
     # The changes to try: all narrower states with the given rows, then fewer rows with all states.
     changes = [(request.rows, narrower) for narrower in narrower_states]

@@ -1,8 +1,8 @@
-"""Keep traces of steps in the cache folder, since plans and runs plan the same step many times.
+"""Keep traces of steps in the cache folder, because the same step is planned many times.
 
-A trace is the predicted memory of a step (`predict.footprint`), or of a streamed model's passes
-(`predict.stage_footprint`). It depends on the step, on torch and on this package's code, whose
-files are recognized by their sizes and times.
+A trace is the predicted memory of a step (`predict.footprint`), or of a streamed model's passes and
+updates (`predict.stage_footprint`). It depends on the step, on torch and on this package's code. A
+change of the code is recognised by the sizes and modification times of its files.
 """
 
 import json
@@ -23,7 +23,7 @@ from monograph.storage.cache_dir import cache_root, key_digest
 from monograph.storage.reading import contents, parse_json
 
 MAX_TRACES = 512  # the newest ones are kept, of about 150 bytes each
-# The bytes of each of ORIGINS, or of each part of a StageFootprint; then a seal.
+# A trace in the file: the bytes of each of ORIGINS, or each field of a StageFootprint; then a checksum.
 Trace = list[Any]
 
 
@@ -36,19 +36,20 @@ def traced_bytes(work: Work) -> Mapping[str, int]:
 
 
 def traced_stage(work: Work, blocks_per_stage: int) -> StageFootprint:
-    """Return the same of a streamed model's passes, which are those of stages."""
+    """Return the bytes that the passes and updates of a streamed model take, from the cache folder or
+    by a new trace, which is then kept there.
+    """
     subject = work, blocks_per_stage
-    return StageFootprint(
-        *_kept_sizes(subject, lambda: list(stage_footprint(work, blocks_per_stage)))
-    )
+    sizes = _kept_sizes(subject, lambda: list(stage_footprint(work, blocks_per_stage)))
+    return StageFootprint(*sizes)
 
 
 def _kept_sizes(subject: object, trace_anew: Callable[[], list[int]]) -> Sequence[int]:
-    """Return the bytes of a trace without its seal.
+    """Return the bytes of a trace, without its checksum.
 
     Args:
-        subject: what is traced; its text is a part of the key.
-        trace_anew: returns the bytes if the cache folder does not have them.
+        subject: what is traced; its `repr` is a part of the key.
+        trace_anew: traces and returns the bytes; it is called if the cache folder does not have them.
     """
     path = cache_root()[0] / "traces.json"
     key = key_digest(repr((subject, torch.__version__, _code_state())))
@@ -56,8 +57,8 @@ def _kept_sizes(subject: object, trace_anew: Callable[[], list[int]]) -> Sequenc
     if known_trace:
         return known_trace[:-1]
     sizes = trace_anew()
-    trace = [*sizes, _seal(key, sizes)]
-    # The file is read again, as another process may have added traces during this one.
+    trace = [*sizes, _checksum(key, sizes)]
+    # The file is read again, because another process may have added traces in the meantime.
     traces = {**_read_traces(path), key: trace}
     newest = dict(list(traces.items())[-MAX_TRACES:])
     # If the file cannot be written, the next plan traces again.
@@ -69,8 +70,8 @@ def _kept_sizes(subject: object, trace_anew: Callable[[], list[int]]) -> Sequenc
     return sizes
 
 
-def _seal(key: str, sizes: list[int]) -> str:
-    """Return a checksum, which tells a damaged trace."""
+def _checksum(key: str, sizes: list[int]) -> str:
+    """Return a checksum, by which a damaged trace is recognised."""
     return key_digest(f"{key} {sizes}")[:16]
 
 
@@ -79,18 +80,16 @@ def _read_traces(path: Path) -> dict[str, Trace]:
     with suppress(OSError, ValueError, RecursionError, InputRefused, Unreadable):
         traces = parse_json(contents(path) or b"")
         if isinstance(traces, dict):
-            return {key: trace for key, trace in traces.items() if _is_sound(key, trace)}
+            return {key: trace for key, trace in traces.items() if _is_undamaged(key, trace)}
     return {}
 
 
-def _is_sound(key: str, trace: object) -> bool:
-    if not isinstance(trace, list) or len(trace) - 1 not in (
-        len(ORIGINS),
-        len(StageFootprint._fields),
-    ):
+def _is_undamaged(key: str, trace: object) -> bool:
+    lengths = (len(ORIGINS), len(StageFootprint._fields))
+    if not isinstance(trace, list) or len(trace) - 1 not in lengths:
         return False
-    *sizes, seal = trace
-    return all(type(size) is int for size in sizes) and seal == _seal(key, sizes)
+    *sizes, checksum = trace
+    return all(type(size) is int for size in sizes) and checksum == _checksum(key, sizes)
 
 
 @cache

@@ -1,7 +1,7 @@
 """Estimate the peak memory of a training step in closed form.
 
 The estimate takes microseconds, so that a search can compare many candidates. `footprint` traces
-the chosen one.
+the chosen one. A number here is an element of a tensor.
 
     peak = static + max(stored + head,  stored + block,  returned gradients,  update)
 
@@ -9,24 +9,26 @@ static      For each of the P trained parameters: its weight, 4 bytes of its gra
             state. If products add gradients to the planes (`Work.fused`) and nothing is recomputed:
             2 bytes more, of the weight rounded to 16 bits. With adapters P counts the adapters'
             parameters, and the bytes of the frozen base are added.
-stored      What the backward pass reads: numbers per token and layer (`stored_numbers`) of all
-            layers. A block that is captured in a low precision and recomputes nothing also keeps
-            its weights, rounded.
-head        The gradient of the hidden states, and one of these cases:
-            - products add gradients: the larger of a chunk's logits with their gradient, and one of
-              these two with the head's gradient; in a captured step the latter, since the gradient
-              replaces the logits;
-            - a captured loss of a frozen head on a CPU: a chunk's logits in fp32, over which their
-              gradient is written;
-            - otherwise: the larger of the head's gradient twice, and the sum of a chunk's logits,
-              their gradient, the head's gradient and the head's rounded weights (in fp32 a chunk's
-              product instead of these). A captured step on a GPU has the logits or their gradient.
+stored      What the forward pass keeps for the backward pass: numbers per token and layer
+            (`stored_numbers`) of all layers. A block that is captured in a low precision and
+            recomputes nothing also keeps its weights, rounded.
+head        The loss, which computes logits in chunks of tokens. It takes the gradient of the hidden
+            states, and one of these:
+            - If products add gradients: the logits of a chunk and the gradient of the head. An eager
+              step has the gradient of these logits at the same time as the logits, before it has that
+              of the head; the larger sum counts.
+            - In a captured loss of a frozen head on a CPU: a chunk's logits in fp32, over which their
+              gradient is written.
+            - Otherwise the larger of two sums: the head's gradient twice; or a chunk's logits, their
+              gradient, the head's gradient, and the head's rounded weights (in fp32 a chunk's product
+              instead of these). A captured step on a GPU does not have both the logits and their
+              gradient.
 block       What one block recomputes, which is all that it does not store, and the gradients of its
             numbers.
 returned gradients
             The new gradients that a graph returns.
-update      An update's intermediates: of the largest plane if the update is eager, of Muon's planes
-            if it is captured.
+update      The intermediate values of an update: of the largest plane if the update is eager, of
+            Muon's planes if it is captured.
 """
 
 import functools
@@ -57,23 +59,26 @@ from monograph.ops.cross_entropy import chunk_count
 from monograph.optim.formats import FORMATS
 from monograph.predict.footprint import INPUTS_ON_DEVICE, Work, layer_period
 
-FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # bytes per number of a frozen linear layer
+# Bytes per number of a frozen linear layer, scales included.
+FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}
 # Memory of an attention score, in bf16 numbers: its probability in fp32 (2) and in bf16 (1).
 SCORE_NUMBERS = 3
-# Bytes per number that an eager update without master weights takes more, as it rounds the weights.
+# The additional bytes per number of an eager update without master weights, because it rounds weights.
 ROUNDED_WEIGHTS_BYTES = 4
-# Numbers of the compute dtype alive in a captured Muon update for each number of its largest plane.
+# How many numbers of the compute dtype are alive for each number of Muon's largest plane, while a
+# captured update orthogonalises it.
 ORTHOGONAL_NUMBERS = 3
 
 
 def spared_bytes(
     parameters: int, parallel: str, ranks: int, base: tuple[str, str] | None = None
 ) -> int:
-    """Return how many bytes fewer a rank holds than one device; negative if it holds more.
+    """Return how many bytes a rank saves compared with training on one device; negative if it needs
+    more.
 
     With ddp a rank holds a second copy of the gradients. With fsdp and hsdp it holds 1 / ranks of
-    the weights, and if they are trained, of gradients and moments. Two whole blocks, which a rank
-    gathers with fsdp, are not counted.
+    the weights, and if they are trained, of gradients and moments. The two blocks whose complete
+    weights a rank gathers with fsdp are not counted.
 
     Args:
         parameters: the number of the model's parameters.
@@ -110,13 +115,13 @@ def stored_numbers(work: Work, remat: str | float) -> float:
 
     A mixture's d_ff is that of all experts of a token together, and `Work.routed_numbers` are
     added. Where attention is computed by matrix products (`monograph.ops.attention`), its
-    probabilities are added in fp32 and in bf16. For a hybrid, some of whose blocks have another
-    mixer than attention, the result is the mean over blocks, and a policy keeps as large a share with
-    that mixer as with attention (`Mixer.kept_numbers`).
+    probabilities are added in fp32 and in bf16. In a hybrid, some blocks have another mixer than
+    attention (`Mixer.kept_numbers`). Then the result is the mean over blocks. The share that `remat`
+    keeps of a block with attention is assumed to be kept of the other blocks, too.
 
     Args:
-        work: the step. Its own recomputation is not read.
-        remat: the recomputation, as in `Work.remat`.
+        work: the step.
+        remat: the recomputation, as in `Work.remat`, which is not read: callers compare several.
     """
     config = work.config
     layers = config.num_hidden_layers
@@ -128,6 +133,7 @@ def stored_numbers(work: Work, remat: str | float) -> float:
         mixer: mixer.kept_numbers(config, captured=captured, in_fp32=in_fp32)
         for mixer in blocks_by_mixer
     }
+    # None stands for attention, whose share is `numbers`.
     if remat in ("full", "offload") or set(kept_by_mixer.values()) == {None}:
         return numbers
     share = numbers / _attention_block_numbers(work, "none")
@@ -143,7 +149,7 @@ def stored_numbers(work: Work, remat: str | float) -> float:
 
 
 def _attention_block_numbers(work: Work, remat: str | float) -> float:
-    """Return the numbers that a block with attention keeps."""
+    """Return how many numbers per token a block with attention keeps, see `stored_numbers`."""
     width, query, key_value = _widths(work.config)
     if work.repeats_heads:
         key_value = query
@@ -180,15 +186,18 @@ def score_numbers(work: Work) -> int:
     """Return how many attention scores per token of a block are in memory; 0 if a fused kernel
     computes attention.
 
-    Queries are computed in blocks, and a block of queries reads the keys up to its own end.
+    Attention is computed for one block of queries after another. Each reads the keys up to its own end.
     """
-    in_products = work.device_type == "cpu" and work.compile != "none" and work.precision == "bf16"
-    if not in_products or work.length > MAX_KEYS_IN_BLOCKS:
-        return 0
-    blocks = math.ceil(work.length / BLOCK_QUERIES)
-    mean_keys = (
-        sum(min(work.length, (block + 1) * BLOCK_QUERIES) for block in range(blocks)) / blocks
+    uses_products = (
+        work.device_type == "cpu" and work.compile != "none" and work.precision == "bf16"
     )
+    if not uses_products or work.length > MAX_KEYS_IN_BLOCKS:
+        return 0
+    block_ends = [
+        min(work.length, (block + 1) * BLOCK_QUERIES)
+        for block in range(math.ceil(work.length / BLOCK_QUERIES))
+    ]
+    mean_keys = sum(block_ends) / len(block_ends)
     return int(work.config.num_attention_heads * mean_keys)
 
 
@@ -202,16 +211,18 @@ def recomputed_flops(work: Work) -> tuple[int, int]:
     if work.remat not in ("full", "offload"):
         kept = _kept_products(work, work.remat).selection
     recomputed = [product for product in _products(work) if product.name not in kept]
-    # A block that is recomputed as a whole also recomputes its last product (down), whose result
-    # nothing reads.
-    last = 2 * work.config.hidden_size * work.inner_numbers if not kept else 0
-    attention = sum(
+    attention_flops = sum(
         product.flops for product in recomputed if product.name in (_SCORES, _ATTENTION)
     )
-    return sum(product.flops for product in recomputed) - attention + last, attention
+    linear_flops = sum(product.flops for product in recomputed) - attention_flops
+    if not kept:
+        # A block that is recomputed as a whole also recomputes its last product (down), although
+        # nothing reads the result. This product is not among `_products`.
+        linear_flops += 2 * work.config.hidden_size * work.inner_numbers
+    return linear_flops, attention_flops
 
 
-# The names of attention's products among `_products`.
+# The names of attention's products among `_products`; the number says that it is the first call.
 _SCORES, _ATTENTION = ("scores", 0), ("attention", 0)
 
 
@@ -222,10 +233,10 @@ def _widths(config: LlamaConfig) -> tuple[int, int, int]:
 
 
 def _products(work: Work) -> tuple[Product, ...]:
-    """Return a block's products, per token, except the last, whose result the backward pass does
-    not read.
+    """Return the matrix products of a block, per token, except the last one (down), whose result the
+    backward pass does not read.
 
-    `stored_bytes` of a `Product` holds numbers here.
+    The field `stored_bytes` of a `Product` has the numbers of its result here, not bytes.
     """
     width, query, key_value = _widths(work.config)
     inner = work.inner_numbers
@@ -242,8 +253,8 @@ def _products(work: Work) -> tuple[Product, ...]:
         Product((name, 0), results * result_width, 2 * width * result_width)
         for name, result_width in result_widths.items()
     ]
-    # FLOPs of the scores, and as many of mixing the values: 2 per pair and number, for the half of
-    # the pairs that causal attention sees.
+    # Scores and mixing of the values each take half of attention's FLOPs. Each takes 2 FLOPs for a pair
+    # of tokens and a number of the query, and causal attention sees half of the pairs.
     half_flops = query * work.length
     scores = score_numbers(work)
     if scores:
@@ -257,26 +268,31 @@ def _products(work: Work) -> tuple[Product, ...]:
 def _kept_products(work: Work, remat: str | float) -> Choice:
     """Return which products a block keeps with remat "pointwise" or a share.
 
-    `stored_bytes` of the `Choice` holds numbers per token here.
+    The field `stored_bytes` of the `Choice` has numbers per token here, not bytes.
     """
-    # The choices of products on the best trade-off of memory and recomputation, smallest first.
-    curve = Recording(0, 0, 0, _products(work)).choices()
+    # For less and less recomputation, the choice of products that takes the least memory. The first
+    # choice keeps least, the last one keeps all products.
+    recording = Recording(input_bytes=0, stored_bytes=0, rest_flops=0, products=_products(work))
+    choices = recording.choices()
     if remat == "pointwise":
-        return curve[-1]
-    beyond_input = (
+        return choices[-1]
+    numbers_beyond_input = (
         _attention_block_numbers(work, "none")
         - work.config.hidden_size
         + _rounded_numbers(work) / work.tokens
     )
-    return cheapest_within(curve, int(float(remat) * beyond_input)) or curve[0]
+    max_numbers = int(float(remat) * numbers_beyond_input)
+    return cheapest_within(choices, max_numbers) or choices[0]
 
 
 def _rounded_numbers(work: Work) -> int:
-    """Return how many numbers of a captured block's weights are kept rounded."""
-    has_compute_dtype = work.precision == "fp32" or not work.optim.master_weights
-    # With adapters, frozen weights are not rounded again. If products add gradients (`fused`), all
-    # rounded weights are part of `static`.
-    if work.compile == "none" or has_compute_dtype or work.lora or work.fused:
+    """Return how many numbers of a block's weights the forward pass keeps rounded to the compute
+    dtype, beside the weights themselves.
+    """
+    already_in_compute_dtype = work.precision == "fp32" or not work.optim.master_weights
+    # Only captured blocks keep them. With adapters, frozen weights are not rounded again. If products
+    # add gradients (`fused`), all rounded weights are part of `static`.
+    if work.compile == "none" or already_in_compute_dtype or work.lora or work.fused:
         return 0
     layers = range(work.config.num_hidden_layers)
     return max(_count_numbers(block_matrix_shapes(work.config, layer)) for layer in layers)
@@ -302,7 +318,7 @@ def _adapted_sizes(config: LlamaConfig, lora: Lora, precision: str) -> _AdaptedS
     """Return the sizes of a model with adapters.
 
     If all periods of blocks (see `layer_period`) get the same adapters, two shallow models are
-    built instead of the whole one. Their difference is what a further period adds.
+    built instead of the whole one. The difference of their sizes is what each period adds.
     """
     layers = config.num_hidden_layers
     period = layer_period(config)
@@ -326,14 +342,17 @@ def _count_sizes(config: LlamaConfig, lora: Lora, precision: str) -> _AdaptedSiz
     with torch.device("meta"):
         model = Llama(config)
         install_adapters(model, lora, precision=Precision(precision))
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     frozen = [tensor for tensor in model.parameters() if not tensor.requires_grad]
     feed_forward = feed_forward_of_family(config)
 
     def active_share(name: str, tensor: Tensor) -> float:
+        """Return the share of a parameter that one token is multiplied with."""
         if tensor.ndim < 3:
             return 1
-        # A parameter with three dimensions holds several matrices.
+        # A parameter with three dimensions has the matrices of several experts.
         return feed_forward.active_matrices(config, name, len(tensor)) / len(tensor)
 
     multiplied = sum(
@@ -353,9 +372,11 @@ def trained_numbers(config: LlamaConfig, lora: Lora | None, precision: str) -> i
     return config.parameter_count()
 
 
-def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, gathers_bf16: bool) -> int:
-    """Return the bytes of the whole copy of a sharded model from which answers are sampled; see
-    `Parameters.gathered`.
+def gathered_copy_bytes(
+    config: LlamaConfig, lora: Lora | None, precision: str, gathers_bf16: bool
+) -> int:
+    """Return the bytes of the complete copy that each rank makes of a sharded model, to sample answers
+    from it; see `Parameters.gathered`.
 
     Args:
         config: the model's shape.
@@ -366,6 +387,7 @@ def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, gathers
     if lora:
         sizes = _adapted_sizes(config, lora, precision)
         return sizes.base_bytes + 4 * sizes.adapters
+    narrow: int  # how many numbers are in 16 bits
     if precision == "fp32":
         narrow = 0
     elif gathers_bf16:
@@ -378,16 +400,16 @@ def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, gathers
     return 4 * config.parameter_count() - 2 * narrow
 
 
-def trained_adapters(work: Work) -> int:
-    """Return the adapters' parameters that a token is multiplied with; 0 if the model itself is
-    trained.
+def active_adapter_parameters(work: Work) -> int:
+    """Return how many of the adapters' parameters one token is multiplied with; 0 if the model itself
+    is trained.
     """
     if not work.lora:
         return 0
     return round(_adapted_sizes(work.config, work.lora, work.precision).multiplied)
 
 
-def dense_bytes(work: Work) -> float:
+def dequantising_bytes(work: Work) -> float:
     """Return the bytes that one pass over all blocks reads and writes to dequantise linear weights;
     0 if no weights are quantised.
     """
@@ -443,8 +465,8 @@ def estimate_bytes(work: Work) -> int:
     else:
         stored = config.num_hidden_layers * kept_numbers * number_bytes
 
-    # block: all its values, once as values and once as gradients, without those that are stored. An
-    # offloaded input has come back for it.
+    # block: all its values and their gradients, without the values that are counted in `stored`. With
+    # "offload" the block's input has come back to the device, as if it had stayed there ("full").
     is_quantised = lora is not None and lora.base != "auto"
     dense_weight_bytes = (4 + number_bytes) * _largest_weight(config) if is_quantised else 0
     value_bytes = stored_numbers(work, "none") * number_bytes * tokens
@@ -452,12 +474,12 @@ def estimate_bytes(work: Work) -> int:
     stored_value_bytes = stored_numbers(work, remat) * number_bytes * tokens
     block = 2 * (value_bytes + dense_weight_bytes) - stored_value_bytes
 
-    # head
+    # head (`head_numbers` is 0 if the head is frozen)
     head_numbers = 0 if lora else config.vocab_size * config.hidden_size
     chunk_tokens = tokens / chunk_count(tokens, config.vocab_size, work.device_type)
     logits = chunk_tokens * config.vocab_size
     if work.fused:
-        # Eagerly, a chunk's logits are in fp32 twice while they become their gradient.
+        # In an eager step, a chunk's logits are in fp32 twice while they become their gradient.
         logit_bytes = number_bytes if captured else 8 + number_bytes
         head = max(logits * logit_bytes, logits * number_bytes + 4 * head_numbers)
     elif not head_numbers and captured and work.device_type == "cpu":
@@ -467,32 +489,38 @@ def estimate_bytes(work: Work) -> int:
     else:
         head = max((logits + head_numbers) * (4 + number_bytes), 8 * head_numbers)
     if work.precision == "fp8_head":
-        # The weight in fp8, in two layouts, and a chunk's gradients.
+        # The head's weights in fp8, in two layouts, and the gradient of a chunk's logits.
         head += 2 * head_numbers + logits
     head += 2 * work.input_bytes
 
     # returned gradients and update
-    stack = _largest_stack(config) if optim.updates_matrices and not lora else 0
+    largest_stack = _largest_stack(config) if optim.updates_matrices and not lora else 0
     if captured:
-        # One graph of both passes returns all new gradients. Where products add them, or with a
-        # graph for each block, only those of the head are new.
+        # One graph of both passes returns the gradients of all parameters in new memory. Where
+        # products add gradients to the planes, or with a graph for each block, only the gradient of
+        # the head is new.
         returns_all = (work.compile == "whole" or lora) and not work.fused
         returned_gradients = trained if returns_all else head_numbers
-        after = max(4 * returned_gradients, ORTHOGONAL_NUMBERS * number_bytes * stack)
+        after_passes = max(
+            4 * returned_gradients, ORTHOGONAL_NUMBERS * number_bytes * largest_stack
+        )
     else:
         update_bytes = FORMATS[optim.state].eager_update_bytes
         if not optim.master_weights:
             update_bytes += ROUNDED_WEIGHTS_BYTES
-        # The planes of an optimizer that updates matrices are these stacks, and one of all else.
-        largest_plane = max(stack, trained - _matrix_numbers(config)) if stack else trained
-        after = update_bytes * largest_plane
-    return int(static + max(stored + max(head, block), after))
+        largest_plane = trained
+        if largest_stack:
+            # An optimizer that updates matrices has a plane for the matrices of each shape, and a
+            # plane for all other parameters.
+            largest_plane = max(largest_stack, trained - _matrix_numbers(config))
+        after_passes = update_bytes * largest_plane
+    return int(static + max(stored + max(head, block), after_passes))
 
 
 @functools.lru_cache(maxsize=64)
 def _largest_stack(config: LlamaConfig) -> int:
-    """Return the numbers of the largest plane of block matrices of one shape, which Muon updates at
-    once.
+    """Return how many numbers the largest stack has: all block matrices of one shape, which Muon
+    updates at once.
     """
     return max(count * math.prod(shape) for shape, count in Counter(matrix_shapes(config)).items())
 
@@ -505,8 +533,8 @@ def _matrix_numbers(config: LlamaConfig) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _largest_weight(config: LlamaConfig) -> int:
-    """Return the numbers of the largest weight in a block, which may be all experts' matrices in
-    one.
+    """Return how many numbers the largest weight of a block has. All experts' matrices may be one
+    weight.
     """
     layers = range(config.num_hidden_layers)
     return max(

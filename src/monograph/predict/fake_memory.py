@@ -8,7 +8,7 @@ counted when they are dispatched. A captured graph is counted by a walk over its
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +17,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from monograph import compat
-from monograph.predict.kernels import inner_bytes, kernels
+from monograph.predict.kernels import add_product_workspace_bytes, planned_kernels
 from monograph.predict.lifetimes import BufferName, PlannedKernel
 
 ORIGINS = ("weights", "gradients", "moments", "activations", "loss head", "workspace")
 TRANSIENT = ORIGINS[3:]  # the origins whose memory a micro-step allocates and frees again
 MemorySample = tuple[int, ...]  # bytes alive, in the order of ORIGINS
-Counted = tuple[str, int]  # the origin of a storage or buffer, and its bytes
 UNIT_BYTES = {"cpu": 64, "cuda": 512}  # allocations are rounded up to a multiple of this
 
 
+class Allocation(NamedTuple):
+    """A storage, or a buffer of a graph, that is counted.
+
+    Attributes:
+        origin: one of ORIGINS.
+        size_bytes: its bytes, rounded up as the allocator does.
+    """
+
+    origin: str
+    size_bytes: int
+
+
 class Graphs:
-    """Compiled graphs that several `FakeMemory` use one after another, so that code common to two
-    models is traced once.
+    """Compiled graphs that several objects of `FakeMemory` use one after another, so that code which
+    two models have in common is traced once.
 
     Attributes:
         mode: the mode in which tensors have no data.
@@ -43,18 +54,18 @@ class Graphs:
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def compiled(self, function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-        """Return `function` compiled so that `memory` counts its graphs as a compiler for
-        `device_type` makes them.
+        """Return `function`, compiled so that `memory` counts the kernels that a compiler for
+        `device_type` would make of its graphs.
         """
 
         def make_runner(graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
-            planned = kernels(graph, device_type, backward)
+            planned = planned_kernels(graph, device_type, backward)
 
             def run(arguments: list[Any]) -> Any:
                 return self.memory._run(graph, planned, arguments, backward)
 
-            # torch then passes the arguments as one list, which `_run` clears, so that they can be
-            # freed while the graph's results are alive.
+            # With this attribute torch passes the arguments as one list. `_run` clears the list, so
+            # that arguments can be freed while the graph's results are alive.
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
 
@@ -69,8 +80,8 @@ class Graphs:
 
 
 class FakeMemory:
-    """A count of all storages. A storage counts from the operation that makes it until the last
-    tensor that uses it is gone.
+    """A count of the bytes of all storages. A storage counts from the operation that makes it until
+    the last tensor that uses it is gone.
 
         with FakeMemory(vocabulary=4096) as memory:
             ...
@@ -81,13 +92,14 @@ class FakeMemory:
         device_type: the type of the device whose memory is counted.
         origin: the origin of new storages; set it before the code that makes them. In a micro-step,
             storages with an axis as long as the vocabulary belong to the loss head instead.
-        curve: samples, one after each operation and each kernel of a graph after which the bytes
-            differ. The inputs of that operation or kernel are still alive in the sample.
+        curve: samples of the bytes alive. One is taken after each eager operation and each kernel
+            of a graph, while its inputs are still alive. A sample that equals the previous one is
+            left out.
         graph_ends: the length of `curve` at the end of each graph.
     """
 
     def __init__(self, vocabulary: int, device_type: str = "cpu", graphs: Graphs | None = None):
-        """Make a count of nothing.
+        """Begin with no storage.
 
         Args:
             vocabulary: the size of the vocabulary, which no other axis may have.
@@ -101,7 +113,7 @@ class FakeMemory:
         self.curve: list[MemorySample] = []
         self.graph_ends: list[int] = []
         self._alive_bytes = dict.fromkeys(ORIGINS, 0)  # in the order of ORIGINS
-        self._storages: dict[int, Counted] = {}  # by id
+        self._storages: dict[int, Allocation] = {}  # by id
         self._modes = ExitStack()
 
     def __enter__(self) -> "FakeMemory":
@@ -120,7 +132,7 @@ class FakeMemory:
             old_origin, size_bytes = self._storages[key]
             self._alive_bytes[old_origin] -= size_bytes
             self._alive_bytes[origin] += size_bytes
-            self._storages[key] = origin, size_bytes
+            self._storages[key] = Allocation(origin, size_bytes)
 
     def captured(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function` as one graph, as `graph.capture.compiled` does. Its kernels are counted
@@ -153,7 +165,7 @@ class FakeMemory:
                 continue
             origin = self._origin_of(tensor.shape)
             size_bytes = self._allocated_bytes(storage.nbytes())
-            self._storages[key] = origin, size_bytes
+            self._storages[key] = Allocation(origin, size_bytes)
             self._alive_bytes[origin] += size_bytes
             weakref.finalize(storage, self._remove_storage, key)
 
@@ -172,7 +184,12 @@ class FakeMemory:
         return units * unit
 
     def _add_sample(self, workspace_bytes: int = 0) -> None:
-        """Add the bytes alive to the curve, with these bytes more of workspace."""
+        """Add the bytes alive to the curve, unless they equal the last sample.
+
+        Args:
+            workspace_bytes: bytes of workspace that are alive now and have no storage.
+        """
+        # The workspace is the last of ORIGINS.
         *others, workspace = self._alive_bytes.values()
         sample = (*others, workspace + workspace_bytes)
         if self.curve[-1:] != [sample]:
@@ -205,15 +222,16 @@ class FakeMemory:
     def _walk_kernels(
         self, planned: list[PlannedKernel], arguments: list[Any], backward: bool
     ) -> None:
-        """Add a sample for each kernel of a graph. A backward graph frees saved tensors when it has
-        read them.
+        """Add a sample for each kernel of a graph.
+
+        A backward graph frees the tensors that the forward pass saved, once it has read them.
         """
         before = dict(self._alive_bytes)
         buffers = self._freeable_arguments(planned, arguments) if backward else {}
         for kernel in planned:
             origin = self._origin_of(kernel.output.shape)
             size_bytes = self._allocated_bytes(kernel.size_bytes)
-            buffers[kernel.name] = origin, size_bytes
+            buffers[kernel.name] = Allocation(origin, size_bytes)
             self._alive_bytes[origin] += size_bytes
             if kernel.written_over in buffers:
                 old_origin, _ = buffers.pop(kernel.written_over)
@@ -223,39 +241,37 @@ class FakeMemory:
                 if name in buffers:
                     origin, size_bytes = buffers.pop(name)
                     self._alive_bytes[origin] -= size_bytes
-        # From here on the storages count: those of arguments until they are freed, and those of
-        # results, which `_run` adds.
+        # From here on storages are counted again: those of arguments until they are freed, and those
+        # of results, which `_run` adds.
         self._alive_bytes = before
 
     def _freeable_arguments(
         self, planned: list[PlannedKernel], arguments: list[Any]
-    ) -> dict[BufferName, Counted]:
+    ) -> dict[BufferName, Allocation]:
         """Return the arguments that the graph may free, by index.
 
-        Of arguments that share a storage, only the one that is read last is listed.
+        Of arguments that share a storage, only the one that is freed last is listed.
         """
-        last_read = {
+        freed_at = {
             name: index for index, kernel in enumerate(planned) for name in kernel.freed_after
         }
-        latest: dict[int, int] = {}  # by storage, the argument that is read last
+
+        def freeing_kernel(argument: int) -> int:
+            """Return the index of the kernel that frees an argument; the end if none does."""
+            return freed_at.get(argument, len(planned))
+
+        freed_last: dict[int, int] = {}  # by storage, the argument that is freed last
         for argument, value in enumerate(arguments):
             if isinstance(value, Tensor):
                 key = id(value.untyped_storage())
-                latest[key] = max(
-                    argument,
-                    latest.get(key, argument),
-                    key=lambda index: last_read.get(index, len(planned)),
-                )
-        counted = {
-            argument: self._storages[key]
-            for key, argument in latest.items()
-            if key in self._storages
-        }
-        return {
-            argument: (origin, size_bytes)
-            for argument, (origin, size_bytes) in counted.items()
-            if origin in TRANSIENT
-        }
+                sharing_storage = argument, freed_last.get(key, argument)
+                freed_last[key] = max(sharing_storage, key=freeing_kernel)
+        freeable: dict[BufferName, Allocation] = {}
+        for key, argument in freed_last.items():
+            allocation = self._storages.get(key)
+            if allocation is not None and allocation.origin in TRANSIENT:
+                freeable[argument] = allocation
+        return freeable
 
 
 class _Listener(TorchDispatchMode):
@@ -277,7 +293,9 @@ class _Listener(TorchDispatchMode):
         workspace_bytes = 0
         if "add_product_" in str(function):
             total, left, right = args
-            workspace_bytes = inner_bytes(total, left, right, self.memory.device_type)
+            workspace_bytes = add_product_workspace_bytes(
+                total, left, right, self.memory.device_type
+            )
         elif function is torch.ops.aten.add.Tensor and compat.is_accumulating_gradients():
             # Autograd writes the sum of two gradients over one of them. For tensors without data it
             # allocates the sum, whose bytes are taken off again.

@@ -5,6 +5,9 @@ The traced models have two and three blocks. The difference of the traces is wha
 each moment, so a model of any depth takes the same few seconds to predict. In a model whose kinds
 of blocks alternate, such as attention and gated delta nets, a period takes the place of a block:
 the shortest sequence of kinds that repeats. Nothing is computed and no device is needed.
+
+A curve is a list of samples, one after each operation; a sample has the bytes alive of each origin
+(`predict.fake_memory`). Shape suffixes: N = tokens of a micro-batch, D = hidden size.
 """
 
 import functools
@@ -40,8 +43,8 @@ from monograph.step.on_device import fuses_gradients
 
 Compile = Scope | Literal["none"]
 AnswerScoring = Literal["", "rows", "exact"]  # see `Training.answer_scoring`
-# An update's temporary values take fewer bytes than this for each trained number.
-UPDATE_BYTES = 32
+# An update's temporary values take fewer bytes than this for each trained parameter.
+MAX_UPDATE_BYTES = 32
 # With remat "offload", the inputs of this many blocks are on the device, all others on the host.
 INPUTS_ON_DEVICE = 3
 
@@ -58,18 +61,19 @@ class Training:
             "fp16", "fp8" or "fp8_head".
         compile: what one graph holds: the "whole" step; each of the "blocks", the loss and the
             update; or "none".
-        remat: which activations the backward pass recomputes, as in the settings: "none";
-            "pointwise", all but products; a share of the activations that is kept, the rest is
-            recomputed; "full", each block; "offload", each block from an input that is kept on the
-            host.
+        remat: which activations the backward pass recomputes, as in the settings. "none": none.
+            "pointwise": all but the results of matrix products. A number from 0 to 1: all but this
+            share of the activations. "full": each block, from its input. "offload": the same, with
+            the inputs kept on the host.
         window_rows: rows of an update, all of whose tokens are on the device at once.
         packed: whether rows hold several documents.
         clip: the largest gradient norm; None: norms are not clipped.
         lora: the adapters that are trained next to the frozen model; None: the model itself is
             trained.
-        answer_scoring: how the loss gets the log-probabilities of answers: "": there are no answers,
-            the model learns from text; "exact": each answer is in its own row, and the attention
-            that reads a cache gives the same bits as in sampling; "rows": by the usual attention.
+        answer_scoring: how the loss gets the log-probabilities of answers. "": there are no answers,
+            because the model learns from text. "exact": each answer is in its own row, and attention
+            is computed as in sampling, so that log-probabilities have the same bits. "rows": by the
+            usual attention.
     """
 
     rows: int
@@ -153,12 +157,12 @@ class Work(Training):
 
     @property
     def fused(self) -> bool:
-        """Return whether products add their results to the gradients, as an engine decides it."""
+        """Return whether matrix products add gradients to the planes, as an engine decides it."""
         return fuses_gradients(Llama, self.loss, self.precision, self.device_type == "cuda")
 
     @property
     def loss(self) -> Loss:
-        """Return a loss of the same kind and with the same memory as the run's, which is traced."""
+        """Return the loss to trace, which has the same memory as the run's own loss."""
         make_loss = _answer_loss if self.answer_scoring else token_loss_on
         return make_loss(self.device_type)
 
@@ -174,7 +178,9 @@ class Work(Training):
 
     @property
     def _feed_forward(self) -> type[FeedForward]:
-        """Return the class of the feed-forward layers: the family's own, if any layer has it."""
+        """Return the class of the feed-forward layers. If the layers have several classes, this is
+        that of the family.
+        """
         layers = range(self.config.num_hidden_layers)
         kinds = {feed_forward_of(self.config, layer) for layer in layers}
         own = feed_forward_of_family(self.config)
@@ -184,8 +190,8 @@ class Work(Training):
     def masked(self) -> bool:
         """Return whether attention reads dense masks.
 
-        A mask is needed for packed documents and for windows. In captured code on CUDA, flex
-        attention does without one.
+        Packed documents and attention windows need a mask. In captured code on CUDA, flex attention
+        needs none.
         """
         config = self.config
         layers = range(self.config.num_hidden_layers)
@@ -195,10 +201,10 @@ class Work(Training):
 
     @property
     def repeats_heads(self) -> bool:
-        """Return whether attention needs as many key-value heads as query heads: on CUDA, with a
-        dense mask or in fp32.
+        """Return whether keys and values are repeated, because attention needs as many key-value
+        heads as query heads: on CUDA, with a dense mask or in fp32.
 
-        The kernel for fp16 on a T4 needs them, too, but which card it is is not known here.
+        The kernel for fp16 on a T4 also needs them, but this class does not know the card.
         """
         if self.device_type != "cuda":
             return False
@@ -214,7 +220,7 @@ class Footprint(NamedTuple):
     """The bytes alive at a step's peak.
 
     Attributes:
-        stage: the stage in which the peak lies: "forward", "backward" or "update".
+        stage: the stage of the step in which the peak lies: "forward", "backward" or "update".
         by_origin: bytes for each of ORIGINS: weights, gradients, moments, activations, loss head,
             workspace.
     """
@@ -229,7 +235,7 @@ class Footprint(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A part of a step.
+    """The samples of a part of a step.
 
     Attributes:
         stage: "forward", "backward" or "update".
@@ -245,16 +251,17 @@ def footprint(work: Work) -> Footprint:
     """Return the peak of one update, with the gradients of earlier micro-batches on the device."""
     traced = _with_distinct_vocabulary(work)
     if work.remat == "offload":
-        # In "full" recomputation the inputs that are offloaded stay on the device.
+        # "offload" is "full", but for the blocks' inputs, which "full" keeps on the device. So "full"
+        # is traced, and the inputs are taken off.
         curves = _without_offloaded(_full_depth_curves(replace(traced, remat="full")), traced)
     else:
         curves = _full_depth_curves(traced)
     peak = footprint_of(curves)
-    # The traced vocabulary may be larger, so bytes that grow with it are scaled back. Gradients and
-    # moments of adapters do not grow with it.
+    # The traced vocabulary may be larger, so bytes that grow with the vocabulary are scaled back.
+    # Gradients and moments of adapters do not grow with it.
     parameter_ratio = work.config.parameter_count() / traced.config.parameter_count()
-    growing = ["weights"] if work.lora else ["weights", "gradients", "moments"]
-    ratios = dict.fromkeys(growing, parameter_ratio)
+    growing_origins = ["weights"] if work.lora else ["weights", "gradients", "moments"]
+    ratios = dict.fromkeys(growing_origins, parameter_ratio)
     ratios["loss head"] = work.config.vocab_size / traced.config.vocab_size
     by_origin = {
         origin: round(size * ratios.get(origin, 1)) for origin, size in peak.by_origin.items()
@@ -297,12 +304,13 @@ def _with_distinct_vocabulary(work: Work) -> Work:
 
 
 def _full_depth_curves(work: Work) -> list[Curve]:
-    """Return the step's samples at its full depth, from traces at two depths.
+    """Return the step's curves at its full depth, from traces at two depths.
 
     If the two traces do not line up, the model is traced at its full depth.
     """
     layers = work.config.num_hidden_layers
     period = layer_period(work.config)
+    # Whole periods are added to the low depth, so it has the same remainder as the full depth.
     low_depth = 2 if period == 1 else period + layers % period
     high_depth = low_depth + period
     if layers <= high_depth:
@@ -312,8 +320,8 @@ def _full_depth_curves(work: Work) -> list[Curve]:
     low_work = replace(work, config=work.config.shortened(low_depth))
     high_work = replace(work, config=work.config.shortened(high_depth))
     if work.compile == "blocks":
-        # The first try is without the update, whose trace takes as long as the rest. If it does not
-        # suffice, the traces below use its graphs again.
+        # The first try is without the optimizer's update, whose trace takes as long as the rest. If
+        # the update may be the peak, the traces below use the graphs of this try again.
         low = _curves(low_work, graphs, with_update=False)
         high = _curves(high_work, graphs, with_update=False)
         curves = _extend_curves(low, high, further_periods)
@@ -321,7 +329,10 @@ def _full_depth_curves(work: Work) -> list[Curve]:
             return curves
     low = _curves(low_work, graphs)
     high = _curves(high_work, graphs)
-    return _extend_curves(low, high, further_periods) or _curves(work)
+    curves = _extend_curves(low, high, further_periods)
+    if not curves:
+        curves = _curves(work)
+    return curves
 
 
 def _extend_curves(low: list[Curve], high: list[Curve], further_periods: int) -> list[Curve]:
@@ -359,9 +370,10 @@ def _may_peak_in_update(curves: list[Curve], work: Work) -> bool:
     end = dict(zip(ORIGINS, curves[-1].samples[-1], strict=True))
     kept = end["weights"] + end["gradients"] + end["moments"]
     peak = footprint_of(curves).peak_bytes
-    # A gradient has 4 bytes, or those of a number of the compute dtype. So the last product is
-    # UPDATE_BYTES for each gradient, or more.
-    return peak <= kept + UPDATE_BYTES // work.number_bytes * end["gradients"]
+    # A parameter's gradient has 4 bytes, or those of a number of the compute dtype, which are not
+    # more. So this is at least MAX_UPDATE_BYTES for each trained parameter.
+    max_update_bytes = MAX_UPDATE_BYTES // work.number_bytes * end["gradients"]
+    return peak <= kept + max_update_bytes
 
 
 def layer_period(config: LlamaConfig) -> int:
@@ -371,77 +383,78 @@ def layer_period(config: LlamaConfig) -> int:
 
 
 def _without_offloaded(curves: list[Curve], work: Work) -> list[Curve]:
-    """Return the curves without the blocks' inputs that are on the host. The inputs that are being
-    copied stay.
+    """Return the curves without the blocks' inputs that are on the host.
+
+    The inputs of INPUTS_ON_DEVICE blocks stay, which are in use or being copied.
     """
     on_host_bytes = max(0, work.config.num_hidden_layers - INPUTS_ON_DEVICE) * work.input_bytes
-    place = ORIGINS.index("activations")
+    position = ORIGINS.index("activations")
 
     def subtract(sample: MemorySample) -> MemorySample:
-        activations = max(0, sample[place] - on_host_bytes)
-        return (*sample[:place], activations, *sample[place + 1 :])
+        activations = max(0, sample[position] - on_host_bytes)
+        return (*sample[:position], activations, *sample[position + 1 :])
 
-    without = []
+    reduced_curves = []
     for stage, samples in curves:
         # During the update no input is kept.
         if stage != "update":
             samples = [subtract(sample) for sample in samples]
-        without.append(Curve(stage, samples))
-    return without
+        reduced_curves.append(Curve(stage, samples))
+    return reduced_curves
 
 
 def footprint_of(curves: list[Curve]) -> Footprint:
-    """Return the largest of a step's samples."""
+    """Return the largest of a step's samples, which is its peak."""
     samples = [(sample, curve.stage) for curve in curves for sample in curve.samples]
-    peak, stage = max(samples, key=lambda pair: sum(pair[0]))
+    peak, stage = max(samples, key=lambda sample_and_stage: sum(sample_and_stage[0]))
     return Footprint(stage, dict(zip(ORIGINS, peak, strict=True)))
 
 
 def extend_samples(
-    low: list[MemorySample], high: list[MemorySample], further_blocks: int
+    low: list[MemorySample], high: list[MemorySample], further_periods: int
 ) -> list[MemorySample] | None:
     """Extend the samples of a shallow model to a deeper one.
 
-    The difference between two corresponding samples is what each further block adds. Curves of the
-    same length correspond sample by sample. Otherwise `high` has the samples of one more block
-    somewhere in the middle: the curves correspond from their beginnings up to there, and from their
-    ends back to there.
+    The difference between two corresponding samples is what each further period of blocks adds. Lists
+    of the same length correspond sample by sample. Otherwise `high` has the samples of one more
+    period somewhere in the middle: the lists correspond from their beginnings up to there, and from
+    their ends back to there.
 
     Args:
         low: the samples of a shallow model.
-        high: those of a model with one block more.
-        further_blocks: how many blocks more than `low` the deeper model has.
+        high: those of a model with one period of blocks more.
+        further_periods: how many periods more than `low` the deeper model has.
 
     Returns:
         The samples; None if the two correspondences together do not cover `low`.
     """
     if len(low) == len(high):
-        return _extrapolate(low, high, further_blocks)
+        return _extrapolate(low, high, further_periods)
     backward_low = low[::-1]
     backward_high = high[::-1]
     from_beginning = _count_alike(low, high)
     from_end = _count_alike(backward_low, backward_high)
     if from_beginning + from_end < len(low):
         return None
-    beginning = _extrapolate(low[:from_beginning], high, further_blocks)
-    # The end stays in backward order: its readers look for the largest sample, or at origins that
-    # do not change during a pass.
-    return beginning + _extrapolate(backward_low[:from_end], backward_high, further_blocks)
+    beginning = _extrapolate(low[:from_beginning], high, further_periods)
+    # The end stays in backward order. Callers need no order: they look for the largest sample, or at
+    # origins that do not change during a pass.
+    return beginning + _extrapolate(backward_low[:from_end], backward_high, further_periods)
 
 
 def corners(samples: list[MemorySample]) -> list[MemorySample]:
-    """Return the samples without those inside a run of equal steps, whose values lie between the
-    run's ends.
+    """Return the samples at which the difference to the next sample changes, and the ends.
 
-    An update computes a number for each part of each plane, at several points: such runs are as
-    long as the model is deep. Without them, models of all depths have equally many samples.
+    The samples that are left out lie on a straight line between two that stay. At several points, an
+    update computes a number for each part of each plane. This gives lines that are as long as the
+    model is deep. Without the samples inside them, models of all depths have equally many samples.
     """
-    steps = [
+    differences = [
         tuple(b - a for a, b in zip(before, after, strict=True))
         for before, after in itertools.pairwise(samples)
     ]
-    changes = [before != after for before, after in itertools.pairwise(steps)]
-    return [*itertools.compress(samples, [True, *changes, True])]
+    is_corner = [before != after for before, after in itertools.pairwise(differences)]
+    return [*itertools.compress(samples, [True, *is_corner, True])]
 
 
 def _count_alike(one: list[MemorySample], other: list[MemorySample]) -> int:
@@ -459,10 +472,13 @@ def _count_alike(one: list[MemorySample], other: list[MemorySample]) -> int:
 
 
 def _extrapolate(
-    low: list[MemorySample], high: list[MemorySample], further_blocks: int
+    low: list[MemorySample], high: list[MemorySample], further_periods: int
 ) -> list[MemorySample]:
+    """Return the samples of a model with `further_periods` periods more than that of `low`, sample by
+    sample. Samples of the longer list that have no counterpart are left out.
+    """
     return [
-        tuple(a + further_blocks * (b - a) for a, b in zip(low_sample, high_sample, strict=True))
+        tuple(a + further_periods * (b - a) for a, b in zip(low_sample, high_sample, strict=True))
         for low_sample, high_sample in zip(low, high, strict=False)
     ]
 
@@ -472,12 +488,12 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
 
     Args:
         work: the step.
-        graphs: the graphs of an earlier trace, to use them again; None: new ones.
+        graphs: the graphs of earlier traces, which are used again; None: new ones.
         with_update: whether the optimizer's update is traced, too.
     """
     with FakeMemory(work.config.vocab_size, work.device_type, graphs) as memory:
         model = Llama(work.config)
-        # Fused attention without a mask takes the place of flex attention.
+        # Flex attention is not traced. Fused attention without a mask takes its place.
         if work.device_type == "cuda":
             model.use_attention("sdpa", "repeated" if work.repeats_heads else "torch", "cuda")
         if work.answer_scoring == "exact":
@@ -499,9 +515,10 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
         batch = {name: rows[..., : work.rows, :] for name, rows in window.items()}
         if work.compile != "none":
             capture_with(memory.captured, step, work.compile)
+        # This runs a copy of the blocks, which must not be counted.
         with compat.without_modes():
             step.choose_kept_results(batch)
-        # The stages, each with the index of its first sample.
+        # The stages of the step, each with the index of its first sample in `memory.curve`.
         begins = [("forward", len(memory.curve))]
         forward = step.forward.function
 
@@ -517,13 +534,16 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
             begins.append(("update", len(memory.curve)))
             update(step)
         if work.compile == "whole":
-            # What follows a graph in its stage has samples for each block, too, so it becomes a
-            # curve of its own, which lines up by itself.
+            # Both the graph of a pass and the code after it have samples for each block. Each of
+            # them becomes a curve, so that each has its own place where a period is added.
             graph_ends = zip(("forward", "backward"), memory.graph_ends, strict=False)
             begins = [*graph_ends, *begins]
             begins.sort(key=lambda begin: begin[1])
-        pairs = itertools.pairwise([*begins, ("", len(memory.curve))])
-        return [Curve(stage, memory.curve[begin:end]) for (stage, begin), (_, end) in pairs]
+        ends = [begin for _, begin in begins[1:]] + [len(memory.curve)]
+        return [
+            Curve(stage, memory.curve[begin:end])
+            for (stage, begin), end in zip(begins, ends, strict=True)
+        ]
 
 
 def _step(model: nn.Module, work: Work) -> Step:
@@ -560,10 +580,11 @@ def _members_step(model: nn.Module, work: Work) -> Step:
 
 @functools.cache
 def _answer_loss(device_type: str) -> Loss:
-    """Return a loss with the memory of those that read each token's log-probability, in as many
-    chunks as on the planned device.
+    """Return a loss that needs as much memory as a run's loss which reads each token's
+    log-probability. It has as many chunks of logits as on a device of this type.
 
-    Unlike `TokenLoss` it has no `head`, which a step that is captured block by block would compile.
+    Unlike `TokenLoss` it has no attribute `head`, which a step that is captured block by block would
+    compile.
     """
 
     def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -579,7 +600,7 @@ def _answer_loss(device_type: str) -> Loss:
 
 
 def token_loss_on(device_type: str) -> TokenLoss:
-    """Return the loss of texts with as many chunks of logits as on a device of this type."""
+    """Return the loss for texts, with as many chunks of logits as on a device of this type."""
     loss = TokenLoss()
     loss.head = _cross_entropy_head(device_type)
     return loss
@@ -587,5 +608,5 @@ def token_loss_on(device_type: str) -> TokenLoss:
 
 @functools.cache
 def _cross_entropy_head(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `linear_cross_entropy` in as many chunks as on the planned device."""
+    """Return `linear_cross_entropy` with as many chunks of logits as on a device of this type."""
     return functools.partial(linear_cross_entropy, device_type=device_type)

@@ -1,12 +1,17 @@
-"""Find which nodes of a captured graph a compiler writes to memory.
+"""Find which nodes of a captured graph the compiler, torch._inductor, writes to memory.
 
-A compiler computes elementwise nodes inside the kernels that read them. It writes only the values
-that a product, an extern operator or the graph's caller reads, and the results of reductions, as a
-reader needs a whole reduction before it can begin.
+The compiler computes elementwise nodes inside the kernels that read them. It writes only the values
+that an extern operator or the graph's caller reads, and the results of reductions, because a reader
+needs the complete result of a reduction before it can begin. An extern operator is one that the
+compiler calls instead of generating its code, such as a matrix product.
 
-A value that the compiler writes, or an argument of the graph, is a buffer here. An extern operator
-is one that the compiler calls, instead of generating its code. An expensive value is one that a CPU
-takes long to compute, so that the compiler avoids computing it twice.
+A buffer here is a value that the compiler writes, or an argument of the graph. An expensive value is
+one that a CPU takes long to compute, so that the compiler avoids computing it twice.
+
+Two extern operators of Monograph change a tensor in place: `add_product_` adds a matrix product to a
+gradient (`monograph.ops.fused_gradients`), and `replace_logits_` replaces logits by their gradient and
+returns the losses (`monograph.ops.logits_gradient`). What an operator returns besides the tensors that
+it changes is called its own result.
 """
 
 import operator
@@ -20,8 +25,8 @@ from monograph.graph.matmul import workspace_bytes
 from monograph.ops.fused_gradients import block_rows
 from monograph.predict.lifetimes import BufferName, PlannedKernel, order_kernels
 
-# The compiler treats these as elementwise although torch does not tag them so: reads at computed
-# places, casts, constants.
+# The compiler treats these as elementwise although torch does not tag them so: reads at places that
+# are given by indices, casts, constants.
 _ELEMENTWISE = {
     "arange",
     "clone",
@@ -43,8 +48,9 @@ _ELEMENTWISE = {
     "cat",
     "repeat",
 }
-# These operators return their first argument, changed; the compiler writes the result over it.
-_WRITES_AT_PLACES = {
+# These operators write at places that are given by indices. They return their first argument, changed;
+# the compiler writes the result over it.
+_WRITES_AT_INDICES = {
     "index_put",
     "_unsafe_index_put",
     "_unsafe_masked_index_put_accumulate",
@@ -62,22 +68,25 @@ _REDUCTIONS = {
     "sum",
     "var_mean",
 }
-# On a CPU, the compiler avoids computing these values twice, and values that read more than
-# MAX_LOADS buffers: `should_realize_on_reuse` of torch._inductor, and
-# `config.realize_reads_threshold`.
+# On a CPU, the compiler avoids computing the results of these operators twice, and any value that
+# reads more than MAX_LOADS buffers (`should_realize_on_reuse` and `config.realize_reads_threshold` of
+# torch._inductor).
 _EXPENSIVE = {"exp", "sigmoid"}
 MAX_LOADS = 4
 
 
 class _Sources(NamedTuple):
-    """What a reader of a node reads: the node's buffer if it is written, else the buffers of its
-    own sources.
+    """The buffers that a reader of a node reads.
+
+    If the node is written, this is the node's own buffer. Otherwise the reader computes the node, so
+    it reads the node's own sources.
 
     Attributes:
         buffers: the names of the buffers.
-        loads: the buffers, each with the names of the views on the path from it.
-        expensive_sizes: for each buffer, the bytes of the expensive values on the paths from it; 0
-            stands for a path without an expensive value.
+        loads: the buffers, each with the names of the views on the path from it to the node. The
+            compiler counts two views of one buffer as two loads.
+        expensive_sizes: for each buffer, the bytes of the expensive values on the paths from it to
+            the node; 0 stands for a path without an expensive value.
     """
 
     buffers: frozenset[BufferName]
@@ -90,12 +99,12 @@ class _Sources(NamedTuple):
         return cls(frozenset([name]), frozenset([(name,)]), {name: {0}})
 
 
-def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[PlannedKernel]:
-    """Return the buffers of a partitioned graph of aten operators, in the order in which the
-    compiler writes them.
+def planned_kernels(graph: GraphModule, device_type: str, backward: bool) -> list[PlannedKernel]:
+    """Return the kernels that the compiler makes of a graph of aten operators, in the order in which
+    they run. Each of them writes one buffer.
 
     Args:
-        graph: the forward or the backward graph.
+        graph: the forward or the backward graph, into which the partitioner has split a joint graph.
         device_type: "cpu" or "cuda".
         backward: whether it is the backward graph, which may free its arguments.
     """
@@ -110,30 +119,38 @@ def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[Planne
 def _written_kernels(
     graph: GraphModule, device_type: str
 ) -> tuple[list[PlannedKernel], set[BufferName]]:
-    """Return the kernels in the order of the graph's nodes, and the names that the caller keeps."""
+    """Return the kernels in the order of the graph's nodes, and the names of the buffers that the
+    graph returns to its caller.
+    """
     sources: dict[Node, _Sources] = {}
     kernels: list[PlannedKernel] = []
     returned: frozenset[BufferName] = frozenset()
-    arguments = 0
+    argument_count = 0
     on_cpu = device_type == "cpu"
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            sources[node] = _Sources.of_buffer(arguments)
-            arguments += 1
+            sources[node] = _Sources.of_buffer(argument_count)
+            argument_count += 1
             continue
-        inputs = [sources[source] for source in node.all_input_nodes]
-        buffers = frozenset[BufferName]().union(*(each.buffers for each in inputs))
-        loads = frozenset[tuple[BufferName, ...]]().union(*(each.loads for each in inputs))
+        input_sources = [sources[input_node] for input_node in node.all_input_nodes]
+        buffers = frozenset[BufferName]().union(*(source.buffers for source in input_sources))
+        loads = frozenset[tuple[BufferName, ...]]().union(
+            *(source.loads for source in input_sources)
+        )
         if _is_view(node):
             loads = frozenset((*load, node.name) for load in loads)
-        changed = _changed_in_place(node)
+        changed_tensors = _changed_in_place(node)
         if node.op == "output":
             returned = buffers
         elif _is_own_result(node):
             sources[node] = _Sources.of_buffer(_own_result_name(node.all_input_nodes[0]))
-        elif changed:
-            in_place = _only_name(sources[changed[0]].buffers, node)
-            kernels += _in_place_kernels(node, changed, buffers, in_place, device_type)
+        elif changed_tensors:
+            changed_buffer = _only_name(sources[changed_tensors[0]].buffers, node)
+            if _is_add_product(node):
+                total = changed_tensors[0]
+                kernels += _add_product_kernels(node, total, buffers, changed_buffer, device_type)
+            else:
+                kernels += _replace_logits_kernels(node, buffers, changed_buffer)
             sources[node] = _Sources.of_buffer(node.name)
         elif _is_written(node, on_cpu, len(loads)):
             expensive_sizes = _expensive_sizes(node, sources, on_cpu)
@@ -145,74 +162,84 @@ def _written_kernels(
             # loop computes it.
             if _is_store(node) and node.all_input_nodes[1].name not in buffers:
                 [output] = _tensors(node)
-                kernels.append(
-                    PlannedKernel(node.name, output, output.numel(), 0, buffers, fused=True)
+                store = PlannedKernel(
+                    node.name, output, output.numel(), size_bytes=0, reads=buffers, fused=True
                 )
+                kernels.append(store)
     return kernels, set(returned)
 
 
-def _in_place_kernels(
+def _add_product_kernels(
     node: Node,
-    changed: list[Node],
+    total: Node,
     buffers: frozenset[BufferName],
-    in_place: BufferName,
+    changed_buffer: BufferName,
     device_type: str,
 ) -> list[PlannedKernel]:
-    """Return the kernels of an operator that changes a tensor.
-
-    Those of `add_product_` are the product in its workspace, and the addition. Those of
-    `replace_logits_` are the replacement of the logits, and the losses that it returns: what reads
-    the losses does not keep the logits.
+    """Return the kernels of a call of `add_product_`: the product in its workspace, and the addition.
 
     Args:
         node: the call.
-        changed: the tensors that it changes, see `_changed_in_place`.
-        buffers: the buffers that it reads.
-        in_place: the buffer that it changes.
+        total: the tensor to which the product is added.
+        buffers: the buffers that the call reads.
+        changed_buffer: the buffer of `total`.
         device_type: "cpu" or "cuda".
     """
-    if "left" not in node.kwargs:
-        own_losses, logits = _tensors(node)
-        losses = PlannedKernel(
-            _own_result_name(node),
-            own_losses,
-            own_losses.numel(),
-            own_losses.nbytes,
-            frozenset([node.name]),
-            fused=False,
-        )
-        replacement = PlannedKernel(
-            node.name,
-            logits,
-            logits.numel(),
-            logits.nbytes,
-            buffers,
-            fused=False,
-            changes=in_place,
-        )
-        return [replacement, losses]
-    operands: list[Any] = [*changed, node.kwargs["left"], node.kwargs["right"]]
-    total, left, right = (operand.meta["val"] for operand in operands)
-    workspace = inner_bytes(total, left, right, device_type)
+    operands: list[Any] = [total, node.kwargs["left"], node.kwargs["right"]]
+    total_VD, left_CV, right_CD = (operand.meta["val"] for operand in operands)
     product = PlannedKernel(
         f"{node.name}'s product",
-        total,
-        total.numel(),
-        workspace,
-        buffers,
+        total_VD,
+        total_VD.numel(),
+        size_bytes=add_product_workspace_bytes(total_VD, left_CV, right_CD, device_type),
+        reads=buffers,
         fused=False,
         is_workspace=True,
     )
     addition = PlannedKernel(
         node.name,
-        total,
-        total.numel(),
-        total.nbytes,
-        buffers | {product.name},
+        total_VD,
+        total_VD.numel(),
+        size_bytes=total_VD.nbytes,
+        reads=buffers | {product.name},
         fused=False,
-        changes=in_place,
+        changes=changed_buffer,
     )
     return [product, addition]
+
+
+def _replace_logits_kernels(
+    node: Node, buffers: frozenset[BufferName], changed_buffer: BufferName
+) -> list[PlannedKernel]:
+    """Return the kernels of a call of `replace_logits_`: the replacement of the logits, and the losses
+    that the call returns.
+
+    The losses have a kernel of their own, so that a reader of the losses does not keep the logits.
+
+    Args:
+        node: the call.
+        buffers: the buffers that the call reads.
+        changed_buffer: the buffer of the logits.
+    """
+    losses, logits = _tensors(node)
+    replacement = PlannedKernel(
+        node.name,
+        logits,
+        logits.numel(),
+        size_bytes=logits.nbytes,
+        reads=buffers,
+        fused=False,
+        changes=changed_buffer,
+    )
+    own_result = PlannedKernel(
+        _own_result_name(node),
+        losses,
+        losses.numel(),
+        size_bytes=losses.nbytes,
+        reads=frozenset([node.name]),
+        fused=False,
+    )
+    return [replacement, own_result]
 
 
 def _node_kernels(
@@ -222,7 +249,8 @@ def _node_kernels(
     expensive_sizes: dict[BufferName, set[int]],
     device_type: str,
 ) -> list[PlannedKernel]:
-    """Return the kernel of a node that is written, after that of its workspace if it needs one.
+    """Return the kernel of a node that is written. If it needs a workspace, a kernel for that comes
+    first.
 
     Args:
         node: the node.
@@ -232,43 +260,50 @@ def _node_kernels(
         device_type: "cpu" or "cuda".
     """
     node_kernels = []
-    copy_bytes = _copy_bytes(node, device_type)
-    if copy_bytes:
-        copy = PlannedKernel(
+    workspace_size_bytes = _matmul_workspace_bytes(node, device_type)
+    if workspace_size_bytes:
+        workspace = PlannedKernel(
             f"{node.name}'s copy",
             _tensors(node)[0],
-            0,
-            copy_bytes,
-            frozenset(),
+            numbers=0,
+            size_bytes=workspace_size_bytes,
+            reads=frozenset(),
             fused=False,
             is_workspace=True,
         )
-        node_kernels.append(copy)
-        buffers |= {copy.name}
+        node_kernels.append(workspace)
+        buffers |= {workspace.name}
     outputs = _tensors(node)
     size_bytes = sum(output.untyped_storage().nbytes() for output in outputs)
-    numbers = outputs[0].numel()
+    loop_numbers = outputs[0].numel()
+    part_numbers = 0
     if device_type == "cuda":
-        numbers = _row_numbers(node) or _part_numbers(node) or numbers
+        part_numbers = _part_numbers(node)
+        row_numbers = _row_numbers(node)
+        if row_numbers:
+            loop_numbers = row_numbers
+        elif part_numbers:
+            loop_numbers = part_numbers
     changes = None
-    at_places = _name(node) in _WRITES_AT_PLACES
-    if at_places:
+    writes_at_indices = _operator_name(node) in _WRITES_AT_INDICES
+    if writes_at_indices:
         changes = _only_name(sources[node.all_input_nodes[0]].buffers, node)
     # See `_expensive_sizes` for which buffers the result can be written over.
     not_over = frozenset(
         name for name, sizes in expensive_sizes.items() if sizes not in ({0}, {size_bytes})
     )
-    if device_type == "cuda" and _part_numbers(node):
-        not_over = buffers  # of which a part has only one half, or less
+    if part_numbers:
+        # The result has more numbers than any part, so it does not fit over a part.
+        not_over = buffers
     largest_expensive = max(set[int]().union(*expensive_sizes.values()), default=0)
     node_kernels.append(
         PlannedKernel(
             node.name,
             outputs[0],
-            numbers,
-            size_bytes,
-            buffers,
-            fused=not _is_extern(node) or at_places,
+            loop_numbers,
+            size_bytes=size_bytes,
+            reads=buffers,
+            fused=not _is_extern(node) or writes_at_indices,
             changes=changes,
             not_over=not_over,
             intermediate_bytes=largest_expensive,
@@ -278,14 +313,13 @@ def _node_kernels(
 
 
 def _row_numbers(node: Node) -> int:
-    """Return how many numbers a reduction over rows reads; 0 for any other node.
+    """Return how many numbers a reduction over rows (the last axis) reads; 0 for any other node.
 
     On a GPU other kernels that read whole rows join its loop.
     """
-    if _name(node) not in _REDUCTIONS:
+    if _operator_name(node) not in _REDUCTIONS:
         return 0
-    source = node.all_input_nodes[0]
-    read = _tensors(source)[0]
+    read = _tensors(node.all_input_nodes[0])[0]
     dims = node.args[1] if len(node.args) > 1 else None
     if not isinstance(dims, list | tuple):
         dims = [dims]
@@ -299,13 +333,17 @@ def _part_numbers(node: Node) -> int:
     On a GPU each part is written to its place in the result by a loop of its own, which other
     kernels of that size join.
     """
-    if _name(node) != "cat":
+    if _operator_name(node) != "cat":
         return 0
     return max(tensor.numel() for part in node.all_input_nodes for tensor in _tensors(part))
 
 
 def _only_name(names: frozenset[BufferName], node: Node) -> BufferName:
-    """Return the only one of these names, or the node's own name if there are several."""
+    """Return the buffer that a node changes, if it is the only one of these names.
+
+    If there are several, the changed value was not written before, and is computed from all of them.
+    Then no earlier buffer is changed, and the node's own name is returned.
+    """
     return next(iter(names)) if len(names) == 1 else node.name
 
 
@@ -315,12 +353,13 @@ def _expensive_sizes(
     """Return for each buffer that a node reads the bytes of the expensive values on the paths from
     it, see `_Sources`.
 
-    An expensive value that is read twice counts as a buffer of its own until its loop is made. A
-    result is written over a buffer behind an expensive value only if the result, the expensive
-    value and the buffer have one size.
+    The compiler first plans a buffer for an expensive value that is read twice, and drops it when it
+    makes the loop that computes the value. Because of this plan, a result is written over a buffer
+    from which an expensive value is computed only if the result, the expensive value and the buffer
+    have the same size.
     """
     inputs = node.all_input_nodes
-    if on_cpu and len(node.users) > 1 and _name(node) in _EXPENSIVE and _tensors(node):
+    if on_cpu and len(node.users) > 1 and _operator_name(node) in _EXPENSIVE and _tensors(node):
         [value] = _tensors(node)
         return {
             name: {value.nbytes} for source in inputs for name in sources[source].expensive_sizes
@@ -332,9 +371,9 @@ def _expensive_sizes(
     return sizes_of
 
 
-def _copy_bytes(node: Node, device_type: str) -> int:
+def _matmul_workspace_bytes(node: Node, device_type: str) -> int:
     """Return the bytes of workspace that a matrix product needs in addition to its result."""
-    if _name(node) != "mm" or device_type != "cpu":
+    if _operator_name(node) != "mm" or device_type != "cpu":
         return 0
     left, right = (operand.meta["val"] for operand in node.all_input_nodes[:2])
     return workspace_bytes(left, right)
@@ -350,7 +389,7 @@ def _is_written(node: Node, on_cpu: bool, loads: int) -> bool:
     """
     if _is_view(node) or not _tensors(node):
         return False
-    if _is_extern(node) or _name(node) in _REDUCTIONS:
+    if _is_extern(node) or _operator_name(node) in _REDUCTIONS:
         return True
     if any(reader.op == "output" or _is_extern(reader) for reader in _readers(node)):
         return True
@@ -358,8 +397,8 @@ def _is_written(node: Node, on_cpu: bool, loads: int) -> bool:
 
 
 def _would_be_computed_twice(node: Node, loads: int) -> bool:
-    """Return whether an expensive elementwise value is read by a reduction, which reads all of it,
-    before another reader does.
+    """Return whether an expensive elementwise value is read by a reduction and by another reader. The
+    reduction reads all of it before the other reader can begin.
 
     On a GPU one kernel holds the whole row, so no value is computed twice.
 
@@ -369,8 +408,8 @@ def _would_be_computed_twice(node: Node, loads: int) -> bool:
     """
     if len(node.users) < 2:
         return False
-    is_expensive = _name(node) in _EXPENSIVE or loads > MAX_LOADS
-    is_reduction = [_name(reader) in _REDUCTIONS for reader in _readers(node)]
+    is_expensive = _operator_name(node) in _EXPENSIVE or loads > MAX_LOADS
+    is_reduction = [_operator_name(reader) in _REDUCTIONS for reader in _readers(node)]
     return is_expensive and any(is_reduction) and not all(is_reduction)
 
 
@@ -383,6 +422,7 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _is_view(node: Node) -> bool:
+    """Return whether a node's value lies in the memory of another node's value."""
     if node.target is operator.getitem:  # it selects one of several results
         return True
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
@@ -393,19 +433,22 @@ def _is_view(node: Node) -> bool:
 
 def _is_store(node: Node) -> bool:
     """Return whether a node writes a value into an argument."""
-    return _name(node) == "copy_"
+    return _operator_name(node) == "copy_"
 
 
-def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type: str) -> int:
-    """Return the bytes of workspace of `add_product_` of `monograph.ops.fused_gradients`.
+def add_product_workspace_bytes(
+    total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type: str
+) -> int:
+    """Return the bytes of workspace of `add_product_` of `monograph.ops.fused_gradients`, which adds
+    left^T @ right to a total.
 
     A GPU needs none. On a CPU the workspace holds some rows of the product and, if the total has
     another dtype, a copy of these rows in that dtype.
 
     Args:
-        total_VD: the tensor to which the product is added.
-        left_CV: the left matrix, which the product transposes.
-        right_CD: the right matrix.
+        total_VD: the total [V, D].
+        left_CV: the left matrix [C, V].
+        right_CD: the right matrix [C, D].
         device_type: "cpu" or "cuda".
     """
     if device_type == "cuda":
@@ -418,16 +461,21 @@ def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type
 
 
 def _changed_in_place(node: Node) -> list[Node]:
-    """Return the tensors that a node writes in place: the total of `add_product_`, and the logits of
-    `replace_logits_`.
+    """Return the tensors that a node writes in place; an empty list if it writes none.
 
-    A traced graph wraps the call in one of another name.
+    They are the total of `add_product_`, or the logits of `replace_logits_`. In a traced graph such a
+    call is wrapped in a call of `auto_functionalized`.
     """
     if not str(node.target).startswith("auto_functionalized"):
         return []
-    # `auto_functionalized_v2` lists the tensors as `_all_bases`; the older wrapper has the
-    # operator's own argument.
+    # `auto_functionalized_v2` lists the tensors in an argument `_all_bases`. The older wrapper passes
+    # the operator's own argument, `total`.
     return list(node.kwargs.get("_all_bases") or [node.kwargs["total"]])  # type: ignore[arg-type]
+
+
+def _is_add_product(call: Node) -> bool:
+    """Return whether a call that changes a tensor is one of `add_product_`, not of `replace_logits_`."""
+    return "left" in call.kwargs
 
 
 def _is_own_result(node: Node) -> bool:
@@ -444,22 +492,23 @@ def _own_result_name(call: Node) -> str:
 
 
 def _is_extern(node: Node) -> bool:
+    """Return whether the compiler calls the node's operator instead of generating its code."""
     if node.op != "call_function" or _is_view(node) or _is_store(node):
         return False
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return not pointwise and _name(node) not in _ELEMENTWISE | _REDUCTIONS
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return not is_pointwise and _operator_name(node) not in _ELEMENTWISE | _REDUCTIONS
 
 
-def _name(node: Node) -> str:
+def _operator_name(node: Node) -> str:
     """Return the operator's name without its namespace; "" if the node calls no operator."""
     schema = getattr(node.target, "_schema", None)
     return schema.name.partition("::")[2] if schema else ""
 
 
 def _tensors(node: Node) -> list[Tensor]:
-    """Return a node's tensors without states of random generators.
+    """Return a node's tensors, without states of random generators.
 
-    These are a few kB, and their size is known only at run time.
+    Such a state has a few kB, and its size is known only at run time.
     """
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]

@@ -1,13 +1,13 @@
 """Find in which order a compiler runs the kernels of a captured graph, and how long it keeps what
 they write.
 
-This follows the rules of torch._inductor that decide about memory: it orders nodes for a low peak
-(`reorder_for_peak_memory`); it fuses loops that are connected or read the same values, and computes
-the fused loop's inputs first (`fuse_nodes`); and it writes a result over a buffer that nothing else
-in the result's loop and nothing later reads.
+`predict.kernels` finds which kernels a graph has; each kernel writes one buffer. A loop here is a
+run of consecutive kernels that the compiler fuses into one. A number is an element of a tensor.
 
-A loop here is the run of consecutive kernels that the compiler fuses into one. `predict.kernels`
-finds which kernels a graph has.
+The order follows the rules of torch._inductor that decide about memory. It orders nodes for a low
+peak (`reorder_for_peak_memory`). It fuses loops of which one reads the other's result, or which read
+the same values, and computes the fused loop's inputs first (`fuse_nodes`). And it writes a result
+over a buffer that nothing else in the result's loop and nothing later reads.
 """
 
 import itertools
@@ -29,17 +29,18 @@ MAX_REUSE_RATIO = 32
 
 @dataclass
 class PlannedKernel:
-    """One buffer that a graph writes.
+    """A kernel of a graph, which writes one buffer.
 
     Attributes:
-        name: the node's name.
+        name: the name of the graph's node, and of the buffer.
         output: the first output, a tensor that has a shape and a dtype but no data.
         numbers: how many numbers its loop goes over.
         size_bytes: bytes of all its outputs.
         reads: the arguments and earlier kernels that it reads.
-        fused: whether it is elementwise, a reduction, or a write at computed places. Then it may be
-            written over a value of the same size that it reads last, if nothing else in its loop
-            reads that value.
+        fused: whether it is elementwise, a reduction, or a write at places that are given by indices,
+            so that the compiler can fuse it with other kernels. Then its buffer may be written over
+            a value of the same size that it is the last to read, if nothing else in its loop reads
+            that value.
         changes: the value that it changes in place, whose memory it takes; None if it changes
             nothing. No reader is written over such a kernel.
         not_over: values that it reads, and over which it cannot be written.
@@ -77,10 +78,10 @@ def order_kernels(
     """
     ordered = _run_order(written, returned, arguments)
     loop_ends = _loop_ends(ordered)
-    last_use: dict[
-        BufferName, int
-    ] = {}  # the index of the last kernel that reads or writes a value
-    readers = Counter[tuple[int, BufferName]]()  # of a value, among the kernels of a loop
+    # For each value, the index of the last kernel that reads or writes it.
+    last_use: dict[BufferName, int] = {}
+    # By (end of a loop, value): how many kernels of the loop read the value.
+    readers = Counter[tuple[int, BufferName]]()
     for index, kernel in enumerate(ordered):
         last_use[kernel.name] = index
         for name in kernel.reads:
@@ -94,6 +95,7 @@ def order_kernels(
     for name in sizes:  # in a fixed order, so that equal blocks choose alike
         if name not in last_use or name in returned:
             continue
+        # If nothing reads a value, this is the kernel that writes it.
         reader = ordered[last_use[name]]
         loop_end = loop_ends[last_use[name]]
         may_take = (
@@ -107,6 +109,7 @@ def order_kernels(
         else:
             # The inputs of a loop are needed until its last kernel.
             ordered[loop_end].freed_after.append(name)
+    # The compiler's estimate assumes that nothing is written over, so here every value is freed.
     freed_at = {name: loop_ends[index] for name, index in last_use.items() if name not in returned}
     _reuse_buffers(ordered, _expected_bytes(ordered, freed_at, arguments))
     return ordered
@@ -120,20 +123,21 @@ def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> N
     (`should_reuse_buffer`).
     """
     peak_bytes = max(expected_bytes, default=0)
-    # By dtype and bytes, the freed buffers as (index of the kernel after which it is freed, name).
+    # Freed buffers, as (index of the kernel after which it is freed, name), by (dtype, bytes). The one
+    # that was freed last is last.
     freed = dict[tuple[object, int], list[tuple[int, BufferName]]]()
-    kinds: dict[BufferName, tuple[object, int]] = {
+    dtype_and_bytes: dict[BufferName, tuple[object, int]] = {
         kernel.name: (kernel.output.dtype, kernel.size_bytes)
         for kernel in ordered
         if not kernel.is_workspace
     }
     for index, kernel in enumerate(ordered):
         candidates: list[tuple[int, BufferName]] = []
-        if kernel.written_over is None and kernel.name in kinds:
-            candidates = freed.get(kinds[kernel.name], [])
+        if kernel.written_over is None and kernel.name in dtype_and_bytes:
+            candidates = freed.get(dtype_and_bytes[kernel.name], [])
         if candidates:
             freed_at, name = candidates[-1]
-            # A buffer that is reused stays alive in between.
+            # A buffer that is reused stays alive between its old use and its new one.
             between = range(freed_at + 1, index)
             if all(expected_bytes[step] + kernel.size_bytes <= peak_bytes for step in between):
                 candidates.pop()
@@ -142,8 +146,8 @@ def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> N
                 for step in between:
                     expected_bytes[step] += kernel.size_bytes
         for name in kernel.freed_after:
-            if name in kinds:
-                freed.setdefault(kinds[name], []).append((index, name))
+            if name in dtype_and_bytes:
+                freed.setdefault(dtype_and_bytes[name], []).append((index, name))
 
 
 def _expected_bytes(
@@ -161,17 +165,19 @@ def _expected_bytes(
             is never freed.
         arguments: bytes of each argument that the graph may free.
     """
-    made_at: dict[BufferName, int] = dict.fromkeys(arguments, 0)
+    allocated_at: dict[BufferName, int] = dict.fromkeys(arguments, 0)
     for index, kernel in enumerate(ordered):
         if not kernel.is_workspace:
-            # The value that a kernel changes in place has its memory until the kernel has run.
-            made_at[kernel.name] = index + 1 if kernel.changes is not None else index
+            # A kernel that changes a value in place has no memory of its own while it runs. Afterwards
+            # its result takes the place of that value, which is freed then.
+            allocated_at[kernel.name] = index + 1 if kernel.changes is not None else index
     sizes: dict[BufferName, int] = {
         **arguments,
         **{kernel.name: kernel.size_bytes for kernel in ordered},
     }
+    # By how many bytes more are alive at a kernel than at the previous one.
     differences = [0] * (len(ordered) + 1)
-    for name, index in made_at.items():
+    for name, index in allocated_at.items():
         differences[index] += sizes[name]
         differences[freed_at.get(name, len(ordered) - 1) + 1] -= sizes[name]
     alive_bytes = itertools.accumulate(differences)
@@ -192,7 +198,7 @@ def _run_order(
 
     The arguments are those of `order_kernels`.
     """
-    written = _delay_sources(written)
+    written = _delay_constants(written)
     last_reader = {name: index for index, kernel in enumerate(written) for name in kernel.reads}
     written_bytes: dict[BufferName, int] = {kernel.name: kernel.size_bytes for kernel in written}
     known_bytes: dict[BufferName, int] = {**arguments, **written_bytes}
@@ -205,14 +211,15 @@ def _run_order(
         return {known_bytes.get(name, 0) for name in kernel.reads if users[name] == 1}
 
     def may_join(loop: PlannedKernel, kernel: PlannedKernel) -> bool:
-        """Return whether the kernel is near the loop, and what both read is large beside what one
-        of them could reuse from the other.
+        """Return whether the kernel is near the loop, and the bytes that both read are not small
+        against the bytes that one of them could reuse from the other.
 
-        Arguments that the graph may not free do not count, as the two may read different parts of
-        them: chunks of a loss do so.
+        Arguments that the graph may not free do not count, because the two may read different parts
+        of them, as chunks of a loss do.
         """
         shared = sum(known_bytes.get(name, 0) for name in loop.reads & kernel.reads)
         is_far = position[kernel.name] - position[loop.name] > MAX_DISTANCE
+        # One could be written over a value of the other if these values have the same size.
         reusable = sum(single_use_bytes(loop) & single_use_bytes(kernel))
         return shared > 0 and not is_far and reusable <= MAX_REUSE_RATIO * shared
 
@@ -258,26 +265,27 @@ def _place_in_order(ordered: list[PlannedKernel], kernel: PlannedKernel, freed_b
     return place
 
 
-def _delay_sources(written: list[PlannedKernel]) -> list[PlannedKernel]:
+def _delay_constants(written: list[PlannedKernel]) -> list[PlannedKernel]:
     """Move each kernel that reads nothing, such as zeros, directly before the first kernel that
     reads it, and return all kernels.
     """
-    sources = {kernel.name: kernel for kernel in written if kernel.fused and not kernel.reads}
+    constants = {kernel.name: kernel for kernel in written if kernel.fused and not kernel.reads}
     ordered = []
     for kernel in written:
+        # Names of arguments are integers; as texts they can be sorted together with other names.
         for name in sorted(map(str, kernel.reads)):
-            if name in sources:
-                ordered.append(sources.pop(name))
-        if kernel.name not in sources:
+            if name in constants:
+                ordered.append(constants.pop(name))
+        if kernel.name not in constants:
             ordered.append(kernel)
-    return [*ordered, *sources.values()]
+    return [*ordered, *constants.values()]
 
 
 def _move_inputs_ahead(
     ordered: list[PlannedKernel], kernel: PlannedKernel, joinable: list[PlannedKernel]
 ) -> None:
-    """Move a kernel's inputs ahead of the first loop that it may join, unless they need the loop's
-    results. Then the next loop is tried.
+    """Move a kernel's inputs ahead of the first loop that it may join. If these inputs need that
+    loop's results, the next loop is tried.
 
     Args:
         ordered: the kernels so far, which are reordered in place.
@@ -293,7 +301,7 @@ def _move_inputs_ahead(
         needed = set(kernel.reads) - members
         ahead = list[PlannedKernel]()
         after = list[PlannedKernel]()
-        # Backwards, so that what a needed kernel reads is needed, too.
+        # This goes backwards, because what a needed kernel reads is needed, too.
         for other in reversed(ordered[end:]):
             if other.name in needed:
                 ahead.append(other)
@@ -313,8 +321,8 @@ def _share_a_loop(loop: PlannedKernel, kernel: PlannedKernel) -> bool:
 
 
 def _splits_row_loop(before: PlannedKernel, after: PlannedKernel, kernel: PlannedKernel) -> bool:
-    """Return whether a kernel between two others would split their loop over rows, to which it does
-    not belong. Only on a GPU a reduction over rows has such a loop.
+    """Return whether a kernel between two others would split their loop over rows, because it does
+    not belong to that loop. Only on a GPU does a reduction over rows have such a loop.
     """
     reduces_rows = before.numbers > before.output.numel()
     is_one_loop = reduces_rows and _share_a_loop(before, after)

@@ -2,7 +2,7 @@
 code reaches.
 
 `Calibration` keeps how far updates on this machine were from their prediction, in time and memory,
-to correct the next plan. `drawing_s` predicts the time of sampling answers.
+to correct the next plan. `sampling_s` predicts the time of sampling answers.
 """
 
 import functools
@@ -73,68 +73,71 @@ def training_flops(
     return 6 * matmul_parameters + 12 * attention_width * sum(visible_positions)
 
 
-@functools.lru_cache(maxsize=256)  # a plan asks for each way to train the same model
+@functools.lru_cache(maxsize=256)  # a plan compares many ways to train the same model
 def flops_per_token(
     config: LlamaConfig, documents: int | PieceLengths, adapter_parameters: int = 0
 ) -> float:
     """Return `training_flops` of `config` on documents of these lengths. Unit: FLOPs per token.
 
-    Every MFU is made of it: of runs, plans and benchmarks.
+    The MFU of runs, plans and benchmarks is computed from this number.
 
     With adapters of A parameters next to frozen weights, 4 · N_matmul + 6 · A replaces 6 ·
     N_matmul: the gradient of a weight costs as much as the forward pass, and a frozen weight has
-    no gradient.
-
-    Each layer's mixer has its own figure (`Mixer.training_flops`).
+    no gradient. Each layer's mixer (attention, or what takes its place) counts its own FLOPs
+    (`Mixer.training_flops`).
 
     Args:
         config: the model's shape.
         documents: the lengths of the documents in the rows; a number is the length of all of them.
         adapter_parameters: A; 0 if the model itself is trained.
     """
-    pieces = documents
-    if isinstance(pieces, int):
-        pieces = PieceLengths.of_whole_rows(pieces)
+    lengths = documents
+    if isinstance(lengths, int):
+        lengths = PieceLengths.of_whole_rows(lengths)
     matrices = matmul_parameters(config)
-    not_computed = 2 * matrices - 6 * adapter_parameters if adapter_parameters else 0
+    saved_flops = 0
+    if adapter_parameters:
+        # The gradients of frozen weights are not computed, but the products with adapters are.
+        saved_flops = 2 * matrices - 6 * adapter_parameters
     flops_of_mixers = sum(
-        mixer_of(config, layer).training_flops(config, layer, pieces.visible_positions)
+        mixer_of(config, layer).training_flops(config, layer, lengths.visible_positions)
         for layer in range(config.num_hidden_layers)
     )
-    return 6 * matrices + flops_of_mixers - not_computed
+    return 6 * matrices + flops_of_mixers - saved_flops
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:
     """Return the model FLOPs utilisation, tokens_per_s · flops_per_token / peak_flops: a fraction,
     not per cent.
 
-    Whoever shows it should say which `peak_flops` was used: a datasheet's
+    Where an MFU is shown, say which `peak_flops` was used: that of a datasheet
     (`device.Device.peak_flops`) or a measured one (`device.measured_matmul_flops`). Source:
     Chowdhery et al. 2022, arXiv 2204.02311, appendix B.
     """
     return tokens_per_s * flops_per_token / peak_flops
 
 
-# Bytes that an update reads and writes per parameter, by whether it is captured. A captured update
-# passes once over gradient, weights and two moments in fp32, and zeros the gradient. In an eager
-# one every intermediate goes through memory as well.
-UPDATE_BYTES = {True: 36, False: 132}
-# The same for an update on the host, without the norm and the zeros, which stay on the device. The
-# eager value is the captured one times the measured slowdown (dev/log.md).
-HOST_UPDATE_BYTES = {True: 28, False: 1700}
+# Bytes that an optimizer's update reads and writes per parameter, by whether the update is captured. A
+# captured update passes once over gradient, weights and two moments in fp32, and zeros the gradient. In
+# an eager one every intermediate goes through memory as well.
+UPDATE_TRAFFIC_BYTES = {True: 36, False: 132}
+# The same for an update on the host. The device computes the norm and zeros the gradient, so the host
+# moves fewer bytes. The eager value is the captured one times the measured slowdown (dev/log.md).
+HOST_UPDATE_TRAFFIC_BYTES = {True: 28, False: 1700}
 # How many times as long the host takes if weights are kept in two halves of 16 bits, as generated
 # code cannot vectorise 16-bit integers.
 HOST_HALVES_SLOWDOWN = 3.7
 # Kernels of one block, forward and backward together, as a profiler counts them, by whether the
 # block is captured.
-KERNELS = {True: 40, False: 160}
-# How many times as long as in captured code the launch of a kernel takes.
+BLOCK_KERNELS = {True: 40, False: 160}
+# How many times as long as in captured code the launch of a kernel takes, by whether the code is
+# captured.
 LAUNCH_FACTOR = {True: 1, False: 2}
-# The host's time for one call of a block's separate graph, forward or backward (16 layers, a CPU,
-# torch 2.13).
+# The host's time for one call of a graph, if each block has its own: a forward or a backward pass
+# (measured on a CPU with 16 layers and torch 2.13).
 CALL_S = 0.13e-3
-# The host's time for a micro-step: guards, the window's rows, autograd, Inductor's wrappers
-# (dev/log.md).
+# The host's time for a micro-step (the passes of one micro-batch) beside launches and calls: guards,
+# the window's rows, autograd, Inductor's wrappers (dev/log.md).
 MICRO_STEP_S = 1e-3
 
 
@@ -160,14 +163,17 @@ class Efficiency(NamedTuple):
 # defaults.
 EFFICIENCIES = {"NVIDIA H200": Efficiency(products=0.797, traffic=0.896)}
 # A CPU's FLOP/s are measured, and no datasheet gives its bandwidth.
-CPU = Efficiency(products=0.9, attention=0.4, traffic=0.7, launch_s=2e-6, saturating_tokens=64)
+CPU_EFFICIENCY = Efficiency(
+    products=0.9, attention=0.4, traffic=0.7, launch_s=2e-6, saturating_tokens=64
+)
 CPU_BYTES_PER_S = 20e9
 LINK_BYTES_PER_S = 32e9  # of a link of unknown rate: PCIe 4.0 with 16 lanes is assumed
 LINK_SHARE = 0.8  # of a link's rate that copies reach
 
 
 class UpdateTime(NamedTuple):
-    """The seconds of one update by what they are spent on, each as if it were done alone.
+    """The seconds of one update by what they are spent on. Each is the time that this work would take
+    alone.
 
     Attributes:
         products_s: matrix products, recomputed ones included.
@@ -190,8 +196,10 @@ class UpdateTime(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Return the update's seconds: work, launches and transfers of the passes overlap, so only
-        the longest of them counts.
+        """Return the update's seconds.
+
+        In the passes, the device's work, launches and transfers overlap, so only the longest of them
+        counts. The optimizer's update follows.
         """
         work_s = self.products_s + self.attention_s + self.traffic_s
         if not self.launches_ahead:
@@ -203,7 +211,7 @@ def efficiency(device: Device) -> tuple[Efficiency, float]:
     """Return the shares that code reaches on a device, and the bytes/s of its memory that
     elementwise code reaches.
     """
-    default = CPU if device.type == "cpu" else Efficiency()
+    default = CPU_EFFICIENCY if device.type == "cpu" else Efficiency()
     shares = EFFICIENCIES.get(device.name, default)
     return shares, (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * shares.traffic
 
@@ -216,27 +224,30 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         attention = L (6 d_attn T + recomputed FLOPs) tokens / (peak e_attn)
         traffic   = (3 L (numbers stored per token and layer) tokens bytes + dequantised weights) / bandwidth
 
-    Here e is the share of the FLOP/s that large products reach, m the tokens of a micro-batch, and
-    m_half the tokens at which products reach half of that share. With adapters of A parameters 4
-    N_matmul + 6 A replaces 6 N_matmul. With a head in fp8 two of its three products take the time of
-    the datasheet's rate of fp8. A stored number is written once and read twice; if blocks
-    recompute products, or eager code recomputes anything, the traffic of numbers is a third more.
-    Weights are dequantised in each pass of a micro-batch.
+    N_matmul and d_attn are those of `training_flops`, L is the number of layers, T the length of a row.
+    Here "tokens" are those of the update, e is the share of the FLOP/s that large products reach, m
+    the tokens of a micro-batch, and m_half the tokens at which products reach half of that share.
+    With adapters of A parameters 4 N_matmul + 6 A replaces 6 N_matmul. With a head in fp8 two of its
+    three products take the time of the datasheet's rate of fp8. A stored number is written once and
+    read twice, hence the 3; if blocks recompute products, or eager code recomputes anything, the
+    traffic of numbers is a third more. Weights are dequantised in each pass of a micro-batch.
     """
     config = work.config
     captured = work.compile != "none"
     layers = work.config.num_hidden_layers
     recomputed_linear, recomputed_attention = estimate.recomputed_flops(work)
     shares, bandwidth = efficiency(device)
-    tokens = work.window_rows * work.length
+    window_tokens = work.tokens_per_update
     micro_batch_tokens = work.tokens
     micro_batches = work.micro_batches
 
     # Frozen weights have no gradients: 4 FLOPs per token instead of 6.
-    adapters = estimate.trained_adapters(work)
-    flops_per_weight = 4 if adapters else 6
-    flops: float = (
-        flops_per_weight * matmul_parameters(config) + 6 * adapters + layers * recomputed_linear
+    adapter_parameters = estimate.active_adapter_parameters(work)
+    flops_per_weight = 4 if adapter_parameters else 6
+    product_flops: float = (
+        flops_per_weight * matmul_parameters(config)
+        + 6 * adapter_parameters
+        + layers * recomputed_linear
     )
     attention_flops = layers * (
         6 * config.num_attention_heads * config.head_dim * work.length + recomputed_attention
@@ -244,25 +255,27 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
 
     numbers = estimate.stored_numbers(work, "none")
     # With these policies attention's probabilities are not stored, but recomputed where they are
-    # read.
+    # read. Each score is then one number in memory instead of SCORE_NUMBERS.
     if work.remat not in ("none", "full", "offload"):
         numbers -= (estimate.SCORE_NUMBERS - 1) * estimate.score_numbers(work)
     # Captured code fuses what it recomputes into its readers, except products.
-    writes_again = recomputed_linear > 0 if captured else work.remat != "none"
-    if writes_again:
+    if captured:
+        writes_recomputed = recomputed_linear > 0
+    else:
+        writes_recomputed = work.remat != "none"
+    if writes_recomputed:
         numbers *= 4 / 3
-    traffic = 3 * numbers * work.number_bytes * layers
+    token_traffic_bytes = 3 * numbers * work.number_bytes * layers
     forward_passes = 2 if work.remat in ("full", "offload") else 1
     dequantising_passes = 1 + forward_passes
     # DoRA reads the dense weights once more in each forward pass.
     if work.lora is not None and work.lora.dora:
         dequantising_passes += forward_passes
 
-    calls_s = MICRO_STEP_S
+    host_s = MICRO_STEP_S
     if work.compile == "blocks":
-        calls_s += 2 * layers * CALL_S
-    offload_bytes = 2 * layers * config.hidden_size * work.number_bytes  # per token, both ways
-    link = device.link_bytes_per_s or LINK_BYTES_PER_S
+        host_s += 2 * layers * CALL_S
+    link_bytes_per_s = device.link_bytes_per_s or LINK_BYTES_PER_S
     product_rate = (
         peak_flops
         * shares.products
@@ -270,23 +283,26 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         / (micro_batch_tokens + shares.saturating_tokens)
     )
     if work.precision == "fp8_head":
-        # The head's logits, and the gradient of the hidden states, are products in fp8.
+        # The head's logits, and the gradient of the hidden states, are products in fp8. They take as
+        # long as fewer FLOPs in bf16 would.
         head_flops = 4 * config.vocab_size * config.hidden_size
         rates = device.peak_flops
-        gain = rates["fp8"] / rates["bf16"] if {"fp8", "bf16"} <= rates.keys() else 1.0
-        flops -= head_flops * (1 - 1 / gain)
-    dense_bytes = dequantising_passes * micro_batches * estimate.dense_bytes(work)
-    kernels = KERNELS[captured] * layers * micro_batches
-    trained = estimate.trained_numbers(config, work.lora, work.precision)
+        speedup = rates["fp8"] / rates["bf16"] if {"fp8", "bf16"} <= rates.keys() else 1.0
+        product_flops -= head_flops * (1 - 1 / speedup)
+    dequantising_bytes = dequantising_passes * micro_batches * estimate.dequantising_bytes(work)
+    kernels = BLOCK_KERNELS[captured] * layers * micro_batches
+    trained_numbers = estimate.trained_numbers(config, work.lora, work.precision)
     transfer_s = 0.0
     if work.remat == "offload":
-        transfer_s = tokens * offload_bytes / (LINK_SHARE * link)
+        # Each block's input goes to the host and comes back.
+        offloaded_token_bytes = 2 * layers * config.hidden_size * work.number_bytes
+        transfer_s = window_tokens * offloaded_token_bytes / (LINK_SHARE * link_bytes_per_s)
     return UpdateTime(
-        products_s=flops * tokens / product_rate,
-        attention_s=attention_flops * tokens / (peak_flops * shares.attention),
-        traffic_s=(traffic * tokens + dense_bytes) / bandwidth,
-        launch_s=kernels * shares.launch_s * LAUNCH_FACTOR[captured] + micro_batches * calls_s,
-        update_s=trained * UPDATE_BYTES[captured] / bandwidth,
+        products_s=product_flops * window_tokens / product_rate,
+        attention_s=attention_flops * window_tokens / (peak_flops * shares.attention),
+        traffic_s=(token_traffic_bytes * window_tokens + dequantising_bytes) / bandwidth,
+        launch_s=kernels * shares.launch_s * LAUNCH_FACTOR[captured] + micro_batches * host_s,
+        update_s=trained_numbers * UPDATE_TRAFFIC_BYTES[captured] / bandwidth,
         transfer_s=transfer_s,
         launches_ahead=device.type != "cpu",
     )
@@ -295,10 +311,10 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
 def pass_times(
     work: Work, device: Device, peak_flops: float, host_bytes_per_s: float = CPU_BYTES_PER_S
 ) -> Costs:
-    """Return the seconds of a streamed model's passes by the same roofline, with each stage
-    recomputed from its input.
+    """Return the seconds that the passes of a streamed model take for one micro-batch.
 
-    They include what `work.remat` recomputes within a stage.
+    The rates are those of `update_time`. The backward pass recomputes each stage from its input, and
+    within a stage recomputes again what `work.remat` says.
 
     Args:
         work: the step.
@@ -312,14 +328,15 @@ def pass_times(
     tokens = work.tokens
     number_bytes = work.number_bytes
     product_rate = peak_flops * shares.products * tokens / (tokens + shares.saturating_tokens)
-    head = config.vocab_size * config.hidden_size
-    block_parameters = (matmul_parameters(config) - head) // config.num_hidden_layers
-    attention_flops = 2 * config.num_attention_heads * config.head_dim * work.length
+    head_parameters = config.vocab_size * config.hidden_size
+    block_parameters = (matmul_parameters(config) - head_parameters) // config.num_hidden_layers
+    forward_attention_flops = 2 * config.num_attention_heads * config.head_dim * work.length
     recomputed_linear, recomputed_attention = estimate.recomputed_flops(work)
-    # For a third of a block's work: its forward pass, or half of its backward pass.
-    kernels_s = KERNELS[captured] / 3 * shares.launch_s * LAUNCH_FACTOR[captured]
+    # A forward pass launches a third of a block's kernels, and a backward pass two thirds. This is the
+    # time for one third.
+    forward_launch_s = BLOCK_KERNELS[captured] / 3 * shares.launch_s * LAUNCH_FACTOR[captured]
     if work.compile == "blocks":
-        kernels_s += CALL_S
+        forward_launch_s += CALL_S
     activations_s = estimate.stored_numbers(work, "none") * number_bytes * tokens / bandwidth
 
     def block_seconds(linear_flops: float, attention_flops: float, passes: float) -> float:
@@ -328,65 +345,81 @@ def pass_times(
         Args:
             linear_flops: FLOPs per token of its linear layers.
             attention_flops: FLOPs per token of attention.
-            passes: how often its activations are passed over; a forward pass is one.
+            passes: how many times as much as a forward pass it launches and moves through memory.
         """
         work_s = (
             tokens
             * (linear_flops / product_rate + attention_flops / (peak_flops * shares.attention))
             + passes * activations_s
         )
-        launch_s = passes * kernels_s
+        launch_s = passes * forward_launch_s
         # A CPU does not launch kernels ahead.
-        return max(work_s, launch_s) if device.type != "cpu" else work_s + launch_s
+        if device.type == "cpu":
+            return work_s + launch_s
+        return max(work_s, launch_s)
 
     embedding_s = 2 * config.hidden_size * number_bytes * tokens / bandwidth
-    slowdown = 1.0 if work.precision == "fp32" else HOST_HALVES_SLOWDOWN
+    # On a GPU the host's part of a micro-step is hidden behind the device's work.
+    micro_step_s = MICRO_STEP_S if device.type == "cpu" else 0.0
+    halves_slowdown = 1.0 if work.precision == "fp32" else HOST_HALVES_SLOWDOWN
+    host_update_bytes = HOST_UPDATE_TRAFFIC_BYTES[captured]
     return Costs(
         first_s=embedding_s,
-        forward_s=block_seconds(2 * block_parameters, attention_flops, passes=1),
+        forward_s=block_seconds(2 * block_parameters, forward_attention_flops, passes=1),
         recompute_backward_s=block_seconds(
             6 * block_parameters + recomputed_linear,
-            3 * attention_flops + recomputed_attention,
+            3 * forward_attention_flops + recomputed_attention,
             passes=4 if recomputed_linear else 3,
         ),
-        loss_s=6 * head * tokens / product_rate + (0.0 if device.type != "cpu" else MICRO_STEP_S),
-        # The embedding's gradient is filled with zeros, and added.
-        first_backward_s=embedding_s + 12 * head / bandwidth,
-        weight_update_s=UPDATE_BYTES[captured] / bandwidth,
-        host_weight_update_s=HOST_UPDATE_BYTES[captured]
-        * slowdown
-        / (host_bytes_per_s * CPU.traffic),
+        loss_s=6 * head_parameters * tokens / product_rate + micro_step_s,
+        # The embedding's gradient is filled with zeros, and added to the plane: 12 bytes per number.
+        first_backward_s=embedding_s + 12 * head_parameters / bandwidth,
+        weight_update_s=UPDATE_TRAFFIC_BYTES[captured] / bandwidth,
+        host_weight_update_s=host_update_bytes
+        * halves_slowdown
+        / (host_bytes_per_s * CPU_EFFICIENCY.traffic),
     )
 
 
 SCHEMA = "monograph.calibration/1"
 MAX_MEASUREMENTS = 9  # of a kind: the newest are kept, and their median counts
-# The memory that an allocator takes beyond a trace is partly the same for all steps and partly
-# grows with them, in unknown shares. So a measurement is applied only to steps whose transient
-# bytes are as large within this factor.
+# An allocator takes more memory than a trace predicts. A part of this excess is the same for all steps,
+# and a part grows with the step, in unknown shares. So a measurement is applied only to steps whose
+# transient bytes (which are allocated and freed within an update) are as large within this factor.
 MAX_SIZE_RATIO = 2.0
 # The memory that a step allocates and frees is corrected downwards by at most this share of its
 # trace (law 12).
 MAX_REDUCTION = 0.05
 
 
-class Calibration:
-    """What earlier runs measured: ratios of measured to predicted time, and bytes beyond a traced
-    peak.
+class MemoryExcess(NamedTuple):
+    """A measurement of how much more memory a step took than its trace says.
 
-    Ratios are kept by device and precision, bytes by device, precision and scope. The file is a
-    convenience: a damaged file counts as empty, a file that cannot be read is not written over, and
-    a failed write is ignored.
+    Attributes:
+        excess_bytes: bytes at the measured peak beyond the traced peak; negative if there were fewer.
+        transient_bytes: the transient bytes of the trace.
+    """
+
+    excess_bytes: int
+    transient_bytes: int
+
+
+class Calibration:
+    """What earlier runs measured: ratios of measured to predicted time, and by how many bytes a peak
+    exceeded its trace.
+
+    Ratios are kept by device and precision; bytes by device, precision and scope (what one graph of
+    a capture has). A run does not need the file. So a damaged file counts as empty, a file that
+    cannot be read is not written over, and a failed write is ignored.
     """
 
     def __init__(self, file: Path) -> None:
         """Read a file, which need not exist."""
         self._file = file
         self._ratios: dict[str, list[float]] = {}
-        # (bytes beyond the trace, transient bytes of the trace).
-        self._beyond: dict[str, list[tuple[int, int]]] = {}
+        self._excesses: dict[str, list[MemoryExcess]] = {}
         self._is_unreadable = False
-        # All that a damaged file may raise.
+        # These are all errors that a damaged file may raise.
         with suppress(
             InputRefused,
             ValueError,
@@ -407,19 +440,22 @@ class Calibration:
                     for key, ratios in saved["seen"].items()
                 }
                 for key, pairs in saved.get("beyond", {}).items():
-                    self._beyond[key] = [
-                        (int(beyond), int(transient)) for beyond, transient in pairs
+                    self._excesses[key] = [
+                        MemoryExcess(int(excess), int(transient)) for excess, transient in pairs
                     ]
 
     def slowness(self, device: Device, kind: str) -> float | None:
-        """Return the median ratio on this device of this kind, see `note_ratio`; None if nothing
-        was measured.
+        """Return the median of the noted ratios of measured to predicted time; None if there are none.
+
+        Args:
+            device: the device.
+            kind: what was measured, see `note_ratio`.
         """
         ratios = self._ratios.get(_key(device, kind), ())
         sound_ratios = [ratio for ratio in ratios if 0 < ratio < float("inf")]
         return statistics.median(sound_ratios) if sound_ratios else None
 
-    def note(self, device: Device, work: Work, seconds: float, peak_flops: float) -> None:
+    def note_time(self, device: Device, work: Work, seconds: float, peak_flops: float) -> None:
         """Keep the ratio of an update's measured to its predicted time."""
         predicted_s = update_time(work, device, peak_flops).total_s
         self.note_ratio(device, work.precision, seconds / predicted_s)
@@ -429,14 +465,14 @@ class Calibration:
 
         Args:
             device: the device.
-            kind: what was measured: an update, by its precision, or sampling.
+            kind: what was measured: the precision of an update, or a name for sampling.
             ratio: the ratio.
         """
         self._keep(self._ratios.setdefault(_key(device, kind), []), ratio)
 
     def residual(self, device: Device, work: Work, traced: Mapping[str, int]) -> int:
-        """Return the median of the bytes that similar steps on this device took beyond their
-        traces; 0 if there were no similar steps.
+        """Return by how many bytes the peaks of similar steps on this device exceeded their traces: the
+        median, or 0 if there were no similar steps.
 
         Steps are similar if they have the same precision and scope, and if their transient bytes
         (traced activations, loss head and workspace) agree within a factor of two. A negative
@@ -448,18 +484,17 @@ class Calibration:
             traced: the step's peak by origin.
         """
         transient = _transient_bytes(traced)
-        similar = [
-            beyond
-            for beyond, their_transient in self._beyond.get(
-                _key(device, work.precision, work.compile), ()
-            )
-            if their_transient <= MAX_SIZE_RATIO * transient
-            and transient <= MAX_SIZE_RATIO * their_transient
+        measurements = self._excesses.get(_key(device, work.precision, work.compile), ())
+        excesses_of_similar = [
+            measured.excess_bytes
+            for measured in measurements
+            if measured.transient_bytes <= MAX_SIZE_RATIO * transient
+            and transient <= MAX_SIZE_RATIO * measured.transient_bytes
         ]
-        if not similar:
+        if not excesses_of_similar:
             return 0
         max_reduction = min(int(MAX_REDUCTION * transient), traced.get("workspace", 0))
-        return max(-max_reduction, int(statistics.median(similar)))
+        return max(-max_reduction, int(statistics.median(excesses_of_similar)))
 
     def note_memory(
         self, device: Device, work: Work, traced: Mapping[str, int], measured_bytes: int
@@ -472,12 +507,11 @@ class Calibration:
             traced: its traced peak by origin.
             measured_bytes: its measured peak.
         """
-        beyond = measured_bytes - sum(traced.values())
-        transient = _transient_bytes(traced)
-        # A larger difference has another cause than the step.
-        if abs(beyond) <= transient:
-            measurements = self._beyond.setdefault(_key(device, work.precision, work.compile), [])
-            self._keep(measurements, (beyond, transient))
+        excess = MemoryExcess(measured_bytes - sum(traced.values()), _transient_bytes(traced))
+        # If the difference is larger than all that the step allocates, the step is not its cause.
+        if abs(excess.excess_bytes) <= excess.transient_bytes:
+            measurements = self._excesses.setdefault(_key(device, work.precision, work.compile), [])
+            self._keep(measurements, excess)
 
     def _keep(self, measurements: list[Any], new: object) -> None:
         """Add a measurement to those of its kind, and write all."""
@@ -485,18 +519,19 @@ class Calibration:
         del measurements[:-MAX_MEASUREMENTS]
         if self._is_unreadable:  # a write would lose the earlier measurements
             return
-        content = {"schema": SCHEMA, "seen": self._ratios, "beyond": self._beyond}
+        content = {"schema": SCHEMA, "seen": self._ratios, "beyond": self._excesses}
         temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(content))
             temporary.replace(self._file)
-        # It still exists if writing failed.
+        # The temporary file still exists if writing failed.
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def _transient_bytes(traced: Mapping[str, int]) -> int:
+    """Return the bytes of a peak that a step allocates and frees again."""
     return sum(traced.get(origin, 0) for origin in TRANSIENT)
 
 
@@ -504,7 +539,7 @@ def _key(device: Device, *kind: str) -> str:
     """Return the key of measurements of a kind on a device.
 
     The kind of a time is only its precision. So all ways to train in a precision get the same
-    correction, and their order stays.
+    correction, and a plan ranks them in the same order as without it.
     """
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return ", ".join((device.name + threads, *kind))
@@ -529,8 +564,8 @@ def peak_flops(device: Device, precisions: tuple[str, ...]) -> Mapping[str, floa
 def _measured_flops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     """Return the FLOP/s of products.
 
-    They are measured once by each process, as a run with rewards asks for them six times. `threads`
-    is only a part of the cache's key.
+    They are measured once per process, because a run with rewards needs them six times. `threads` is
+    not read: it makes the cache measure again after torch's number of threads has changed.
     """
     return measured_matmul_flops(device, dtype, 0.1)
 
@@ -552,37 +587,39 @@ def measured_memory_bytes_per_s() -> float:
     return count * bytes_per_sum / (clock() - start)
 
 
-class Drawing(NamedTuple):
-    """Answers that are sampled for an update.
+class AnswersToSample(NamedTuple):
+    """The answers that are sampled for an update.
 
     Attributes:
         answers: the number of answers.
-        at_once: maximum of rows of a decode step.
-        prompt: tokens before an answer.
-        tokens: tokens of each answer.
+        max_rows: the largest number of rows of a decode step. A row writes one answer.
+        prompt_tokens: tokens before an answer.
+        answer_tokens: tokens of each answer.
         number_bytes: bytes of a weight, key or value.
         captured: whether the decode step is captured.
     """
 
     answers: int
-    at_once: int
-    prompt: int
-    tokens: int
+    max_rows: int
+    prompt_tokens: int
+    answer_tokens: int
     number_bytes: int
     captured: bool
 
 
-def drawing_s(config: LlamaConfig, drawing: Drawing, device: Device, peak_flops: float) -> float:
+def sampling_s(
+    config: LlamaConfig, sampled: AnswersToSample, device: Device, peak_flops: float
+) -> float:
     """Return the seconds of sampling answers, without those of reading their prompts.
 
     A decode step of R rows takes the longest of R (2 N_matmul / products + 4 L d_attn context /
     attention), of reading weights, keys and values once, and of its launches. On a CPU launches are
-    added instead. The context is a prompt and half of an answer.
+    added instead. The context is a prompt and half of an answer, the mean over an answer's steps.
     """
     shares, bandwidth = efficiency(device)
-    rows = min(drawing.answers, drawing.at_once)
+    rows = min(sampled.answers, sampled.max_rows)
     layers = config.num_hidden_layers
-    context = drawing.prompt + drawing.tokens / 2
+    context = sampled.prompt_tokens + sampled.answer_tokens / 2
     matrices = matmul_parameters(config)
     mixers = [mixer_of(config, layer) for layer in range(layers)]
     attention_flops = sum(mixer.decode_flops(config, context) for mixer in mixers)
@@ -592,13 +629,14 @@ def drawing_s(config: LlamaConfig, drawing: Drawing, device: Device, peak_flops:
     )
     cached_heads = sum(mixer.key_value_heads(config) for mixer in mixers)
     cached_numbers = 2 * cached_heads * config.head_dim * context
-    read_s = (matrices + rows * cached_numbers) * drawing.number_bytes / bandwidth
+    read_s = (matrices + rows * cached_numbers) * sampled.number_bytes / bandwidth
     work_s = max(compute_s, read_s)
     # A third of a block's kernels are those of its forward pass.
+    captured = sampled.captured
     launch_s = (
-        layers * KERNELS[drawing.captured] / 3 * shares.launch_s * LAUNCH_FACTOR[drawing.captured]
+        layers * BLOCK_KERNELS[captured] / 3 * shares.launch_s * LAUNCH_FACTOR[captured]
         + MICRO_STEP_S
     )
     step_s = work_s + launch_s if device.type == "cpu" else max(work_s, launch_s)
-    rounds = math.ceil(drawing.answers / rows)
-    return rounds * drawing.tokens * step_s
+    rounds = math.ceil(sampled.answers / rows)
+    return rounds * sampled.answer_tokens * step_s

@@ -1,9 +1,11 @@
-"""Predict what the passes of a streamed stage take on the device, by tracing the engine's own code.
+"""Predict the bytes that passes and updates of a streamed model take on the device, by tracing the
+engine's own code.
 
-The traced model has the stage before the blocks, one stage of blocks, and the stage after them,
-with one micro-batch. All stages of blocks are alike, and a further stage or micro-batch adds only
-inputs of stages and what `begin` gives to all blocks, which are counted in closed form
-(`planner.placement_bytes`). Nothing is computed and no device is needed.
+A stage is some consecutive blocks of a model, or the parts before or after them (`monograph.stream`).
+The traced model has the stage before the blocks, one stage of blocks, and the stage after them, with
+one micro-batch. All stages of blocks are alike. Another stage or micro-batch adds only inputs of
+stages, and the arguments that the model's `begin` gives to all blocks, such as masks and rotations.
+`planner.placement_bytes` counts these in closed form. Nothing is computed and no device is needed.
 """
 
 import functools
@@ -25,26 +27,29 @@ from monograph.step import Step, accumulate, update
 from monograph.stream import Placement
 from monograph.stream.parameters import InStages
 from monograph.stream.slots import Passes
-from monograph.stream.store import Further
+from monograph.stream.store import BlockArguments
 
-# The inputs of stages that are alive at the peak of the traced passes: those of the stage of blocks
-# and of the last stage, or a gradient of that size in place of one, and the gradient that is made.
+# How many tensors of the size of a stage's input are alive at the peak of the traced passes: the
+# inputs of the stage of blocks and of the last stage (or a gradient in place of one of them), and the
+# gradient that is computed.
 TRACED_BOUNDARIES = 3
 
 
 class StageFootprint(NamedTuple):
-    """The bytes that a streamed model allocates beside its planes, slots and staging buffers.
+    """The bytes that a streamed model allocates and frees again, beside planes, slots and staging
+    buffers.
 
     Attributes:
-        passes: at the peak of the passes, with one micro-batch, without inputs of stages.
-        further: of what `begin` gives to the blocks for a micro-batch, such as masks and rotations.
-        first_update: at the peak of the first stage's update.
-        block_update: at the peak of the update of a stage of blocks.
-        last_update: at the peak of the last stage's update.
+        passes: bytes at the peak of the passes, with one micro-batch, without inputs of stages.
+        block_arguments: bytes of the arguments that `begin` gives to the blocks for one micro-batch,
+            such as masks and rotations.
+        first_update: bytes at the peak of the first stage's update.
+        block_update: bytes at the peak of the update of a stage of blocks.
+        last_update: bytes at the peak of the last stage's update.
     """
 
     passes: int
-    further: int
+    block_arguments: int
     first_update: int
     block_update: int
     last_update: int
@@ -54,39 +59,40 @@ class _TracedPasses(Passes):
     """Passes on tensors without data.
 
     Attributes:
-        further_bytes: the bytes of what `begin` gave to the blocks.
+        block_argument_bytes: the bytes of the arguments that `begin` gave to the blocks.
     """
 
-    further_bytes = 0
+    block_argument_bytes = 0
 
-    def forward_first(self, batch: object) -> tuple[Tensor, Further]:
-        """Run the first stage, and note the bytes of the blocks' further arguments."""
-        state, further = super().forward_first(batch)
-        tensors = [leaf for leaf in tree_leaves(further) if isinstance(leaf, Tensor)]
-        storages = {id(tensor.untyped_storage()): tensor for tensor in tensors}
-        self.further_bytes = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-        return state, further
+    def forward_first(self, batch: object) -> tuple[Tensor, BlockArguments]:
+        """Run the first stage, and set `block_argument_bytes`."""
+        state, block_arguments = super().forward_first(batch)
+        tensors = [leaf for leaf in tree_leaves(block_arguments) if isinstance(leaf, Tensor)]
+        # Several blocks may get the same tensor, so each storage counts once.
+        storages = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
+        self.block_argument_bytes = sum(storage.nbytes() for storage in storages.values())
+        return state, block_arguments
 
     def generator_states(self) -> list[Tensor]:
-        """Return nothing: no random number is drawn without data."""
+        """Return an empty list: no random number is drawn without data."""
         return []
 
 
 @functools.lru_cache(maxsize=64)
 def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
-    """Return what the passes and the update of a streamed model take on the device.
+    """Return the bytes that the passes and the updates of a streamed model take on the device.
 
     Args:
         work: the step.
-        blocks_per_stage: blocks of a stage.
+        blocks_per_stage: the number of blocks in a stage.
     """
     short = replace(work, config=work.config.shortened(blocks_per_stage))
     with FakeMemory(short.config.vocab_size, short.device_type) as memory:
         model = Llama(short.config)
-        # Fused attention without a mask takes the place of flex attention.
+        # Flex attention is not traced. Fused attention without a mask takes its place.
         if short.device_type == "cuda":
             model.use_attention("sdpa", "repeated" if short.repeats_heads else "torch", "cuda")
-        # Then `update` only decides, and the stages are updated one by one below.
+        # With "next forward", `update` only decides; the stages are updated one by one below.
         placement = Placement(blocks_per_stage=blocks_per_stage, when="next forward")
         parameters = InStages(placement, None, passes=_TracedPasses, fused=short.fused)
         step = Step(
@@ -98,15 +104,18 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
             loss=token_loss_on(short.device_type),
             parameters=parameters,
         )
-        walk = parameters.walk  # which allocates slots and staging buffers
+        # This allocates slots and staging buffers. It comes before `origin` is set, because only the
+        # origins of TRANSIENT are counted below.
+        walk = parameters.walk
         memory.origin = "activations"
         names = ["tokens", "targets"]
         if short.packed and short.masked:
             names += ["segments", "positions"]
         batch = {name: torch.zeros(short.rows, short.length, dtype=torch.int64) for name in names}
-        updating = [each.function for each in parameters.captured("blocks")]
+        update_functions = [each.function for each in parameters.captured("blocks")]
         if short.compile != "none":
             capture_with(memory.captured, step, "blocks")
+        # This runs a copy of the blocks, which must not be counted.
         with compat.without_modes():
             step.choose_kept_results(batch)
         begin = len(memory.curve)
@@ -121,12 +130,20 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
             walk.updates.finish_current()
             update_peaks.append(max(map(_transient_bytes, memory.curve[begin:])))
         assert isinstance(walk.passes, _TracedPasses)
-        further_bytes = walk.passes.further_bytes
-    # An update has a graph for each kind of piece, and a search traces many ways.
-    for function in updating:
+        block_argument_bytes = walk.passes.block_argument_bytes
+    # The graphs of updates are forgotten, because they would add up: an update has a graph for each
+    # shape of its chunks, and a search traces many ways to stream.
+    for function in update_functions:
         compat.forget_graphs(function)
-    boundaries = TRACED_BOUNDARIES * short.input_bytes
-    return StageFootprint(passes - boundaries, further_bytes, *update_peaks)
+    boundary_bytes = TRACED_BOUNDARIES * short.input_bytes
+    first_update, block_update, last_update = update_peaks
+    return StageFootprint(
+        passes=passes - boundary_bytes,
+        block_arguments=block_argument_bytes,
+        first_update=first_update,
+        block_update=block_update,
+        last_update=last_update,
+    )
 
 
 def _transient_bytes(sample: MemorySample) -> int:

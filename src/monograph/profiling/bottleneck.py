@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from monograph.predict.roofline import KERNELS, MICRO_STEP_S, UPDATE_BYTES
+from monograph.predict.roofline import BLOCK_KERNELS, MICRO_STEP_S, UPDATE_TRAFFIC_BYTES
 from monograph.profiling.intervals import PARTS, Kernel, Part, Spent
 
 # What limits a kernel: FLOPs, bytes, neither of them, or unknown.
@@ -35,13 +35,13 @@ MIN_SAVED_SHARE = 0.05
 # (docs/profile.md has the measurement).
 FUSED_TIME_SHARE = 0.45
 # The share of kernels that remain when the step is one graph, and so of the host's gaps between
-# them. `KERNELS` and `UPDATE_BYTES` have their values by whether the step is captured.
-REMAINING_KERNELS_SHARE = KERNELS[True] / KERNELS[False]
+# them. `BLOCK_KERNELS` and `UPDATE_TRAFFIC_BYTES` have their values by whether the step is captured.
+REMAINING_KERNELS_SHARE = BLOCK_KERNELS[True] / BLOCK_KERNELS[False]
 # The host's seconds for a call of a graph. There is one call for each micro-step and one for the
 # optimizer.
 GRAPH_CALL_S = MICRO_STEP_S
 # The share of the optimizer's bytes that remains when its operators are fused.
-FUSED_UPDATE_SHARE = UPDATE_BYTES[True] / UPDATE_BYTES[False]
+FUSED_UPDATE_SHARE = UPDATE_TRAFFIC_BYTES[True] / UPDATE_TRAFFIC_BYTES[False]
 # The parts that compute.
 COMPUTING_PARTS: tuple[Part, ...] = (
     "matmul",

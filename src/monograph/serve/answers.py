@@ -15,7 +15,7 @@ from monograph.evaluation.choices import TokenScore
 from monograph.serve import shapes
 from monograph.serve.owner import ServedText
 from monograph.serve.refused import Refused, error_body
-from monograph.serve.versions import Version
+from monograph.serve.versions import ServedModel
 from monograph.text.tokenizer import Tokenizer
 
 _COMMON_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
@@ -60,9 +60,14 @@ class EventStream:
         """Send a comment, so that no proxy closes the connection as dead."""
         await self._send_chunk(b": ping\n\n")
 
-    async def end(self, *, done: bool = True) -> None:
-        """End the stream; if it is `done` and not ended by an error, its last event is [DONE]."""
-        last_event = b"data: [DONE]\n\n" if done else b""
+    async def end(self, *, is_done: bool = True) -> None:
+        """End the stream.
+
+        Args:
+            is_done: whether all texts are sent, which a last event, [DONE], says. An error that ended
+                the stream has been sent as an event before.
+        """
+        last_event = b"data: [DONE]\n\n" if is_done else b""
         await self._send({"type": "http.response.body", "body": last_event})
 
     async def _send_chunk(self, body: bytes) -> None:
@@ -84,7 +89,7 @@ _MIN_LOGPROB = -9999.0  # it is written for ln 0, as JSON has no infinity
 
 
 class ScoredToken(NamedTuple):
-    """A reported token, with its log-probabilities.
+    """An entry of an answer's log-probabilities: those at the position of one token.
 
     Attributes:
         token: the token's id.
@@ -105,7 +110,7 @@ class TextPiece(NamedTuple):
     Attributes:
         text_index: the text's number in the answer.
         text: the new characters.
-        entries: the new tokens, if the answer reports tokens, else empty.
+        entries: an entry for each new token, if the answer has log-probabilities, else empty.
         finish: how the text ended; None if it has not ended.
     """
 
@@ -117,6 +122,9 @@ class TextPiece(NamedTuple):
 
 class TextBuilder:
     """Makes the pieces of a text from the decoder's events.
+
+    A piece has only the text that is certain. An incomplete character, or what may be the beginning of
+    a stop string, is held back with its tokens' entries until further tokens decide it.
 
     Attributes:
         token_count: the number of tokens that were sampled so far.
@@ -136,9 +144,9 @@ class TextBuilder:
         Args:
             text: the text.
             stop: the strings before which the text ends.
-            likeliest_count: how many of the likeliest tokens are reported with each token; None: no
-                tokens are reported.
-            reports_end: whether a stop id that ends the text is reported, too.
+            likeliest_count: how many of the likeliest tokens are reported in the place of each token;
+                None: the answer has no log-probabilities.
+            reports_end: whether a stop id that ends the text has an entry, too.
             echo: the prompt's characters, if the answer repeats them before the text.
         """
         prompt_ids = text.request.prompt_ids
@@ -147,10 +155,9 @@ class TextBuilder:
         self._transcript = Transcript(self._tokenizer, stop, prompt_ids)
         self._index = text.index
         self._likeliest_count = likeliest_count
-        # Entries of tokens whose text is not certain yet, each with the number of bytes before its token.
+        # Entries of tokens whose text is held back, each with the number of bytes before its token.
         self._uncertain_entries: list[tuple[int, ScoredToken]] = []
-        # The number of bytes of all tokens so far, and the number of characters before each.
-        self._byte_count = 0
+        self._byte_count = 0  # the bytes of all tokens so far
         self._offsets = CharacterOffsets(self._tokenizer.inserted_space(prompt_ids), len(echo))
         self.token_count = 0
 
@@ -164,27 +171,29 @@ class TextBuilder:
         if event.finish is None:
             return TextPiece(self._index, new_text, self._take_certain_entries(), None)
         new_text += self._transcript.finish()
-        # For all other finishes, the request is refused before the event comes here.
+        # For finishes that are errors, the request is refused before the event comes here.
         finish: shapes.ServedFinish = "stop" if event.finish == "stop" else "length"
         if finish == "stop" and self._uncertain_entries:
+            # Remove the entry of the stop id that has ended the text, if it is not reported.
             _, last = self._uncertain_entries[-1]
             if last.token in self._unreported_ids:
                 self._uncertain_entries.pop()
         return TextPiece(self._index, new_text, self._take_certain_entries(), finish)
 
     def _add_entry(self, token: int, logprobs: LogProbability, likeliest_count: int) -> None:
-        piece = self._tokenizer.pieces[token]
-        offset = self._offsets.add(piece)
+        token_bytes = self._tokenizer.pieces[token]
+        offset = self._offsets.add(token_bytes)
         entry = ScoredToken(token, offset, logprobs.drawn, logprobs.likeliest[:likeliest_count])
         self._uncertain_entries.append((self._byte_count, entry))
-        self._byte_count += len(piece)
+        self._byte_count += len(token_bytes)
 
     def _take_certain_entries(self) -> list[ScoredToken]:
         """Remove and return the entries of tokens that begin in the certain part of the text.
 
-        A token without bytes at the end of that part is among them.
+        A token without bytes, such as a special one, also counts if it is at the end of that part.
         """
         certain_bytes = self._transcript.size
+        # Entries are in the order of the text, so these are the first ones.
         count = 0
         for begin, entry in self._uncertain_entries:
             is_empty = not self._tokenizer.pieces[entry.token]
@@ -196,7 +205,7 @@ class TextBuilder:
 
 
 class CharacterOffsets:
-    """Counts the characters before each token, given the bytes of the tokens."""
+    """Counts the characters before each token of a text, whose tokens are added one by one."""
 
     def __init__(self, lead: bytes, count: int = 0) -> None:
         """Begin after `count` characters.
@@ -210,16 +219,12 @@ class CharacterOffsets:
         self._lead = lead
         self._count = count
 
-    def add(self, piece: bytes) -> int:
-        """Return the number of characters before a token, and count the token's own.
-
-        Args:
-            piece: the token's bytes.
-        """
+    def add(self, token_bytes: bytes) -> int:
+        """Return the number of characters before a token, and count the token's own."""
         offset = self._count
-        # The bytes of a character that earlier tokens have begun.
+        # The bytes of a character that earlier tokens have begun, which is not counted yet.
         incomplete, _ = self._decoder.getstate()
-        text_bytes = bytes(piece)
+        text_bytes = bytes(token_bytes)
         if text_bytes:
             text_bytes = text_bytes.removeprefix(self._lead)
             self._lead = b""
@@ -247,16 +252,16 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
     A special token has its name. Bytes that are not UTF-8 are written as `bytes:\xf0`.
     """
-    piece = bytes(tokenizer.pieces[token])
-    if not piece:
+    token_bytes = bytes(tokenizer.pieces[token])
+    if not token_bytes:
         for name, index in tokenizer.special.items():
             if index == token:
                 return name
         return f"token_id:{token}"
     try:
-        return piece.decode()
+        return token_bytes.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
 class AnswerBuilder:
@@ -268,16 +273,16 @@ class AnswerBuilder:
     event_name = "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(self, version: Version, seed: int, likeliest_count: int | None) -> None:
+    def __init__(self, model: ServedModel, seed: int, likeliest_count: int | None) -> None:
         """Begin an answer.
 
         Args:
-            version: the version of the model.
+            model: the model that writes.
             seed: the seed of the request.
-            likeliest_count: how many of the likeliest tokens are reported with each token; None: no
-                tokens are reported.
+            likeliest_count: how many of the likeliest tokens are reported in the place of each token;
+                None: the answer has no log-probabilities.
         """
-        self._tokenizer = version.tokenizer
+        self._tokenizer = model.version.tokenizer
         self._likeliest_count = likeliest_count
         # An event's JSON up to the value of "choices", which is the same in all events of a stream.
         self._event_head = b""
@@ -285,25 +290,32 @@ class AnswerBuilder:
             "id": self.id_prefix + uuid.uuid4().hex,
             "object": self.whole_name,
             "created": int(time.time()),
-            "model": version.id,
-            "system_fingerprint": version.fingerprint,
+            "model": model.id,
+            "system_fingerprint": model.fingerprint,
             "seed": seed,
         }
 
     def whole_json(self, pieces: Sequence[TextPiece], usage: shapes.Usage) -> bytes:
         """Return the whole answer; each piece is a whole text."""
-        # The choices are serialised one by one, because during a call of `json` no other thread can run.
+        # The choices are serialised one by one: no other thread can run during a call of `json`, and it
+        # would take long for all of them.
         choices = b",".join([as_json(self._choice(piece)) for piece in pieces])
-        head = as_json(self._fields)[:-1]
+        head = as_json(self._fields)[:-1]  # without the closing brace
         return head + b',"choices":[' + choices + b'],"usage":' + as_json(usage) + b"}"
 
     def piece_json(self, piece: TextPiece, *, has_usage: bool) -> bytes:
-        """Return the event of a piece; if `has_usage`, it has the field usage, which is null."""
+        """Return the event of a piece.
+
+        Args:
+            piece: the piece.
+            has_usage: whether the client wants the usage, which another event has. In the protocol the
+                field usage of all others is then null.
+        """
         usage = b',"usage":null' if has_usage else b""
         return self._event_json(as_json([self._event_choice(piece)]), usage)
 
     def usage_json(self, usage: shapes.Usage) -> bytes:
-        """Return the event that ends a stream with its usage, and has no choices."""
+        """Return the last event of a stream, if it has a usage; it has no choices."""
         return self._event_json(b"[]", b',"usage":' + as_json(usage))
 
     def first_pieces(self, index: int) -> list[TextPiece]:
@@ -313,7 +325,8 @@ class AnswerBuilder:
     def _event_json(self, choices: bytes, usage: bytes) -> bytes:
         if not self._event_head:
             fields = self._fields | {"object": self.event_name}
-            self._event_head = as_json(fields)[:-1] + b',"choices":'
+            without_brace = as_json(fields)[:-1]  # the closing one
+            self._event_head = without_brace + b',"choices":'
         return self._event_head + choices + usage + b"}"
 
     def _choice(self, piece: TextPiece) -> Mapping[str, Any]:
@@ -371,7 +384,7 @@ class ChatAnswerBuilder(AnswerBuilder):
     id_prefix = "chatcmpl-"
 
     def first_pieces(self, index: int) -> list[TextPiece]:
-        """Return one empty piece, for which `_event_choice` sends the role."""
+        """Return one empty piece: `_event_choice` sends the role in place of an empty text."""
         return [TextPiece(index, "", [], None)]
 
     def _choice(self, piece: TextPiece) -> Mapping[str, Any]:
@@ -417,5 +430,5 @@ def token_usage(prompt_tokens: int, sampled_tokens: int) -> shapes.Usage:
 
 
 def _finite(logprob: float) -> float:
-    # Not `max`, which would let NaN through.
+    # A comparison with NaN is false, so NaN becomes the minimum, too; `max` might return NaN.
     return logprob if logprob > _MIN_LOGPROB else _MIN_LOGPROB

@@ -33,11 +33,17 @@ from monograph.serve.body import ClientGone, parse_body, read_body
 from monograph.serve.document import OPERATIONS, document
 from monograph.serve.metrics import RequestCounts
 from monograph.serve.refused import Refused, error_body
-from monograph.serve.requests import DetokenizeRequest, TokenizeRequest, read
+from monograph.serve.requests import (
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+    read,
+)
 from monograph.serve.service import Service
 from monograph.serve.texts import TextEndpoint
 
-# A Host header: the name or address, and perhaps a port.
+# The value of a Host header: the name or address, and perhaps a port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(?::[0-9]*)?")
 _CHARSET = re.compile(r"(?:^|;)\s*charset\s*=\s*\"?([^\s;\"]+)", re.IGNORECASE)
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -172,6 +178,7 @@ _PAGE_HEADERS = {
 def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
     """Return the application of a service, behind a `Guard` with this host and these keys."""
     information = _Information(service)
+    adapters = _Adapters(service, has_keys=bool(keys))
     endpoints: dict[str, Any] = {
         "getPage": _page,
         "getDocument": _document,
@@ -180,10 +187,12 @@ def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
         "listModels": information.models,
         "getModel": information.model,
         "describeTokenizer": information.tokenizer,
-        "tokenize": _JsonEndpoint(information.tokenize),
-        "detokenize": _JsonEndpoint(information.detokenize),
+        "tokenize": _JsonEndpoint(_in_worker_thread(information.tokenize)),
+        "detokenize": _JsonEndpoint(_in_worker_thread(information.detokenize)),
         "complete": TextEndpoint(service, is_chat=False),
         "chat": TextEndpoint(service, is_chat=True),
+        "loadAdapter": _JsonEndpoint(adapters.load),
+        "unloadAdapter": _JsonEndpoint(adapters.unload),
     }
     routes = []
     for operation in OPERATIONS:
@@ -226,14 +235,14 @@ class _Information:
         return Response(self._service.metrics_text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        version = self._service.newest
-        entries = [version.model_entry(name) for name in self._service.names_of(version)]
+        models = self._service.served_models()
+        entries = [model.entry(name) for name, model in models.items()]
         return JSONResponse({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        async with self._service.use_version(name) as version:
-            return JSONResponse(version.model_entry(name))
+        async with self._service.use_model(name) as model:
+            return JSONResponse(model.entry(name))
 
     async def tokenizer(self, request: Request) -> Response:
         tokenizer = self._service.newest.tokenizer
@@ -269,22 +278,64 @@ class _Information:
         return {"prompt": tokenizer.decode(request.tokens)}
 
 
+class _Adapters:
+    """The endpoints that add and remove adapters."""
+
+    def __init__(self, service: Service, has_keys: bool) -> None:
+        self._service = service
+        self._has_keys = has_keys
+
+    def _require_keys(self) -> None:
+        """Refuse a request to a server that everyone may use who reaches it."""
+        if not self._has_keys:
+            message = (
+                "adapters come and go only on a server with keys: start it with --api-key-file"
+            )
+            raise Refused(403, message)
+
+    async def load(self, body: dict[str, Any]) -> shapes.Model:
+        self._require_keys()
+        request = read(LoadAdapterRequest, body)
+        model = await self._service.add_adapter(request.lora_name, request.lora_path)
+        return model.entry(request.lora_name)
+
+    async def unload(self, body: dict[str, Any]) -> shapes.Deleted:
+        self._require_keys()
+        name = read(UnloadAdapterRequest, body).lora_name
+        await self._service.remove_adapter(name)
+        return {"id": name, "object": "model", "deleted": True}
+
+
+def _in_worker_thread(
+    answer: Callable[[dict[str, Any]], Mapping[str, Any]],
+) -> Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]:
+    """Return a function that answers in a worker thread, because a large body takes time."""
+
+    async def answer_in_thread(body: dict[str, Any]) -> Mapping[str, Any]:
+        return await asyncio.to_thread(answer, body)
+
+    return answer_in_thread
+
+
 class _JsonEndpoint:
     """An application that answers a JSON object with another JSON object."""
 
-    def __init__(self, answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    def __init__(self, answer: Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]) -> None:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = await read_body(scope, receive)
             # In a worker thread, because a large body takes time.
-            answer = await asyncio.to_thread(lambda: self._answer(parse_body(body)))
+            answer = await self._answer(await asyncio.to_thread(parse_body, body))
         except Refused as refused:
             return await send_error(send, refused)
         except ClientGone:
             return None
         return await send_json(send, answer)
+
+
+# Starlette passes errors to these functions by the rows of `exception_handlers`, so their types are known.
 
 
 async def _answer_refused(request: Request, error: Exception) -> Response:
@@ -293,6 +344,7 @@ async def _answer_refused(request: Request, error: Exception) -> Response:
 
 
 async def _answer_missing(request: Request, error: Exception) -> Response:
+    """Answer a request for an address that does not exist (404), or that has other methods (405)."""
     assert isinstance(error, HTTPException)
     fault = "there is nothing at"
     if error.status_code == 405:

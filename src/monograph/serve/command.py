@@ -17,10 +17,11 @@ from monograph.decode.completion import MAX_ROWS
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError, bug_report, said_by
 from monograph.report.quantities import counted
+from monograph.run.adapters import named_folders
 from monograph.serve.app import application, is_local
 from monograph.serve.connection import MAX_CONNECTIONS, MAX_HEAD_BYTES, Connection
 from monograph.serve.service import Service
-from monograph.serve.versions import Source, Version
+from monograph.serve.versions import AdapterRoom, Source, Version
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import read_input
 from monograph.terminal import one_line, warn
@@ -32,8 +33,8 @@ IDLE_S = 20
 MAX_KEY_FILE_BYTES = 1 << 16
 # The maximum number of characters of a name for the model.
 MAX_NAME_LENGTH = 200
-# The maximum number of open files besides the connections. Most of them are connections that are being
-# closed.
+# The maximum number of open files in addition to those of MAX_CONNECTIONS. Most of them are connections
+# that are being closed.
 OTHER_FILES = 1000
 # The maximum number of connections that wait to be accepted, and that are accepted at once.
 BACKLOG = 128
@@ -48,6 +49,10 @@ def run(
     rows: int | None,
     served_names: Sequence[str],
     any_name: bool,
+    adapters: Sequence[str] = (),
+    adapter_dir: Path | None = None,
+    adapter_slots: int | None = None,
+    adapter_rank: int | None = None,
 ) -> None:
     """Serve a run's newest checkpoint or a folder's model; see the command line's help."""
     keep_compiled()
@@ -57,7 +62,22 @@ def run(
         raise UsageError(
             f"--host {host}: other machines can reach this host, so give --api-key-file, a file with a key on each line"
         )
-    source = Source(run, rows or MAX_ROWS[default_device().type], warn)
+    folders = named_folders("--adapter", adapters)
+    if adapter_dir is not None and not keys:
+        raise UsageError(
+            f"--adapter-dir {adapter_dir}: whoever reaches a server without keys could add adapters: give "
+            "--api-key-file"
+        )
+    if adapter_dir is not None and not adapter_dir.is_dir():
+        raise InputRefused(f"--adapter-dir {adapter_dir}: no such folder")
+    has_room_for_some = bool(folders) or adapter_dir is not None
+    if not has_room_for_some and (adapter_slots is not None or adapter_rank is not None):
+        raise UsageError(
+            "--adapter-slots, --adapter-rank: there are no adapters: give --adapter or --adapter-dir, too"
+        )
+    room = AdapterRoom(folders, adapter_dir, adapter_slots, adapter_rank)
+    max_rows = rows or MAX_ROWS[default_device().type]
+    source = Source(run, max_rows, warn, room)
     service = Service(source, _say, _report_bug, aliases=served_names, any_name=any_name)
     allow_connections()
     with _listening_socket(host, port) as listener:
@@ -112,7 +132,8 @@ def read_keys(path: Path) -> list[str]:
         key = line.strip()
         if not key:
             continue
-        # A user who types the key from the screen would leave them out, and a header cannot contain them.
+        # Such a character is not seen, so a key that is typed from the screen would lack it. A header
+        # cannot contain it.
         invisible = [letter for letter in key if not letter.isprintable()]
         if invisible:
             raise InputRefused(
@@ -134,9 +155,9 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
     """Yield a socket that listens at an address."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = infos[0]
+        family, socket_type, protocol, _, address = infos[0]
         # The protocol is given because asyncio turns Nagle's delay off only for sockets that name TCP.
-        with socket.socket(family, kind, protocol) as listener:
+        with socket.socket(family, socket_type, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             # Clients can connect from now on, and are told that the model is being loaded.
@@ -147,7 +168,10 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
 
 
 async def _serve(service: Service, host: str, keys: list[str], listener: socket.socket) -> None:
-    """Serve until a signal, and print what was done. Raise the error that ended the server, if any."""
+    """Serve until a signal, and then print how much was answered.
+
+    If an error has ended the server, it is raised.
+    """
     server = _Server(server_config(service, host, keys), service)
     port = listener.getsockname()[1]
     serving = asyncio.create_task(server.serve([listener]))
@@ -174,7 +198,7 @@ async def _serve(service: Service, host: str, keys: list[str], listener: socket.
 
 
 def server_config(service: Service, host: str, keys: list[str]) -> uvicorn.Config:
-    """Return uvicorn's configuration of the server, with those limits that are its options."""
+    """Return uvicorn's configuration, with those limits that are options of uvicorn."""
     return uvicorn.Config(
         application(service, host, keys),
         http=Connection,
@@ -221,8 +245,12 @@ def _print_ready(version: Version, host: str, port: int, needs_key: bool) -> Non
     template = "chat template"
     if not version.has_template:
         template = "no chat template: it continues the messages as text"
+    if version.bank is not None:
+        adapters = ", ".join(version.bank.slots) or "none yet"
+        room = f"room for {version.bank.capacity} of rank {version.bank.rank} or less"
+        _say(f"adapters: {adapters}; {room}, {version.bank.nbytes / 2**20:,.0f} MiB")
     print(
-        f"ready     {address}   {version.id}: {version.size}; {template}\n"
+        f"ready     {address}   {version.id}: {version.capacity}; {template}\n"
         f"          OPENAI_BASE_URL={address}/v1   chat page: {address}/   {access}\n"
         "          a request with a seed always gets the same text, however busy the server is",
         flush=True,
@@ -240,8 +268,9 @@ def _report_bug(error: Exception) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A server that ends at SIGTERM or Ctrl-C: at the first one after its requests, at the second at
-    once.
+    """A server that ends at SIGTERM or Ctrl-C.
+
+    After the first one it still answers the requests that have begun; at the second it ends at once.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -265,6 +294,7 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _handle_signal(self) -> None:
+        # uvicorn's flags: `should_exit` ends the server after its requests, and `force_exit` at once.
         is_second = self.should_exit
         self.force_exit = is_second
         if not is_second and self._service.is_ready:

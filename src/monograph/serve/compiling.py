@@ -12,6 +12,9 @@ The process's standard input is a socket to the server. The process reads:
 
 For each job it sends `_REPLY` and the child's output: `_HEAD`, the automaton's arrays, and a text. If
 the compiler has refused the job, the output is an automaton without states, and the text is the reason.
+
+Axes of the arrays: S the automaton's states, C its classes of tokens, V the vocabulary, E its effects,
+4 the fields of an effect, R the counters. `monograph.automata.Automaton` says what the arrays are.
 """
 
 import asyncio
@@ -30,7 +33,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +44,10 @@ from monograph.automata.tokens import MAX_EFFECTS
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
-# Limits on a request.
+# Limits on the constraint of a request.
 MAX_CONSTRAINT_BYTES = 1 << 16
 MAX_CHOICES = 1_024
-# Limits on a child. The server itself checks the last one.
+# Limits on a child. The kernel enforces the first two, and the server the last one.
 PROCESSOR_S = 2
 MEMORY_BYTES = 1 << 29
 WALL_CLOCK_S = 10.0
@@ -65,16 +68,16 @@ _NAMES = {
     "json_schema": "the JSON schema",
     _STOP: "the stop strings",
 }
-# The child's exit code, or minus the number of the signal that ended it; the number of bytes of its
-# output.
+# The head of a reply: the child's exit code, or minus the number of the signal that ended it; and the
+# number of bytes of its output.
 _REPLY = struct.Struct("<iQ")
 _MAX_REPLY_BYTES = 1 << 27  # more than any automaton of the compiler has
-_HEAD = struct.Struct("<4I")  # states, classes, effects, bytes of the text
+# The head of a child's output: the numbers of states, classes, effects, and bytes of the text.
+_HEAD = struct.Struct("<4I")
 # The types of next_SC, effect_SC, class_V, stops_S and effects_E4R.
 _ARRAY_TYPES = (np.int16, np.int16, np.int16, np.uint8, np.int32)
-# Exit codes of a child: that of one that lacked memory, and the one that stands for WALL_CLOCK_S.
-_NO_MEMORY = 100
-_TOO_LONG = 101
+_NO_MEMORY = 100  # the exit code of a child that needed more than MEMORY_BYTES
+_TOO_LONG = 101  # takes the place of the exit code of a child that needed more than WALL_CLOCK_S
 _PR_SET_PDEATHSIG = 1  # Linux's option of prctl, which Python does not name
 
 
@@ -82,13 +85,25 @@ class Busy(Exception):
     """Too many constraints wait to be compiled."""
 
 
+class ChildResult(NamedTuple):
+    """How a child ended, and what it wrote.
+
+    Attributes:
+        exit_code: its exit code, or minus the number of the signal that ended it.
+        output: the bytes that it wrote, see the module's docstring.
+    """
+
+    exit_code: int
+    output: bytearray
+
+
 class ConstraintCompiler:
     """Compiles stop strings and constraints in processes of their own, under limits.
 
-    The results that were used last are cached. So equal requests get the same object, and the decoder
-    recognises an automaton that it already has. Jobs run one after another. The first job starts the
-    compiling process, which takes seconds, and a job that finds it dead starts it again. A compiler
-    is used by one event loop.
+    The results that were used last are cached. So equal requests get the same object, by which the
+    decoder recognises an automaton that is on the device already. Jobs run one after another. The first
+    job starts the compiling process, which takes seconds, and a job that finds it dead starts it again.
+    A compiler is used by one event loop.
     """
 
     def __init__(self, pieces: Sequence[bytes], stop_ids: Sequence[int]) -> None:
@@ -100,12 +115,13 @@ class ConstraintCompiler:
         """
         head = json.dumps([[int(token) for token in stop_ids], [len(piece) for piece in pieces]])
         self._vocabulary_message = head.encode() + b"\n" + b"".join(pieces)
-        self._vocabulary = len(pieces)
-        # The results by the job's JSON; a text is the reason of a refusal.
+        self._vocabulary_size = len(pieces)
+        # The result of each job, by the job's JSON: an automaton, or the reason why it was refused.
         self._cache: OrderedDict[str, Automaton | str] = OrderedDict()
         self._job_lock = asyncio.Lock()
         self._constraint_lock = asyncio.Lock()
-        # The constraints that wait for `_constraint_lock`, and how many requests wait for each.
+        # The constraints that wait for `_constraint_lock`, by the job's JSON, and how many requests wait
+        # for each.
         self._waiting: Counter[str] = Counter()
         self._is_closed = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -165,8 +181,8 @@ class ConstraintCompiler:
             result = self._cache[key]
         else:
             await self._acquire_job_lock(kind, key)
-            # If this request is cancelled now, the job still runs to its end: equal requests may wait
-            # for it.
+            # A task of its own, which runs to its end even if this request is cancelled: equal requests
+            # may wait for its result.
             job = asyncio.create_task(self._compile(kind, key))
             job.add_done_callback(lambda _: self._job_lock.release())
             result = await asyncio.shield(job)
@@ -177,8 +193,12 @@ class ConstraintCompiler:
     async def _acquire_job_lock(self, kind: str, key: str) -> None:
         """Wait until no job runs.
 
-        Of all constraints, only one at a time waits for the lock itself. So stop strings, which are
-        compiled quickly, wait for at most two constraints: the one that runs, and the one that waits.
+        A constraint first waits for `_constraint_lock`, so only one of them at a time waits for the job
+        lock. So stop strings, which are compiled quickly, wait for at most two constraints: the one
+        that is compiled, and the one that waits for the job lock.
+
+        Raises:
+            Busy: too many constraints wait.
         """
         if kind == _STOP:
             await self._job_lock.acquire()
@@ -197,17 +217,17 @@ class ConstraintCompiler:
         if key in self._cache:  # an equal request has compiled it in the meantime
             return self._cache[key]
         job = f"[{key}, {PROCESSOR_S}, {MEMORY_BYTES}]\n".encode()
-        code, output = await self._run_in_process(job)
+        child = await self._run_in_process(job)
         result: Automaton | str
         try:
-            if code:
-                result = _failure_reason(kind, code)
+            if child.exit_code:
+                result = _failure_reason(kind, child.exit_code)
             else:
-                result = _read_automaton(output, self._vocabulary)
+                result = _read_automaton(child.output, self._vocabulary_size)
         except InputRefused as error:
             result = str(error)
-        except (ValueError, struct.error):
-            result = _failure_reason(kind, code)
+        except (ValueError, struct.error):  # the output is not that of an undisturbed child
+            result = _failure_reason(kind, child.exit_code)
         self._cache[key] = result
         while self._is_cache_too_large():
             self._cache.popitem(last=False)
@@ -217,21 +237,24 @@ class ConstraintCompiler:
         cached_bytes = sum(map(_size_bytes, self._cache.values()))
         return len(self._cache) > MAX_CACHED or cached_bytes > MAX_CACHED_BYTES
 
-    async def _run_in_process(self, job: bytes) -> tuple[int, bytearray]:
-        """Let the compiling process run a job; return the child's exit code and its output.
+    async def _run_in_process(self, job: bytes) -> ChildResult:
+        """Let the compiling process run a job in a child.
 
-        If the process is dead or dies, a new one runs the job, once.
+        If the process is dead or dies, the job is tried once more in a new one.
         """
         for _ in range(2):
             try:
-                reader, writer = self._streams or await self._start_process()
+                streams = self._streams
+                if streams is None:
+                    streams = await self._start_process()
+                reader, writer = streams
                 writer.write(job)
                 return await _read_reply(reader, WALL_CLOCK_S)
-            except BaseException as error:
-                # A late reply must not be taken for the reply to the next job.
+            except BaseException as error:  # also a cancellation
+                # The process is ended, because a late reply could be taken for the reply to the next job.
                 self._end_process()
                 if isinstance(error, TimeoutError):
-                    return _TOO_LONG, bytearray()
+                    return ChildResult(_TOO_LONG, bytearray())
                 if not isinstance(error, OSError | EOFError):
                     raise
         raise RuntimeError("the process that compiles constraints died twice")
@@ -241,12 +264,14 @@ class ConstraintCompiler:
             raise RuntimeError("the compiler is closed")
         ours, theirs = socket.socketpair()
         with theirs:
-            self._streams = reader, writer = await asyncio.open_unix_connection(sock=ours)
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            self._streams = reader, writer  # so that `_end_process` closes them if the start fails
             # A process that forks should have one thread.
             environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            # So that the process imports the same package as the server.
+            # The process must import the same package as the server.
             package_parent = Path(__file__).parents[2]
             environment["PYTHONPATH"] = f"{package_parent}:{environment.get('PYTHONPATH', '')}"
+            # -P: it imports nothing from the present directory.
             command = [sys.executable, "-P", "-m", "monograph.serve.compiling"]
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment
@@ -277,8 +302,8 @@ def _failure_reason(kind: str, code: int) -> str:
     return f"{_NAMES[kind]} {reason}: make it simpler"
 
 
-async def _read_reply(reader: asyncio.StreamReader, timeout_s: float) -> tuple[int, bytearray]:
-    """Return a child's exit code and its output."""
+async def _read_reply(reader: asyncio.StreamReader, timeout_s: float) -> ChildResult:
+    """Read a reply of the compiling process: the result of a child."""
     async with asyncio.timeout(timeout_s):
         code, size = _REPLY.unpack(await reader.readexactly(_REPLY.size))
         output = bytearray()
@@ -288,10 +313,10 @@ async def _read_reply(reader: asyncio.StreamReader, timeout_s: float) -> tuple[i
             if not chunk:
                 raise EOFError
             output += chunk
-        return code, output
+        return ChildResult(code, output)
 
 
-def _read_automaton(output: bytearray, vocabulary: int) -> Automaton:
+def _read_automaton(output: bytearray, vocabulary_size: int) -> Automaton:
     """Return the automaton in a child's output, after checking every number in it.
 
     Raises:
@@ -299,15 +324,16 @@ def _read_automaton(output: bytearray, vocabulary: int) -> Automaton:
         ValueError: the bytes are neither an automaton nor a refusal.
         struct.error: there are too few bytes.
     """
-    states, classes, effects, text_size = _HEAD.unpack_from(output)
+    state_count, class_count, effect_count, text_bytes = _HEAD.unpack_from(output)
+    is_refusal = state_count == 0
     shapes: list[tuple[int, ...]] = [(0,)] * len(_ARRAY_TYPES)
-    if states:
+    if not is_refusal:
         shapes = [
-            (states, classes),
-            (states, classes),
-            (vocabulary,),
-            (states,),
-            (effects, len(Effect._fields), COUNTERS),
+            (state_count, class_count),
+            (state_count, class_count),
+            (vocabulary_size,),
+            (state_count,),
+            (effect_count, len(Effect._fields), COUNTERS),
         ]
     arrays: list[NDArray[Any]] = []
     offset = _HEAD.size
@@ -315,20 +341,22 @@ def _read_automaton(output: bytearray, vocabulary: int) -> Automaton:
         array = np.frombuffer(output, dtype, math.prod(shape), offset).reshape(shape)
         arrays.append(array)
         offset += array.nbytes
-    if len(output) != offset + text_size:
+    if len(output) != offset + text_bytes:
         raise ValueError
+    # The reason of a refusal, or the automaton's name in an error.
     text = output[offset:].decode(errors="replace")
-    if not states:
+    if is_refusal:
         raise InputRefused(text)
     next_SC, effect_SC, class_V, stops_S, effects_E4R = arrays
-    # The device uses these numbers as indices.
-    _require_within(next_SC, -1, states - 1)
-    _require_within(class_V, 0, classes - 1)
-    _require_within(effect_SC, 0, effects - 1)
+    # The device uses the numbers of these arrays as indices, and would not notice a wrong one.
+    _require_within(next_SC, -1, state_count - 1)
+    _require_within(class_V, 0, class_count - 1)
+    _require_within(effect_SC, 0, effect_count - 1)
     _require_within(stops_S, 0, 1)
-    if effects > MAX_EFFECTS:
+    if effect_count > MAX_EFFECTS:
         raise ValueError
-    # A count that left its bits would change the state. An effect that no counts allow does no harm.
+    # A count that needs more bits than it has would change the state. An effect that never applies does
+    # no harm.
     effect_numbers = effects_E4R.tolist()
     if not all(map(is_sound, effect_numbers)):
         raise ValueError
@@ -344,6 +372,7 @@ def _require_within(array: Any, low: int, high: int) -> None:
 
 
 def _size_bytes(result: Automaton | str) -> int:
+    """Return about how much memory a cached result takes."""
     if isinstance(result, str):
         return len(result)
     arrays = (result.next_SC, result.effect_SC, result.class_V, result.stops_S)
@@ -351,8 +380,8 @@ def _size_bytes(result: Automaton | str) -> int:
 
 
 def main() -> None:
-    """Be the compiling process: run jobs until the server closes the socket."""
-    # After a Ctrl-C the server still answers its last requests.
+    """Run jobs in the compiling process, until the server closes the socket."""
+    # A Ctrl-C reaches this process, too, while the server still answers its last requests.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with (
         suppress(ConnectionError),
@@ -366,7 +395,7 @@ def main() -> None:
         while line := reader.readline():
             read_end, write_end = os.pipe()
             child = os.fork()
-            if child == 0:
+            if child == 0:  # this is the child, and the call does not return
                 _run_job(parse_json(line), pieces, stop_ids, write_end)
             os.close(write_end)
             with open(read_end, "rb") as pipe:
@@ -380,7 +409,7 @@ def main() -> None:
 def _import_everything() -> None:
     """Compile a constraint of each kind, so that all that compiling needs is imported.
 
-    numpy imports parts of itself at their first use, and a child cannot open a file.
+    numpy imports parts of itself at their first use, and a child is not allowed to open a file.
     """
     stop_id = 0
     pieces = [b"", *(bytes([byte]) for byte in range(256)), b"ab", b'a"', b'{"', b'":']
@@ -397,6 +426,7 @@ def _run_job(
     code = 1
     try:
         (kind, value, lead), processor_s, memory_bytes = job
+        # The kernel kills the child if the compiling process ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(0)  # the socket to the server
         _limit_child(processor_s, memory_bytes)
@@ -412,11 +442,11 @@ def _run_job(
 
 
 def _limit_child(processor_s: int, memory_bytes: int) -> None:
-    # The limit counts the memory that the child shares with its parent, too.
+    # The limit of addresses counts the memory that the child shares with its parent, too.
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     address_bytes = pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
-    # The kernel sends SIGXCPU at the first limit, and SIGKILL at the second.
+    # The kernel sends SIGXCPU at the first number of seconds, and SIGKILL at the second.
     resource.setrlimit(resource.RLIMIT_CPU, (processor_s, processor_s + 1))
     forbidden = (
         resource.RLIMIT_CORE,

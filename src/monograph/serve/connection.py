@@ -1,7 +1,7 @@
 """A client's connection, with the limits for which uvicorn and h11 have no option.
 
-A client that sends nothing, reads nothing or sends other bytes than HTTP can keep its connection only
-for a short time. Two limits are options of uvicorn, in `command.server_config`: the size of an
+A client that sends nothing, does not read its answer, or sends bytes that are not HTTP, can keep its
+connection only for a short time. Two limits are options of uvicorn, in `command.server_config`: the size of an
 unfinished head (a request's first line and headers), and the time between two requests.
 """
 
@@ -27,7 +27,7 @@ MAX_CONNECTIONS = 1000
 class _RequestReader(h11.Connection):
     """Reads the requests of a connection, and refuses every head of more than MAX_HEAD_BYTES.
 
-    h11 itself refuses a large head only if it does not arrive as a whole.
+    h11 itself refuses a large head only if it does not arrive at once.
 
     Attributes:
         has_large_head: whether the connection was refused because of a large head.
@@ -41,11 +41,11 @@ class _RequestReader(h11.Connection):
         Raises:
             h11.RemoteProtocolError: the bytes are not a request, or its head is too large.
         """
-        unread_bytes = len(self.trailing_data[0])
+        unread_bytes = len(self.trailing_data[0])  # received bytes that are not parsed yet
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
-            # h11 suggests this status for an unfinished head that is too large.
+            # 431 is the status that h11 suggests if an unfinished head is too large.
             self.has_large_head = error.error_status_hint == 431
             raise
         if isinstance(event, h11.Request):
@@ -76,13 +76,14 @@ class Connection(H11Protocol):
     _pipelined_bytes = 0  # the bytes received while a request is answered
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Take uvicorn's arguments."""
+        """Take uvicorn's arguments, and replace uvicorn's reader of requests."""
         super().__init__(*arguments, **options)
         self.conn = _RequestReader(h11.SERVER, MAX_HEAD_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
-        """Start the idle timer. If there are too many connections, close the one that has been idle for
-        the longest time.
+        """Start the idle timer of a new connection.
+
+        If there are too many connections, the one that has been idle for the longest time is closed.
         """
         super().connection_made(transport)
         self._idle_since = self.loop.time()
@@ -114,7 +115,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes. While a request is answered, there is a limit on those of further ones."""
+        """Receive bytes: while a request is answered, at most MAX_PIPELINED_BYTES of further ones."""
         if self._is_answering():
             self._pipelined_bytes += len(data)
         else:
@@ -122,7 +123,7 @@ class Connection(H11Protocol):
         if self._pipelined_bytes > MAX_PIPELINED_BYTES:
             self.transport.abort()
             return
-        # Further bytes are ignored if the client has said that its request is the last one.
+        # If the client has said that its request is the last one, what comes after it is ignored.
         if self._pipelined_bytes and self.conn.their_state is h11.MUST_CLOSE:
             return
         super().data_received(data)
@@ -130,7 +131,8 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         """Handle what was received, and continue to read while a request is answered.
 
-        Uvicorn would pause reading, and so would not notice that the client has gone.
+        Uvicorn would pause reading when more bytes come before the answer is complete, and so would not
+        notice that the client has gone.
         """
         super().handle_events()
         if self._is_answering():
@@ -182,16 +184,17 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _is_answering(self) -> bool:
-        # Before the request's body is complete, received bytes belong to the body.
+        # Until the request's body is complete, received bytes belong to it.
         return not self.is_idle and not self.cycle.more_body
 
     def _check_idle(self) -> None:
-        """Abort the connection if no request came since the last check; else check again in
-        HEAD_TIMEOUT_S.
+        """Abort the connection if it is idle and no request came since the last check.
+
+        Otherwise check again in HEAD_TIMEOUT_S.
         """
         is_first_check = self._idle_timer is None
         if self.is_idle and not is_first_check and self.cycle is self._last_cycle:
-            # `close` would wait until the client has read the last answer.
+            # Not `close`, which would wait until the client has read the last answer.
             self.transport.abort()
             return
         self._last_cycle = self.cycle

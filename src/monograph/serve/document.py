@@ -23,7 +23,9 @@ from monograph.serve.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 
 _JSON = "application/json"
@@ -40,11 +42,12 @@ class Operation(NamedTuple):
         name: the operation's name in the document and in the application's table of endpoints.
         tag: the operation's group in the document.
         summary: what the operation does, in a few words.
-        answer: what the answer is, in a few words.
+        answer: what the answer has, in a few words.
         answer_types: the type of the answer by media type.
         request_type: the type of the body; None: the operation has no body, and its method is GET.
         examples: bodies by name.
-        errors: the statuses of errors besides those that all operations may have, or all with a body.
+        errors: the statuses of errors that the operation may have in addition to `_ERRORS_OF_ALL`
+            and, if it has a body, `_ERRORS_OF_POST`.
         is_open: whether the operation needs no key.
         description: a sentence with more about the operation, or "".
     """
@@ -151,6 +154,29 @@ OPERATIONS = (
         errors=(404,),
     ),
     Operation(
+        path="/v1/load_lora_adapter",
+        name="loadAdapter",
+        tag="models",
+        summary="Add an adapter",
+        answer="The adapter, whose name requests may give as their model.",
+        answer_types={_JSON: shapes.Model},
+        request_type=LoadAdapterRequest,
+        examples={"an adapter": {"lora_name": "poet", "lora_path": "poet-2"}},
+        description="Reads it from --adapter-dir. A server without keys refuses this.",
+    ),
+    Operation(
+        path="/v1/unload_lora_adapter",
+        name="unloadAdapter",
+        tag="models",
+        summary="Remove an adapter",
+        answer="It is removed; requests that have begun are finished with it.",
+        answer_types={_JSON: shapes.Deleted},
+        request_type=UnloadAdapterRequest,
+        examples={"an adapter": {"lora_name": "poet"}},
+        errors=(404,),
+        description="A server without keys refuses this.",
+    ),
+    Operation(
         path="/tokenize",
         name="tokenize",
         tag="tokens",
@@ -222,12 +248,12 @@ _RETRY = {
 
 
 class _Failure(NamedTuple):
-    """An answer with an error status.
+    """The description of an answer with an error status.
 
     Attributes:
         name: the answer's name in the document.
         description: when it is sent.
-        headers: its own headers.
+        headers: the document's entries of the headers that only this answer has, by name.
         may_be_text: whether it may also be plain text instead of JSON.
     """
 
@@ -249,7 +275,7 @@ _FAILURES = {
     ),
     403: _Failure(
         name="Forbidden",
-        description="Host is not a name of this server, or Origin is not this server.",
+        description="Host is not a name of this server, or Origin is not this server, or adapters may not come and go.",
     ),
     404: _Failure(name="NotFound", description="There is no model with this name."),
     405: _Failure(
@@ -298,11 +324,12 @@ def document() -> dict[str, Any]:
         types.update(operation.answer_types.values())
         if operation.request_type is not None:
             types.add(operation.request_type)
-    adapters: list[Any] = [(kind, "validation", TypeAdapter(kind)) for kind in types]
+    # pydantic's mode "validation": the schema of what is read, not of what pydantic would write.
+    adapters: list[Any] = [(each, "validation", TypeAdapter(each)) for each in types]
     schemas, definitions = TypeAdapter.json_schemas(
         adapters, ref_template=_SCHEMA_REFERENCE, schema_generator=_SchemaGenerator
     )
-    by_type = {kind: schema for (kind, _), schema in schemas.items()}
+    by_type = {described: schema for (described, _mode), schema in schemas.items()}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -312,7 +339,7 @@ def document() -> dict[str, Any]:
             "description": _ABOUT,
         },
         "servers": [{"url": "/"}],
-        "security": [{"key": []}, {}],
+        "security": [{"key": []}, {}],  # a server may need a key or not
         "tags": [{"name": tag} for tag in dict.fromkeys(each.tag for each in OPERATIONS)],
         "paths": {
             each.path: {each.method.lower(): _operation_entry(each, by_type)} for each in OPERATIONS
@@ -329,7 +356,7 @@ def document() -> dict[str, Any]:
 
 
 class _SchemaGenerator(GenerateJsonSchema):
-    """Makes schemas without titles, which only repeat names, and without further fields."""
+    """Makes schemas without titles, which only repeat names; objects have no other fields than theirs."""
 
     def typed_dict_schema(self, schema: TypedDictSchema) -> dict[str, Any]:
         json_schema = super().typed_dict_schema(schema)
@@ -352,7 +379,7 @@ def _without_titles(value: object) -> Any:
         return [_without_titles(each) for each in value]
     if not isinstance(value, dict):
         return value
-    # If the value is an object, "title" is the name of a field.
+    # A title is a text. Where "title" is a key of the schema's properties, its value is an object.
     return {
         key: _without_titles(each)
         for key, each in value.items()
@@ -365,7 +392,7 @@ def _operation_entry(operation: Operation, schemas: Mapping[Any, Any]) -> dict[s
 
     Args:
         operation: the operation.
-        schemas: the schemas of all types.
+        schemas: the schema of each type of a body or an answer.
     """
     statuses = {*_ERRORS_OF_ALL, *operation.errors}
     entry: dict[str, Any] = {
@@ -394,7 +421,10 @@ def _operation_entry(operation: Operation, schemas: Mapping[Any, Any]) -> dict[s
         examples = {name: {"value": value} for name, value in operation.examples.items()}
         body = {"schema": schemas[operation.request_type], "examples": examples}
         entry["requestBody"] = {"required": True, "content": {_JSON: body}}
-    content = {media: {"schema": schemas[kind]} for media, kind in operation.answer_types.items()}
+    content = {
+        media_type: {"schema": schemas[answer_type]}
+        for media_type, answer_type in operation.answer_types.items()
+    }
     responses: dict[str, Any] = {"200": {"description": operation.answer, "content": content}}
     for status in sorted(statuses):
         reference = f"#/components/responses/{_FAILURES[status].name}"

@@ -11,23 +11,23 @@ from monograph.serve.refused import Refused
 
 # The maximum number of texts that wait, for each row of the decoder.
 WAITING_TEXTS_PER_ROW = 4
-# The maximum number of tokens of waiting prompts, for each row, as a multiple of the context.
+# The maximum number of tokens of all waiting prompts, for each row, as a multiple of the context.
 WAITING_CONTEXTS_PER_ROW = 4
 # The maximum number of log-probabilities of a request. Each takes about 200 bytes until it is sent.
 MAX_REQUEST_LOGPROBS = 1 << 21
-# The maximum number for all requests together that only have prompts scored.
+# The maximum number of log-probabilities of all present requests that only score prompts.
 MAX_SCORED_LOGPROBS = 4 * MAX_REQUEST_LOGPROBS
 
 
 class _Entrance(NamedTuple):
-    """The entrance of a text.
+    """When a text was let in, and how full it was then.
 
     Attributes:
-        began_s: when it was, in the seconds of `clock`.
-        texts_per_row: how many texts there were for each row then, at least 1.
+        time_s: the time, in the seconds of `clock`.
+        texts_per_row: how many texts ran and waited for each row at that time, at least 1.
     """
 
-    began_s: float
+    time_s: float
     texts_per_row: float
 
 
@@ -46,7 +46,7 @@ class Gate:
         """Make the gate of an owner whose decoder has `rows` rows of `context` tokens each."""
         self._owner = owner
         self.set_sizes(rows, context)
-        # The texts that run and wait.
+        # All texts that run or wait.
         self._entrances: dict[ServedText, _Entrance] = {}
         self._prompt_tokens = 0  # the tokens of all their prompts
         self._mean_text_s = 1.0  # a running mean of the time that a text takes in its row
@@ -115,7 +115,10 @@ class Gate:
             self._reserved_logprobs -= count
 
     def leave(self, text: ServedText, *, cancelled: bool = False) -> None:
-        """Forget a text that has ended, or cancel one. If it has left already, nothing happens."""
+        """Forget a text that has ended, or cancel one that has not.
+
+        Nothing happens if it has left already.
+        """
         entrance = self._entrances.pop(text, None)
         if entrance is None:
             return
@@ -124,6 +127,7 @@ class Gate:
             self.cancelled += 1
             self._owner.cancel(text)
         else:
-            # The time since the entrance includes the texts of the same row before this one.
-            text_s = (clock() - entrance.began_s) / entrance.texts_per_row
+            # The row wrote other texts before this one. So only a share of the time since the entrance was
+            # taken by this text.
+            text_s = (clock() - entrance.time_s) / entrance.texts_per_row
             self._mean_text_s += 0.1 * (text_s - self._mean_text_s)

@@ -1,9 +1,9 @@
 """The thread that owns the models.
 
-Only this thread touches tensors. It decodes in blocks of steps. The event loop gives it functions to
-call, which it does between two blocks, and then it sends the new events to the event loop. When there
-is a new version of the model, new requests use it, while requests that have begun end with the old
-weights.
+Only this thread touches tensors. It decodes in blocks, each of which is a number of steps on the
+device. The event loop, which talks to the clients, gives it functions to call. The thread calls them
+between two blocks, and after each block it hands the new events to the event loop. When there is a new
+version of the model, new requests use it, while requests that have begun end with the old weights.
 """
 
 import asyncio
@@ -13,8 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
+
+from monograph.decode.adapter_bank import rows_with_adapters
 from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.completion import rows_that_fit
@@ -28,16 +31,18 @@ from monograph.errors import MonographError
 from monograph.evaluation.choices import TokenScore, score_tokens
 from monograph.model.llama import Llama
 from monograph.serve.requests import MAX_BIASES, MAX_LOGPROBS
-from monograph.serve.versions import Version
+from monograph.serve.versions import ServedModel, Version
 
+_T = TypeVar("_T")
 MIN_POSITIONS = 8192  # the positions of a row are not halved to fewer than this
-# The numbers of the decoder's `Pace`.
+# What each decoder's `Pace` has: the steps of a block by device, fewer of them while a request waits, and
+# the chunks of prompts that are read between two blocks.
 BLOCK_STEPS = {"cuda": 16, "cpu": 1}
 STEPS_WHILE_WAITING = 4
 MAX_PROMPT_CHUNKS = 2
-# Options that need the stages of most requests with filters.
+# Options of the sampler that need the stages which most requests with filters need.
 _FILTER_OPTIONS: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}
-# Options that need every stage of the sampler.
+# Options that need every stage of the sampler, and room for the longest list of biases.
 _ALL_OPTIONS: dict[str, Any] = {
     name: value for stage in STAGES.values() for name, value in stage.example.items()
 }
@@ -47,36 +52,38 @@ _ALL_OPTIONS |= {"top_k": 0, "logit_bias": dict.fromkeys(range(MAX_BIASES), 0.0)
 def serving_chains(logprobs: int) -> list[Chain]:
     """Return the chains for which a step is captured, from the cheapest to the most expensive.
 
-    The last chain serves every request.
+    A chain is the list of the sampler's stages that a step computes. The last chain has all, so it
+    serves every request.
 
     Args:
         logprobs: the number of likeliest tokens that the chains with log-probabilities report.
     """
 
-    def make_chain(options: dict[str, Any], logprobs: int | None) -> Chain:
-        top_ks = [0]
+    def chain_for(options: dict[str, Any], logprobs: int | None) -> Chain:
+        top_ks = [0]  # top_k is off
         if "top_p" in options:
-            # A request with top_k = 0 beside this one makes the chain read all tokens. A chain for small
-            # values of top_k alone would read few, and so would not serve top_k = 0.
+            # A chain with filters has the stage top_k, too. It is made for a request with top_k as well as
+            # one without, so that it serves both: for the former alone, it would read only the few
+            # likeliest tokens.
             top_ks.append(5)
         samplings = [Sampling(**{**options, "top_k": k}, logprobs=logprobs) for k in top_ks]
         # The protocol reports probabilities under the raw logits only.
         return replace(chain_of(samplings, MAX_STOP_IDS), reports_processed=False)
 
     return [
-        make_chain({"temperature": 1.0}, None),
-        make_chain({"temperature": 1.0}, logprobs),
-        make_chain(_FILTER_OPTIONS, None),
-        make_chain(_FILTER_OPTIONS, logprobs),
-        make_chain(_ALL_OPTIONS, logprobs),
+        chain_for({"temperature": 1.0}, None),
+        chain_for({"temperature": 1.0}, logprobs),
+        chain_for(_FILTER_OPTIONS, None),
+        chain_for(_FILTER_OPTIONS, logprobs),
+        chain_for(_ALL_OPTIONS, logprobs),
     ]
 
 
 def positions_per_row(model: Llama, rows: int) -> int:
-    """Return a number of positions of each row with which `rows` rows fit half of the free memory.
+    """Return how many positions each of `rows` rows may have, so that all fit half of the free memory.
 
-    The model's own number of positions is halved until the rows fit, but not below MIN_POSITIONS.
-    If they do not fit then, the caller takes fewer rows.
+    It is the model's own number of positions, halved until the rows fit, but not below MIN_POSITIONS.
+    If the rows do not fit even then, the caller takes fewer of them.
     """
     positions = model.config.max_position_embeddings
     half_bytes = describe().free_memory_bytes // 2
@@ -108,11 +115,15 @@ class ServedText:
         self.index = index
         self.inbox = inbox
         self.streams = streams
-        # What was sampled and not delivered yet.
+        # All events that were not delivered yet, merged into one.
         self._undelivered: Event | None = None
 
     def merge_event(self, event: Event) -> Event | None:
-        """Add an event to those that were not delivered yet; return what is to be delivered now."""
+        """Add an event to those that were not delivered yet.
+
+        Returns:
+            The event to deliver now; None: it is delivered at the end of the text.
+        """
         earlier = self._undelivered
         if earlier is not None:
             # The lists are extended in place, because texts are long.
@@ -138,7 +149,7 @@ class OwnerCounts(NamedTuple):
 
     Attributes:
         sampled_tokens: tokens that were sampled.
-        blocks: how often the decoders have run a block of steps each.
+        blocks: how often the thread has let all decoders with requests run a block.
         reused_tokens: tokens of prompts whose keys and values were known from an earlier prompt.
         running_rows: rows in use at present.
     """
@@ -153,7 +164,7 @@ class _ScoreJob(NamedTuple):
     """A prompt to be scored, and the future that gets its scores; see `Owner.score`."""
 
     scores: asyncio.Future[list[TokenScore]]
-    version: Version
+    model: ServedModel
     ids: Sequence[int]
     likeliest_count: int
 
@@ -168,7 +179,10 @@ class _Decoder:
     """
 
     def __init__(self, version: Version, rows: int) -> None:
-        """Make a decoder of at most `rows` rows, and set the version's `rows` and `context`."""
+        """Make a decoder of at most `rows` rows.
+
+        It also sets the version's `rows` and `context` to what fits the memory.
+        """
         model = version.model
         vocabulary = version.tokenizer.vocab_size
         device = model.lm_head.weight.device
@@ -240,7 +254,7 @@ class Owner:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._score_jobs: deque[_ScoreJob] = deque()
         self._decoders: dict[Version, _Decoder] = {}
-        # Counts of versions that were dropped, so that the totals never fall.
+        # The counts of dropped versions. They are part of the totals, which would fall without them.
         self._dropped_sampled_tokens = 0
         self._dropped_reused_tokens = 0
         # Why the thread has ended; None while it runs.
@@ -251,28 +265,21 @@ class Owner:
         self._thread.start()
 
     async def add(self, version: Version) -> None:
-        """Make a decoder for a version, and capture all that its first requests would capture.
+        """Make a decoder for a version, and capture its graphs, so that no request has to wait for that.
 
         Raises:
             OutOfDeviceMemory: the decoder's keys and values do not fit.
         """
-        done: asyncio.Future[None] = self._loop.create_future()
 
         def make_decoder() -> None:
-            try:
-                decoder = _Decoder(version, self._rows)
-                decoder.generator.warm_up(self._require_not_ending)
-            except MonographError as error:
-                self._call_in_loop(_resolve, done, error)
-            else:
-                self._decoders[version] = decoder
-                self._call_in_loop(_resolve, done, None)
+            decoder = _Decoder(version, self._rows)
+            decoder.generator.warm_up(self._require_not_ending)
+            self._decoders[version] = decoder
 
-        self._call_in_thread(make_decoder)
-        await done
+        await self.call(make_decoder)
 
     def drop(self, version: Version) -> None:
-        """Free the memory of a version, which no text uses any more."""
+        """Free the memory of a version that no text uses any more."""
 
         def free_decoder() -> None:
             decoder = self._decoders.pop(version)
@@ -308,26 +315,46 @@ class Owner:
 
         self._call_in_thread(cancel_text)
 
+    async def call(self, function: Callable[[], _T]) -> _T:
+        """Call a function in the thread, between two blocks of steps, and return its result.
+
+        Raises:
+            MonographError: the function has raised it.
+        """
+        done: asyncio.Future[_T] = self._loop.create_future()
+
+        def call_and_resolve() -> None:
+            try:
+                value = function()
+            except MonographError as error:
+                self._call_in_loop(_resolve, done, error)
+            else:
+                self._call_in_loop(_resolve, done, value)
+
+        self._call_in_thread(call_and_resolve)
+        return await done
+
     async def score(
-        self, version: Version, ids: Sequence[int], likeliest_count: int
+        self, model: ServedModel, ids: Sequence[int], likeliest_count: int
     ) -> list[TokenScore]:
         """Score a text's tokens; see `monograph.evaluation.choices.score_tokens`."""
         scores: asyncio.Future[list[TokenScore]] = self._loop.create_future()
-        job = _ScoreJob(scores, version, ids, likeliest_count)
+        job = _ScoreJob(scores, model, ids, likeliest_count)
         self._call_in_thread(lambda: self._score_jobs.append(job))
         return await scores
 
     def end(self) -> None:
         """End the thread after its present block, or within a warm-up, and wait for its end.
 
-        If the thread were inside a device's library when Python ends, the process would abort.
+        This must be done before Python ends: if the thread were inside a device's library then, the
+        process would abort.
         """
         self._is_ending = True
         self._calls.put(None)
         self._thread.join()
 
     def _call_in_thread(self, call: Callable[[], None]) -> None:
-        """Have the owner's thread call a function between two blocks.
+        """Let the owner's thread call a function between two blocks.
 
         Raises:
             OwnerEnded: the thread has ended.
@@ -337,7 +364,7 @@ class Owner:
         self._calls.put(call)
 
     def _record_crash(self, error: Exception) -> None:
-        # It runs in the event loop's thread, so that code there cannot see an `OwnerEnded` before
+        # This runs in the event loop's thread. So code there cannot get an `OwnerEnded` before
         # `on_crash` has recorded the reason.
         self._end_error = error
         self._on_crash(error)
@@ -351,7 +378,7 @@ class Owner:
             self._end_error = OwnerEnded()
         except OwnerEnded as ended:
             self._end_error = ended
-        except Exception as error:  # any error ends the server, and the loop reports it
+        except Exception as error:  # any other error is a bug, which ends the server
             self._call_in_loop(self._record_crash, error)
 
     def _require_not_ending(self) -> None:
@@ -362,13 +389,13 @@ class Owner:
         """Do all calls, score one prompt, and run one block of each decoder that has requests.
 
         Returns:
-            False if the thread is to end.
+            Whether the thread goes on; False: it is to end.
         """
         is_busy = any(decoder.generator.busy for decoder in self._decoders.values())
         # Without other work, the thread waits for a call.
         must_wait = not is_busy and not self._score_jobs
         while must_wait or not self._calls.empty():
-            call = self._calls.get()
+            call = self._calls.get()  # waits if there is none
             if call is None:
                 return False
             call()
@@ -384,14 +411,19 @@ class Owner:
         return True
 
     def _score_one_prompt(self) -> None:
-        """Score the next prompt. There is one between two blocks, so that texts do not wait long."""
+        """Score the next prompt, if there is one.
+
+        No more than one is scored between two blocks, so that the texts do not wait long.
+        """
         if not self._score_jobs:
             return
         job = self._score_jobs.popleft()
         if job.scores.cancelled():  # the client has gone
             return
-        version = job.version
-        scores = score_tokens(version.model, job.ids, version.precision, job.likeliest_count)
+        version = job.model.version
+        slot_1 = torch.tensor([job.model.slot], device=version.model.lm_head.weight.device)
+        with rows_with_adapters(version.bank, slot_1):
+            scores = score_tokens(version.model, job.ids, version.precision, job.likeliest_count)
         self._call_in_loop(_resolve, job.scores, scores)
 
     def _update_counts(self, ran_block: bool) -> None:

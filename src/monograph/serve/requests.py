@@ -9,7 +9,7 @@ import math
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import Field as Option
+from dataclasses import Field as DataclassField
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
@@ -31,7 +31,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from monograph.automata.pattern import MAX_LENGTH
+from monograph.automata.pattern import MAX_PATTERN_LENGTH
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
 from monograph.decode import Sampling
@@ -41,13 +41,14 @@ from monograph.ranges import Range, whole
 from monograph.serve.compiling import MAX_CHOICES, MAX_CONSTRAINT_BYTES
 from monograph.serve.refused import Refused
 
-MAX_LOGPROBS = 20
-MAX_BIASES = 1024
+# Limits on a request.
+MAX_LOGPROBS = 20  # the likeliest tokens that are reported in the place of each token
+MAX_BIASES = 1024  # the tokens of `logit_bias`
 MAX_MESSAGES = 1024
 MAX_PROMPTS = 1024
-MAX_STOPS = 4
-MAX_STOP_BYTES = 64
-MAX_BREAKERS = 64  # each of them is searched in every token
+MAX_STOPS = 4  # the texts of `stop`
+MAX_STOP_BYTES = 64  # of each text of `stop`, and of each sequence breaker
+MAX_BREAKERS = 64  # the sequence breakers of DRY, each of which is searched for in every token
 # A seed that the server chooses is below this number. Numbers in JavaScript are floats, which are exact
 # up to it.
 SEED_LIMIT = 1 << 53
@@ -60,11 +61,13 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Expected:
-    """What a message says about a field's allowed values, if pydantic's own message is not clear.
+    """How the error for a wrong value describes what the field allows.
+
+    It is part of a field's annotation if pydantic's own message would be unclear; `_refusal` reads it.
 
     Attributes:
         words: the end of the sentence "expected ...".
-        shows_value: whether the message shows the wrong value, too.
+        shows_value: whether the error shows the wrong value, too.
     """
 
     words: str
@@ -72,7 +75,7 @@ class Expected:
 
 
 def number_within(allowed: Range) -> PlainValidator:
-    """Return a validator that refuses numbers outside a range, with the range's own words."""
+    """Return a validator that refuses all values but the numbers in a range."""
     bounds = Field(ge=allowed.low, le=allowed.high)
 
     def check(value: object, info: ValidationInfo) -> Any:
@@ -81,14 +84,25 @@ def number_within(allowed: Range) -> PlainValidator:
             raise Refused(400, f"{name} = {value!r:.80}: expected {allowed.expected}", name)
         return value
 
-    kind = int if allowed.whole else float
-    return PlainValidator(check, json_schema_input_type=Annotated[kind, bounds])
+    number_type = int if allowed.whole else float
+    return PlainValidator(check, json_schema_input_type=Annotated[number_type, bounds])
+
+
+_NotSupported = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "enum": [None, False, 0, "", [], {}, "none"],
+            "description": "Is not supported, and would change the text: other values are refused.",
+        }
+    ),
+]
 
 
 def not_supported(advice: str) -> PlainValidator:
     """Return a validator of a field that is not supported and would change the text.
 
-    It accepts only values that turn the field off.
+    It accepts only values that turn the field off, and returns None for them.
 
     Args:
         advice: what to do instead.
@@ -103,15 +117,6 @@ def not_supported(advice: str) -> PlainValidator:
     return PlainValidator(check, json_schema_input_type=_NotSupported)
 
 
-_NotSupported = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "enum": [None, False, 0, "", [], {}, "none"],
-            "description": "Is not supported, and would change the text: other values are refused.",
-        }
-    ),
-]
 Ignored = Annotated[Any, WithJsonSchema({"description": "Is accepted and changes nothing."})]
 MustBeEmpty = Annotated[
     Any,
@@ -163,15 +168,15 @@ def _are_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
-_Several = Field(min_length=1, max_length=MAX_PROMPTS)
+_PROMPT_COUNT = Field(min_length=1, max_length=MAX_PROMPTS)
 PromptsField = Annotated[
     list[str | list[int]],
     PlainValidator(
         _check_prompts,
         json_schema_input_type=str
         | TokenIds
-        | Annotated[list[str], _Several]
-        | Annotated[list[TokenIds], _Several],
+        | Annotated[list[str], _PROMPT_COUNT]
+        | Annotated[list[TokenIds], _PROMPT_COUNT],
     ),
 ]
 
@@ -215,13 +220,23 @@ def _check_messages(value: object, info: ValidationInfo) -> list[dict[str, Any]]
 
 
 def _read_message(name: str, value: Any) -> dict[str, Any]:
-    """Return a message, read as those of training data are."""
+    """Return a message in the form in which training data's messages are read.
+
+    Args:
+        name: the message's place in the request, such as "messages[0]".
+        value: the message as JSON has it.
+
+    Raises:
+        Refused: it is not a message.
+    """
     try:
         message = message_of(value, name, get_args(Role))
     except Unusable as unusable:
         raise Refused(400, str(unusable), "messages") from None
     assert isinstance(value, Mapping)  # `message_of` refuses anything else
-    for key in value.keys() - RequestMessage.model_fields:
+    unknown_keys = value.keys() - RequestMessage.model_fields
+    if unknown_keys:
+        key = min(unknown_keys)
         hint = did_you_mean(key, RequestMessage.model_fields)
         raise Refused(400, f"{name}: there is no field {key!r:.80}{hint}", "messages")
     return message
@@ -238,9 +253,10 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, body: object) -> Any:
-        """Return the fields that are not null, all of which must be known."""
-        if not isinstance(body, dict):
+        """Return the body without the fields that are null, and refuse unknown fields."""
+        if not isinstance(body, dict):  # pydantic itself refuses it
             return body
+        # A field has an alias if pydantic reserves its name for itself, as it does `schema`.
         known = {field.alias or name for name, field in cls.model_fields.items()}
         given = {name: value for name, value in body.items() if value is not None}
         for name in given:
@@ -262,19 +278,28 @@ class Body(BaseModel):
 
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a field's schema, which also allows null."""
-    notes = ("default", "description", "title")
-    constraints = {key: inner for key, inner in schema.items() if key not in notes}
-    kept_notes = {key: schema[key] for key in notes[:2] if schema.get(key) is not None}
+    """Return a field's JSON schema, changed so that it also allows null, and without its title."""
+    annotations = {
+        key: schema[key] for key in ("default", "description") if schema.get(key) is not None
+    }
+    constraints = {
+        key: inner
+        for key, inner in schema.items()
+        if key not in ("default", "description", "title")
+    }
+    # A schema without constraints allows every value.
     allows_null = not constraints or None in constraints.get("enum", ())
     if allows_null:
-        return constraints | kept_notes
+        return constraints | annotations
     if "anyOf" not in constraints:
         constraints = {"anyOf": [constraints]}
+    # Null comes last, and once if the schema has it already.
     options = [option for option in constraints["anyOf"] if option != {"type": "null"}]
-    return constraints | {"anyOf": [*options, {"type": "null"}]} | kept_notes
+    return constraints | {"anyOf": [*options, {"type": "null"}]} | annotations
 
 
+# The models of messages are only for the document. Messages are read by `_read_message`, with the same
+# fields, because training data's messages are read by the same function.
 class TextPart(Body):
     """A part of a message's content."""
 
@@ -283,7 +308,7 @@ class TextPart(Body):
 
 
 class CalledFunction(BaseModel):
-    """The tool that is called."""
+    """The tool that is called, and its arguments."""
 
     name: str
     arguments: dict[str, Any] | str | None = Field(
@@ -396,14 +421,15 @@ class TokenizeRequest(BaseRequest):
 
 
 def _check_tokens(value: object, info: ValidationInfo) -> list[int]:
-    known = range(info.context["vocabulary"]) if info.context else range(0)
+    assert info.context is not None  # `detokenize` gives the number of tokens to `read`
+    vocabulary = info.context["vocabulary"]
     # `isinstance(token, int)` would accept booleans, too.
-    are_known = isinstance(value, list) and all(
-        type(token) is int and token in known for token in value
-    )
-    if not isinstance(value, list) or not are_known:
-        raise Refused(400, f"tokens: expected a list of token ids from 0 to {known[-1]}", "tokens")
-    return value
+    if isinstance(value, list) and all(
+        type(token) is int and 0 <= token < vocabulary for token in value
+    ):
+        return value
+    expected = f"a list of token ids from 0 to {vocabulary - 1}"
+    raise Refused(400, f"tokens: expected {expected}", "tokens")
 
 
 class DetokenizeRequest(BaseRequest):
@@ -415,8 +441,20 @@ class DetokenizeRequest(BaseRequest):
     model: str | None = Field(None, description="Is ignored: the newest model's tokenizer is used.")
 
 
+class UnloadAdapterRequest(BaseRequest):
+    """An adapter to be removed."""
+
+    lora_name: str = Field(description="The adapter's name.")
+
+
+class LoadAdapterRequest(UnloadAdapterRequest):
+    """An adapter to be added."""
+
+    lora_path: str = Field(description="The name of its folder in the server's --adapter-dir.")
+
+
 class Constraint(NamedTuple):
-    """A constraint on the text.
+    """What a text of the answer must match.
 
     Attributes:
         kind: "choices", "regex" or "json_schema".
@@ -430,7 +468,8 @@ class Constraint(NamedTuple):
 
 
 def _check_n(value: Any, info: ValidationInfo) -> int:
-    allowed = whole(1, (info.context or {})["rows"])
+    assert info.context is not None  # `TextEndpoint` gives the number of rows to `read`
+    allowed = whole(1, info.context["rows"])
     if not isinstance(value, int) or not allowed.holds(value):
         raise Refused(400, f"n = {value!r:.80}: expected {allowed.expected}", "n")
     return value
@@ -442,8 +481,8 @@ class TextRequest(BaseRequest):
     model: Annotated[
         str,
         Field(
-            description="The name of a model, one of GET /v1/models. RUN@UPDATE is exactly these weights; RUN and last "
-            "are the newest."
+            description="The name of a model or an adapter, one of GET /v1/models. RUN@UPDATE is exactly these "
+            "weights; RUN and last are the newest."
         ),
     ]
     n: Annotated[
@@ -463,7 +502,7 @@ class TextRequest(BaseRequest):
     )
     stop: Annotated[
         list[ShortText],
-        FailFast(),
+        FailFast(),  # stops at the first wrong text, since only one fault is reported
         Field(max_length=MAX_STOPS),
         BeforeValidator(
             _text_as_list,
@@ -478,7 +517,7 @@ class TextRequest(BaseRequest):
         None,
         description="The whole text matches this regular expression. docs/constraints.md lists the syntax. Excludes "
         "choice and response_format.",
-        json_schema_extra={"maxLength": MAX_LENGTH},
+        json_schema_extra={"maxLength": MAX_PATTERN_LENGTH},
     )
     choice: Annotated[
         list[str] | None, FailFast(), Field(min_length=1), Expected("a list of texts")
@@ -520,7 +559,7 @@ class TextRequest(BaseRequest):
         """The constraint on the text, if there is one.
 
         Raises:
-            Refused: there are two.
+            Refused: the request has more than one.
         """
         constraints = []
         if isinstance(self.response_format, JsonSchemaFormat):
@@ -539,7 +578,7 @@ class TextRequest(BaseRequest):
     @cached_property
     def sampling(self) -> Sampling:
         """How tokens are sampled. If the request has no seed, a random number is chosen."""
-        options = {name: getattr(self, name) for name in OPTIONS}
+        options = {name: getattr(self, name) for name in SAMPLER_OPTIONS}
         seed = secrets.randbelow(SEED_LIMIT) if self.seed is None else self.seed
         return Sampling(**options, seed=seed)
 
@@ -549,7 +588,7 @@ class TextRequest(BaseRequest):
         has_stream_options = options is not None and bool(options.model_fields_set)
         if has_stream_options and not self.stream:
             raise Refused(400, "stream_options is for a stream", "stream_options")
-        _ = self.constraint  # it raises if there are two
+        _ = self.constraint  # the property refuses more than one
         return self
 
 
@@ -557,12 +596,11 @@ class TextRequest(BaseRequest):
 
 # The protocol's `logprobs` has another meaning, `seed` has a field above, and `order` is not
 # supported.
-_OPTIONS = {
+SAMPLER_OPTIONS = {
     option.name: option
     for option in fields(Sampling)
     if option.name not in ("logprobs", "seed", "order")
 }
-OPTIONS = frozenset(_OPTIONS)
 # The types of the options that are not a number in a range.
 _TYPES: dict[str, Any] = {
     "penalty_scope": Annotated[
@@ -582,18 +620,19 @@ _DESCRIPTIONS = {"logit_bias": "What is added to the logits, by token id. -100 f
 
 
 def with_options(model: type[_Model]) -> type[_Model]:
-    """Return the model with a further field for each option of `Sampling`.
+    """Return a pydantic model with a further field for each option of the sampler.
 
-    The fields' ranges, defaults and descriptions are those of `Sampling`.
+    The fields' ranges, defaults and descriptions are those of `Sampling`, except where a table above
+    has another one.
     """
     descriptions = _attribute_sentences(Sampling) | _DESCRIPTIONS
     new_fields: dict[str, Any] = {}
-    for name, option in _OPTIONS.items():
+    for name, option in SAMPLER_OPTIONS.items():
         field_type = _TYPES.get(name)
         if field_type is None:
             allowed = RANGES[name]
             field_type = Annotated[int if allowed.whole else float, number_within(allowed)]
-        default = _DEFAULTS.get(name, _default(option))
+        default = _DEFAULTS.get(name, _json_default(option))
         new_fields[name] = field_type, Field(default, description=descriptions.get(name))
     return create_model(
         model.__name__,
@@ -604,7 +643,8 @@ def with_options(model: type[_Model]) -> type[_Model]:
     )
 
 
-def _default(option: Option[Any]) -> Any:
+def _json_default(option: DataclassField[Any]) -> Any:
+    """Return the default of an option of `Sampling`, as JSON has it."""
     if callable(option.default_factory):
         return option.default_factory()
     # JSON has lists instead of tuples.
@@ -612,7 +652,7 @@ def _default(option: Option[Any]) -> Any:
 
 
 def _attribute_sentences(documented: type) -> dict[str, str]:
-    """Return the description of each attribute in the docstring of a class, as a sentence."""
+    """Return what the docstring of a class says about each attribute, as sentences by name."""
     _, _, attributes = (documented.__doc__ or "").partition("Attributes:\n")
     sentences = {}
     for name, text in re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", attributes, re.MULTILINE):
@@ -656,7 +696,10 @@ class CompletionRequest(TextRequest):
 
     @property
     def likeliest_count(self) -> int | None:
-        """How many of the likeliest tokens are reported with each token; None: no tokens are."""
+        """How many of the likeliest tokens are reported in the place of each token.
+
+        None: the answer has no log-probabilities, not even those of its own tokens.
+        """
         return self.logprobs
 
     @model_validator(mode="after")
@@ -720,7 +763,10 @@ class ChatRequest(TextRequest):
 
     @property
     def likeliest_count(self) -> int | None:
-        """How many of the likeliest tokens are reported with each token; None: no tokens are."""
+        """How many of the likeliest tokens are reported in the place of each token.
+
+        None: the answer has no log-probabilities, not even those of its own tokens.
+        """
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -743,14 +789,16 @@ AnyTextRequest = CompletionRequest | ChatRequest
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────
 
-# What a message says about a missing field.
-_MISSING = {
+# What the error for a missing field says, by the field.
+_MISSING_WORDS = {
     "model": "GET /v1/models says which there are",
     "prompt": "expected a text, a list of texts, or lists of token ids",
     "messages": "expected a list of messages",
     "tokens": "expected a list of token ids",
+    "lora_name": "expected the adapter's name",
+    "lora_path": "expected the name of a folder in --adapter-dir",
 }
-# What was expected, by the type of pydantic's error.
+# What the error for a value of another type says was expected, by the type of pydantic's error.
 _TYPE_WORDS = {
     "string_type": "a text",
     "bool_type": "true or false",
@@ -788,8 +836,9 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
     is_missing = fault["type"] == "missing"
     is_inside = len(path) > 1
     if is_missing and not is_inside:
-        return Refused(400, f"{inner} is missing: {_MISSING[inner]}", inner)
-    # For a wrong value inside a field, pydantic's message is more exact than that of `Expected`.
+        return Refused(400, f"{inner} is missing: {_MISSING_WORDS[inner]}", inner)
+    # For a wrong value inside a field's list or object, pydantic's message is more exact than the
+    # field's own `Expected`.
     if is_missing or not is_inside:
         for expected in model.model_fields[outer].metadata:
             if isinstance(expected, Expected):

@@ -4,16 +4,18 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
-from monograph.errors import MonographError, OutOfDeviceMemory
+from monograph.errors import MonographError, OutOfDeviceMemory, UsageError
+from monograph.run.adapters import require_name
 from monograph.serve.compiling import ConstraintCompiler
 from monograph.serve.gate import Gate
 from monograph.serve.metrics import Histogram, RequestCounts
 from monograph.serve.owner import Owner, OwnerEnded
 from monograph.serve.refused import Refused
-from monograph.serve.versions import Source, Version
+from monograph.serve.versions import ServedModel, Source, Version
 
-POLL_S = 2.0  # the seconds between two looks for a newer version
+POLL_S = 2.0  # a newer version is looked for this often
 
 
 class Service:
@@ -62,14 +64,18 @@ class Service:
         self.crash_error: Exception | None = None
         self.crashed = asyncio.Event()
         self._say = say
-        # Whether there is a newer version for which the memory did not suffice, beside the versions that
-        # are in use.
+        # Whether a newer version could not be loaded because the versions in use left too little memory.
         self._newest_did_not_fit = False
+        # Versions and adapters change one at a time.
+        self._changing = asyncio.Lock()
+        # Requests that use each adapter, by version and slot, and those that are to be freed then.
+        self._adapter_users: Counter[tuple[Version, int]] = Counter()
+        self._retired = set[tuple[Version, int]]()
         # The version that takes new requests.
         self._newest: Version | None = None
         self._has_owner = False
         self._users: Counter[Version] = Counter()  # requests that use each version
-        # By the digest of the tokenizer and the ids that end a text.
+        # Each compiler by the digest of its tokenizer and the ids that end a text.
         self._compilers: dict[tuple[str, tuple[int, ...]], ConstraintCompiler] = {}
 
     async def begin(self, on_crash: Callable[[], None]) -> Version:
@@ -79,7 +85,7 @@ class Service:
             on_crash: is called if an error ends the owner's thread.
 
         Raises:
-            MonographError: the model cannot be loaded.
+            MonographError: the model cannot be loaded, or an adapter has one of its names.
         """
 
         def record_crash(error: Exception) -> None:
@@ -88,6 +94,10 @@ class Service:
             on_crash()
 
         version = await asyncio.to_thread(self.source.load)
+        names = self.names_of(version)
+        for name in self.source.adapters.folders:
+            if name in names:
+                raise UsageError(f"--adapter {name}: the model has this name: choose another one")
         self.owner = Owner(self.source.rows, record_crash)
         self._has_owner = True
         await self.owner.add(version)
@@ -96,20 +106,25 @@ class Service:
         return version
 
     async def follow(self) -> None:
-        """Load each newer version as soon as it appears, until an unforeseen error.
+        """Load each newer version as soon as it appears, until an unforeseen error, which is reported.
 
         Requests that have begun end with the version that they began with.
         """
-        last_fault = ""  # why the newest version cannot be loaded, as it was printed
+        # Why the newest version cannot be loaded. It is printed once, not at each attempt.
+        last_fault = ""
         while True:
             await asyncio.sleep(POLL_S)
             try:
                 if not await asyncio.to_thread(self.source.has_newer):
                     last_fault = ""
                     continue
-                version = await asyncio.to_thread(self.source.load)
-                previous = self._newest
-                await self.owner.add(version)
+                # An adapter that is added or removed meanwhile waits until the new version has it.
+                async with self._changing:
+                    version = await asyncio.to_thread(self.source.load)
+                    previous = self._newest
+                    await self.owner.add(version)
+                    self.gate.set_sizes(version.rows, version.context)
+                    self._newest = version
             except (MonographError, OSError) as error:
                 if str(error) != last_fault:
                     self._say(f"still {self._newest.id if self._newest else ''}: {error}")
@@ -122,9 +137,7 @@ class Service:
                 self.report_bug(error)
                 return
             last_fault = ""
-            self.gate.set_sizes(version.rows, version.context)
-            self._newest = version
-            self._say(f"now {version.id}: {version.size}")
+            self._say(f"now {version.id}: {version.capacity}")
             if previous is not None and not self._users[previous]:
                 self._drop(previous)
 
@@ -156,7 +169,7 @@ class Service:
 
     @property
     def rows(self) -> int:
-        """The number of texts that are written at once.
+        """The number of texts that the newest version writes at once.
 
         Raises:
             Refused: see `newest`.
@@ -174,27 +187,112 @@ class Service:
         """Return each name of a version once, first the name of exactly its weights."""
         return list(dict.fromkeys((version.id, *version.names, *self._aliases)))
 
-    @asynccontextmanager
-    async def use_version(self, name: str) -> AsyncIterator[Version]:
-        """Yield the newest version; it is not dropped before the end of the block.
+    def served_models(self) -> dict[str, ServedModel]:
+        """Return what each name stands for: those of the newest version, then those of its adapters.
 
         Raises:
-            Refused: the version does not have this name, and not every name is allowed.
+            Refused: see `newest`.
         """
         version = self.newest
-        names = self.names_of(version)
-        if not self._any_name and name not in names:
-            known = ", ".join(names)
+        models = {name: ServedModel(version) for name in self.names_of(version)}
+        slots = version.bank.slots if version.bank else {}
+        for name, slot in slots.items():
+            models.setdefault(name, ServedModel(version, name, slot))
+        return models
+
+    @asynccontextmanager
+    async def use_model(self, name: str) -> AsyncIterator[ServedModel]:
+        """Yield the model with this name, which is not dropped before the end of the block.
+
+        Raises:
+            Refused: there is no model with this name, and not every name is allowed.
+        """
+        models = self.served_models()
+        if name not in models and not self._any_name:
+            known = ", ".join(models)
             hint = "other names: `monograph serve` with --served-name or --any-name"
             message = f"there is no model {name!r:.80}: expected {known} ({hint})"
             raise Refused(404, message, "model", "model_not_found")
+        model = models.get(name, ServedModel(self.newest))
+        version = model.version
+        adapter = version, model.slot
         self._users[version] += 1
+        self._adapter_users[adapter] += 1
         try:
-            yield version
+            yield model
         finally:
+            self._adapter_users[adapter] -= 1
+            self._free_if_unused(adapter)
             self._users[version] -= 1
             if version is not self._newest and not self._users[version]:
                 self._drop(version)
+
+    async def add_adapter(self, name: str, folder: str) -> ServedModel:
+        """Read an adapter from a folder of the directory, and let requests use it by its name.
+
+        Raises:
+            Refused: the name is taken or unusable, there is no such folder, the adapter does not fit the
+                model, or there is no room for it.
+        """
+        directory = self.source.adapters.directory
+        bank = self.newest.bank
+        if directory is None or bank is None:
+            raise Refused(403, "no adapters may be added: start the server with --adapter-dir")
+        # No other folder of this machine can be named.
+        if folder in ("", ".", "..") or not folder.isprintable() or Path(folder).name != folder:
+            message = f"lora_path = {folder!r:.80}: expected the name of a folder in --adapter-dir"
+            raise Refused(400, message, "lora_path")
+        place = directory / folder
+        async with self._changing:
+            version = self.newest
+            bank = version.bank
+            assert bank is not None
+            if name in self.served_models():
+                message = f"lora_name: there is a model {name!r:.80} already"
+                raise Refused(400, message, "lora_name")
+            try:
+                require_name("lora_name", name)
+                stored = await asyncio.to_thread(
+                    version.base.read, place, self.source.warn, bank.rank
+                )
+                slot = await self.owner.call(lambda: bank.add(name, stored))
+            except MonographError as error:
+                # A client need not know where the directory is.
+                message = str(error).replace(f"{directory}/", "")
+                raise Refused(400, message, "lora_path") from None
+            self.source.adapters.folders[name] = str(place)
+        self._say(f"adapter {name} added: {folder}")
+        return ServedModel(version, name, slot)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Let no new request use an adapter. Its place is free when those that have begun have ended.
+
+        Raises:
+            Refused: there is no adapter with this name.
+        """
+        async with self._changing:
+            version = self.newest
+            bank = version.bank
+            if bank is None or name not in bank.slots:
+                known = ", ".join(bank.slots if bank else {}) or "none"
+                message = f"there is no adapter {name!r:.80}: expected {known}"
+                raise Refused(404, message, "lora_name", "model_not_found")
+            adapter = version, bank.retire(name)
+            self._retired.add(adapter)
+            self._free_if_unused(adapter)
+            self.source.adapters.folders.pop(name, None)
+        self._say(f"adapter {name} removed")
+
+    def _free_if_unused(self, adapter: tuple[Version, int]) -> None:
+        """Free the slot of an adapter that was removed, if no request uses it any more."""
+        if self._adapter_users[adapter]:
+            return
+        del self._adapter_users[adapter]
+        if adapter in self._retired:
+            self._retired.remove(adapter)
+            version, slot = adapter
+            assert version.bank is not None
+            version.bank.free(slot)
 
     def compiler_for(self, version: Version, stop_ids: Sequence[int]) -> ConstraintCompiler:
         """Return the compiler of automata for a version's tokenizer."""
@@ -209,7 +307,7 @@ class Service:
         Raises:
             Refused: see `newest`.
         """
-        _ = self.newest  # it raises while there is nothing to count
+        _ = self.newest  # the property raises while the owner, whose counts follow, does not exist
         counts = self.owner.counts
         lines = ["# TYPE monograph_requests_total counter"]
         for status, number in self.request_counts.by_status.items():
@@ -238,7 +336,7 @@ class Service:
             # Its memory is free now, so the newest version may fit.
             self._newest_did_not_fit = False
             self.source.load_again()
-        digest = self.newest.tokenizer.digest
-        for key in list(self._compilers):
-            if key[0] != digest:
-                self._compilers.pop(key).close()
+        newest_digest = self.newest.tokenizer.digest
+        for digest, stop_ids in list(self._compilers):
+            if digest != newest_digest:
+                self._compilers.pop((digest, stop_ids)).close()

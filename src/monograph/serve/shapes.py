@@ -44,7 +44,10 @@ class _Head(TypedDict):
 
     id: Annotated[str, Field(description="Is the same in all pieces of a stream.")]
     created: Time
-    model: Annotated[str, Field(description="RUN@UPDATE, whatever name the request has.")]
+    model: Annotated[
+        str,
+        Field(description="RUN@UPDATE, or RUN@UPDATE+ADAPTER, whatever name the request has."),
+    ]
     system_fingerprint: Annotated[
         str,
         Field(
@@ -269,15 +272,31 @@ class Model(TypedDict):
             ge=1, description="The context: the maximum number of tokens of a prompt and its text."
         ),
     ]
-    root: Annotated[str, Field(description="RUN@UPDATE: the weights that the name stands for now.")]
+    root: Annotated[
+        str,
+        Field(
+            description="RUN@UPDATE, or RUN@UPDATE+ADAPTER: the weights that the name stands for now."
+        ),
+    ]
+    parent: Annotated[
+        str | None, Field(description="If the name is that of an adapter, its model: RUN@UPDATE.")
+    ]
     chat: Annotated[bool, Field(description="Whether the model has a chat template.")]
 
 
 class Models(TypedDict):
-    """All names of the model."""
+    """All names of the model and its adapters."""
 
     object: Literal["list"]
     data: Annotated[list[Model], Field(min_length=1)]
+
+
+class Deleted(TypedDict):
+    """An adapter that was removed."""
+
+    id: str
+    object: Literal["model"]
+    deleted: Literal[True]
 
 
 class Health(TypedDict):

@@ -39,14 +39,14 @@ from monograph.serve.owner import Inbox, OwnerEnded, ServedText
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.requests import AnyTextRequest, ChatRequest, CompletionRequest, read
 from monograph.serve.service import Service
-from monograph.serve.versions import Version
+from monograph.serve.versions import ServedModel, Version
 from monograph.text.chat import chat_ids
 
 PromptIds = Sequence[Sequence[int]]  # the ids of each prompt
 EventBatch = list[tuple[ServedText, Event]]  # events that came at the same time, each with its text
 REQUEST_TIMEOUT_S = 600.0
 PING_INTERVAL_S = 15.0  # a stream without new text sends a comment this often
-# The ways in which a text can end that are errors: the HTTP status and the message.
+# The HTTP status and the message of the error, for each finish of a text that is an error.
 _FAILED_FINISHES = {
     "not_finite": (500, "the model's logits are not finite"),
     "nothing_allowed": (400, "bias, min_tokens and constraint together left no token to write"),
@@ -72,13 +72,14 @@ class TextEndpoint:
         client_gone = asyncio.create_task(wait_until_gone(receive))
         owner_crashed = asyncio.create_task(self._service.crashed.wait())
         tasks = (response, client_gone, owner_crashed)
-        # Why the response is interrupted, if it is not complete; None: the client has gone.
+        # The error that the client gets if the response is not complete; None: the client has gone.
         interruption = None
         try:
             await asyncio.wait(tasks, timeout=REQUEST_TIMEOUT_S, return_when=FIRST_COMPLETED)
             if owner_crashed.done():
                 interruption = self._service.end_refusal
             elif not client_gone.done():
+                # This is not sent if the response is the task that is done.
                 message = f"the text was not done after {REQUEST_TIMEOUT_S:.0f} s"
                 interruption = Refused(408, message, code="timeout")
         except asyncio.CancelledError:  # the server is ending
@@ -87,7 +88,8 @@ class TextEndpoint:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        if response.cancelled() and interruption is not None:
+        is_complete = not response.cancelled()
+        if not is_complete and interruption is not None:
             await _send_failure(scope, send, interruption)
 
     async def _respond(self, body: bytes, scope: Scope, send: Send) -> None:
@@ -95,8 +97,8 @@ class TextEndpoint:
         try:
             # In a worker thread, because a large body takes a while.
             request = await asyncio.to_thread(self._read, body)
-            async with self._service.use_version(request.model) as version:
-                await self._answer(request, version, scope["client_name"], send)
+            async with self._service.use_model(request.model) as model:
+                await self._answer(request, model, scope["client_name"], send)
         except Refused as refused:
             await _send_failure(scope, send, refused)
         except OwnerEnded:
@@ -107,10 +109,20 @@ class TextEndpoint:
             await _send_failure(scope, send, failure)
 
     async def _answer(
-        self, request: AnyTextRequest, version: Version, client: str, send: Send
+        self, request: AnyTextRequest, model: ServedModel, client: str, send: Send
     ) -> None:
+        """Answer a valid request: score its prompts, or let the decoder write its texts.
+
+        Args:
+            request: the request.
+            model: the model that answers it.
+            client: the client's name, by which the decoder lets clients take turns.
+            send: sends the answer.
+        """
         began_s = clock()
+        version = model.version
         scores_only = request.token_limit == 0
+        # A chat cannot ask for too many: it has one prompt, and n is at most the number of rows.
         if isinstance(request, CompletionRequest) and not scores_only:
             self._require_few_texts(request)
         prompts = await asyncio.to_thread(self._prompt_ids, request, version)
@@ -119,20 +131,20 @@ class TextEndpoint:
             logprob_count = _count_logprobs(request, version, prompts)
         if isinstance(request, CompletionRequest) and scores_only:
             with self._service.gate.reserve_logprobs(logprob_count):
-                return await self._send_scored(request, version, prompts, send)
+                return await self._send_scored(request, model, prompts, send)
         inbox: Inbox = asyncio.Queue()
-        decoder_requests = await self._decoder_requests(request, version, prompts, client)
+        decoder_requests = await self._decoder_requests(request, model, prompts, client)
         texts = [
             ServedText(decoder_request, version, index, inbox, request.stream)
             for index, decoder_request in enumerate(decoder_requests)
         ]
         answer_class = ChatAnswerBuilder if self._is_chat else AnswerBuilder
-        answer = answer_class(version, request.sampling.seed, request.likeliest_count)
+        answer = answer_class(model, request.sampling.seed, request.likeliest_count)
         async with self._write(texts, began_s) as batches:
             if request.stream:
                 await self._send_stream(request, texts, answer, batches, prompts, send)
             else:
-                await self._send_whole(request, texts, answer, batches, prompts, send)
+                await self._send_whole(request, model, texts, answer, batches, prompts, send)
         return None
 
     def _require_few_texts(self, request: CompletionRequest) -> None:
@@ -145,10 +157,10 @@ class TextEndpoint:
             raise Refused(400, message, "prompt")
 
     def _read(self, body: bytes) -> AnyTextRequest:
-        """Return a body as a request.
+        """Return a body as a request to this endpoint.
 
         Raises:
-            Refused: the body is no such request.
+            Refused: the body is not JSON, or not a valid request.
         """
         fields = parse_body(body)
         rows = self._service.rows
@@ -167,9 +179,9 @@ class TextEndpoint:
         """
         field = "messages" if self._is_chat else "prompt"
         if isinstance(request, CompletionRequest):
-            # A longer text has more tokens than the context, even if all are the longest one. It is
-            # refused before it is encoded, which would take time.
-            max_characters = version.context * version.longest_piece
+            # A prompt of more characters has more tokens than the context, even if each of them is the
+            # longest token. It is refused without encoding it, which would take time.
+            max_characters = version.context * version.longest_token_bytes
             for prompt in request.prompt:
                 if isinstance(prompt, str) and len(prompt) > max_characters:
                     raise _too_long(f"more than {version.context:,}", version, field)
@@ -209,30 +221,37 @@ class TextEndpoint:
         return prompt
 
     async def _decoder_requests(
-        self, request: AnyTextRequest, version: Version, prompts: PromptIds, client: str
+        self, request: AnyTextRequest, model: ServedModel, prompts: PromptIds, client: str
     ) -> list[DecoderRequest]:
         """Return the decoder's requests, n for each prompt.
 
         Text i of a prompt has the seed that `monograph generate` gives to its text i.
         """
+        version = model.version
         tokenizer = version.tokenizer
         sampling = request.sampling
         if request.likeliest_count is not None:
             logprobs = min(request.likeliest_count, tokenizer.vocab_size)
             sampling = replace(sampling, logprobs=logprobs)
-        # The space that the tokenizer adds before a text after each prompt, or nothing.
+        # What the tokenizer inserts between a prompt and a text that follows: a space, or nothing.
         leads = {bytes(tokenizer.inserted_space(ids)) for ids in prompts}
         if any(leads) and any(text.startswith(" ") for text in request.stop):
             message = "stop: the tokenizer begins every text with a space: leave out the stop's own"
             raise Refused(400, message, "stop")
-        # Only an empty prompt may have another lead than the rest, and an automaton is compiled for one.
+        # The automaton of a constraint is compiled for one lead. Only an empty prompt may have another
+        # lead than the other prompts.
         if request.constraint is not None and len(leads) > 1:
             raise Refused(400, "prompt: under a constraint, give an empty prompt alone", "prompt")
+        lead = leads.pop()
+        try:
+            sampling.check_vocabulary(tokenizer.vocab_size)
+        except MonographError as error:  # a bias is for a token that the model does not have
+            raise Refused(400, str(error), "logit_bias") from None
         breaker_V = await self._breaker_V(sampling, version)
         stop_ids: Sequence[int] = (tokenizer.eos_id,)
         if self._is_chat and version.has_template:
-            stop_ids = version.ends
-        constraint, stop_automaton = await self._automata(request, version, stop_ids, leads.pop())
+            stop_ids = version.chat_stop_ids
+        constraint, stop_automaton = await self._automata(request, version, stop_ids, lead)
         max_tokens = version.context if request.token_limit is None else request.token_limit
         seeds = [continuation_seed(sampling.seed, index) for index in range(request.n)]
         return [
@@ -246,6 +265,7 @@ class TextEndpoint:
                 breaker_V=breaker_V,
                 seed=seed,
                 owner=client,
+                adapter=model.slot,
             )
             for ids in prompts
             for seed in seeds
@@ -253,32 +273,33 @@ class TextEndpoint:
 
     @staticmethod
     async def _breaker_V(sampling: Sampling, version: Version) -> Tensor | None:
-        """Return which tokens contain a sequence breaker of DRY, bool [V]; None: there is no DRY.
+        """Return which tokens of the vocabulary contain a sequence breaker of DRY, bool [V].
+
+        Returns:
+            None if the request has no DRY penalty, or no breakers.
 
         Raises:
-            Refused: a bias is for a token that the model does not have, or a text is in no token.
+            Refused: a breaker is in no token.
         """
+        breakers = tuple(sampling.dry_sequence_breakers)
+        if not breakers or not sampling.dry_multiplier:
+            return None
         try:
-            sampling.check_vocabulary(version.tokenizer.vocab_size)
-            breakers = tuple(sampling.dry_sequence_breakers)
-            if not breakers or not sampling.dry_multiplier:
-                return None
-            # In a worker thread, because each text is looked for in every token.
+            # In a worker thread, because each breaker is searched for in every token.
             return await asyncio.to_thread(version.breakers, breakers)
         except MonographError as error:
-            field = "logit_bias" if "logit_bias" in str(error) else "dry_sequence_breakers"
-            raise Refused(400, str(error), field) from None
+            raise Refused(400, str(error), "dry_sequence_breakers") from None
 
     async def _automata(
         self, request: AnyTextRequest, version: Version, stop_ids: Sequence[int], lead: bytes
     ) -> tuple[Automaton | None, Automaton | None]:
-        """Return the automata of the constraint and of the stop strings, None for one that is not needed.
+        """Return the automata of the constraint and of the stop strings; None: the request has none.
 
         Raises:
             Refused: an automaton cannot be compiled, or too many wait to be compiled.
         """
         compiler = self._service.compiler_for(version, stop_ids)
-        field = "stop"  # the field that an error names
+        field = "stop"  # the field whose automaton is compiled at present; an error names it
         constraint = None
         stop_automaton = None
         try:
@@ -303,6 +324,10 @@ class TextEndpoint:
         """Let the decoder write texts; yield an iterator over batches of their events.
 
         At the end of the `async with` block, texts that have not ended are cancelled.
+
+        Args:
+            texts: the texts of a request.
+            began_s: when the request came, by `clock`.
         """
         gate = self._service.gate
         running = set(texts)
@@ -318,9 +343,9 @@ class TextEndpoint:
                     if event.finish is not None:
                         running.discard(text)
                         gate.leave(text)
-                    failure = _FAILED_FINISHES.get(str(event.finish))
-                    if failure is not None:
-                        raise Refused(*failure)
+                    if event.finish in _FAILED_FINISHES:
+                        status, message = _FAILED_FINISHES[event.finish]
+                        raise Refused(status, message)
                 yield batch
 
         gate.enter(texts)
@@ -346,8 +371,8 @@ class TextEndpoint:
         async for batch in batches:
             pieces = [builders[text].add(event) for text, event in batch]
             if not has_begun:
-                # The stream does not begin earlier, so that an error before the first token is sent with
-                # its own status.
+                # The stream, and with it status 200, does not begin before there is a token or a
+                # ping is due. So most errors are sent with their own status.
                 has_begun = True
                 await stream.begin()
                 first_pieces = [
@@ -358,26 +383,28 @@ class TextEndpoint:
                 await stream.send(
                     *(answer.piece_json(piece, has_usage=request.wants_usage) for piece in pieces)
                 )
-            elif not batch:  # nothing came within PING_INTERVAL_S
+            else:  # no event came within PING_INTERVAL_S
                 await stream.ping()
         if request.wants_usage:
-            sampled = sum(builder.token_count for builder in builders.values())
-            await stream.send(answer.usage_json(token_usage(sum(map(len, prompts)), sampled)))
+            sampled_tokens = sum(builder.token_count for builder in builders.values())
+            usage = token_usage(_count_tokens(prompts), sampled_tokens)
+            await stream.send(answer.usage_json(usage))
         await stream.end()
 
     async def _send_whole(
         self,
         request: AnyTextRequest,
+        model: ServedModel,
         texts: Sequence[ServedText],
         answer: AnswerBuilder,
         batches: AsyncIterator[EventBatch],
         prompts: PromptIds,
         send: Send,
     ) -> None:
-        # What each answer begins with: its prompt, or nothing.
+        # What the texts after each prompt begin with: the prompt, if it is echoed, or nothing.
         echoes = [TextPiece(0, "", [], None)] * len(prompts)
         if isinstance(request, CompletionRequest) and request.echo:
-            echoes = await self._echoes(request, texts[0].version, prompts)
+            echoes = await self._echoes(request, model, prompts)
         builders = []
         pieces = []
         for text in texts:
@@ -386,13 +413,17 @@ class TextEndpoint:
             pieces.append(TextPiece(text.index, echo.text, [*echo.entries], None))
         async for batch in batches:
             for text, event in batch:
-                new = builders[text.index].add(event)
-                old = pieces[text.index]
+                earlier = pieces[text.index]
+                added = builders[text.index].add(event)
                 pieces[text.index] = TextPiece(
-                    new.text_index, old.text + new.text, old.entries + new.entries, new.finish
+                    text.index,
+                    earlier.text + added.text,
+                    earlier.entries + added.entries,
+                    added.finish,
                 )
-        sampled = sum(builder.token_count for builder in builders)
-        await _send_answer(answer, pieces, token_usage(sum(map(len, prompts)), sampled), send)
+        sampled_tokens = sum(builder.token_count for builder in builders)
+        usage = token_usage(_count_tokens(prompts), sampled_tokens)
+        await _send_answer(answer, pieces, usage, send)
 
     def _builder(self, text: ServedText, request: AnyTextRequest, echo: str = "") -> TextBuilder:
         # lm-evaluation-harness expects an entry for each token of a completion, including the one that
@@ -406,21 +437,26 @@ class TextEndpoint:
         )
 
     async def _send_scored(
-        self, request: CompletionRequest, version: Version, prompts: PromptIds, send: Send
+        self, request: CompletionRequest, model: ServedModel, prompts: PromptIds, send: Send
     ) -> None:
         """Answer with each prompt and its scores n times, without new text."""
-        echoes = await self._echoes(request, version, prompts)
+        echoes = await self._echoes(request, model, prompts)
         repeated = [echo for echo in echoes for _ in range(request.n)]
         pieces = [
             echo._replace(text_index=index, finish="length") for index, echo in enumerate(repeated)
         ]
-        answer = AnswerBuilder(version, request.sampling.seed, request.likeliest_count)
-        await _send_answer(answer, pieces, token_usage(sum(map(len, prompts)), 0), send)
+        answer = AnswerBuilder(model, request.sampling.seed, request.likeliest_count)
+        usage = token_usage(_count_tokens(prompts), sampled_tokens=0)
+        await _send_answer(answer, pieces, usage, send)
 
     async def _echoes(
-        self, request: CompletionRequest, version: Version, prompts: PromptIds
+        self, request: CompletionRequest, model: ServedModel, prompts: PromptIds
     ) -> list[TextPiece]:
-        """Return each prompt as a piece, scored if the request asks for log-probabilities."""
+        """Return each prompt as the first piece of a text.
+
+        If the request asks for log-probabilities, the piece has those of the prompt's tokens.
+        """
+        version = model.version
         echoes = []
         for prompt, ids in zip(request.prompt, prompts, strict=True):
             text = prompt if isinstance(prompt, str) else version.tokenizer.decode(ids)
@@ -429,7 +465,7 @@ class TextEndpoint:
                 scores = []
                 if len(ids) > 1:  # the first token has no score
                     count = min(request.likeliest_count, version.tokenizer.vocab_size)
-                    scores = await self._service.owner.score(version, ids, count)
+                    scores = await self._service.owner.score(model, ids, count)
                 entries = prompt_entries(version.tokenizer, ids, scores)
             echoes.append(TextPiece(0, text, entries, None))
         return echoes
@@ -453,23 +489,27 @@ def joined_messages(request: ChatRequest) -> str:
         Refused: a message has another role than user and assistant, or a key that only a template
             would read.
     """
-    unread_keys = {key for message in request.messages for key in message}
-    unread_keys -= {"role", "content", "name"}
+    keys = {key for message in request.messages for key in message}
+    unread_keys = keys - {"role", "content", "name"}
     why = "messages: the model has no chat template, so"
     if unread_keys:
         raise Refused(400, f"{why} nothing reads {min(unread_keys)}: leave it out", "messages")
     for message in request.messages:
         if message["role"] not in ("user", "assistant"):
-            text = f"{why} it knows user and assistant only: change the role {message['role']}"
-            raise Refused(400, text, "messages")
+            advice = f"change the role {message['role']}"
+            raise Refused(400, f"{why} it knows user and assistant only: {advice}", "messages")
     return "".join(message["content"] for message in request.messages)
+
+
+def _count_tokens(prompts: PromptIds) -> int:
+    return sum(len(ids) for ids in prompts)
 
 
 def _count_logprobs(request: AnyTextRequest, version: Version, prompts: PromptIds) -> int:
     """Return the maximum number of log-probabilities in the answer to a request.
 
     Raises:
-        Refused: they might take gigabytes.
+        Refused: there may be so many that they would take gigabytes.
     """
     max_new_tokens = version.context if request.token_limit is None else request.token_limit
     tokens = 0
@@ -509,18 +549,18 @@ async def _next_batch(inbox: Inbox) -> EventBatch:
     return batch
 
 
-def _too_long(tokens: str, version: Version, field: str) -> Refused:
+def _too_long(token_count: str, version: Version, field: str) -> Refused:
     message = (
-        f"{field}: it has {tokens} tokens, and the model's context is {version.context:,}: "
+        f"{field}: it has {token_count} tokens, and the model's context is {version.context:,}: "
         "shorten it"
     )
     return Refused(400, message, field, "context_length_exceeded")
 
 
 async def _send_failure(scope: Scope, send: Send, refused: Refused) -> None:
-    """Send an error. If the answer has begun, it is a stream, and the error is an event of it."""
+    """Send an error. If the answer has begun, it is a stream, and the error is its last event."""
     if not scope["answered"]:
         return await send_error(send, refused)
     stream = EventStream(send)
     await stream.send(as_json(error_body(refused)))
-    return await stream.end(done=False)
+    return await stream.end(is_done=False)

@@ -13,7 +13,7 @@ from monograph.run.source import ModelSource
 from monograph.storage.code import folder_named
 from monograph.storage.reading import exists, without_links
 
-FIXED_KEYS = (
+OPTION_KEYS = (
     "lora.rank",
     "lora.alpha",
     "lora.rslora",
@@ -22,9 +22,9 @@ FIXED_KEYS = (
     "lora.dropout",
     "lora.base",
 )
-# All keys that define adapters. The value of lora.tokens is not fixed together with the others,
+# All keys that define adapters. The value of lora.tokens is not decided here with the others,
 # because new tokens are known only once the tokenizer of the text is known.
-ADAPTER_KEYS = (*FIXED_KEYS, "lora.tokens")
+ADAPTER_KEYS = (*OPTION_KEYS, "lora.tokens")
 DEFAULT_LORA = Lora()
 RANK_EXAMPLE = f"lora.rank = {DEFAULT_LORA.rank}"
 
@@ -51,7 +51,7 @@ def lora_of(settings: Settings) -> Lora | None:
 
 
 def adapter_values(settings: Settings, source: ModelSource | None) -> dict[str, Any]:
-    """Return the values of `FIXED_KEYS`, and of model.init with the full path of the base; {}
+    """Return the values of `OPTION_KEYS`, and of model.init with the full path of the base; {}
     without adapters.
 
     Args:
@@ -88,7 +88,7 @@ def adapter_values(settings: Settings, source: ModelSource | None) -> dict[str, 
     return values
 
 
-def rates(rate: float | str, ratio: float | None, default: float) -> dict[str, Any]:
+def rate_fields(rate: float | str, ratio: float | None, default: float) -> dict[str, Any]:
     """Return two fields of the optimizer: its peak learning rate, and its groups of parameters with
     another rate.
 
@@ -100,12 +100,13 @@ def rates(rate: float | str, ratio: float | None, default: float) -> dict[str, A
         ratio: lora.lr_ratio; None for one rate.
         default: the rate if optim.lr is "auto".
     """
+    # The names of these parameters contain "lora_B" and "lora_magnitude".
     groups = () if ratio is None else (Group("*.lora_[Bm]*", ratio),)
     return {"lr": default if rate == "auto" else rate, "groups": groups}
 
 
 def _values_by_key(lora: Lora) -> dict[str, Any]:
-    """Return the values of `FIXED_KEYS` for these options."""
+    """Return the values of `OPTION_KEYS` for these options."""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     return {
         "lora.rank": lora.rank,
@@ -121,7 +122,7 @@ def _values_by_key(lora: Lora) -> dict[str, Any]:
 def _values_of_stored_adapter(
     adapter: Adapter, adapter_text: str, settings: Settings, given_keys: Collection[str]
 ) -> dict[str, Any]:
-    """Return the values of `FIXED_KEYS` of a stored adapter. Settings may change only its dropout
+    """Return the values of `OPTION_KEYS` of a stored adapter. Settings may change only its dropout
     and its base.
 
     Args:
@@ -146,4 +147,5 @@ def _values_of_stored_adapter(
             raise UsageError(
                 f"{settings.said(key)}, but {adapter_text} has {stored[key]}: leave the key out"
             )
-    return stored | {key: value for key, value in changeable.items() if value is not None}
+    changes = {key: value for key, value in changeable.items() if value is not None}
+    return stored | changes

@@ -86,10 +86,11 @@ class AfterUpdate:
         # at once. Updates that are not plain wait anyway, e.g. to sample answers from the weights.
         reads_each = not session.task.has_plain_updates or session.engine.step.device.type == "cpu"
         self.log = MetricsLog(session.run, every=1 if reads_each else 10)
-        # A resumed run, or one that began eagerly, may have made more updates already.
+        # The number of updates after which `_warn_if_nothing_learned` is called. A resumed run, or
+        # one that began eagerly, may have made more than DOUBT_AFTER_UPDATES already.
         self._doubt_at = max(DOUBT_AFTER_UPDATES, session.engine.index + 1)
-        self._graphs_before = compat.captured_graphs()
-        # `keep_time` checks the time at least as often as this, even if train.eval_every is larger.
+        self._graphs_before = compat.captured_graphs()  # any more are recompiles
+        # `shorten_if_late` checks the time at least as often as this, even if train.eval_every is larger.
         self._check_every = defaults.interval(session.updates, defaults.EVALUATIONS)
         session.training_since_s = clock()
         if not session.engine.index and session.task.scores_initial_weights:
@@ -103,51 +104,57 @@ class AfterUpdate:
 
         All ranks must call this after each update, since they decide together.
         """
-        session, log = self.session, self.log
-        done = update.index + 1
-        is_last = done == session.updates
+        session = self.session
+        log = self.log
+        updates_done = update.index + 1
+        is_last = updates_done == session.updates
         self.since_shown.updates += 1
         self.report.recompiles = compat.captured_graphs() - self._graphs_before
-        log_memory(session, done)
+        log_memory(session, updates_done)
         figures = session.task.figures(session.batches)
         wrote_rows = log.add(update, {**self.report.readings, "wall_s": session.spent_s, **figures})
         # After `add` has written rows, their numbers are on the host, so showing them costs nothing.
         if wrote_rows or is_last or self.since_shown.seconds > SHOW_EVERY_S:
-            self._show(done)
-        if done == self._doubt_at and not is_last:
+            self._show(updates_done)
+        if updates_done == self._doubt_at and not is_last:
             self._warn_if_nothing_learned()
-        stop_requested, save_requested, is_lost, is_skipping = session.world.any(
+        # Each value is true on all ranks if it is true on one.
+        stop_requested, save_requested, has_diverged, is_skipping = session.world.any(
             self.stop_signal.requested is not None,
             self.stop_signal.save_requested,
             log.has_diverged,
             log.skipped_in_a_row > 0,
         )
-        is_due = self._save_is_overdue or done % session.plan.intervals.save_every == 0
+        save_every = session.plan.intervals.save_every
+        save_is_due = self._save_is_overdue or updates_done % save_every == 0
         # While updates are skipped, a due checkpoint is not written, since it might replace the one
         # from before them, which `go_back` needs.
-        wants_save = (is_due and not is_skipping) or stop_requested or save_requested
+        wants_save = (save_is_due and not is_skipping) or stop_requested or save_requested
         saves = is_last or (session.can_save and wants_save)
-        self._save_is_overdue = is_due and not session.can_save
-        goes_back = is_lost or (saves and bool(session.non_finite_parameters()))
+        # If the run could not be resumed from the present state, the checkpoint is written later.
+        self._save_is_overdue = save_is_due and not session.can_save
+        # A checkpoint of weights that are not finite must not be written.
+        goes_back = has_diverged or (saves and bool(session.non_finite_parameters()))
         stops = stop_requested and saves and not is_last
-        return DueWork(done, is_last, goes_back, saves, stops)
+        return DueWork(updates_done, is_last, goes_back=goes_back, saves=saves, stops=stops)
 
     def _warn_if_nothing_learned(self) -> None:
-        """Print a warning if the updates so far cannot have taught the model anything."""
+        """Print a warning if the rows show that the model has learned nothing so far."""
         self.log.flush()
         if doubt := self.report.doubt(self.session.run.rows()):
             self.progress.line("warning", f"so far, {doubt}")
 
-    def _show(self, done: int) -> None:
+    def _show(self, updates_done: int) -> None:
         """Show the numbers of the last update on the screen."""
         log = self.log
         log.flush()
         rate = self.report.note_rate(self.since_shown.updates, self.since_shown.seconds, log.last)
         scores = "   ".join(f"{name} {log.last[name]:.3f}" for name in printed_keys(log.last))
         # If the last row has no scores, the earlier ones stay on the screen.
-        self._score_text = scores or self._score_text
+        if scores:
+            self._score_text = scores
         self.block.update(
-            done,
+            updates_done,
             tokens_per_s=rate,
             memory_bytes=self.session.peak_memory_bytes,
             loss=log.last["train_loss"],
@@ -166,14 +173,14 @@ class AfterUpdate:
             self.log.flush()
             self.report.evaluate(self.block, due.updates_done, limit=defaults.CURVE_ROWS)
 
-    def keep_time(self, due: DueWork) -> None:
-        """Begin the cool-down early if the time will not suffice."""
+    def shorten_if_late(self, due: DueWork) -> None:
+        """Shorten the run if it would take too long; see `Reporter.shorten_if_late`."""
         check_every = min(self.session.plan.intervals.eval_every, self._check_every)
         # A run with train.wall_minutes checks after each update, since it must not end late.
         has_deadline = self.session.deadline_s is not None
         is_due = has_deadline or due.updates_done % check_every == 0
         if is_due and not due.is_last:
-            self.report.keep_time(due.updates_done)
+            self.report.shorten_if_late(due.updates_done)
             self.block.set_end(self.session.updates)
 
     def sample(self, due: DueWork) -> None:

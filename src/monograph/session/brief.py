@@ -1,4 +1,5 @@
-"""Decide that a run is not compiled because its updates take less time than compiling would.
+"""Decide whether a run is so brief that it is not compiled: its updates would take less time than
+compiling.
 
 A *run by the clock* has a time (`train.minutes`) instead of a number of updates.
 """
@@ -28,7 +29,12 @@ MIN_TIME_OVER_COMPILE_TIME = 2.0
 
 
 def compiled_key(session: Session, window: Batch) -> str:
-    """Return a text that identifies the compiled step of a run; runs with the same text share it."""
+    """Return a text that identifies the compiled step of a run; runs with the same text share it.
+
+    Args:
+        session: the run.
+        window: a window of it, whose shapes the step is compiled for.
+    """
     plan = session.plan
     machine = (describe().name, torch.get_num_threads())
     engine = session.engine
@@ -49,6 +55,7 @@ def compiled_key(session: Session, window: Batch) -> str:
         optimizer,
         training.clip,
     )
+    # The keys of an objective's own section may be constants of its loss.
     objective = plan.job.objective if plan.job.objective.section else None
     versions = (torch.__version__, __version__)
     return repr((machine, *versions, session.model_config, shapes, options, objective))
@@ -60,10 +67,11 @@ def updates_given(session: Session) -> int:
     """
     plan = session.plan
     task = session.task
-    rows = session.batches.rows_per_window
-    if plan.updates or not plan.job.span.epochs:
+    epochs = plan.job.span.epochs
+    if plan.updates or not epochs:
         return plan.updates
-    windows = -(-plan.job.span.epochs * task.records_per_epoch // rows)  # rounded up
+    records = epochs * task.records_per_epoch
+    windows = -(-records // session.batches.rows_per_window)  # rounded up
     return windows * task.updates_per_window
 
 
@@ -71,13 +79,13 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     """Return why a run is not worth compiling; "" if it is.
 
     A run is not compiled if its updates take less time than compiling would. Without a compiler its
-    plan is another one, so the time to open its session again is added:
+    plan is another one, so the time to open its session again is added. It is not compiled if
 
         run by the clock:             opening + training < MIN_COMPILE_S
         run of a number of updates:   opening + training < COMPILE_S, or CACHED_S if it is cached
 
-    A run by the clock makes updates while another process compiles (`session.eager_start`), so it
-    loses little by compiling. Other runs wait for the compiler.
+    The limit of a run by the clock is lower, since it makes updates while another process compiles
+    (`session.eager_start`), and so loses little by compiling. Other runs wait for the compiler.
 
     With train.wall_minutes, a run is also not compiled if compiling would take a large share of the
     time left.
@@ -93,28 +101,30 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     compiling_s = CACHED_S if is_compiled(compiled_key(session, window)) else COMPILE_S
     if session.left_s < MIN_TIME_OVER_COMPILE_TIME * compiling_s:
         return "compiling would take much of the time that train.wall_minutes allows"
-    updates = updates_given(session)
-    if updates:
-        saved_s = compiling_s
-        training_s = math.inf
+    given_updates = updates_given(session)
+    if given_updates:
+        limit_s = compiling_s
+        training_s = math.inf  # not limited by a time
+        max_updates = given_updates
     else:
-        saved_s = MIN_COMPILE_S
+        limit_s = MIN_COMPILE_S
         training_s = 60 * plan.job.span.minutes
-        # A short text may end a run before its time is over.
+        # A short text may end a run before its time is over. 0 means that it does not.
         rows = session.batches.rows_per_window
-        updates = session.task.max_updates(rows, plan.training.optim.weight_decay) or 0
-    if opening_s >= saved_s:
+        max_updates = session.task.max_updates(rows, plan.training.optim.weight_decay) or 0
+    if opening_s >= limit_s:
         return ""
     # An update is timed only if the minutes alone do not decide.
-    if updates and training_s >= saved_s:
-        training_s = min(training_s, updates * _update_s(session))
-    if opening_s + training_s >= saved_s:
+    if max_updates and training_s >= limit_s:
+        training_s = min(training_s, max_updates * _time_one_update(session))
+    if opening_s + training_s >= limit_s:
         return ""
     return f"it takes about {duration(training_s)}, less than compiling"
 
 
-def _update_s(session: Session) -> float:
-    """Return the seconds of one update without a graph, including its share of sampling answers.
+def _time_one_update(session: Session) -> float:
+    """Time one update without a graph, and return its seconds, including its share of the time to
+    make a window, such as sampling answers.
 
     Neither the model nor the session is changed.
     """

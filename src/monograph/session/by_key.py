@@ -1,10 +1,10 @@
-"""Fill the fields of a dataclass that have the value of a key of the settings, unchanged.
+"""Fill those fields of a dataclass that have the value of a key of the settings, unchanged.
 
 @dataclass
-class Kept:
+class Saving:
     keep: int = of_key("train.keep")
 
-Kept(**by_field(Kept, settings.values()))
+Saving(**values_by_field(Saving, settings.values()))
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ def of_key(key: str) -> Any:
     return field(metadata={"key": key})
 
 
-def by_field(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def values_by_field(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the fields that are declared with `of_key`, by the fields' names.
 
     Args:
         kind: the dataclass that has the fields.
         values: the values of all keys.
     """
-    return {name: values[key] for name, key in keys_of(kind).items()}
+    return {name: values[key] for name, key in keys_by_field(kind).items()}
 
 
-def keys_of(kind: type) -> dict[str, str]:
+def keys_by_field(kind: type) -> dict[str, str]:
     """Return the keys of the fields that are declared with `of_key`, by the fields' names."""
     return {each.name: each.metadata["key"] for each in fields(kind) if "key" in each.metadata}

@@ -48,7 +48,9 @@ class Choices:
     transfer_base: int | None = of_key("optim.transfer_base")
 
     def fill_in(self, text: str) -> str:
-        """Return a text with the names in braces, such as {tokens}, replaced by these values."""
+        """Return a text in which names in braces, such as {tokens}, are replaced by the values of
+        the attributes with these names.
+        """
         return text.format_map(vars(self))
 
 
@@ -126,7 +128,7 @@ def refuse_excluded(choices: Choices, exclusions: Iterable[Exclusion]) -> None:
             raise UsageError(choices.fill_in(exclusion.refusal))
 
 
-# ── conditions of several rules ─────────────────────────────────────────────────────────────────
+# ── conditions that several rules have ──────────────────────────────────────────────────────────
 
 MODEL_FROM_CODE = Condition(
     "model.init = {init}", lambda choices: choices.is_code, "FILE.py:FUNCTION"

@@ -47,14 +47,14 @@ class Deadline:
         """
         session = self.session
         left_s = session.left_s - self.closing_s(per_update_s)
-        this_process_s = session.spent_s - session.elapsed_s
         if left_s >= per_update_s * (session.updates - update):
             return 0
         # While there is time for another update, wait until the speed is known.
-        is_speed_known = this_process_s >= SETTLED_SHARE * (this_process_s + left_s)
+        trained_s = session.spent_s - session.elapsed_s  # by this process
+        is_speed_known = trained_s >= SETTLED_SHARE * (trained_s + left_s)
         if left_s > per_update_s and not is_speed_known:
             return 0
-        # At least one more, because the schedule has to end at an update that is still to come.
+        # At least one more update is made, because the schedule has to end at one to come.
         new_length = update + max(1, int(left_s / per_update_s))
         return new_length if new_length < session.updates else 0
 

@@ -20,8 +20,8 @@ from monograph.planner import defaults
 from monograph.predict.footprint import Training
 from monograph.run.recipe import ModelRecipe, resolve_tokenizer
 from monograph.run.source import ModelSource, checked_recipe
-from monograph.session.adapting import adapter_values, lora_of, rates
-from monograph.session.by_key import by_field
+from monograph.session.adapting import adapter_values, lora_of, rate_fields
+from monograph.session.by_key import values_by_field
 from monograph.session.job import (
     Job,
     OpenChoice,
@@ -29,7 +29,7 @@ from monograph.session.job import (
     RequestedLength,
     RequestedTransfer,
 )
-from monograph.session.new_tokens import tokens_of
+from monograph.session.new_tokens import token_source_of
 from monograph.session.objective import Objective
 from monograph.session.objectives import decided_objective
 from monograph.session.record import ORIGIN, ConfigRecord
@@ -39,8 +39,8 @@ from monograph.step import Clip
 from monograph.storage.reading import is_file
 from monograph.transfer import WidthTransfer
 
-WIDTH = "width"
-FINAL = 0.05  # the default of optim.min_lr_ratio
+WIDTH_TRANSFER = "width"  # the value of optim.transfer that asks for width transfer
+DEFAULT_MIN_LR_RATIO = 0.05  # the default of optim.min_lr_ratio
 
 
 def job_of(settings: Settings, *, will_build: bool = True) -> Job:
@@ -56,23 +56,30 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         UsageError: choices exclude one another.
     """
     init = settings.model.init
-    shape_alone = not will_build and init is not None and is_file(Path(init, "config.json"))
+    needs_shape_only = not will_build and init is not None and is_file(Path(init, "config.json"))
+    # These are about what the user gave, so they come before `_look_up` adds values.
     span = _span(settings)
     intervals = _intervals(settings)
     transfer = requested_transfer(settings)
     # From here on, `settings` has the values that were looked up.
-    settings, objective, recipe, source, optimizer_name = _look_up(settings, transfer, shape_alone)
+    settings, objective, recipe, source, optimizer_name = _look_up(
+        settings, transfer, needs_shape_only
+    )
+    if transfer:
+        # `_look_up` has decided the base if the user gave none.
+        transfer = transfer._replace(base=settings.optim.transfer_base)
     shape = source.shape if source else None
     optim = settings.optim
     train = settings.train
     length = int(settings.data.sequence_length)
     tokens_per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     lora = lora_of(settings)
-    tokens = tokens_of(settings, source, settings.data.tokenizer, is_adapted=lora is not None)
-    default_lr = _default_lr(recipe, source, optimizer_name, is_adapted=lora is not None)
-    optimizer_fields = rates(
-        optim.lr, settings.lora.lr_ratio, objective.lr_share * default_lr
-    ) | fields_for_new_model(recipe, optimizer_name)
+    tokens = token_source_of(settings, source, settings.data.tokenizer, is_adapted=lora is not None)
+    default_lr = objective.lr_share * _default_lr(
+        recipe, source, optimizer_name, is_adapted=lora is not None
+    )
+    optimizer_fields = rate_fields(optim.lr, settings.lora.lr_ratio, default_lr)
+    optimizer_fields |= fields_for_new_model(recipe, optimizer_name)
     if optim.weight_decay != "auto":
         optimizer_fields["weight_decay"] = optim.weight_decay
     choices: dict[OpenChoice, Any] = {
@@ -83,15 +90,15 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         "memory": train.memory,
     }
     open_choices = frozenset(choice for choice, value in choices.items() if value == "auto")
-    # "memory" is a field of `Job`, the others are fields of `Training`.
-    given: dict[str, Any] = {
-        choice: value
-        for choice, value in choices.items()
-        if choice not in open_choices and choice != "memory"
-    }
     window_rows = tokens_per_update // length
+    # Choices that are open get the defaults of `Training`.
+    given_choices: dict[str, Any] = {
+        choice: choices[choice]
+        for choice in ("precision", "compile", "remat")
+        if choice not in open_choices
+    }
     training = Training(
-        rows=given.pop("micro_batch", window_rows),
+        rows=window_rows if train.micro_batch == "auto" else train.micro_batch,
         window_rows=window_rows,
         length=length,
         optim=OPTIMIZERS[optimizer_name](
@@ -105,7 +112,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         ),
         clip=_clip(optim.grad_clip, optim.skip_spikes, objective.skips_spikes),
         lora=lora,
-        **given,
+        **given_choices,
     )
     data = settings.data.model_dump() | copies_of_missing_files(settings.data, settings.origins)
     updates = span.updates
@@ -119,20 +126,20 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         sizes_text=_section_text(settings.pinned(), "model"),
         reading=ReadingOptions(**data),
         tokens=tokens,
-        transfer=transfer and transfer._replace(base=optim.transfer_base),
+        transfer=transfer,
         training=training,
         memory="device" if train.memory == "auto" else train.memory,
         open_choices=open_choices,
         is_lr_open=optim.lr == "auto",
         is_decay_open=optim.weight_decay == "auto",
-        final_lr_share=FINAL if optim.min_lr_ratio is None else optim.min_lr_ratio,
+        final_lr_share=DEFAULT_MIN_LR_RATIO if optim.min_lr_ratio is None else optim.min_lr_ratio,
         given_tokens_per_update=int(train.tokens_per_update),
         updates=updates,
         span=span,
         intervals=intervals,
-        **by_field(Job, settings.values()),
+        **values_by_field(Job, settings.values()),
     )
-    if not shape_alone:
+    if not needs_shape_only:
         tokens.require_fit()
     require_adapter_targets(lora, shape)
     require_positions(length, shape)
@@ -142,7 +149,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
 def _span(settings: Settings) -> RequestedLength:
     """Return how long the run lasts, as the settings say it.
 
-    If train.wall_minutes are given without train.minutes, training may take all of that time.
+    If train.wall_minutes is given without train.minutes, training may take all of that time.
     """
     train = settings.train
     minutes = train.minutes or DEFAULT_MINUTES
@@ -189,7 +196,7 @@ class _LookedUp(NamedTuple):
 
 
 def _look_up(
-    settings: Settings, transfer: RequestedTransfer | None, shape_alone: bool
+    settings: Settings, transfer: RequestedTransfer | None, needs_shape_only: bool
 ) -> _LookedUp:
     """Open the model that `model.init` names; decide betas, eps, preset, lengths, tokenizer,
     adapters and the base of a width transfer.
@@ -197,7 +204,7 @@ def _look_up(
     Args:
         settings: the run's settings.
         transfer: the width transfer that they ask for; None without.
-        shape_alone: whether only the shape of `model.init` is needed, not its weights.
+        needs_shape_only: whether only the shape of `model.init` is needed, not its weights.
     """
     model = settings.model
     data = settings.data
@@ -235,14 +242,18 @@ def _look_up(
         vouched=settings.vouched,
     )
     # A folder without weights cannot be checked, and need not be for its shape alone.
-    if not shape_alone or has_weights(Path(str(model.init))):
+    if not needs_shape_only or has_weights(Path(str(model.init))):
         recipe = checked_recipe(recipe, source)
     if transfer:
-        rule = transfer.of(None if model.init else recipe.shape(vocab_size=1))
-        decided["optim.transfer_base"] = rule.base.hidden_size
+        # The size of the vocabulary is not known yet, and does not matter for the widths.
+        shape = None if model.init else recipe.shape(vocab_size=1)
+        decided["optim.transfer_base"] = transfer.of(shape).base.hidden_size
     tokenizer = resolve_tokenizer(data.tokenizer)
-    if data.tokenizer == "auto" and not shape_alone:
-        tokenizer = "bpe" if source is None or recipe.code else _own_tokenizer(source)
+    if data.tokenizer == "auto" and not needs_shape_only:
+        if source is None or recipe.code:
+            tokenizer = "bpe"
+        else:
+            tokenizer = _own_tokenizer(source)
     if tokenizer != data.tokenizer:
         decided["data.tokenizer"] = tokenizer
     if tokenizer == "bpe" and data.vocab_size is None:
@@ -272,7 +283,12 @@ def _own_tokenizer(source: ModelSource) -> str:
 
 
 def _section_text(values: dict[str, Any], section: str) -> str:
-    """Return the keys of a section with their values, as an error shows them."""
+    """Return the keys of a section with their values, as an error shows them.
+
+    Args:
+        values: the values by key.
+        section: the section's name.
+    """
     return ", ".join(
         f"{key} = {value}" for key, value in values.items() if key.startswith(f"{section}.")
     )
@@ -331,11 +347,13 @@ def _default_lr(
     """
     if not is_adapted and recipe.init is None and recipe.preset != "auto":
         return defaults.known_learning_rate(recipe.preset, optimizer_name)
-    rate = defaults.UNKNOWN_RATE
     if is_adapted:
         rate = defaults.FINETUNING_RATES["adapters"]
     elif source and not source.code and not source.run:
         rate = defaults.FINETUNING_RATES["all"]
+    else:
+        # The model is the user's code, another run's, or a new one without a preset.
+        rate = defaults.UNKNOWN_RATE
     return rate * OPTIMIZERS[optimizer_name].rate_factor
 
 
@@ -345,7 +363,7 @@ def _clip(norm: float | str, skip_spikes: bool | str, skips_by_default: bool) ->
     Args:
         norm: optim.grad_clip.
         skip_spikes: optim.skip_spikes.
-        skips_by_default: what `skip_spikes` is if it is "auto".
+        skips_by_default: whether "auto" means True.
     """
     if norm == "none":
         return None

@@ -35,7 +35,7 @@ from monograph.session.recorded import run_settings
 from monograph.session.resolve import resolve
 from monograph.session.rewind import windows
 from monograph.session.session import Session
-from monograph.session.setup import open_session, repeatable
+from monograph.session.setup import make_repeatable, open_session
 from monograph.session.warmup import compile_step
 from monograph.storage.cache_dir import (
     calibration_file,
@@ -46,10 +46,11 @@ from monograph.storage.cache_dir import (
 )
 from monograph.storage.writing import cache_errors_explained, temporary_folder, write_durably
 
-MARK = "eager"  # rows of metrics.jsonl that come from eager updates have this entry
+EAGER_KEY = "eager"  # rows of metrics.jsonl that come from eager updates have this key
 # Bytes of libraries, text and compiler in a process, in addition to the tensors of a step.
 PROCESS_BYTES = 2**30
 MAX_PATIENCE_S = 600.0  # no run waits longer for the other process
+# The program of the other process; its arguments are those of `compile_run`.
 _COMPILE_SCRIPT = (
     "import sys; from monograph.session.eager_start import compile_run; compile_run(*sys.argv[1:])"
 )
@@ -117,11 +118,13 @@ def begin(
         before_first_update()
         max_wait_s = patience_s(session)
         if not _update_eagerly(session, window, max_wait_s, progress):
+            # All further updates are eager, too.
             plan = session.plan
             plan = plan.with_training(replace(plan.training, compile="none"))
             session.set_plan(plan.with_decided_values({"train.compile": "none"}))
             session.task.stop_compiling()
             session.eager_reason = f"the compiler was not ready in {duration(max_wait_s)}"
+    # This compiles nothing if there is an `eager_reason`.
     compile_step(session, window, progress)
     if not session.eager_reason:
         mark_compiled(key)
@@ -153,7 +156,7 @@ def patience_for(minutes: float, graphs: int = 1) -> float:
 def compiling(script: str, *arguments: str) -> Iterator[Callable[[], bool]]:
     """Run another process that compiles on one core, while the `with` block trains on the others.
 
-    The process is killed when the block ends.
+    In the block, torch uses one thread less. The process is killed when the block ends.
 
     Args:
         script: the Python code of the process.
@@ -182,52 +185,60 @@ def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress
         progress: the display.
 
     Returns:
-        Whether to compile the step here. This is so if the other process has ended, and also if
-        `max_wait_s` is `MAX_PATIENCE_S`, since such a long training is worth compiling anyway.
+        Whether to compile the step here: if the other process has ended, and also if `max_wait_s`
+        is `MAX_PATIENCE_S`, since such a long training is worth compiling anyway.
     """
     engine = session.engine
-    plan = session.plan
     task = session.task
-    max_updates = _max_updates(session)
-    likely = Length(_likely_updates(session))
-    # The length of the run is not decided yet, so its warm-up is guessed.
-    engine.step.schedule = constant(resolve(plan, describe(), likely).intervals.warmup_updates)
+    # The length of the run is not decided yet, so its warm-up is that of the likely length.
+    likely_length = Length(_likely_updates(session))
+    likely_plan = resolve(session.plan, describe(), likely_length)
+    engine.step.schedule = constant(likely_plan.intervals.warmup_updates)
+    # A short text allows only so many updates. Half of them are left for the compiled step.
+    max_eager_updates = max(1, _max_updates(session) // 2)
     log = MetricsLog(session.run, every=1)
     began = clock()
     spent_s = 0.0
     with temporary_folder() as folder:
-        path = folder / "window.safetensors"
+        window_file = folder / "window.safetensors"
         with cache_errors_explained(folder):
-            write_durably(path, save({name: tensor.clone() for name, tensor in window.items()}))
+            # Safetensors stores no views, as the tensors of a window may be.
+            tensors = {name: tensor.clone() for name, tensor in window.items()}
+            write_durably(window_file, save(tensors))
+        arguments = str(session.run.folder), str(window_file)
         with (
-            compiling(_COMPILE_SCRIPT, str(session.run.folder), str(path)) as has_compiler_ended,
+            compiling(_COMPILE_SCRIPT, *arguments) as has_compiler_ended,
             progress.stage("start", "training eagerly while the step compiles") as stage,
         ):
-            # A short text allows only `max_updates`. Half of them are left for the compiled step.
-            for update in train(engine, windows(session), max(1, max_updates // 2)):
+            for update in train(engine, windows(session), max_eager_updates):
                 spent_s = clock() - began
-                log.add(update, {"wall_s": spent_s, MARK: True, **task.figures(session.batches)})
-                log_memory(session, update.index + 1, **{MARK: True})
+                log.add(
+                    update, {"wall_s": spent_s, EAGER_KEY: True, **task.figures(session.batches)}
+                )
+                log_memory(session, update.index + 1, **{EAGER_KEY: True})
                 stage.report("update", update.index + 1)
                 if session.can_save and (has_compiler_ended() or spent_s > max_wait_s):
                     break
             if not has_compiler_ended():
                 stage.report("waiting for the compiler after update", engine.index)
-            # After half of the updates of a short text, wait without training.
+            # After `max_eager_updates`, the run waits without training.
             while not has_compiler_ended() and clock() - began < max_wait_s:
                 time.sleep(0.1)
             is_compiled_now = has_compiler_ended()
             stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
-    # The seconds count like those of an earlier process of the run (`elapsed_s`), so they do not
-    # shorten the time of the updates to come. `started_s` moves on, so they do not count twice.
+    # The eager updates count like those of an earlier process of the run: their seconds are in
+    # `elapsed_s`, and this process trains from now on. `Reporter` adds `elapsed_s` to the time since
+    # `started_s`, so that time must not contain them too.
     session.elapsed_s = spent_s
-    session.started_s = session.started_s + spent_s
+    session.started_s += spent_s
     session.training_since_s = clock()
     return is_compiled_now or max_wait_s >= MAX_PATIENCE_S
 
 
 def _max_updates(session: Session) -> int:
-    """Return the maximum number of updates of the run, which a short text limits."""
+    """Return the maximum number of updates of the run, which a short text limits; if nothing limits
+    it, the largest number that a checkpoint can record.
+    """
     rows = session.batches.rows_per_window
     return session.task.max_updates(rows, session.plan.training.optim.weight_decay) or MAX_COUNT
 
@@ -241,29 +252,26 @@ def _likely_updates(session: Session) -> int:
     update_s = plan.expected.update_s
     if session.model_config:
         calibration = Calibration(calibration_file())
-        extra = plan.job.objective.extra_seconds(
-            plan, session.model_config, describe(), calibration
-        )
+        extra = plan.job.objective.extra_time(plan, session.model_config, describe(), calibration)
         if extra:
-            extra_s, _ = extra
-            update_s += extra_s
+            update_s += extra.seconds
     updates_s = defaults.UPDATES_SHARE * 60 * plan.job.span.minutes
     return defaults.updates_in_time(updates_s, update_s, _max_updates(session))
 
 
-def compile_run(folder: str, window: str) -> None:
+def compile_run(run_folder: str, window_file: str) -> None:
     """Compile a run's step into the cache, where the process that trains the run finds it.
 
     Args:
-        folder: the run's folder, without a checkpoint.
-        window: the file of a window. It is read rather than made, since making one may need answers
-            and their rewards.
+        run_folder: the run's folder, without a checkpoint.
+        window_file: the file of a window. It is read rather than made, since making one may need
+            answers and their rewards.
     """
     keep_compiled()
-    repeatable(default_device())
-    run = Run(Path(folder))
+    make_repeatable(default_device())
+    run = Run(Path(run_folder))
     progress = silent()
     plan = resolve(run_settings(run), describe())
     with closing(plan.job.objective.open_without_judging(plan, progress)) as task:
         session = open_session(run, plan, task, default_device(), progress)
-        compile_step(session, load_file(window), progress)
+        compile_step(session, load_file(window_file), progress)

@@ -26,8 +26,8 @@ from monograph.session.objectives import objective_of
 from monograph.session.recorded import copies_of_missing_files, foreign_text_warning, run_settings
 from monograph.text.tokenizer import Tokenizer
 
-# Largest number of tokens in a row of text for a model that a run did not make. No settings say how long
-# the rows of such a model are, so they are as long as its positions allow, but at most this.
+# A model that no run made has no settings that say how long its rows of text are. They are as long as
+# its positions allow, but have at most this many tokens.
 MAX_ROW_TOKENS = 4096
 # The settings in the section [data] of a run that say how text is read, whichever text it is.
 _READING_KEYS = (
@@ -84,8 +84,9 @@ class EvaluatedModel:
         model's precision.
         """
         device = default_device()
+        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
         with self.precision.context(device.type):
-            return self.loss(self.module, {name: rows.to(device) for name, rows in batch.items()})
+            return self.loss(self.module, on_device)
 
 
 def require_finite(loss: float, name: str, text: str) -> None:
@@ -114,8 +115,8 @@ def load_from_run(run: Run, warn: Warn) -> EvaluatedModel:
     own_text_arguments = {}
     if objective.is_of_texts:
         own_text_arguments = {key: data_settings[key] for key in _OWN_TEXT_KEYS}
-    # The values that name code, such as FILE.py:FUNCTION. With them both functions below can tell
-    # whether this user began the run.
+    # The values that name code, such as FILE.py:FUNCTION. `load_trained` and `foreign_text_warning` need
+    # them to tell whether this user began the run.
     programs = settings.programs
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, programs)
     return EvaluatedModel(
@@ -167,12 +168,15 @@ def mixture_of(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
         )
 
     def loss(_: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        log_MN = []
+        """Return the sum of the losses and the number of targets of a batch."""
+        log_probabilities = []  # of each member, [N]
         for member in members:
             with member.precision.context(default_device().type):
-                log_MN.append(target_log_probabilities(member.module, batch).double())
+                own_log_N = target_log_probabilities(member.module, batch).double()
+            log_probabilities.append(own_log_N)
+        log_MN = torch.stack(log_probabilities)
+        losses_N = math.log(len(members)) - log_MN.logsumexp(0)
         is_target_N = batch["targets"].flatten() != IGNORE
-        losses_N = math.log(len(members)) - torch.stack(log_MN).logsumexp(0)
         return torch.where(is_target_N, losses_N, 0.0).sum(), is_target_N.sum()
 
     return replace(
@@ -207,7 +211,7 @@ def answer_questions(
             question is unknown.
     """
     if not isinstance(subject.module, Llama):
-        # `mixture_of` makes a ModuleList.
+        # The module of a mixture is a ModuleList; see `mixture_of`.
         if isinstance(subject.module, nn.ModuleList):
             raise InputRefused("a mixture does not say what follows a question: give a text")
         raise InputRefused(

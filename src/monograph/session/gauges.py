@@ -23,13 +23,14 @@ from monograph.report.quantities import memory
 MIN_READ_INTERVAL_S = 1.0
 MIN_STRETCH_S = 60.0
 MIN_STRETCH_RATES = 10
-MIN_EARLIER_STRETCHES = 2  # with which a stretch is compared
+MIN_EARLIER_STRETCHES = 2  # a stretch is compared with the earlier ones if there are this many
 SLOW_SHARE = 0.7  # a stretch is slow if its rate is below this share of the usual rate
 RECOVERED_SHARE = 0.85  # a slow run has recovered if it reaches this share of the usual rate
 # A smaller increase of memory in swap, or of the load, does not explain a lower speed.
 MIN_SWAPPED_BYTES = 2**26
 MIN_LOAD_INCREASE = 0.5
 
+# By name, functions that read a number from NVIDIA's library, given the library and the GPU.
 _GAUGES: Mapping[str, Callable[[ModuleType, object], float]] = {
     "gpu_utilization_percent": lambda nvml, card: nvml.nvmlDeviceGetUtilizationRates(card).gpu,
     "gpu_memory_bytes": lambda nvml, card: nvml.nvmlDeviceGetMemoryInfo(card).used,
@@ -45,7 +46,8 @@ _HINTS: Mapping[str, Callable[[ModuleType, object], float]] = {
     "limits": lambda nvml, card: nvml.nvmlDeviceGetCurrentClocksEventReasons(card),
     "processes": lambda nvml, card: len(nvml.nvmlDeviceGetComputeRunningProcesses(card)),
 }
-# The meaning of the bits of NVML's reasons for a lower clock rate.
+# What each bit of NVML's reasons for a lower clock rate means: what slows the GPU. NVML has two
+# bits for heat, one of the driver and one of the hardware.
 _LIMITS = {
     0x04: "its power limit",
     0x08: "its hardware",
@@ -70,7 +72,7 @@ class Gauges:
         CUDA_VISIBLE_DEVICES.
         """
         self._nvml: ModuleType | None = None
-        self._read_s = float("-inf")
+        self._last_read_s = float("-inf")
         self._cores = describe(device).cores
         if device.type == "cuda":
             # An exception means that the library is missing or finds no driver, or that the device
@@ -87,9 +89,9 @@ class Gauges:
         """Return the GPU's numbers by their names in metrics.jsonl; {} if they were read less than
         `MIN_READ_INTERVAL_S` ago.
         """
-        if self._nvml is None or clock() - self._read_s < MIN_READ_INTERVAL_S:
+        if self._nvml is None or clock() - self._last_read_s < MIN_READ_INTERVAL_S:
             return {}
-        self._read_s = clock()
+        self._last_read_s = clock()
         return self._of_card(_GAUGES)
 
     def hints(self) -> dict[str, float]:
@@ -122,13 +124,13 @@ class Gauges:
         return "; ".join(reasons)
 
     def _of_card(
-        self, wanted: Mapping[str, Callable[[ModuleType, object], float]]
+        self, readers: Mapping[str, Callable[[ModuleType, object], float]]
     ) -> dict[str, float]:
-        """Return those of the wanted numbers that the GPU has."""
+        """Return the numbers that these functions read, except those that the GPU does not have."""
         numbers = dict[str, float]()
         if self._nvml is None:
             return numbers
-        for name, read in wanted.items():
+        for name, read in readers.items():
             # This GPU or driver may not have the number, or not at this moment.
             with suppress(Exception):
                 numbers[name] = read(self._nvml, self._card)
@@ -179,7 +181,7 @@ class Alarm:
         hints = self.gauges.hints()
         self._rates = []
         self._seconds = 0.0
-        usual_rate = 0.0  # with which no stretch is slow
+        usual_rate = 0.0  # as long as it is not known; no stretch is slower than this
         if len(self._usual_rates) >= MIN_EARLIER_STRETCHES:
             usual_rate = statistics.median_low(self._usual_rates)
         was_slow = self.is_slow

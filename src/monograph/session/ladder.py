@@ -1,7 +1,8 @@
-"""Measure a ladder of ways to train one model on one text (`monograph profile --ladder`).
+"""Measure a ladder: variants of training one model on one text (`monograph profile --ladder`).
 
-A *way* (`RungWay`) says how the model is trained. A *rung* is one change to a way, such as bf16
-instead of fp32. The changed way is measured, and compared with the way without the change.
+A *variant* (`TrainingVariant`) says how the model is trained. A *rung* is one change to a variant,
+such as bf16 instead of fp32. The changed variant is measured, and compared with the one without the
+change.
 """
 
 import gc
@@ -38,7 +39,7 @@ from monograph.session.requirements import require_compatible
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import build_run, open_session
-from monograph.session.warmup import calibrate, peak_bytes, prepare
+from monograph.session.warmup import measure_peak_bytes, prepare, time_update
 from monograph.step import OnDevice, Step
 
 MICRO_BATCH_DIVISOR = 4  # the rung "accumulation" divides the rows of a micro-batch by this
@@ -46,8 +47,8 @@ ADAPTER_RANK = 16
 
 
 @dataclass(frozen=True)
-class RungWay:
-    """One way to train; the defaults are the way of the first rung.
+class TrainingVariant:
+    """One variant of training; the defaults are the variant of the first rung.
 
     Attributes:
         captured: whether forward and backward pass are compiled.
@@ -75,14 +76,14 @@ class RungWay:
 
 
 class Rung(NamedTuple):
-    """One change to a way of training.
+    """One change to a variant of training.
 
     Attributes:
         name: the rung's name.
         change: the change in a few words.
-        fields: the fields of `RungWay` that the change sets, with their values.
-        base: the name of the rung whose way is changed. None means the last rung before this one
-            that was measured and whose `base` is also None.
+        fields: the fields of `TrainingVariant` that the change sets, with their values.
+        base: the name of the rung whose variant is changed. None means the last rung before this
+            one that was measured and whose `base` is also None.
     """
 
     name: str
@@ -90,13 +91,13 @@ class Rung(NamedTuple):
     fields: Mapping[str, Any]
     base: str | None = None
 
-    def applied_to(self, way: RungWay) -> RungWay:
-        """Return `way` with this rung's change."""
-        return replace(way, **self.fields)
+    def applied_to(self, variant: TrainingVariant) -> TrainingVariant:
+        """Return the variant with this rung's change."""
+        return replace(variant, **self.fields)
 
 
-# The rungs down to "fp8" make training faster; each changes the way of the rung before it. The
-# others save memory; each changes the way of "packed".
+# The rungs down to "fp8" make training faster; each changes the variant of the rung before it. The
+# others save memory; each changes the variant of "packed".
 RUNGS = (
     Rung("eager", "fp32, dense logits, one parameter updated after another", {}),
     Rung(
@@ -115,13 +116,13 @@ RUNGS = (
         "accumulation",
         f"train.micro_batch, {MICRO_BATCH_DIVISOR} times as many micro-steps",
         {"accumulated": True},
-        "packed",
+        base="packed",
     ),
-    Rung("recompute", "train.remat=full", {"remat": "full"}, "packed"),
-    Rung("offload", "train.remat=offload, a graph per block", {"remat": "offload"}, "packed"),
-    Rung("8-bit state", "optim.state=8bit", {"narrow_state": True}, "packed"),
-    Rung("adapters", f"lora.rank={ADAPTER_RANK}", {"adapters": True}, "packed"),
-    Rung("streaming", "train.memory=stream, a graph per block", {"streamed": True}, "packed"),
+    Rung("recompute", "train.remat=full", {"remat": "full"}, base="packed"),
+    Rung("offload", "train.remat=offload, a graph per block", {"remat": "offload"}, base="packed"),
+    Rung("8-bit state", "optim.state=8bit", {"narrow_state": True}, base="packed"),
+    Rung("adapters", f"lora.rank={ADAPTER_RANK}", {"adapters": True}, base="packed"),
+    Rung("streaming", "train.memory=stream, a graph per block", {"streamed": True}, base="packed"),
 )
 
 
@@ -142,7 +143,7 @@ class RungMeasurement:
         held_out: the evaluation after the last update, on the same held-out rows for every rung;
             None if no text is held out.
         compile_s: seconds spent on tracing and compiling.
-        notes: the lines that the engine and its step would have printed.
+        notes: the lines that the engine and its step announced, which are not printed.
     """
 
     seconds: tuple[float, ...]
@@ -180,8 +181,8 @@ class RungMeasurement:
 class Unfused(OnDevice):
     """Parameters that are updated one after another, by separate operators, outside of graphs.
 
-    An optimizer updates a *plane*, a flat buffer, at once. `OnDevice` puts many parameters into a
-    plane. This class makes a plane of each parameter.
+    An optimizer updates a *plane* (a flat buffer) at once. `OnDevice` puts many parameters into each
+    plane, but this class only one.
     """
 
     def place(self, step: Step) -> list[Plane]:
@@ -190,6 +191,7 @@ class Unfused(OnDevice):
         kinds = step.optim.kinds(step.model)
         all_planes = list[Plane]()
         for name, parameter in trainable(step.model).items():
+            # One parameter gives one plane.
             [plane] = planes(
                 {name: parameter}, kinds, step.optim.state, master_weights=step.optim.master_weights
             )
@@ -198,7 +200,9 @@ class Unfused(OnDevice):
         return all_planes
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
-        """Return what is compiled: the forward and the backward pass, but not the update."""
+        """Return what is compiled as a whole: the forward and the backward pass, but not the
+        update. With another scope, each block is compiled by itself, and nothing else.
+        """
         return [self.step.forward, self.step.evaluate] if scope == "whole" else []
 
 
@@ -221,15 +225,15 @@ def unfuse(engine: Engine) -> None:
     )
 
 
-# The first rung trains for about this time. The others make as many updates.
+# The first rung trains for about this time. The others make as many updates as it.
 FIRST_RUNG_S = 20.0
 # Limits of the number of updates of a rung.
 MIN_UPDATES = 8
 MAX_UPDATES = 1000
 WARM_UPDATES = 2  # the first updates of a rung, which are not timed
 HELD_OUT_ROWS = 64  # rows on which each rung is scored
-GRAPHS = ("whole", "blocks")  # the values of train.compile that compile something
-# The settings that rungs change, with the values from which the ladder's plan is made.
+COMPILED_SCOPES = ("whole", "blocks")  # the values of train.compile that compile something
+# The settings that rungs change, with the values with which the ladder's plan is made.
 CHANGED_KEYS = {
     "train.compile": "auto",
     "train.precision": "auto",
@@ -249,9 +253,10 @@ class Ladder:
             one.
         params: the number of the model's parameters.
         folder: the ladder's folder; no rung writes into it.
-        max_updates: the maximum number of updates of a rung that the settings give; None without.
-        updates: the number of updates of each rung; 0 until the first rung is measured, whose speed
-            decides it.
+        max_updates: the number of updates that the settings give, which no rung exceeds; None if
+            they give none.
+        updates: the number of updates of each rung. The speed of the first rung decides it; 0
+            before that.
         machine: the device.
     """
 
@@ -279,9 +284,13 @@ class Ladder:
             raise UsageError(
                 "optim.master_weights = false keeps no fp32 weights, and a ladder begins in fp32"
             )
-        given = plan.record.settings.pinned()
-        # train.compile = whole or blocks is not ignored: all compiled rungs have that scope.
-        ignored = [key for key in CHANGED_KEYS if given.get(key, "auto") not in ("auto", *GRAPHS)]
+        set_values = plan.record.settings.pinned()
+        # Only a value that asks for something is worth a note. train.compile = whole or blocks is
+        # not ignored: all compiled rungs have that scope.
+        unremarkable_values = ("auto", *COMPILED_SCOPES)
+        ignored = [
+            key for key in CHANGED_KEYS if set_values.get(key, "auto") not in unremarkable_values
+        ]
         if ignored:
             progress.line(
                 "note", f"{', '.join(ignored)}: ignored, since the rungs set this themselves"
@@ -300,9 +309,10 @@ class Ladder:
             raise UsageError(
                 "train.memory = stream: a ladder measures a model that lives on the device"
             )
-        # The planner may choose a scope by the measured speed of earlier runs, so two ladders of
-        # one model could differ. This choice depends only on the number of blocks.
-        if scope not in GRAPHS:
+        # Without a scope in the settings, all ladders of one model should have the same. The
+        # planner's choice may depend on the measured speed of earlier runs, so it is replaced by a
+        # choice that depends only on the number of blocks.
+        if scope not in COMPILED_SCOPES:
             scope = defaults.scopes(len(blocks(built.model)))[0]
         return cls(
             plan=built.plan.with_training(replace(built.plan.training, compile=scope)),
@@ -313,49 +323,49 @@ class Ladder:
             machine=machine,
         )
 
-    def plan_of(self, way: RungWay) -> RunPlan:
-        """Return the plan of a way.
+    def plan_of(self, variant: TrainingVariant) -> RunPlan:
+        """Return the plan of a variant.
 
         With padding, updates have more rows, so that they have as many tokens as with packing.
         """
         training = self.plan.training
-        rows = training.window_rows
-        micro_batch = min(training.rows, rows)
-        if way.packing == "padded":
+        window_rows = training.window_rows
+        micro_batch = min(training.rows, window_rows)
+        if variant.packing == "padded":
             # The shares of a row's positions that have tokens, with packing and with padding.
             packed_share = self.texts["packed"].stats.packed_share
             padded_share = self.texts["padded"].stats.packed_share
-            rows = round(rows * packed_share / padded_share)
-        if way.accumulated:
+            window_rows = round(window_rows * packed_share / padded_share)
+        if variant.accumulated:
             micro_batch = max(1, micro_batch // MICRO_BATCH_DIVISOR)
-        if not way.captured:
+        if not variant.captured:
             scope = "none"
-        elif way.streamed or way.remat == "offload":
+        elif variant.streamed or variant.remat == "offload":
             scope = "blocks"  # since both copy tensors between two blocks, outside of a graph
         else:
             scope = training.compile
-        fixed: dict[str, Any] = {
+        values: dict[str, Any] = {
             "train.compile": scope,
-            "train.precision": way.precision,
-            "train.remat": way.remat,
+            "train.precision": variant.precision,
+            "train.remat": variant.remat,
             "train.micro_batch": micro_batch,
-            "train.tokens_per_update": rows * training.length,
-            "train.memory": "stream" if way.streamed else "device",
-            "data.packing": way.packing,
+            "train.tokens_per_update": window_rows * training.length,
+            "train.memory": "stream" if variant.streamed else "device",
+            "data.packing": variant.packing,
         }
-        if way.narrow_state:
-            fixed["optim.state"] = "8bit"
-        if way.adapters:
-            fixed["lora.rank"] = ADAPTER_RANK
-        settings = self.plan.record.settings.resolve(fixed, "ladder")
+        if variant.narrow_state:
+            values["optim.state"] = "8bit"
+        if variant.adapters:
+            values["lora.rank"] = ADAPTER_RANK
+        settings = self.plan.record.settings.resolve(values, "ladder")
         require_compatible(settings)
         return resolve(settings, self.machine)
 
-    def obstacle(self, way: RungWay, rung: Rung) -> str | None:
+    def obstacle(self, variant: TrainingVariant, rung: Rung) -> str | None:
         """Return why a rung cannot be measured on this machine or text; None if no reason is known.
 
         Args:
-            way: the way with the rung's change.
+            variant: the variant with the rung's change.
             rung: the rung.
         """
         job = self.plan.job
@@ -369,9 +379,9 @@ class Ladder:
             case "CUDA graphs":
                 if on_cpu:
                     return "no CUDA device"
-                return None if way.captured else "nothing is compiled"
+                return None if variant.captured else "nothing is compiled"
             case "fp8":
-                return Precision(way.precision).obstacle(self.machine)
+                return Precision(variant.precision).obstacle(self.machine)
             case "accumulation":
                 return "a micro-batch has one row already" if training.rows == 1 else None
             case "offload" | "streaming":
@@ -386,64 +396,67 @@ class Ladder:
         return None
 
     def measure(
-        self, rung: Rung, before: RungWay, progress: Progress
-    ) -> tuple[RungWay, RungMeasurement | str]:
+        self, rung: Rung, base: TrainingVariant, progress: Progress
+    ) -> RungMeasurement | str:
         """Train and measure one rung.
 
         Args:
             rung: the rung.
-            before: the way that the rung changes.
+            base: the variant that the rung changes.
             progress: the display.
 
         Returns:
-            The way with the rung's change, or `before` if the rung was not measured; and the
-            measurements, or the reason why there are none.
+            The measurements, or the reason why there are none.
 
         Raises:
             UsageError, InputRefused, OutOfDeviceMemory: the first rung cannot be measured.
         """
-        way = rung.applied_to(before)
-        if obstacle := self.obstacle(way, rung):
-            return before, obstacle
+        variant = rung.applied_to(base)
+        if obstacle := self.obstacle(variant, rung):
+            return obstacle
         try:
-            outcome = self._measure_way(way, rung, progress)
+            outcome = self._measure_variant(variant, rung, progress)
         except (InputRefused, OutOfDeviceMemory, UsageError) as error:
             # The first rung changes nothing. If even that fails, so would all others.
             if not rung.fields:
                 raise
             outcome = str(error)
-        # An engine and its graphs refer to one another, so only the collector frees them.
+        # Free the memory for the next rung. An engine and its graphs refer to one another, so only
+        # the collector frees them.
         gc.collect()
         torch.compiler.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return (before if isinstance(outcome, str) else way), outcome
+        return outcome
 
-    def _measure_way(self, way: RungWay, rung: Rung, progress: Progress) -> RungMeasurement | str:
-        """Train a new model in one way; return the measurements, or why there are none."""
+    def _measure_variant(
+        self, variant: TrainingVariant, rung: Rung, progress: Progress
+    ) -> RungMeasurement | str:
+        """Train a new model in one variant; return the measurements, or why there are none."""
         device = default_device()
         notes = list[str]()
         run = Run(self.folder)
-        task = TextTask(self.texts[way.packing])
-        session = open_session(run, self.plan_of(way), task, device, progress)
+        task = TextTask(self.texts[variant.packing])
+        session = open_session(run, self.plan_of(variant), task, device, progress)
         engine = session.engine
         try:
-            if not way.fused:
+            if not variant.fused:
                 unfuse(engine)
             engine.announce = engine.step.announce = notes.append
-            if not way.replayed:
+            if not variant.replayed:
                 engine.step.recorder = None  # it would capture CUDA graphs
             prepare(session, progress)
             # If the step could not be compiled, or not be recorded in a CUDA graph, the session
             # would train without that, which is not what the rung measures.
-            if way.captured and session.eager_reason:
+            if variant.captured and session.eager_reason:
                 return session.eager_reason
             if rung.name == "CUDA graphs" and not graph.is_replayed(engine.step):
                 return notes[-1] if notes else "nothing was captured"
             if not self.updates:
+                # This is the first rung.
+                affordable_updates = int(FIRST_RUNG_S / time_update(session))
                 max_updates = self.max_updates or MAX_UPDATES
-                updates = min(int(FIRST_RUNG_S / calibrate(session)), max_updates)
-                self.updates = max(MIN_UPDATES, updates)
+                self.updates = max(MIN_UPDATES, min(affordable_updates, max_updates))
             session.set_plan(resolve(session.plan, self.machine, Length(self.updates)))
             reset_peak_memory(device)
             return self._train(session, notes, progress)
@@ -468,7 +481,7 @@ class Ladder:
             began = clock()
             cpu_began = process_time()
             for update in train(engine, session.batches, self.updates):
-                synchronize(device)
+                synchronize(device)  # an update's work on a GPU is part of its time
                 seconds.append(clock() - began)
                 cpu_seconds.append(process_time() - cpu_began)
                 losses.append(float(update.loss))
@@ -485,7 +498,7 @@ class Ladder:
                 tokens=tokens / len(seconds),
                 micro_batch=micro_batch,
                 micro_steps=math.ceil(rows / micro_batch),
-                peak_memory_bytes=peak_bytes(session),
+                peak_memory_bytes=measure_peak_bytes(session),
                 train_loss=statistics.fmean(last_quarter),
                 held_out=self._score(engine),
                 compile_s=session.compile_s,
@@ -495,7 +508,10 @@ class Ladder:
         return measurement
 
     def _score(self, engine: Engine) -> Evaluation | None:
-        """Evaluate the model on packed held-out rows, without graphs; None if no text is held out."""
+        """Evaluate the model on packed held-out rows; None if no text is held out.
+
+        No graphs are used, so that all rungs are scored by the same arithmetic.
+        """
         rows = self.texts["packed"].held_out
         if not len(rows):
             return None

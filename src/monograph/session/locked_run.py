@@ -1,4 +1,6 @@
-"""Find the run that `monograph train` was asked for, lock its folder, and settle its settings."""
+"""Find the run that `monograph train` was asked for, lock its folder, and complete its settings by
+those that it, or the run that it begins from, has recorded.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +18,9 @@ from monograph.run.progress import Progress
 from monograph.session import ranks, recorded
 from monograph.session.objectives import objective_of, with_records
 from monograph.session.record import ConfigRecord
-from monograph.session.reporting import finished
+from monograph.session.reporting import final_summary
 from monograph.session.requirements import require_possible, require_trained_model
-from monograph.session.setup import repeatable
+from monograph.session.setup import make_repeatable
 from monograph.session.shown_commands import show_command
 from monograph.storage.reading import exists
 
@@ -33,8 +35,8 @@ class LockedRun(NamedTuple):
         progress: the display.
         retry_rows: the maximum number of rows of a micro-batch if the attempt before ran out of
             memory; 0 if none did.
-        summary: the results of a run that has already finished, the same on all ranks; None: there
-            is something to train.
+        summary: the results of a run that has already finished, the same on all ranks; None if
+            there is something to train.
     """
 
     folder: Run
@@ -55,7 +57,7 @@ def locked_run(
 
     Args:
         settings: the settings that the command line gives.
-        out: the folder of a new run; None: a new one in runs/.
+        out: the folder of a new run; None means a new one in runs/.
         resume: the run to resume, as --resume names it.
         from_: the run to begin from, as --from names it.
 
@@ -65,18 +67,18 @@ def locked_run(
     """
     settings, from_ = recorded.with_folder_as_init(settings, from_)
     settings = with_records(settings)
-    # A run that is resumed, or begun from another, adds the settings that the other run recorded.
-    # Those are checked together with these, by `open_run`.
+    # With --resume or --from, recorded settings are added below. `open_run` checks them all
+    # together.
     if not (resume or from_):
         require_possible(settings, describe())
         require_trained_model(objective_of(settings), settings.model.init)
     world = ranks.meet(
         settings.train.parallel, settings.said("train.parallel"), resumed=resume is not None
     )
-    progress = ranks.progress_of(world)
-    repeatable(default_device())
+    progress = ranks.start_display(world)
+    make_repeatable(default_device())
     parent = recorded.parent_named(from_) if from_ and world.leads else None
-    folder, is_resumed = ranks.folder_of(world, out, resume)
+    folder, is_resumed = ranks.agreed_run(world, out, resume)
     with (
         folder.lock(new=not is_resumed),
         ranks.report_error_once(
@@ -89,8 +91,8 @@ def locked_run(
         if is_resumed:
             if world.leads:
                 checkpointing.remove_leftovers(folder.checkpoints)
-            # Without --resume, a launcher has restarted the ranks of a run that had just begun. It
-            # has recorded what its command line gives.
+            # Without --resume, a launcher has restarted the ranks of a run that had begun, with the
+            # same command line. The run has recorded the settings that it gives, so none change.
             changes = settings if resume else Settings()
             settings = recorded.settings_to_resume(folder, changes)
             warning = recorded.foreign_text_warning(folder, settings.data.source, settings.programs)
@@ -102,7 +104,8 @@ def locked_run(
             )
         if warning:
             progress.line("warning", warning)
-        summary = world.broadcast(finished(folder) if is_resumed and world.leads else None)
+        summary = final_summary(folder) if is_resumed and world.leads else None
+        summary = world.broadcast(summary)
         if summary:
             progress.line(
                 "done",
@@ -112,9 +115,10 @@ def locked_run(
                 show_command(progress, "next", "train", "--from", folder.handle)
         else:
             ranks.require_launched(
-                settings.train.parallel, settings.said("train.parallel"), world.own
+                settings.train.parallel, settings.said("train.parallel"), world.place
             )
         yield LockedRun(
             folder, ConfigRecord(settings), world, progress, retry_rows, summary or None
         )
+        # All ranks leave together. After an error of the block, others might never come to this.
         world.leave()

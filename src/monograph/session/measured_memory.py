@@ -16,10 +16,11 @@ def log_memory(session: Session, update: int, **entries_of_row: object) -> None:
     """After the first update, store the measured peak for later plans; after the second one, log the
     planned and the measured memory by what it is for.
 
+    After other updates nothing happens, since they need the same memory.
+
     Args:
         session: the run.
-        update: the number of updates done. After other updates nothing happens, since later updates
-            need the same memory.
+        update: the number of updates done.
         entries_of_row: further entries of the row in metrics.jsonl.
     """
     # After the first update nothing was evaluated or sampled yet, so the peak is the update's.
@@ -50,9 +51,10 @@ def _store_peak_memory(session: Session) -> None:
     if not (session.world.alone and session.task.is_fully_planned):
         return
     work = planned.work
-    present = (session.engine.micro_batch, step.scope, step.remat)
-    if present == (work.rows, work.compile, policy_named(work.remat)):
-        measured = peak_memory_bytes(step.device)
-        Calibration(calibration_file()).note_memory(
-            describe(step.device), work, planned.traced, measured
-        )
+    planned_step = (work.rows, work.compile, policy_named(work.remat))
+    if (session.engine.micro_batch, step.scope, step.remat) != planned_step:
+        return
+    measured_bytes = peak_memory_bytes(step.device)
+    Calibration(calibration_file()).note_memory(
+        describe(step.device), work, planned.traced, measured_bytes
+    )

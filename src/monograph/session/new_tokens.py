@@ -16,7 +16,7 @@ from monograph.run.source import ModelSource
 from monograph.text.tokenizer import Tokenizer
 
 AUTO = "auto"
-MAX_SHOWN = 6  # tokens named in a line
+MAX_SHOWN = 6  # a note names at most this many tokens
 
 
 class NewTokens(NamedTuple):
@@ -58,7 +58,8 @@ class NewTokens(NamedTuple):
         new = self.new_ids(rows)
         if self.stored is None:
             return tuple(sorted({*new, *self.listed}))
-        if missing := [index for index in new if index not in self.stored]:
+        missing = [index for index in new if index not in self.stored]
+        if missing:
             text = self.tokenizer.texts()[missing[0]]
             raise InputRefused(
                 f"data.tokenizer: {text!r} is new to the base, and the adapter has no row for it: take the tokenizer "
@@ -74,7 +75,7 @@ class TokenSource:
     Attributes:
         source: the model; None for a new model, to which no token is new.
         is_adapted: whether adapters are trained.
-        tokenizer: data.tokenizer, with the file of a run in its place.
+        tokenizer: data.tokenizer; if that names a run, the run's tokenizer file.
         tokenizer_origin: where data.tokenizer comes from.
         listed: the texts in lora.tokens; None if the key is not given.
         listed_origin: where lora.tokens comes from.
@@ -88,8 +89,8 @@ class TokenSource:
     listed_origin: str
 
     def compare(self, tokenizer: Tokenizer | None = None) -> NewTokens | None:
-        """Compare the run's tokenizer with that of the model that it begins from; return None for a
-        new model.
+        """Compare the run's tokenizer with that of the model that it begins from, and return the
+        run's tokens; None for a new model.
 
         Args:
             tokenizer: the tokenizer of the run's text; None means the one that the settings name.
@@ -115,15 +116,15 @@ class TokenSource:
         )
 
     def _listed_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the ids of the listed texts."""
+        """Return the ids of the listed texts, each once."""
         ids = list[int]()
         for text in dict.fromkeys(self.listed or ()):
-            index = tokenizer.id_of(text)
-            if index is None:
+            token_id = tokenizer.id_of(text)
+            if token_id is None:
                 raise UsageError(
                     f"{self.listed_origin}: lora.tokens: {text!r} is not a single token of {self.tokenizer}"
                 )
-            ids.append(index)
+            ids.append(token_id)
         return tuple(ids)
 
     def compare_if_readable(self) -> NewTokens | None:
@@ -149,14 +150,17 @@ class TokenSource:
             InputRefused, UsageError: see `compare`.
         """
         source = self.source
-        is_own = source is not None and not source.code and source.own_tokenizer == self.tokenizer
-        # A model's own tokenizer fits, so it is not read, which saves time.
-        if not is_own or self.listed is not None:
+        is_models_own = (
+            source is not None and not source.code and source.own_tokenizer == self.tokenizer
+        )
+        # The model's own tokenizer fits. To save time, it is read only for the listed texts.
+        if not is_models_own or self.listed is not None:
             self.compare()
 
     def require_no_new(self, parent: str) -> None:
-        """Refuse a tokenizer with tokens that the parent does not have, the run with whose weights
-        and optimizer state this run begins.
+        """Refuse a tokenizer with tokens that the run's parent does not have.
+
+        A run that begins with its parent's weights and optimizer state has none for new tokens.
 
         Args:
             parent: the parent, as an error calls it.
@@ -176,23 +180,23 @@ class TokenSource:
             )
 
 
-def tokens_of(
+def token_source_of(
     settings: Settings, source: ModelSource | None, tokenizer: str, is_adapted: bool
 ) -> TokenSource:
-    """Return the settings on a run's tokens.
+    """Return the model and the settings that decide which tokens of a run are new.
 
     Args:
         settings: the run's settings.
         source: the model that the run starts from; None for a new one.
-        tokenizer: data.tokenizer, with the file of a run in its place.
-        is_adapted: whether adapters are trained.
+        tokenizer: data.tokenizer; if that names a run, the run's tokenizer file.
+        is_adapted: whether new adapters are trained.
     """
     given = settings.lora.tokens
     listed: tuple[str, ...] | None
     if given is None:
         listed = None
     elif given == AUTO:
-        listed = ()
+        listed = ()  # the new tokens alone
     else:
         listed = (given,) if isinstance(given, str) else tuple(given)
     return TokenSource(
@@ -241,5 +245,6 @@ def token_notes(tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
 def _first_texts(tokens: NewTokens, ids: Sequence[int]) -> str:
     """Return the texts of the first of these tokens, and how many more there are."""
     texts = tokens.tokenizer.texts()
+    shown = ", ".join(texts[token_id] for token_id in ids[:MAX_SHOWN])
     more = f" and {len(ids) - MAX_SHOWN} more" if len(ids) > MAX_SHOWN else ""
-    return ", ".join(texts[index] for index in ids[:MAX_SHOWN]) + more
+    return f"{shown}{more}"

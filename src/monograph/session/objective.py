@@ -7,10 +7,11 @@ learn a run has. `monograph.session.objectives` has a file for each way. `WAYS_T
 `monograph.config.keys` is the table of the ways. Teachers are not in it, because they add to
 learning from texts.
 
-A *record* is what a run reads: a text, a pair of answers, or a prompt. A *window* is a batch of
-records, from which one update is made; a run that samples answers may make several updates from
-one window. A *position* is the number of records that come before a window. *Slots* are positions
-in the cache of keys and values, one for each token of a prompt and its answer.
+A *record* is what a run reads: a text, a pair of answers, or a prompt. A *row* is a sequence of the
+model's input, which may hold several records. A *window* is the rows of one update; a run that
+samples answers may make several updates from one window. A *position* is the number of rows, or of
+prompts, that come before a window. *Slots* are positions in the cache of keys and values, one for
+each token of a prompt and its answer.
 """
 
 from abc import ABC, abstractmethod
@@ -71,7 +72,7 @@ class RunWindows(Protocol):
     """An iterator over the windows of a run.
 
     Attributes:
-        rows_per_window: records of a window.
+        rows_per_window: rows, or prompts, of a window.
         rows_consumed: the position after the last window that was returned.
         skip: the positions that are passed over, as pairs (begin, end).
     """
@@ -93,13 +94,25 @@ class RunWindows(Protocol):
         """Stop preparing the next windows in the background."""
 
 
+class CurveOfScores(NamedTuple):
+    """What the curve of the scores of held-out records shows.
+
+    Attributes:
+        name: what the scores are called on the screen.
+        row_key: the key of a score in the rows of metrics.jsonl.
+    """
+
+    name: str
+    row_key: str
+
+
 class HeldOutScore(NamedTuple):
     """The scores of held-out records.
 
     Attributes:
         tokens: the tokens of training so far, which are the x axis of the displayed curve.
         figures: entries for the row of metrics.jsonl.
-        point: the value on the curve's y axis; None without a curve.
+        point: the value on the curve's y axis; None if the curve gets no point.
         evaluation: the loss and the bits per byte; None if sampled answers are scored, not texts.
     """
 
@@ -111,6 +124,8 @@ class HeldOutScore(NamedTuple):
 
 def held_out_text(count: int, share: float) -> str:
     """Return a text on how many records are held out, and why none are if the settings ask for some.
+
+    Each record is held out with the probability `share`, so a small source may have none.
 
     Args:
         count: the number of records that are held out.
@@ -135,6 +150,25 @@ class DecidedObjective(NamedTuple):
     values: Mapping[str, Any]
 
 
+class WindowSize(NamedTuple):
+    """The size of a window: its rows, and the tokens of each row."""
+
+    rows: int
+    length: int
+
+
+class ExtraTime(NamedTuple):
+    """The predicted time of an update in addition to its step.
+
+    Attributes:
+        seconds: the seconds.
+        is_calibrated: whether a measurement of earlier runs has corrected them.
+    """
+
+    seconds: float
+    is_calibrated: bool
+
+
 class Objective(ABC):
     """A way to learn, with the values of its own keys.
 
@@ -151,8 +185,8 @@ class Objective(ABC):
             records an update learns from.
         samples_answers: whether the run samples answers. The weights and a cache for this stay on
             the device, so weights cannot be streamed.
-        skips_spikes: whether an update whose gradient norm is a spike is skipped by default. This
-            is for ways to learn whose gradient norms are otherwise even.
+        skips_spikes: whether an update whose gradient norm is a spike is skipped by default. A way
+            to learn whose gradient norms vary widely anyway says False.
     """
 
     way: ClassVar[WayToLearn] = TEXTS_WAY
@@ -177,7 +211,7 @@ class Objective(ABC):
 
     @property
     def has_key(self) -> bool:
-        """Return whether a key chooses this way, which is false for texts alone."""
+        """Return whether a key chooses this way. Only learning from texts needs no key."""
         return bool(self.key)
 
     @property
@@ -190,8 +224,8 @@ class Objective(ABC):
     def value_for_records(
         self, source: str | Sequence[str], record_settings: RecordSettings, skip_bad: bool
     ) -> str | None:
-        """Look at the records, and return the value of this way's key if they have the form for it;
-        None if they have not.
+        """Return the value of this way's key with which it can learn from these records; None if
+        the records do not have the form that it needs.
 
         This is called if no key in the settings chooses a way.
 
@@ -203,14 +237,17 @@ class Objective(ABC):
         return None
 
     def needs_same_records(self, value: str | None, other: str | None) -> bool:
-        """Return whether two values of this way's key need the same kind of records; None means
-        that the key is not set.
+        """Return whether two values of this way's key need the same kind of records.
+
+        If the key is not set (None), the run learns in another way, from other records.
         """
-        return None not in (value, other)
+        return value is not None and other is not None
 
     def is_chosen(self, settings: Settings) -> bool:
-        """Return whether the settings choose this way."""
-        return not self.key or settings.values()[self.key] is not None
+        """Return whether the settings choose this way. Learning from texts is always chosen, since
+        it has no key; so `WAYS_TO_LEARN` has it last.
+        """
+        return not self.has_key or settings.values()[self.key] is not None
 
     def records_noun(self, settings: Settings) -> str:
         """Return what messages call the records."""
@@ -246,7 +283,9 @@ class Objective(ABC):
         return DecidedObjective(self, {})
 
     def answer_scoring(self, plan: RunPlan) -> AnswerScoring:
-        """Return for which answers the loss needs log-probabilities (see `Training.judged`)."""
+        """Return how the loss gets the log-probabilities of answers (`Training.answer_scoring`); ""
+        if there are no answers.
+        """
         return ""
 
     def extra_bytes(
@@ -267,32 +306,29 @@ class Objective(ABC):
         """
         return {}
 
-    def largest_window(self, plan: RunPlan, config: LlamaConfig, slots: int) -> tuple[int, int]:
-        """Return the maximum number of rows of an update, and of tokens of a row.
+    def largest_window(self, plan: RunPlan, config: LlamaConfig, slots: int) -> WindowSize:
+        """Return the maximum size of a window.
 
-        They may be less than the settings allow if the prompts are known to be short.
+        It may be less than the settings allow if the prompts are known to be short.
 
         Args:
             plan: the run's plan.
             config: the model's shape.
             slots: the maximum number of tokens of a prompt and its answer.
         """
-        return plan.training.window_rows, plan.training.length
+        return WindowSize(plan.training.window_rows, plan.training.length)
 
-    def extra_seconds(
+    def extra_time(
         self, plan: RunPlan, config: LlamaConfig, machine: Device, calibration: Calibration
-    ) -> tuple[float, bool] | None:
-        """Predict the seconds that an update takes in addition to its step, e.g. to sample answers.
+    ) -> ExtraTime | None:
+        """Predict the time that an update takes in addition to its step, e.g. to sample answers;
+        None if an update is only a step.
 
         Args:
             plan: the run's plan.
             config: the model's shape.
             machine: the device.
             calibration: what earlier runs measured.
-
-        Returns:
-            The seconds, and whether the calibration had a measurement that corrected them. None if
-            an update is only a step.
         """
         return None
 
@@ -315,8 +351,8 @@ class Objective(ABC):
 class Task(ABC):
     """The opened records of one run, with their loss, windows and metrics.
 
-    A session calls `begin` once it has an engine. Before that, only the members of the first part
-    of this class can be used.
+    A session calls `begin` once it has an engine. Until then, only the members above `begin` can be
+    used.
 
     Attributes:
         data: the text, pairs or prompts.
@@ -326,8 +362,7 @@ class Task(ABC):
         current_plan: returns the session's plan, which is replaced as more is decided.
         answer_tokens: tokens of all answers so far; 0 in a run on texts.
         depends_on: what `data` is made from, for the message that it has changed.
-        score: for the curve on held-out records, the name of its values and their key in the rows
-            of metrics.jsonl.
+        score: the name and the key of the scores of held-out records.
         has_plain_updates: whether an update is only a step on text, so that the planner can predict
             its time.
         has_steady_updates: whether all updates take equally long, so that a slow update means that
@@ -336,11 +371,12 @@ class Task(ABC):
             wait for its window.
         is_fully_planned: whether the planner knows everything that a step computes and stores.
         saves_if_window_fails: whether a run saves a checkpoint if making a window fails.
-        reaches_all_parameters: whether a trial step should give each trained parameter a gradient.
+        reaches_all_parameters: whether a trial step should give each trained parameter a gradient;
+            if so, there is a warning about a parameter without one.
     """
 
     depends_on: ClassVar[str] = "text, tokenizer or form"
-    score: ClassVar[tuple[str, str]]
+    score: ClassVar[CurveOfScores]
     has_plain_updates: ClassVar[bool] = False
     has_steady_updates: ClassVar[bool] = True
     prepares_windows: ClassVar[bool] = True
@@ -390,9 +426,14 @@ class Task(ABC):
         return True
 
     def max_updates(self, rows_per_window: int, weight_decay: float) -> int | None:
-        """Return the maximum number of updates of a run whose length is a time; None without one.
+        """Return the maximum number of updates of a run whose length is a time; None without a
+        maximum.
 
         After these updates the model has seen each record as often as is useful.
+
+        Args:
+            rows_per_window: rows, or prompts, of a window.
+            weight_decay: with a stronger weight decay, more epochs are useful.
         """
         if not self.epochs_repeat:
             return None
@@ -412,7 +453,7 @@ class Task(ABC):
     def begin(
         self, run: Run, engine: Engine, world: World, current_plan: Callable[[], RunPlan]
     ) -> None:
-        """Store the parts of the session in this object; see the class."""
+        """Store these parts of the session as attributes, which the class describes."""
         self.run = run
         self.engine = engine
         self.world = world
@@ -428,7 +469,7 @@ class Task(ABC):
         """Return the windows from a position on.
 
         Args:
-            position: the number of records before the first window.
+            position: the number of rows, or of prompts, before the first window.
             seed: the seed of the order of records; None means the run's seed.
             skip: the positions that are passed over, as pairs (begin, end).
         """
@@ -444,7 +485,10 @@ class Task(ABC):
 
     def prepare_reference_weights(self, resumed: bool) -> None:
         """Write the weights that the run begins from to a file if the loss needs them later; in a
-        resumed run, read that file.
+        resumed run, read that file instead.
+
+        Args:
+            resumed: whether the run is resumed.
 
         Raises:
             InputRefused: the stored weights are lost or damaged.
@@ -455,7 +499,12 @@ class Task(ABC):
         self, resumed: bool, rows_per_window: int, progress: Progress
     ) -> None:
         """Score all records with the weights that the run begins from, and write the scores to a
-        file, if the loss needs them; in a resumed run, read that file.
+        file, if the loss needs them; in a resumed run, read that file instead.
+
+        Args:
+            resumed: whether the run is resumed.
+            rows_per_window: rows of a window.
+            progress: the display.
 
         Raises:
             InputRefused: the stored scores are lost or damaged.
@@ -463,7 +512,10 @@ class Task(ABC):
         """
 
     def stop_compiling(self) -> None:
-        """Stop compiling what the task itself runs, because the session's plan now says not to."""
+        """Run eagerly what the task itself runs, such as sampling.
+
+        This is called if compiling has failed, after the session's plan has been set to eager mode.
+        """
 
     @property
     def extra_tensors(self) -> list[Tensor]:
@@ -499,15 +551,18 @@ class Task(ABC):
         """Return the number of tokens of the last update, without padding."""
 
     def figures(self, windows: RunWindows) -> dict[str, Any]:
-        """Return entries on the answers of the last update for its row of metrics.jsonl.
+        """Return entries on the answers of the last update for its row of metrics.jsonl; none for
+        texts.
 
-        The result is empty for texts. A call may reset counters, so there is one for each update.
+        The caller must call this once after each update, as it may reset counters.
         """
         return {}
 
     @property
     def held_out_rows(self) -> int:
-        """Return the number of rows of the held-out text; 0 if answers are sampled instead."""
+        """Return the number of held-out rows; 0 if the score is of answers that are sampled to
+        held-out prompts.
+        """
         return 0
 
     @property
@@ -533,11 +588,12 @@ class Task(ABC):
         """
 
     def sample(self, prompt: SamplePrompt, write: Callable[[], str | None]) -> str | None:
-        """Return a sample with its prompt; None if the model cannot write text.
+        """Return the prompt with what the model writes after it; None if it cannot write text.
 
         Args:
             prompt: the prompt.
-            write: returns the model's continuation of the prompt; None if it cannot write text.
+            write: a function that returns the model's continuation of the prompt; None if it cannot
+                write text.
         """
         continuation = write()
         return None if continuation is None else prompt.shown + continuation
@@ -547,7 +603,7 @@ class Task(ABC):
         return {}
 
     def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return a warning if the updates so far cannot have taught the model anything; else "".
+        """Return a warning if the rows show that the model has learned nothing so far; else "".
 
         Args:
             rows: the rows of metrics.jsonl.

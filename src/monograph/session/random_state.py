@@ -30,6 +30,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     Raises:
         InputRefused: the model's code has replaced NumPy's bit generator.
     """
+    # `gauss` is a sample of the normal distribution that is kept for the next call; they are made in
+    # pairs.
     version, words, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002
     algorithm, state = numpy["bit_generator"], numpy["state"]
@@ -60,4 +62,5 @@ def restore_random(saved: dict[str, Any], device: torch.device) -> None:
 
 
 def _hex(tensor: torch.Tensor) -> str:
+    """Return the bytes of a state of torch in hex."""
     return bytes(tensor.tolist()).hex()

@@ -3,7 +3,7 @@ and end with the same error.
 
 Rank 0 decides, prints and writes; the others do the same work and print nothing. All ranks see the
 same folder. A launcher such as torchrun may start all ranks again after a failure. Each start is an
-*attempt*, and `exit.json` says how the attempt before it ended.
+*attempt*, and `exit.json` says with which error the attempt before it ended.
 """
 
 import json
@@ -38,10 +38,11 @@ from monograph.storage.reading import contents, exists, is_folder
 from monograph.terminal import shell_words
 
 # The file in a run's folder that records the error with which an attempt of several ranks ended.
-ENDED = "exit.json"
+END_RECORD = "exit.json"
 # How long a rank other than 0 waits for rank 0 to save and end. torchrun waits a little longer
 # before it kills its processes.
 PATIENCE_S = 25.0
+# The command line that starts several ranks; their number is in the braces.
 TORCHRUN = "torchrun --standalone --nproc-per-node {} -m monograph train"
 
 
@@ -86,8 +87,9 @@ def require_launched(parallel: str, said: str, own: Place | None) -> None:
         )
 
 
-def progress_of(world: World) -> Progress:
+def start_display(world: World) -> Progress:
     """Print the header, and return the display. On ranks other than 0 nothing is shown."""
+    # None means standard error.
     screen = None if world.leads else open(os.devnull, "w", encoding="utf-8")
     progress = Progress(screen)
     ranks = "" if world.alone else f", {world.size} ranks"
@@ -103,19 +105,20 @@ def resume_command(world: World, run: Run, parallel: str) -> str:
         run: the run.
         parallel: the present `train.parallel`, which may differ from the one in config.toml.
     """
-    changed: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
     if run_settings(run, code_keys=()).train.parallel != parallel:
-        changed = (f"train.parallel={parallel}",)
+        changes = (f"train.parallel={parallel}",)
     if world.alone:
-        return command_line("train", "--resume", run.handle, *changed)
-    processes = str(world.size)
+        return command_line("train", "--resume", run.handle, *changes)
+    size_and_restarts = str(world.size)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0":
-        processes += f" --max-restarts {restarts}"
-    return " ".join([TORCHRUN.format(processes), "--resume", shell_words(run.handle), *changed])
+        size_and_restarts += f" --max-restarts {restarts}"
+    launch = TORCHRUN.format(size_and_restarts)
+    return " ".join([launch, "--resume", shell_words(run.handle), *changes])
 
 
-def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, bool]:
+def agreed_run(world: World, out: Path | None, resume: str | None) -> tuple[Run, bool]:
     """Return the run that all ranks train, and whether it is resumed.
 
     Rank 0 makes or finds the folder. A run is also resumed if the launcher started the ranks again
@@ -134,9 +137,10 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
     folder = ""
     is_resumed = resume is not None
     if world.leads:
-        # An earlier attempt may have stored the folder, as the end of this block does.
+        # If an earlier attempt made a new folder, it has stored it with the launcher, as the end of
+        # this block does.
         stored = world.recall("run")
-        known = out or (Path(stored) if stored else None)
+        known_folder = out or (Path(stored) if stored else None)
         if resume:
             run = Run.open(resume, needs_checkpoint=False)
             if run.at_update is not None:
@@ -144,23 +148,25 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
                     f"--resume {resume}: a run is resumed from its newest checkpoint: name {run.folder}, "
                     f"or start a new run from this one with --from {resume}"
                 )
-        elif world.again and known is None:
+        elif world.was_restarted and known_folder is None:
             raise UsageError(
                 "the ranks were started again: name the run's folder with --out, so that a restart can resume it"
             )
-        elif world.again and known and Run(known).has_begun:
-            run = Run(known)
+        elif world.was_restarted and known_folder and Run(known_folder).has_begun:
+            run = Run(known_folder)
             is_resumed = True
         else:
-            run = Run.create(known)
+            run = Run.create(known_folder)
+        # Other ranks may have another working directory.
         folder = str(run.folder if world.alone else run.folder.absolute())
         world.remember("run", folder)
     folder, is_resumed = world.broadcast([folder, is_resumed])
+    # A `Follower` writes nothing.
     run_class = Run if world.leads else Follower
     return run_class(Path(folder)), is_resumed
 
 
-def agreed(world: World, record: ConfigRecord) -> ConfigRecord:
+def agreed_record(world: World, record: ConfigRecord) -> ConfigRecord:
     """Return rank 0's settings on all ranks, which must all call this."""
     if world.alone:
         return record
@@ -168,6 +174,7 @@ def agreed(world: World, record: ConfigRecord) -> ConfigRecord:
     values, origins, vouched = world.broadcast(
         [settings.pinned(), dict(settings.origins), dict(settings.vouched)]
     )
+    # They are sent as JSON, which has no tuples; checking gives each value its type again.
     checked = {
         key: checked_value(key, value, origins[key], from_text=False)
         for key, value in values.items()
@@ -181,8 +188,8 @@ def report_error_once(world: World, run: Run, has_not_begun: Callable[[], bool])
     attempt.
 
     If the attempt before ended with an error that another attempt would meet again, this one ends
-    with the same error at once. If an error ends a single process before its run began, the run's
-    folder is removed.
+    with the same error at once, before the block. If an error ends a single process before its run
+    began, the run's folder is removed.
 
     Args:
         world: the ranks.
@@ -199,7 +206,7 @@ def report_error_once(world: World, run: Run, has_not_begun: Callable[[], bool])
         PeerLost: another rank is gone.
         InputRefused: a user's module failed, or the run's folder is gone.
     """
-    retry_rows = _require_not_ended(world, run.folder / ENDED)
+    retry_rows = _require_not_ended(world, run.folder / END_RECORD)
     try:
         yield retry_rows
     except KeyboardInterrupt:
@@ -209,17 +216,17 @@ def report_error_once(world: World, run: Run, has_not_begun: Callable[[], bool])
             f"continue: {command_line('train', '--resume', run.handle)}"
         ) from None
     except BaseException as raised:
-        error = _ending(world, run, raised)
+        error = _final_error(world, run, raised)
         if world.alone and exists(run.folder) and has_not_begun():
             discard(run)
         if error is raised:
-            raise
+            raise  # without a cause
         raise error from raised
 
 
-def _ending(world: World, run: Run, error: BaseException) -> BaseException:
-    """Return the error with which this process ends. Its `reported_elsewhere` says whether another rank
-    reports it.
+def _final_error(world: World, run: Run, error: BaseException) -> BaseException:
+    """Return the error with which this process ends. If its `reported_elsewhere` is true,
+    this process does not print it, because another rank does.
 
     Args:
         world: the ranks.
@@ -243,7 +250,7 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
         wait_until_free(run.folder, PATIENCE_S)
         error.reported_elsewhere = True
     else:
-        error.reported_elsewhere = not _record_end(run.folder / ENDED, error)
+        error.reported_elsewhere = not _record_end(run.folder / END_RECORD, error)
     return error
 
 
@@ -253,7 +260,7 @@ def _require_not_ended(world: World, file: Path) -> int:
 
     Args:
         world: the ranks.
-        file: the run's `ENDED`.
+        file: the file `END_RECORD` of the run.
 
     Returns:
         The maximum number of rows of a micro-batch if the attempt before ran out of memory; else 0.
@@ -261,7 +268,9 @@ def _require_not_ended(world: World, file: Path) -> int:
     Raises:
         Ended: the attempt before ended with such an error.
     """
-    end: dict[str, Any] | None = None  # of the attempt before; None if it was not an error
+    # The error with which the attempt before ended, as `_record_end` writes it. None if there is no
+    # such error.
+    end: dict[str, Any] | None = None
     if world.leads and world.attempt:
         end = json_object(contents(file) or b"")
     # A run that the user stopped can continue.
@@ -269,7 +278,7 @@ def _require_not_ended(world: World, file: Path) -> int:
         end = None
     end = world.broadcast(end or None)
     retry_rows = int(end.get("retry_rows", 0)) if end else 0
-    # With fewer rows, an attempt may have enough memory.
+    # If memory ran out, this attempt may have enough with fewer rows. Any other error would recur.
     if end and not retry_rows:
         error = Ended(
             f"ended before with exit code {end['exit_code']}: {end['message']}",
@@ -277,7 +286,7 @@ def _require_not_ended(world: World, file: Path) -> int:
         )
         error.reported_elsewhere = not world.leads
         raise error
-    # A folder of this name was not written here, and is left alone.
+    # A folder of this name was not written by a run, and is left alone.
     if world.leads and not is_folder(file):
         file.unlink(missing_ok=True)
     return retry_rows
@@ -286,7 +295,7 @@ def _require_not_ended(world: World, file: Path) -> int:
 def _record_end(file: Path, error: MonographError) -> bool:
     """Record how the attempt ended, and return whether this rank reports the error.
 
-    The rank that records its error first reports it.
+    The rank that records its error first reports it: only one rank can create the file.
     """
     try:
         with file.open("x", encoding="utf-8") as opened:

@@ -1,5 +1,8 @@
 """Read the settings in a run's config.toml, check that they are unchanged, and derive from them the
 settings of a resumed run or of a new run that begins from the recorded one.
+
+A setting may name code, a function in a Python file, by a value such as FILE.py:FUNCTION. The result
+of each function has such files in `Settings.vouched` only if they may run (`monograph.run.trust`).
 """
 
 import hashlib
@@ -27,7 +30,7 @@ from monograph.run.source import ModelSource
 from monograph.run.trust import carries_mark, is_ours, require_trusted
 from monograph.run.writing import Parent
 from monograph.session.adapting import ADAPTER_KEYS
-from monograph.session.new_tokens import tokens_of
+from monograph.session.new_tokens import token_source_of
 from monograph.session.objectives import BY_RECORDS, OBJECTIVES, objective_of
 from monograph.session.plan import is_sharded
 from monograph.storage.code import HUB, digests
@@ -53,8 +56,7 @@ def run_settings(
 ) -> Settings:
     """Return the settings in a run's config.toml, after checking that the file is unchanged.
 
-    All code that reads a run's config.toml does so here. `Settings.vouched` of the result has the
-    Python files that the caller may run.
+    All code that reads a run's config.toml does so by this function.
 
     Args:
         run: the run.
@@ -72,23 +74,34 @@ def run_settings(
     state = recorded_state.newest_state(run)
     expected = fingerprint or state.get("settings")
     try:
+        # Nothing overrides the file: no value of a command line, no variable of the environment.
         settings = load(run.config, {}, {}, recorded=True)
     except UsageError as error:
         if expected is None:
             raise
+        # A checkpoint shows that the file was a configuration once, so it has changed.
         content = contents(run.config)
         found = "nothing" if content is None else hashlib.sha256(content).hexdigest()
         raise _changed_settings_error(run, expected, f"{found} ({error})") from None
     # An earlier version took the fingerprint of its own keys and spellings.
     if expected not in (None, settings.fingerprint, written_fingerprint(run.config)):
         raise _changed_settings_error(run, expected, settings.fingerprint)
-    named = [*settings.programs, *sweep_programs]
-    to_run = [*(settings.values()[key] for key in code_keys), *sweep_programs]
-    code_sha256 = state.get("recipe", {}).get("sha256")
-    return settings.vouching(require_trusted(run.config, named, to_run, code_sha256))
+    all_programs = [*settings.programs, *sweep_programs]
+    values = settings.values()
+    programs_to_run = [*(values[key] for key in code_keys), *sweep_programs]
+    recorded_sha256 = state.get("recipe", {}).get("sha256")
+    vouched = require_trusted(run.config, all_programs, programs_to_run, recorded_sha256)
+    return settings.vouching(vouched)
 
 
 def _changed_settings_error(run: Run, expected: str, found: str) -> InputRefused:
+    """Return the error that config.toml has changed.
+
+    Args:
+        run: the run.
+        expected: the fingerprint that its checkpoint records.
+        found: the present fingerprint, or a digest of the file and what is wrong with it.
+    """
     return InputRefused(
         f"{run.config}: not what the run was begun with: expected content of sha256 {expected}, found {found}; "
         "put it back, and give other settings as KEY=VALUE to a new run with --from"
@@ -105,9 +118,9 @@ def command_line_settings(
 ) -> Settings:
     """Return the settings that a command line gives, after downloading a `model.init` of the Hub.
 
-    With `runs_code`, `Settings.vouched` has the Python files that may run. A file may run if the
-    user named it: on the command line, in the environment or in a TOML file of their own. A file
-    that is named in the TOML file of a run may run only if that run is trusted (`run.trust`).
+    Code may run if the user named it: on the command line, in the environment or in a TOML file of
+    their own. Code that is named in the TOML file of a run may run only if that run is trusted
+    (`monograph.run.trust`).
 
     Args:
         toml: the TOML file that the command line names; None without one.
@@ -122,20 +135,21 @@ def command_line_settings(
     """
     code_keys_of_toml = [key for key in CODE_KEYS if runs_code and key not in overrides]
     vouched_by_run = _vouched_by_run(toml, code_keys_of_toml)
-    is_of_run = toml is not None and carries_mark(toml)
-    settings = with_fetched_model(load(toml, overrides, recorded=is_of_run, faults=faults), files)
+    has_mark = toml is not None and carries_mark(toml)
+    settings = with_fetched_model(load(toml, overrides, recorded=has_mark, faults=faults), files)
     if not runs_code:
         return settings
     if vouched_by_run is None:
+        # No run wrote the file, so the user named everything.
         return settings.vouching(digests(settings.programs))
     named_by_user = [
         value
         for key, value in settings.values().items()
         if key in CODE_KEYS and not _is_from_toml(toml, settings, key)
     ]
-    unknown = [
-        value for value in settings.programs if value not in {*vouched_by_run, *named_by_user}
-    ]
+    # The file was read twice. Code that only the second reading found was not checked.
+    checked = {*vouched_by_run, *named_by_user}
+    unknown = [value for value in settings.programs if value not in checked]
     if unknown:
         raise InputRefused(
             f"{toml}: changed while it was read, and now names {unknown[0]}; try again"
@@ -152,13 +166,13 @@ def _vouched_by_run(toml: Path | None, code_keys: Collection[str]) -> Mapping[st
     """Check the settings of the run that wrote a TOML file, and return the digests of the Python
     files that may run.
 
-    A run wrote the file if it is in a run's folder or has a mark (`run.trust`). A mark counts even
-    outside of a run's folder, since a stranger may have left out the files that make a folder a
-    run. Links are followed. The warning of `foreign_text_warning` is printed.
+    A run wrote the file if it is in a run's folder, once links are followed, or has a mark
+    (`monograph.run.trust`). A mark counts even outside of a run's folder, since a stranger may have
+    left out the files that make a folder a run. The warning of `foreign_text_warning` is printed.
 
     Args:
         toml: the TOML file that the user named; None without one.
-        code_keys: the keys whose code may run.
+        code_keys: the keys whose code the command runs.
 
     Returns:
         The digest of each Python file by the value that names it; None if no run wrote the file.
@@ -175,10 +189,12 @@ def _vouched_by_run(toml: Path | None, code_keys: Collection[str]) -> Mapping[st
         if warning := foreign_text_warning(run, settings.data.source, settings.programs):
             print("warning:", warning, file=sys.stderr)
         return settings.vouched
+    # The file may also be another one than config.toml, or in a folder without checkpoints. Then
+    # nothing records a fingerprint, and only its code is checked.
     if carries_mark(toml) or any(is_file(parent / "run.lock") for parent in toml.parents):
         settings = load(toml, {}, {}, recorded=True)
-        to_run = [settings.values()[key] for key in code_keys]
-        return require_trusted(toml, settings.programs, to_run)
+        programs_to_run = [settings.values()[key] for key in code_keys]
+        return require_trusted(toml, settings.programs, programs_to_run)
     return None
 
 
@@ -222,8 +238,8 @@ def copies_of_missing_files(data: DataSection, origins: Mapping[str, str]) -> di
         paths = [value] if isinstance(value, str) else value
         gone = [path for path in paths if Path(path).name == copy_name and not exists(path)]
         if gone and is_file(run.lock_file) and exists(copy):
-            present = [str(copy) if path in gone else path for path in paths]
-            new_values[key] = present[0] if isinstance(value, str) else present
+            new_paths = [str(copy) if path in gone else path for path in paths]
+            new_values[key] = new_paths[0] if isinstance(value, str) else new_paths
     return new_values
 
 
@@ -247,6 +263,8 @@ def refuse_model_as_text(settings: Settings) -> None:
 def foreign_text_warning(run: Run, source: str | Sequence[str], programs: Sequence[str]) -> str:
     """Return a warning if a run of another user names text outside of the run's folder; "" if not.
 
+    A stranger's config.toml could name any file of this user, whose text would then be in the model.
+
     Args:
         run: the run.
         source: the text that its settings name.
@@ -268,10 +286,8 @@ def _leads_outside(place: Path, home: Path) -> bool:
     """Return whether a path, or a file that matches it as a pattern or is in it, is outside of the
     folder `home` once links are followed.
     """
-    return any(
-        home not in without_links(path).parents
-        for path in [place, *matching(place), *matching(place / "**")]
-    )
+    paths = [place, *matching(place), *matching(place / "**")]
+    return any(home not in without_links(path).parents for path in paths)
 
 
 # ── the settings of a resumed run ───────────────────────────────────────────────────────────────
@@ -280,6 +296,10 @@ def _leads_outside(place: Path, home: Path) -> bool:
 def settings_to_resume(run: Run, given: Settings) -> Settings:
     """Return the settings with which a run is resumed: the recorded ones, and those of the given
     ones that a resumed run may change.
+
+    Args:
+        run: the run.
+        given: the settings that the command line, the environment or a TOML file gives.
 
     Raises:
         UsageError: a given setting contradicts the run's.
@@ -300,9 +320,12 @@ def settings_to_resume(run: Run, given: Settings) -> Settings:
         if value in (settings.values()[key], "auto"):
             continue
         # A run records its length as train.updates, whichever key the user gave.
-        if key == "train.tokens":
-            if defaults.updates_for_tokens(value, tokens_per_update) == settings.train.updates:
-                continue
+        if (
+            key == "train.tokens"
+            and defaults.updates_for_tokens(value, tokens_per_update) == settings.train.updates
+        ):
+            continue
+        # The time is for the user's new runs, unless they give it with --resume.
         if key == "train.minutes" and origin != "command line":
             continue
         # An earlier version accepted unknown keys of records, which this one refuses unless they
@@ -319,11 +342,13 @@ def settings_to_resume(run: Run, given: Settings) -> Settings:
                 changes["train.compile"] = "blocks"
             settings = settings.resolve(changes, origin)
             continue
-        if key in EXCLUSIVE[0]:
-            epochs, updates = settings.train.epochs, settings.train.updates
-            recorded = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
-        else:
+        keys_of_length = EXCLUSIVE[0]
+        if key not in keys_of_length:
             recorded = settings.values()[key]
+        elif settings.train.epochs:
+            recorded = counted(settings.train.epochs, "epoch")
+        else:
+            recorded = counted(settings.train.updates or 0, "update")
         raise UsageError(
             f"{key} = {given.as_written(key)} ({origin}), but {run.folder} was started with {recorded}; "
             f"leave it out, or start a new run with --from {shell_words(run.handle)}"
@@ -340,19 +365,20 @@ def parent_named(name: str) -> Parent:
     A run's name may itself contain an @. So a run called a@5 is meant by a@5, even if there is a
     run called a, too.
     """
-    run, _, update = name.rpartition("@")
-    has_number = re.fullmatch("[0-9]{1,18}", update)
-    if not run or _can_be_located(name) or (exists(name) and not has_number):
+    run_name, _, update = name.rpartition("@")
+    is_number = re.fullmatch("[0-9]{1,18}", update) is not None
+    # `rpartition` leaves `run_name` empty if there is no @.
+    if not run_name or _can_be_located(name) or (exists(name) and not is_number):
         parent = Run.open(name)
         return Parent(parent, parent.at_update)
-    if not has_number:
+    if not is_number:
         raise UsageError(
             f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}"
         )
-    parent = Run.open(run)
+    parent = Run.open(run_name)
     if parent.at_update not in (None, int(update)):
         raise UsageError(
-            f"--from {name}: {run} is the checkpoint of update {parent.at_update}; leave one of them out"
+            f"--from {name}: {run_name} is the checkpoint of update {parent.at_update}; leave one of them out"
         )
     return Parent(parent, int(update))
 
@@ -402,9 +428,10 @@ def settings_from_parent(parent: Run, given: Settings) -> Settings:
     is_replaced = dict.fromkeys(CODE_KEYS, objective_of(given).has_key)
     is_replaced["model.init"] = given.model.init is not None
     code_keys = [key for key in CODE_KEYS if not is_replaced[key]]
-    parents = run_settings(parent, code_keys=code_keys)
-    new_keys = _keys_of_the_new_run(given, parents)
-    _require_same_weights(parent, parents, given, new_keys)
+    parent_settings = run_settings(parent, code_keys=code_keys)
+    new_keys = _keys_of_the_new_run(given, parent_settings)
+    _require_same_weights(parent, parent_settings, given, new_keys)
+    # Given values of these keys have been found to equal the parent's, so they count as inherited.
     new_keys -= {"optim.transfer", "optim.transfer_base"}
     new_keys |= {dependent for key in new_keys for dependent in DEPENDENT_KEYS.get(key, ())}
     not_inherited = new_keys | RUN_SPECIFIC_KEYS
@@ -412,27 +439,31 @@ def settings_from_parent(parent: Run, given: Settings) -> Settings:
         if not new_keys.isdisjoint(group):
             not_inherited |= set(group)
     if given.model.init:  # that model has its own shape
-        not_inherited |= {key for key in parents.values() if key.startswith("model.")}
-    inherited = {key: value for key, value in parents.pinned().items() if key not in not_inherited}
-    for name, value in copies_of_missing_files(parents.data, parents.origins).items():
+        not_inherited |= {key for key in parent_settings.values() if key.startswith("model.")}
+    inherited = {
+        key: value for key, value in parent_settings.pinned().items() if key not in not_inherited
+    }
+    copies = copies_of_missing_files(parent_settings.data, parent_settings.origins)
+    for name, value in copies.items():
         if f"data.{name}" in inherited:
             inherited[f"data.{name}"] = value
     if "data.tokenizer" not in new_keys:
-        # A newly trained BPE would change the meaning of the ids.
+        # The parent may have trained a BPE on its text. Another one, trained on the new run's text,
+        # would change the meaning of the ids. So the new run reads the one in the parent's folder.
         inherited["data.tokenizer"] = str(parent.tokenizer)
         inherited.pop("data.vocab_size", None)
     settings = given.resolve(inherited, str(parent.config))
-    return settings.vouching({**parents.vouched, **given.vouched})
+    return settings.vouching({**parent_settings.vouched, **given.vouched})
 
 
 def _require_same_weights(
-    parent: Run, parents: Settings, given: Settings, new_keys: Collection[str]
+    parent: Run, parent_settings: Settings, given: Settings, new_keys: Collection[str]
 ) -> None:
     """Refuse given values that do not fit the weights and the optimizer state of the parent.
 
     Args:
         parent: the run whose weights the new run begins from.
-        parents: its settings.
+        parent_settings: its settings.
         given: the given settings.
         new_keys: the keys that the new run does not take from its parent.
 
@@ -440,9 +471,11 @@ def _require_same_weights(
         InputRefused: the tokenizer differs from the parent's.
         UsageError: other adapters, another width transfer or new tokens are given.
     """
+    given_values = given.values()
+    parent_values = parent_settings.values()
 
     def differs(key: str) -> bool:
-        return key in new_keys and given.values()[key] != parents.values()[key]
+        return key in new_keys and given_values[key] != parent_values[key]
 
     changed = [key for key in ADAPTER_KEYS if differs(key)]
     if changed:
@@ -453,40 +486,46 @@ def _require_same_weights(
     for key in ("optim.transfer", "optim.transfer_base"):
         if differs(key):
             raise UsageError(
-                f"{given.said(key)}, but the weights of {parent.folder} were drawn with {parents.values()[key]}; "
+                f"{given.said(key)}, but the weights of {parent.folder} were drawn with {parent_values[key]}; "
                 "leave it out"
             )
     if "data.tokenizer" in new_keys:
         source = ModelSource.open(str(parent.folder))
         tokenizer = resolve_tokenizer(given.data.tokenizer)
-        tokens_of(given, source, tokenizer, is_adapted=False).require_no_new(str(parent.folder))
+        token_source_of(given, source, tokenizer, is_adapted=False).require_no_new(
+            str(parent.folder)
+        )
 
 
-def _keys_of_the_new_run(given: Settings, parents: Settings) -> set[str]:
+def _keys_of_the_new_run(given: Settings, parent_settings: Settings) -> set[str]:
     """Return the keys whose values a new run does not take from its parent.
 
     These are the given keys, and keys that no longer fit because the new run has another way to
     learn or other records.
     """
     new_keys = set(given.pinned())
-    objective = objective_of(given)
-    if objective.has_key:  # the parent's way to learn is over, if it was another one
-        other_sections = {other.section for other in OBJECTIVES} - {objective.section}
-        new_keys |= {key for key in parents.values() if key.partition(".")[0] in other_sections}
-    for chosen_by_records in (each for each in OBJECTIVES if each.records_can_choose):
-        key = chosen_by_records.key
-        # No key chose the way to learn, so the records did, and the key has its default value. The
-        # parent's value stays if it needs the same kind of records.
-        is_default = given.origins.get(key) == BY_RECORDS
-        if is_default and chosen_by_records.needs_same_records(
-            given.values()[key], parents.values()[key]
+    given_values = given.values()
+    parent_values = parent_settings.values()
+    chosen = objective_of(given)
+    if chosen.has_key:
+        # If the parent learned in another way, the keys of that way no longer apply.
+        other_sections = {other.section for other in OBJECTIVES} - {chosen.section}
+        new_keys |= {key for key in parent_values if key.partition(".")[0] in other_sections}
+    for objective in OBJECTIVES:
+        if not objective.records_can_choose:
+            continue
+        key = objective.key
+        # If no given key chose the way to learn, the form of the records did, and this key has its
+        # default value. The parent's value is better if it needs the same kind of records.
+        was_chosen_by_records = given.origins.get(key) == BY_RECORDS
+        if was_chosen_by_records and objective.needs_same_records(
+            given_values[key], parent_values[key]
         ):
-            new_keys -= {key}
+            new_keys.discard(key)
         elif "data.source" in new_keys:
-            new_keys |= {key}
-    if (
-        objective.has_key
-        and objective.has_own_update_size != objective_of(parents).has_own_update_size
-    ):
-        new_keys |= {"train.tokens_per_update"}
+            # The parent's value may not fit the new records.
+            new_keys.add(key)
+    parent_objective = objective_of(parent_settings)
+    if chosen.has_key and chosen.has_own_update_size != parent_objective.has_own_update_size:
+        new_keys.add("train.tokens_per_update")
     return new_keys

@@ -42,7 +42,7 @@ def verify_reference(run: Run) -> None:
 def write_reference(
     run: Run, fingerprint: str, tensors: Mapping[str, torch.Tensor], world: World
 ) -> None:
-    """Write a reference into the run's folder. This is before the run's first checkpoint.
+    """Write a reference into the run's folder. This is called before the run's first checkpoint.
 
     Args:
         run: the run's folder.
@@ -61,8 +61,8 @@ def write_reference(
             whole_tensors[name] = whole.cpu()
     if not world.leads:
         return
-    # Both values are in one entry of the metadata, because safetensors writes several entries in
-    # any order, and equal references should be equal files.
+    # The fingerprint and the digest are in one entry of the metadata, because safetensors writes
+    # several entries in any order, and equal references should be equal files.
     content = save(whole_tensors, {"whose": f"{fingerprint} {_digest(whole_tensors)}"})
     write_atomically(
         run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again"
@@ -85,10 +85,10 @@ def read_reference(run: Run, fingerprint: str, tensors: Mapping[str, torch.Tenso
     if not exists(path):
         raise InputRefused(UNUSABLE.format(path, "missing"))
     stored, stored_fingerprint = _read_verified(path)
-    fits = all(
+    has_same_shapes = all(
         name in stored and stored[name].shape == tensor.shape for name, tensor in tensors.items()
     )
-    if not fits or stored_fingerprint != fingerprint:
+    if not has_same_shapes or stored_fingerprint != fingerprint:
         raise InputRefused(UNUSABLE.format(path, DAMAGED))
     for name, tensor in tensors.items():
         tensor.copy_(shard_like(stored[name], tensor))
@@ -102,6 +102,7 @@ def _read_verified(path: Path) -> tuple[dict[str, torch.Tensor], str]:
         InputRefused: the file is damaged.
         Unreadable: the system failed to read the file.
     """
+    # The error of `open_tensors` does not say what to do, so it is replaced.
     with suppress(InputRefused), open_tensors(path) as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         fingerprint, _, digest = (file.metadata() or {}).get("whose", "").rpartition(" ")

@@ -20,7 +20,7 @@ from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation
-from monograph.evaluation.yardsticks import accepted_share, yardsticks
+from monograph.evaluation.yardsticks import accepted_line_counts, yardsticks
 from monograph.graph import capture as graph
 from monograph.graph.inspect import modes_kept
 from monograph.graph.precision import Precision
@@ -35,7 +35,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.run.started import describe_start
 from monograph.session.deadline import Deadline
-from monograph.session.eager_start import MARK
+from monograph.session.eager_start import EAGER_KEY
 from monograph.session.gauges import Alarm, Gauges
 from monograph.session.plan import RunPlan
 from monograph.session.session import Session
@@ -47,29 +47,30 @@ SAMPLE_TOKENS = 48
 RECENT_READINGS = 25  # of the speed; the median time of an update is taken over these
 # After this many updates, a run that learns nothing can be told from one that began badly.
 DOUBT_AFTER_UPDATES = 3
-# A model of Python's standard library writes so many texts at its end. Python's tokenizer checks
-# their lines.
+# At the end of a run on Python's standard library, the model writes this many texts, and Python's
+# tokenizer checks their lines.
 CHECKED_TEXTS = 4
 CHECKED_TOKENS = 160  # tokens of each of these texts
 MAX_YARDSTICK_BYTES = 64_000_000  # yardsticks of a larger corpus are not computed
 MIN_YARDSTICK_S = 120.0  # with less time left for training, yardsticks are not computed
-# A run whose length is a time may train for `budget_s` seconds. From COOLING_FROM * budget_s on,
-# the run is shortened if it would take more than TOLERANCE * END_SHARE * budget_s. Its updates then
-# end at END_SHARE * budget_s; the rest is for the last evaluation and samples.
+# A run whose length is a time may train for `budget_s` seconds. Its number of updates is planned at
+# the start. From COOLING_FROM * budget_s on, the number is lowered if the updates would take more
+# than TOLERANCE * END_SHARE * budget_s. They then end at END_SHARE * budget_s; the rest is for the
+# last evaluation and samples.
 COOLING_FROM = 0.7
 TOLERANCE = 1.03
 END_SHARE = 0.97
 
 
-def finished(run: Run) -> dict[str, Any] | None:
+def final_summary(run: Run) -> dict[str, Any] | None:
     """Return the summary of a run that has ended; None if the run has not ended, or if its last
     checkpoint is gone.
     """
-    last: dict[str, Any] = {}
+    last_row: dict[str, Any] = {}
     # A damaged row counts as no summary: the run is then resumed, which verifies the rows.
     with suppress(InputRefused):
-        last = next(reversed(run.rows()), {})
-    summary: dict[str, Any] | None = last.get("summary")
+        last_row = next(reversed(run.rows()), {})
+    summary: dict[str, Any] | None = last_row.get("summary")
     if summary and not is_folder(run.checkpoints / f"step-{summary['update']:08d}"):
         return None
     return summary
@@ -82,7 +83,8 @@ class Reporter:
         session: the run.
         progress: the display.
         earlier_rows: the rows of metrics.jsonl that earlier processes of the run wrote.
-        first_update: the number of updates that these processes made.
+        first_update: the number of updates that these processes made, which is the index of the
+            first update of this process.
         yardsticks: bits per byte by the yardstick's name; empty if they were not computed.
         sample_prompt: the text that samples continue, and the command that continues it.
         is_stdlib: whether the run learns from Python's standard library, the default text.
@@ -91,9 +93,9 @@ class Reporter:
         alarm: notices that updates take longer than before.
         readings: the last readings of the tokens per second and of the gauges, which are entries of
             the next row.
-        rates: the last few readings of the tokens per second.
+        rates: the last `RECENT_READINGS` readings of the tokens per second.
         update_s: the seconds of an update in the same readings.
-        last_evaluation: the last scores on held-out text; None before the first, or without.
+        last_evaluation: the last scores on held-out text; None if there are none yet, or no text.
         scored_rows: the number of held-out rows in the last evaluation.
         page: the page of the run, rewritten while it trains.
         deadline: the measured seconds of scoring and sampling, by which it decides what there is
@@ -117,7 +119,7 @@ class Reporter:
         self.recompiles = 0
         self.gauges = Gauges(session.engine.step.device)
         self.alarm = Alarm(self.gauges)
-        self.readings = dict[str, Any](tokens_per_s=None)
+        self.readings: dict[str, Any] = {"tokens_per_s": None}
         self.rates: deque[float] = deque(maxlen=RECENT_READINGS)
         self.update_s: deque[float] = deque(maxlen=RECENT_READINGS)
         self.last_evaluation: Evaluation | None = None
@@ -130,22 +132,27 @@ class Reporter:
         """Return the numbers of updates after which a sample is shown."""
         return [max(1, round(share * self.session.updates)) for share in SAMPLE_SHARES]
 
-    def block(self) -> TrainingBlock:
-        """Return the live block of the screen, with the points and samples of earlier processes."""
+    def training_block(self) -> TrainingBlock:
+        """Return the part of the screen that shows the training, with the points of the curve and
+        the samples of earlier processes.
+        """
         updates = self.session.updates
-        tokens = self.session.task.max_tokens(updates)
-        name, key = self.session.task.score
+        max_tokens = self.session.task.max_tokens(updates)
+        curve = self.session.task.score
         start = self.session.engine.index
-        block = TrainingBlock(self.progress.screen, updates, tokens, self.yardsticks, start, name)
+        block = TrainingBlock(
+            self.progress.screen, updates, max_tokens, self.yardsticks, start, curve.name
+        )
         for row in self.earlier_rows:
-            if row.get(key) is not None:
-                block.held_out(row["update"], row["tokens"], row[key])
+            if row.get(curve.row_key) is not None:
+                block.held_out(row["update"], row["tokens"], row[curve.row_key])
             if "sample" in row:
                 block.sample(row["share"], row["sample"])
         return block
 
     def note_rate(self, updates: int, seconds: float, row: Mapping[str, Any]) -> float:
-        """Note how long the last updates took, and read the gauges; warn if training became slower.
+        """Note how long the last updates took, read the gauges, and warn if training has become
+        slower.
 
         Args:
             updates: the number of updates since the last call.
@@ -173,9 +180,11 @@ class Reporter:
         return rate
 
     @property
-    def recent_s(self) -> float:
+    def recent_update_s(self) -> float:
         """Return the median seconds of an update in the last few readings; 0 before the first."""
-        return statistics.median_high(self.update_s) if self.update_s else 0.0
+        if not self.update_s:
+            return 0.0
+        return statistics.median_high(self.update_s)
 
     def evaluate(
         self, block: TrainingBlock, update: int, limit: int | None, **entries_of_row: object
@@ -208,14 +217,18 @@ class Reporter:
         of `sample_prompt`.
 
         The random seed is always the same, so a resumed run shows the same sample.
+
+        Args:
+            block: shows the sample.
+            update: the number of updates done.
         """
         began = clock()
 
-        def write_one() -> str | None:
+        def write_continuation() -> str | None:
             texts = self._write_texts(1, SAMPLE_TOKENS)
             return texts[0] if texts else None
 
-        sample = self.session.task.sample(self.sample_prompt, write_one)
+        sample = self.session.task.sample(self.sample_prompt, write_continuation)
         if sample is None:
             return
         self.deadline.sample_s = clock() - began
@@ -223,8 +236,8 @@ class Reporter:
         self.session.run.log({"update": update, "share": share, "sample": sample})
         block.sample(share, sample)
 
-    def keep_time(self, update: int) -> None:
-        """Begin the cool-down early if the time will not suffice.
+    def shorten_if_late(self, update: int) -> None:
+        """Lower the number of updates, and begin the cool-down now, if the run would take too long.
 
         With `train.wall_minutes`, a cool-down that has begun is shortened again if it takes too
         long.
@@ -233,10 +246,10 @@ class Reporter:
             update: the number of updates done.
         """
         if self.session.deadline_s is None:
-            new_length = self._shorter_by_budget(update)
+            new_length = self._length_in_budget(update)
         else:
-            new_length = self._shorter_by_deadline(update)
-        # Clocks of ranks differ, but all ranks must end at the same update.
+            new_length = self.deadline.shorter_length(update, self._per_update_s(update))
+        # Clocks of ranks differ, but all ranks must end at the same update. So rank 0 decides.
         new_length = self.session.world.broadcast_int(new_length)
         if not new_length:
             return
@@ -251,59 +264,62 @@ class Reporter:
             f"cooling down from update {update:,}, ending at {new_length:,}",
         )
 
-    def _shorter_by_budget(self, update: int) -> int:
-        """Return the number of updates after which a run should end whose updates take too long for
+    def _length_in_budget(self, update: int) -> int:
+        """Return the number of updates after which the run should end so as to stay within
         `budget_s`; 0 if its length need not change.
         """
         session = self.session
         if session.budget_s is None or session.early_cool_down:
             return 0
-        this_process_s = clock() - session.training_since_s
-        if this_process_s < COOLING_FROM * (session.budget_s - session.elapsed_s):
+        # A resumed run had only the rest of the budget when this process began.
+        budget_of_process_s = session.budget_s - session.elapsed_s
+        if clock() - session.training_since_s < COOLING_FROM * budget_of_process_s:
             return 0
         spent_s = session.spent_s
         per_update_s = self._per_update_s(update)
+        updates_left = session.updates - update
         updates_end_s = END_SHARE * session.budget_s
-        if spent_s + per_update_s * (session.updates - update) <= TOLERANCE * updates_end_s:
+        if spent_s + per_update_s * updates_left <= TOLERANCE * updates_end_s:
             return 0
-        # A short cool-down would cost more loss than the run gains by ending in time, so the run
-        # may take longer than `budget_s` for it.
-        left_s = max(updates_end_s - spent_s, (1 - COOLING_FROM) / 2 * session.budget_s)
-        new_length = update + updates_in_time(left_s, per_update_s, session.updates - update)
+        # A short cool-down would cost more loss than the run gains by ending in time. So it gets at
+        # least half of the time after COOLING_FROM, even if the run then takes longer than
+        # `budget_s`.
+        min_cool_down_s = (1 - COOLING_FROM) / 2 * session.budget_s
+        cool_down_s = max(updates_end_s - spent_s, min_cool_down_s)
+        new_length = update + updates_in_time(cool_down_s, per_update_s, updates_left)
         return new_length if new_length < session.updates else 0
-
-    def _shorter_by_deadline(self, update: int) -> int:
-        """Return the number of updates after which a run with `train.wall_minutes` should end; 0 if
-        its length need not change.
-        """
-        return self.deadline.shorter_length(update, self._per_update_s(update))
 
     def _per_update_s(self, update: int) -> float:
         """Return the mean seconds of an update in this process, or the recent median if larger."""
         mean_s = (clock() - self.session.training_since_s) / (update - self.first_update)
-        return max(mean_s, self.recent_s)
+        return max(mean_s, self.recent_update_s)
 
     def end(self, block: TrainingBlock) -> None:
         """After the last update, score held-out rows and show a sample, if there is time for them.
 
-        A model of Python's standard library also writes `CHECKED_TEXTS`.
+        After a run on Python's standard library, also count the lines of `CHECKED_TEXTS` texts that
+        Python's tokenizer accepts.
         """
         # Clocks of ranks differ, but all ranks must do the same. So rank 0 decides.
         broadcast = self.session.world.broadcast
-        limit = broadcast(self.deadline.affordable_rows(self.recent_s))
+        limit = broadcast(self.deadline.affordable_rows(self.recent_update_s))
         self.evaluate(block, self.session.updates, limit=limit)
         if broadcast(self.deadline.has_time_for_samples(1)):
             self.sample(block, self.session.updates)
         if not self.is_stdlib:
             return
-        # The checked texts, which are written together, take about as long as this many samples.
+        # The checked texts are written together, so they take about as long as one longer sample. The
+        # time of one more sample is kept free.
         samples = 1 + CHECKED_TOKENS / SAMPLE_TOKENS
         if broadcast(self.deadline.has_time_for_samples(samples)):
             texts = self._write_texts(CHECKED_TEXTS, CHECKED_TOKENS)
-            counts = [accepted_share(text) for text in texts if text]
-            accepted = sum(accepted for accepted, _ in counts)
-            checked = sum(checked for _, checked in counts)
-            self.accepted_lines = accepted, checked
+            accepted_lines = 0
+            checked_lines = 0
+            for text in texts:
+                accepted, checked = accepted_line_counts(text)
+                accepted_lines += accepted
+                checked_lines += checked
+            self.accepted_lines = accepted_lines, checked_lines
 
     def _write_page(self, state: str) -> None:
         """Write the page of the run; `state` says in a word how far the run is."""
@@ -324,12 +340,12 @@ class Reporter:
             origin.append(
                 ("length", f"{end:,} updates instead of {self.session.plan.updates:,}: {why}")
             )
-        return About(self.yardsticks, samples, self._schedule_kinks(rows), origin, self.doubt(rows))
+        kinks = self._schedule_kinks(rows)
+        return About(self.yardsticks, samples, kinks, origin, self.doubt(rows))
 
     def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return a warning if the updates so far cannot have taught the model anything; else "".
-
-        The result is also "" if there are too few updates to tell.
+        """Return a warning if the model has learned nothing so far; "" if it has, or if there are
+        too few updates to tell.
         """
         done = self.session.engine.index
         if done < min(DOUBT_AFTER_UPDATES, self.session.updates):
@@ -340,9 +356,10 @@ class Reporter:
         """Return the updates at which the learning rate's curve has a kink, with the reasons."""
         kinks = []
         warmup = self.session.plan.intervals.warmup_updates
-        # In the eager updates before the step is compiled (`session.eager_start`), the warm-up has
-        # a guessed length, since the run's length is not decided yet. The last of them has a kink.
-        last_eager = max((row["update"] for row in rows if row.get(MARK)), default=0)
+        # A run may begin with eager updates while its step is compiled (`session.eager_start`).
+        # Their warm-up has a guessed length, as the run's length is decided only after them. So the
+        # curve has a kink after the last of them.
+        last_eager = max((row["update"] for row in rows if row.get(EAGER_KEY)), default=0)
         if last_eager >= warmup > 0:
             kinks.append((last_eager, "length set, warm-up over"))
         elif last_eager:
@@ -363,7 +380,7 @@ class Reporter:
         session = self.session
         progress = self.progress
         summary = self._summary()
-        trained = duration(session.spent_s)
+        trained_s = session.spent_s  # before the report, whose time does not count
         rows = session.run.rows()
         with progress.stage("report", str(session.run.report)) as stage:
             if self.deadline.has_time_for_figures:
@@ -373,16 +390,34 @@ class Reporter:
                 stage.result = "without PNG files: no time for them"
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
+        self._print_results(summary, rows, trained_s)
+        progress.gap()
+        self._show_next_commands()
+        return summary
+
+    def _print_results(
+        self, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], trained_s: float
+    ) -> None:
+        """Print the results and how the training went.
+
+        Args:
+            summary: the run's summary.
+            rows: the rows of metrics.jsonl.
+            trained_s: the seconds of training.
+        """
+        session = self.session
+        progress = self.progress
         result = session.task.describe_result(rows, self.last_evaluation, self.yardsticks)
-        time_text = f"{trained} of training{self._planned_time_text()}{self._whole_time_text()}"
+        trained = f"{duration(trained_s)} of training"
+        time_text = f"{trained}{self._planned_time_text()}{self._whole_time_text()}"
         progress.line("done", f"{time_text}{result}")
         peak_bytes = summary["peak_memory_bytes"]
         peak = "not measured" if peak_bytes is None else memory(peak_bytes)
         planned_peak = _planned_memory_text(session.plan, session.task.slots(session.plan))
-        compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
+        recompiles = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line(
-            "", f"peak memory {peak}{planned_peak}{compiled}   {skipped}   {session.run.folder}"
+            "", f"peak memory {peak}{planned_peak}{recompiles}   {skipped}   {session.run.folder}"
         )
         held_out_rows = session.task.held_out_rows
         if 0 < self.scored_rows < held_out_rows:
@@ -403,9 +438,6 @@ class Reporter:
             progress.line(
                 "", f"{accepted} of {checked} sampled lines are accepted by Python's tokenizer"
             )
-        progress.gap()
-        self._show_next_commands()
-        return summary
 
     def _planned_time_text(self) -> str:
         """Return how long a run whose length is a time was planned to train; "" for other runs."""
@@ -416,7 +448,8 @@ class Reporter:
             session.batches.rows_per_window, session.plan.training.optim.weight_decay
         )
         if max_updates is not None and session.plan.updates >= max_updates:
-            # The run ends once its records were read as often as is useful, before the time is over.
+            # The run ends once its records were read as often as is useful, perhaps before its time
+            # is over.
             return f" ({duration(session.budget_s)} at most)"
         return f" ({duration(session.budget_s)} planned)"
 
@@ -427,7 +460,8 @@ class Reporter:
         if deadline_s is None or minutes is None:
             return ""
         allowed_s = 60 * minutes
-        taken_s = clock() - (deadline_s - allowed_s)
+        began_s = deadline_s - allowed_s
+        taken_s = clock() - began_s
         return f", {duration(taken_s)} in all (of {duration(allowed_s)})"
 
     def _summary(self) -> dict[str, Any]:
@@ -435,11 +469,13 @@ class Reporter:
         session = self.session
         machine = describe(default_device())
         rows = session.run.rows()
-        last: dict[str, Any] = next((row for row in reversed(rows) if "train_loss" in row), {})
-        new_rows = rows[len(self.earlier_rows) :]
-        logged_rates = [row["tokens_per_s"] for row in new_rows if row.get("tokens_per_s")]
-        # A short run may not have logged a rate yet.
-        rates = logged_rates or self.rates
+        update_rows = [row for row in rows if "train_loss" in row]
+        train_loss = update_rows[-1]["train_loss"] if update_rows else None
+        rows_of_process = rows[len(self.earlier_rows) :]
+        rates = [row["tokens_per_s"] for row in rows_of_process if row.get("tokens_per_s")]
+        if not rates:
+            # A row has the rate of the reading before it, so a short run may have logged none.
+            rates = [*self.rates]
         rate = statistics.median(rates) if rates else None
         config = session.model_config
         precision = Precision(session.plan.training.precision)
@@ -454,7 +490,7 @@ class Reporter:
             "run": str(session.run.folder),
             "update": session.engine.index,
             "tokens": int(session.engine.step.tokens),
-            "train_loss": last.get("train_loss"),
+            "train_loss": train_loss,
             "eval_loss": self.last_evaluation.loss if self.last_evaluation else None,
             "eval_bits_per_byte": (
                 self.last_evaluation.bits_per_byte if self.last_evaluation else None
@@ -563,8 +599,8 @@ class Reporter:
 def _planned_memory_text(plan: RunPlan, slots: int) -> str:
     """Return the planned peak memory, to be printed after the measured one; "" if none was planned.
 
-    As in the table of `monograph plan`, ~ marks an estimate by a formula. If the memory is clearly
-    sufficient, the planner makes such an estimate instead of tracing the step.
+    If the memory is clearly sufficient, the planner does not trace the step, but estimates its
+    memory by a formula. "~" marks such an estimate, as in the table of `monograph plan`.
 
     Args:
         plan: the run's plan.
@@ -572,7 +608,8 @@ def _planned_memory_text(plan: RunPlan, slots: int) -> str:
     """
     if plan.peak_memory_bytes is None or plan.expected is None:
         return ""
-    if plan.expected.by_origin is None:
+    is_by_formula = plan.expected.by_origin is None
+    if is_by_formula:
         return f" (~{memory(plan.peak_memory_bytes)} planned)"
     # Sampled answers may be shorter than planned.
     at_most = "at most " if slots else ""
@@ -580,6 +617,6 @@ def _planned_memory_text(plan: RunPlan, slots: int) -> str:
 
 
 def _free_folder() -> str:
-    """Return a folder name that does not exist here yet."""
+    """Return "out", or the first of "out-2", "out-3" ... that does not exist here yet."""
     names = itertools.chain(["out"], (f"out-{number}" for number in itertools.count(2)))
     return next(name for name in names if not exists(name))

@@ -20,7 +20,7 @@ from monograph.optim.formats import FORMATS, rounding
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, counted, gibibytes
 from monograph.schedule import SCHEDULES
-from monograph.session.by_key import by_field
+from monograph.session.by_key import values_by_field
 from monograph.session.choices import (
     ADAPTED,
     COMPILED_WHOLE,
@@ -48,9 +48,6 @@ from monograph.session.objectives import (
 from monograph.session.plan import RunPlan, is_sharded
 from monograph.storage.code import code_named
 
-MIN_BYTES_PER_PARAMETER = 2  # for its weight in 16 bits
-
-
 # ── choices that do not go together ─────────────────────────────────────────────────────────────
 
 NOT_SHARDED = Condition(
@@ -65,12 +62,12 @@ IN_PARALLEL = Condition(
 GATHERED_IN_BF16 = Condition(
     "train.gather_dtype = bf16", lambda choices: choices.gather_dtype == "bf16"
 )
-PRECISION_NOT_BF16 = Condition(
+PRECISION_OTHER_THAN_BF16 = Condition(
     "train.precision = {precision}",
     lambda choices: choices.precision not in ("auto", "bf16"),
     "fp32, fp16, fp8 or fp8_head",
 )
-PRECISION_WITHOUT_BF16 = Condition(
+PRECISION_WITHOUT_BF16_WEIGHTS = Condition(
     "train.precision = {precision}",
     lambda choices: choices.precision in ("fp32", "fp16"),
     "fp32 or fp16",
@@ -82,6 +79,7 @@ NOT_STOCHASTIC_STATE = Condition(
     " or ".join(rounding(stochastic=False)),
 )
 NOT_CLIPPED = Condition("optim.grad_clip = none", lambda choices: choices.grad_clip == "none")
+# `skip_spikes` may also be "auto", which excludes nothing.
 SPIKES_SKIPPED = Condition("optim.skip_spikes = true", lambda choices: choices.skip_spikes is True)
 SCHEDULE_WITHOUT_DECAY = Condition(
     "optim.schedule = {schedule}",
@@ -99,7 +97,8 @@ TRANSFER_BASE_GIVEN = Condition(
 _STAGED = "train.memory = stream brings one stage after another to the device: with it"
 _IN_BF16 = "optim.master_weights = false keeps the weights in bf16"
 
-# If several rules of a table apply, the first one is reported.
+# In the messages, a field of `Choices` in braces stands for its value (in an f-string the braces are
+# doubled). If several rules of a table apply, the first one is reported.
 STEP_EXCLUSIONS = (
     Exclusion(
         REMAT_OFFLOADED,
@@ -130,7 +129,7 @@ STEP_EXCLUSIONS = (
         NOT_SHARDED,
         "train.gather_dtype = bf16 is of weights that ranks share out: take fsdp or hsdp",
     ),
-    excludes(GATHERED_IN_BF16, PRECISION_NOT_BF16, "products read bf16 weights: take bf16"),
+    excludes(GATHERED_IN_BF16, PRECISION_OTHER_THAN_BF16, "products read bf16 weights: take bf16"),
     excludes(GATHERED_IN_BF16, LORA_RANK_GIVEN, "frozen weights stay as they are"),
     excludes(IN_PARALLEL, NO_MASTER_WEIGHTS, "gradients would be summed in bf16"),
     excludes(SHARDED, STREAMED, "a rank that streams has whole weights: take ddp"),
@@ -150,7 +149,7 @@ OPTIMIZER_EXCLUSIONS = (
     ),
     Exclusion(
         NO_MASTER_WEIGHTS,
-        PRECISION_WITHOUT_BF16,
+        PRECISION_WITHOUT_BF16_WEIGHTS,
         f"{_IN_BF16}, which train.precision = {{precision}} cannot use: take bf16 or fp8",
     ),
     Exclusion(
@@ -180,10 +179,12 @@ def exclusions() -> Iterator[Exclusion]:
 
 
 def exclusions_of(objective: Objective) -> Iterator[Exclusion]:
-    """Yield the rules on what does not go with an objective; they hold only if it is chosen."""
+    """Yield the rules on what does not go with an objective. The caller must check them only if the
+    settings choose it.
+    """
     is_chosen = Condition(objective.key, lambda choices: True)
-    for other, instead in objective.excluded:
-        yield excludes(is_chosen, other, instead)
+    for other, remedy in objective.excluded:
+        yield excludes(is_chosen, other, remedy)
 
 
 def choices_of(settings: Settings) -> Choices:
@@ -192,7 +193,7 @@ def choices_of(settings: Settings) -> Choices:
     return Choices(
         is_code=code_named(init) is not None,
         is_adapted=settings.lora.rank is not None or (init is not None and is_adapter(init)),
-        **by_field(Choices, settings.values()),
+        **values_by_field(Choices, settings.values()),
     )
 
 
@@ -205,7 +206,7 @@ def require_compatible(settings: Settings) -> None:
     choices = choices_of(settings)
     refuse_excluded(choices, STEP_EXCLUSIONS)
     objective = objective_of(settings)
-    objective_keys = [each.key for each in chosen_objectives(settings) if each.key]
+    objective_keys = [each.key for each in chosen_objectives(settings) if each.has_key]
     if len(objective_keys) > 1:
         raise UsageError(
             f"{objective_keys[1]} does not go with {objective_keys[0]}: a run learns from one of both: leave one out"
@@ -224,17 +225,17 @@ def require_possible(settings: Settings, machine: Device) -> None:
         UsageError: a value is impossible; the message names another.
     """
     require_compatible(settings)
-    # A default rate is not the best one of the narrow model, from which transfer starts.
+    # Width transfer needs the best rate of a narrower model. The default rate is not that.
     if settings.optim.transfer != "none" and settings.optim.lr == "auto":
         raise UsageError(
             f"{settings.said('optim.transfer')} carries a learning rate that was found on a narrower model: give it "
             "as optim.lr (`monograph sweep` finds it)"
         )
-    name = settings.train.precision
-    obstacle = None if name == "auto" else Precision(name).obstacle(machine)
+    precision = settings.train.precision
+    obstacle = None if precision == "auto" else Precision(precision).obstacle(machine)
     if obstacle:
-        instead = "fp16 or fp32" if name == "bf16" else defaults.precision(machine)
-        raise UsageError(f"{settings.said('train.precision')}: {obstacle}; use {instead}")
+        remedy = "fp16 or fp32" if precision == "bf16" else defaults.precision(machine)
+        raise UsageError(f"{settings.said('train.precision')}: {obstacle}; use {remedy}")
 
 
 def require_trained_model(objective: Objective, init: str | None) -> None:
@@ -274,8 +275,9 @@ def require_texts(settings: Settings, command: str) -> None:
         UsageError: a key chooses such records, or data.source has them; the message names the
             command.
     """
-    completed = with_records(settings)
-    objective = objective_of(completed)
+    # If no key chooses what the run learns from, the form of the records does.
+    settings_by_records = with_records(settings)
+    objective = objective_of(settings_by_records)
     if objective.is_of_texts:
         return
     key = objective.key
@@ -284,9 +286,11 @@ def require_texts(settings: Settings, command: str) -> None:
         remedy = "leave it out"
     else:
         origin = BY_RECORDS
-        remedy = f"its records are {objective.records_noun(completed)}"
-    only = f"is for `monograph train`; `monograph {command}` knows texts alone: {remedy}"
-    raise UsageError(f"{origin}: {key} = {completed.values()[key]} {only}")
+        remedy = f"its records are {objective.records_noun(settings_by_records)}"
+    value = settings_by_records.values()[key]
+    raise UsageError(
+        f"{origin}: {key} = {value} is for `monograph train`; `monograph {command}` knows texts alone: {remedy}"
+    )
 
 
 def require_positions(length: int, config: LlamaConfig | None) -> None:
@@ -324,13 +328,16 @@ def require_adapter_targets(lora: Lora | None, config: LlamaConfig | None) -> No
     """
     if lora is None or config is None:
         return
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes without memory
         layers = chosen_layers(Llama(config), lora)
     max_rank = max(min(layer.weight.shape[-2:]) for layer in layers.values())
     if lora.rank > max_rank:
         raise UsageError(
             f"lora.rank = {lora.rank}: these layers' weights have rank {max_rank} at most; lower it"
         )
+
+
+MIN_BYTES_PER_PARAMETER = 2  # a weight in 16 bits
 
 
 def require_room_for_weights(
@@ -352,7 +359,8 @@ def require_room_for_weights(
     if job.recipe.init is not None:
         return
     needed_bytes = MIN_BYTES_PER_PARAMETER * config.parameter_count()
-    device_bytes = 0 if limits.shared else machine.memory_bytes  # host_bytes count shared memory
+    # If the device's memory is the host's, `host_bytes` already count it.
+    device_bytes = 0 if limits.shared else machine.memory_bytes
     if needed_bytes > device_bytes + limits.host_bytes + limits.disk_bytes:
         raise OutOfDeviceMemory(
             f"{job.sizes_text}: {count(config.parameter_count())} parameters, whose weights alone are "
@@ -367,17 +375,17 @@ def notes_on(plan: RunPlan, machine: Device) -> Iterator[str]:
     if plan.training.precision == "fp32" and machine.type == "cuda" and machine.has_bf16:
         yield "train.precision = fp32: products keep all digits, without tensor cores (no TF32); bf16 is much faster"
     training = plan.training
-    asked_tokens = plan.job.given_tokens_per_update
-    if asked_tokens != training.tokens_per_update:
+    given_tokens = plan.job.given_tokens_per_update
+    if given_tokens != training.tokens_per_update:
         rows = f"{counted(training.window_rows, 'row')} of data.sequence_length = {training.length}"
         yield (
-            f"train.tokens_per_update = {asked_tokens}: an update has {rows}, "
+            f"train.tokens_per_update = {given_tokens}: an update has {rows}, "
             f"so {training.tokens_per_update:,} tokens"
         )
     micro_batch = training.rows
-    update_rows = training.window_rows
-    if micro_batch > update_rows:
+    window_rows = training.window_rows
+    if micro_batch > window_rows:
         yield (
-            f"train.micro_batch = {micro_batch}: an update has {update_rows} rows, "
-            f"so micro-batches of {update_rows}"
+            f"train.micro_batch = {micro_batch}: an update has {window_rows} rows, "
+            f"so micro-batches of {window_rows}"
         )

@@ -8,7 +8,8 @@ text is read:
 - from the model's shape: what fits the device;
 - from the number of updates: intervals.
 
-A *candidate* is a way to train that the planner considers, with its predicted memory and time.
+A *candidate* is a combination of micro-batch, recomputation, graph scope and memory that the
+planner considers, with its predicted memory and time.
 """
 
 import math
@@ -35,11 +36,10 @@ from monograph.session.requirements import require_room_for_weights
 from monograph.storage.cache_dir import cache_root, calibration_file
 from monograph.text.tokenizer import parse_setting
 
-# The values of train.remat among which the planner chooses for "auto". A CPU has no other memory to
-# offload to, so it leaves out "offload", which is the last.
+# The values of train.remat among which the planner chooses for "auto".
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
-# The device's assumed operations per second. Any number will do: it is the same for all candidates,
-# which have one precision, and only their order matters.
+# The device's assumed FLOP/s. Any number will do: it is the same for all candidates, which have one
+# precision, and only their order matters.
 RANKING_FLOPS = 1e12
 
 
@@ -66,9 +66,10 @@ def resolve(
     """
     if isinstance(given, RunPlan):
         plan = given
+    elif isinstance(given, ConfigRecord):
+        plan = _plan_from_job(job_of(given.settings, will_build=will_build), machine)
     else:
-        settings = given.settings if isinstance(given, ConfigRecord) else given
-        plan = _plan_from_job(job_of(settings, will_build=will_build), machine)
+        plan = _plan_from_job(job_of(given, will_build=will_build), machine)
     for fact in facts:
         if isinstance(fact, Shape):
             plan = _with_shape(plan, machine, fact)
@@ -94,6 +95,7 @@ def _plan_from_job(job: Job, machine: Device) -> RunPlan:
         updates=job.updates,
     )
     answer_scoring = job.objective.answer_scoring(plan)
+    # With "exact" scoring each answer has its own row.
     packed = job.reading.is_packed and answer_scoring != "exact"
     return plan.with_training(replace(training, answer_scoring=answer_scoring, packed=packed))
 
@@ -114,7 +116,8 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
         extra_bytes = job.objective.extra_bytes(plan, config, machine, shape.slots, shape.ranks)
         plan = replace(plan, extra_bytes=extra_bytes)
     expected: Candidate | None = None
-    # The values of train.micro_batch and more. Each statement below overrides the ones before it.
+    # The values of train.micro_batch, train.remat, train.compile and train.memory. Each of the next
+    # blocks overrides the ones before it.
     choices: dict[str, Any] = {
         "micro_batch": rank_rows,
         "remat": "none",
@@ -122,12 +125,13 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
         "memory": "device",
     }
     if shape.like:
+        # Another run of this shape was planned already.
         expected = shape.like.expected
         choices = shape.like.choices
     elif config:
         expected = _chosen_candidate(plan, config, machine, shape)
-        # Without a compiler the candidate is eager. The run's scope is still one that compiles:
-        # `warmup.prepare` then finds that it cannot, and prints the reason.
+        # On a machine without a compiler the candidate is eager. The run still gets a scope that
+        # compiles: `warmup.compile_step` then finds no compiler, and prints the reason.
         scope = expected.work.compile
         if scope == "none":
             scope = _scopes(plan.job.parallel, config)[0]
@@ -138,10 +142,11 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
         }
     if plan.memory == "stream" or isinstance(expected, StreamCandidate):
         choices |= {"memory": "stream", "compile": "blocks"}
-    # Both move tensors between two blocks, which cannot be done inside of a graph.
+    # Offloading and sharding move tensors between two blocks, which cannot be done inside of a
+    # graph.
     if plan.training.remat == "offload" or is_sharded(plan.job.parallel):
         choices["compile"] = "blocks"
-    # The values that the settings give.
+    # The values that the settings give come last, so they always stay.
     choices |= {key: value for key, value in plan.choices.items() if key not in plan.open_choices}
     # A larger micro-batch would be partly empty.
     choices["micro_batch"] = min(choices["micro_batch"], plan.training.window_rows)
@@ -161,6 +166,7 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
     transfer = job.transfer_to(None if job.recipe.init else config)
     training = replace(plan.training, lora=job.adapters(shape.tokens))
     if config:
+        # This makes a `Work`, from which memory and time can be predicted.
         training = training.of(config, machine.type)
     training = replace(
         training,
@@ -190,12 +196,12 @@ def _epochs(plan: RunPlan, expected: Candidate | None, shape: Shape) -> int:
     if not shape.records_per_epoch:
         return 1
     updates = plan.updates
-    rows = plan.training.window_rows
+    rows_per_update = plan.training.window_rows
     if expected and shape.minutes and not updates:
         updates = defaults.likely_updates(
-            shape.minutes, expected.update_s, shape.records_per_epoch, rows
+            shape.minutes, expected.update_s, shape.records_per_epoch, rows_per_update
         )
-    return round(updates * rows / shape.records_per_epoch)
+    return round(updates * rows_per_update / shape.records_per_epoch)
 
 
 def request_of(
@@ -218,21 +224,37 @@ def request_of(
     transfer = job.transfer_to(None if job.recipe.init else config)
     optim = transfer.optimizer(given.optim) if transfer else given.optim
     training = replace(given, rows=given.window_rows, optim=optim, lora=job.adapters(tokens))
-    remats = REMATS if machine.type == "cuda" else REMATS[:-1]
+    # A value that the settings give is the only one that the planner may choose.
+    micro_batch: int | None = given.rows
+    if "micro_batch" in plan.open_choices:
+        micro_batch = None
+    scopes: tuple[Compile, ...] = (given.compile,)
+    if "compile" in plan.open_choices:
+        scopes = _scopes(job.parallel, config)
+    remats: tuple[str | float, ...] = (given.remat,)
+    if "remat" in plan.open_choices:
+        # A CPU has no other memory to offload to.
+        has_host_memory = machine.type == "cuda"
+        remats = tuple(remat for remat in REMATS if remat != "offload" or has_host_memory)
     return PlanRequest(
         training.of(config, machine.type),
-        micro_batch=None if "micro_batch" in plan.open_choices else given.rows,
+        micro_batch=micro_batch,
         precisions=(given.precision,),
-        scopes=_scopes(plan.job.parallel, config)
-        if "compile" in plan.open_choices
-        else (given.compile,),
-        remats=remats if "remat" in plan.open_choices else (given.remat,),
+        scopes=scopes,
+        remats=remats,
     )
 
 
 def _scopes(parallel: str, config: LlamaConfig) -> tuple[Compile, ...]:
-    """Return the values of train.compile among which the planner chooses."""
-    return ("blocks",) if is_sharded(parallel) else defaults.scopes(config.num_hidden_layers)
+    """Return the values of train.compile among which the planner chooses.
+
+    Args:
+        parallel: `train.parallel`. Sharded weights are gathered between two blocks.
+        config: the model's shape.
+    """
+    if is_sharded(parallel):
+        return ("blocks",)
+    return defaults.scopes(config.num_hidden_layers)
 
 
 def with_less_memory(machine: Device, taken_bytes: int) -> Device:
@@ -249,8 +271,9 @@ def _chosen_candidate(
 ) -> Candidate:
     """Return the candidate that `monograph plan` would choose for one rank on this machine.
 
-    The bytes that sampling needs (`Objective.extra_bytes`) are subtracted from the device's memory.
-    With several ranks, the bytes that a rank saves are added (`spared_bytes`).
+    The planner knows one device that makes all updates alone. So the device's memory is changed for
+    it: the bytes that sampling needs (`Objective.extra_bytes`) are subtracted, and with several
+    ranks, the bytes that a rank saves are added (`spared_bytes`).
 
     Raises:
         OutOfDeviceMemory: nothing fits; the message names the nearest candidate and the missing
@@ -259,8 +282,9 @@ def _chosen_candidate(
     memory = plan.requested_memory
     objective = plan.job.objective
     if shape.slots:
-        rows, length = objective.largest_window(plan, config, shape.slots)
-        plan = plan.with_training(replace(plan.training, window_rows=rows, length=length))
+        window = objective.largest_window(plan, config, shape.slots)
+        training = replace(plan.training, window_rows=window.rows, length=window.length)
+        plan = plan.with_training(training)
     if objective.samples_answers:
         machine = with_less_memory(machine, sum(plan.extra_bytes.values()))
         memory = "device"
@@ -268,21 +292,22 @@ def _chosen_candidate(
         training = plan.training
         rank_rows = math.ceil(training.window_rows / shape.ranks)
         plan = plan.with_training(replace(training, window_rows=rank_rows))
-        if plan.memory == "stream":
-            memory = "stream"
-        else:
-            memory = "device"
+        # Several ranks stream only if the settings ask for it.
+        memory = plan.memory
+        if memory == "device":
             base = (training.lora.base, training.precision) if training.lora else None
             sharing_ranks = ranks_that_share(plan.job.parallel, shape.ranks)
             parameters = config.parameter_count()
             spared = spared_bytes(parameters, plan.job.parallel, sharing_ranks, base)
             machine = with_less_memory(machine, -spared)
     request = request_of(plan, config, machine, shape.tokens)
-    has_no_compiler = machine.type == "cpu" and compiler_obstacle() is not None
+    has_compiler = machine.type != "cpu" or compiler_obstacle() is None
+    compiled_scopes = tuple(scope for scope in request.scopes if scope != "none")
+    # An eager step is planned only if nothing can or may be compiled.
     scopes: tuple[Compile, ...] = ("none",)
-    if request.scopes != ("none",) and not has_no_compiler:
-        scopes = tuple(scope for scope in request.scopes if scope != "none")
-    rates = dict.fromkeys(request.precisions, RANKING_FLOPS)
+    if has_compiler and compiled_scopes:
+        scopes = compiled_scopes
+    flops_per_s = dict.fromkeys(request.precisions, RANKING_FLOPS)
     calibration = Calibration(calibration_file())
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
     # All ranks may be on this machine, so each gets only its share of the host's memory.
@@ -292,12 +317,12 @@ def _chosen_candidate(
     if machine.type == "cpu" and memory == "auto":
         memory = "device"
     answer = planner.streamed_or_resident(
-        replace(request, scopes=scopes), machine, rates, calibration, memory, limits
+        replace(request, scopes=scopes), machine, flops_per_s, calibration, memory, limits
     )
     if not answer.candidates:
         raise OutOfDeviceMemory(answer.refusal)
-    # The planner keeps some memory free. If no candidate leaves that much, the one with the smallest
-    # peak is still tried, unless it exceeds even the free memory.
+    # The planner keeps some memory free. If no candidate leaves that much (none is `chosen`), the
+    # one with the smallest peak (`nearest`) is still tried, unless it exceeds even the free memory.
     best = answer.nearest
     if answer.chosen is None and best.peak_memory_bytes > machine.free_memory_bytes:
         raise OutOfDeviceMemory(answer.refusal)

@@ -3,7 +3,7 @@ rows that led to them, or end the run.
 
 An update is *skipped* if its gradient is not finite or is a spike. The *streak* is the number of
 the last updates that were skipped in a row. *Rows* are rows of the text, counted from the run's
-beginning. To go back is to *rewind*.
+beginning; a *stretch* of them is a pair (begin, end). To go back is to *rewind*.
 """
 
 import itertools
@@ -73,7 +73,7 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     rows = session.batches.rows_per_window
     skipped_windows = math.ceil(streak / session.task.updates_per_window)
     end = session.batches.rows_consumed
-    begin = end - 2 * skipped_windows * rows
+    begin = end - 2 * skipped_windows * rows  # those of the skipped updates, and as many before
     if rewinds_in_a_row([*earlier_stretches, (begin, end)], rows) > MAX_REWINDS:
         raise _diverged(session, log)
     try:
@@ -87,10 +87,12 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     session.restore(checkpoint, progress)
     session.elapsed_s = spent_s
     session.training_since_s = clock()
-    position = session.batches.state()
-    stretch = (max(position["rows"], begin), end)
+    # Open the windows at the checkpoint's position again, with the new stretch.
+    arguments = session.batches.state()
+    stretch = (max(arguments["rows"], begin), end)
+    arguments["skip"] = (*earlier_stretches, stretch)
     session.batches.close()
-    session.batches = session.open_batches(**{**position, "skip": (*earlier_stretches, stretch)})
+    session.batches = session.open_batches(**arguments)
     session.run.log(
         {"update": checkpoint.update, "rewound_from": last, "passed_over_rows": stretch}
     )
@@ -113,7 +115,9 @@ def rewinds_in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
         rows: rows of a window.
     """
     count = 1
-    for (_, earlier_end), (later_begin, _) in reversed([*itertools.pairwise(stretches)]):
+    neighbours = [*itertools.pairwise(stretches)]
+    for earlier, later in reversed(neighbours):
+        (_, earlier_end), (later_begin, _) = earlier, later
         if later_begin - earlier_end >= IN_A_ROW_UPDATES * rows:
             break
         count += 1
@@ -140,12 +144,12 @@ def _diverged(session: Session, log: MetricsLog) -> Diverged:
     reason = "spikes" if is_finite else "not finite"
     return Diverged(
         f"{counted(log.skipped_in_a_row, 'update')} in a row, up to {last['update']}, skipped as "
-        f"{reason}{earlier}: {find_non_finite(session)}; lower optim.lr, and look for bad data "
+        f"{reason}{earlier}: {describe_non_finite(session)}; lower optim.lr, and look for bad data "
         "around there; the last checkpoint is sound"
     )
 
 
-def find_non_finite(session: Session) -> str:
+def describe_non_finite(session: Session) -> str:
     """Compute the last window again without graphs, and return a text that names the first value
     that is not finite.
     """
@@ -154,12 +158,11 @@ def find_non_finite(session: Session) -> str:
     rows = session.batches.rows_per_window
     window = next(session.open_batches(session.batches.rows_consumed - rows))
     graph.uncapture(session.engine.step)
-    size = session.engine.micro_batch or rows
-    for begin in range(0, rows, size):
+    micro_batch = session.engine.micro_batch or rows
+    for first in range(0, rows, micro_batch):
+        batch = {name: tensor[first : first + micro_batch] for name, tensor in window.items()}
         try:
-            session.engine.trial(
-                {name: tensor[begin : begin + size] for name, tensor in window.items()}
-            )
+            session.engine.trial(batch)  # refuses a value that is not finite, by its name
         except InputRefused as refusal:
             return str(refusal)
     return "computed once more, they are finite"

@@ -7,7 +7,9 @@ from monograph.data.corpus import Corpus
 from monograph.model.config import LlamaConfig
 from monograph.text.chat import stop_ids
 
-STDLIB_PROMPT = "def read(self, size"
+STDLIB_PROMPT = "def read(self, size"  # for a model of Python's standard library
+# The suggested command has another prompt, so that its sample is new to the user.
+_STDLIB_PROMPT_OF_COMMAND = "class Cache:"
 _MAX_SHOWN_CHARACTERS = 40
 
 
@@ -67,6 +69,7 @@ def sample_prompt_from_corpus(
     if rows.conversations:
         ids = rows.first_prompt()
         if max_tokens is not None:
+            # The end of the prompt is kept, since the answer follows it; at least one token.
             ids = ids[-max(1, max_tokens) :]
         prompt = corpus.tokenizer.decode(ids).strip()
         if not is_chat:
@@ -81,8 +84,7 @@ def sample_prompt_from_corpus(
     first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
     if corpus.name == "stdlib":
         prompt = _shortened(corpus, STDLIB_PROMPT, max_tokens)
-        # The suggested command has another prompt, so that its sample is new to the user.
-        prompt_of_command = _shortened(corpus, "class Cache:", max_tokens)
+        prompt_of_command = _shortened(corpus, _STDLIB_PROMPT_OF_COMMAND, max_tokens)
     else:
         first_words = " ".join(first_line.split(" ")[:4])[:_MAX_SHOWN_CHARACTERS]
         prompt = prompt_of_command = _shortened(corpus, first_words, max_tokens)

@@ -55,13 +55,15 @@ class Session:
             without train.wall_minutes.
         reserved_s: the seconds before `deadline_s` that are reserved for saving and the report.
         early_cool_down: [first update, last update] of a cool-down that replaced the schedule
-            because updates took longer than measured at the start; None without one.
+            because updates took longer than measured at the start; None without one. It is a list,
+            not a tuple, because checkpoints record it as JSON.
         initial_fingerprint: in a resumed run, the fingerprint that the settings had when the run
             was begun, perhaps in an earlier version; None in a new run.
         eager_reason: why the step was not compiled; None if it was.
         kernel: the attention kernel; None if kernels were not measured.
         peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last
-            update. None before that, and on a GPU, whose allocator always counts them.
+            update. None before that, and on a GPU, whose allocator counts them all the time
+            (`peak_memory_bytes` is right on both).
         world: the ranks that train the run together.
         started_s: the time of `clock` at which this process began with the run.
         training_since_s: the time of `clock` at which this process began to train.
@@ -177,6 +179,7 @@ class Session:
                 f"{names[0]} is not finite after update {update} ({len(names)} such): lower optim.lr; "
                 f"the checkpoints in {self.run.checkpoints} are sound"
             )
+        # The part of the checkpoint that is not tensors; `recorded_state.require` says its types.
         record = {
             "engine": state.scalars,
             "data": self.batches.state(),
@@ -193,7 +196,7 @@ class Session:
             "tokenizer_files": self.records.tokenizer.config.digests,
             "settings": self.initial_fingerprint or self.plan.record.fingerprint,
             "recipe": self.recipe.entries(),
-            # A run that an earlier version began, which measured no kernels, has none.
+            # Where no kernel was chosen, as on a CPU, there is no entry.
             **({"attention": self.kernel} if self.kernel else {}),
             **({"files": self.task.file_digests} if self.task.file_digests else {}),
             "model_config": self.model_config.to_hf() if self.model_config else None,
@@ -211,8 +214,11 @@ class Session:
         An update alone never makes a parameter non-finite.
         """
         state = self.engine.state().model
-        names = dict(self.engine.model.named_parameters())
-        return find_not_finite(self.world, {name: state[name] for name in names if name in state})
+        # With adapters, the state does not have the frozen parameters.
+        parameters = {
+            name: state[name] for name, _ in self.engine.model.named_parameters() if name in state
+        }
+        return find_not_finite(self.world, parameters)
 
     def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Restore a checkpoint of this run: weights, optimizer, counters, random generators,
@@ -233,8 +239,11 @@ class Session:
         self._load_weights_and_optimizer(checkpoint)
         self.engine.step.index = state["engine"]["index"]
         self.batches.close()
-        data = state["data"]
-        self.batches = self.open_batches(data["rows"], data["seed"], data.get("skip", ()))
+        position = state["data"]
+        # Checkpoints of earlier versions have no "skip".
+        self.batches = self.open_batches(
+            position["rows"], position["seed"], position.get("skip", ())
+        )
         self.elapsed_s = state["elapsed_s"]
         self.budget_s = state["budget_s"]
         self.early_cool_down = state["cooled"]
@@ -252,9 +261,9 @@ class Session:
         saved = state["versions"]
         present = _versions()
         changed = [
-            f"{name} {saved[name]}, now {present[name]}"
-            for name in present
-            if saved[name] != present[name]
+            f"{name} {saved[name]}, now {version}"
+            for name, version in present.items()
+            if saved[name] != version
         ]
         if changed:
             progress.line(
@@ -306,8 +315,8 @@ class Session:
             )
 
     def _load_weights_and_optimizer(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint's weights, optimizer state and defaults of sampling; the number of
-        updates becomes 0.
+        """Load a checkpoint's weights, optimizer state and defaults of sampling, but not its number
+        of updates, which becomes 0.
 
         Raises:
             InputRefused: the tensors do not fit this model.
@@ -335,9 +344,8 @@ class Session:
         recorded_state.require_valid(checkpoint.state, checkpoint.update, parent)
         # A parent in another precision may have no loss scale. Then this run's initial one stays.
         scalars = self.engine.state().scalars | checkpoint.state["engine"]
-        self._load_weights_and_optimizer(
-            replace(checkpoint, state={**checkpoint.state, "engine": scalars})
-        )
+        completed = replace(checkpoint, state={**checkpoint.state, "engine": scalars})
+        self._load_weights_and_optimizer(completed)
         self.engine.step.tokens.zero_()
         self.engine.step.skipped.zero_()
 
@@ -372,8 +380,8 @@ class Session:
             restore_random(generators, device)
 
     def set_plan(self, plan: RunPlan) -> None:
-        """Replace the plan by one in which more is decided. If it has the number of updates, set the
-        schedule of the learning rate.
+        """Replace the plan by one in which more is decided. If that has the number of updates, also
+        set the schedule of the learning rate.
         """
         self.plan = plan
         if plan.updates:

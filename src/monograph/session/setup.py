@@ -41,7 +41,7 @@ from monograph.session.new_tokens import token_notes
 from monograph.session.objective import Task
 from monograph.session.plan import RunPlan, Shape, is_sharded
 from monograph.session.random_state import seed_all
-from monograph.session.ranks import agreed
+from monograph.session.ranks import agreed_record
 from monograph.session.requirements import require_positions
 from monograph.session.resolve import resolve, with_rows
 from monograph.session.session import Session
@@ -97,12 +97,13 @@ def open_session(
         agreed_plan(world, built.plan, machine)  # sends the decided plan to the other ranks
     else:
         # The others wait for rank 0's plan, in which nothing is left to decide. It is sent as a
-        # config.toml, which has no rms_norm_eps of a checkpoint.
+        # config.toml, which does not have the recorded rms_norm_eps.
         decided = agreed_plan(world, plan, machine)
         decided = _with_recorded_norm_eps(decided, run)
         built = build_run(decided, task, machine, device, world.size)
     _print_notes(built, progress)
     engine = make_engine(built, device, world)
+    # Training draws the same random numbers, whatever building the model has drawn.
     seed_all(built.plan.job.seed)
     return Session(run, built.plan, built.recipe, task, engine, world=world)
 
@@ -111,10 +112,11 @@ def _print_notes(built: BuiltRun, progress: Progress) -> None:
     """Print what the user may not expect of the model."""
     for line in built.notes:
         progress.line("tokens", line)
-    if rate := getattr(_llama_config(built.model), "attention_dropout", 0):
+    config = _llama_config(built.model)
+    if config and config.attention_dropout:
         progress.line(
             "note",
-            f"attention_dropout = {rate} stays in config.json; nothing is dropped in training here",
+            f"attention_dropout = {config.attention_dropout} stays in config.json; nothing is dropped in training here",
         )
     source = built.plan.job.source
     left_out = source.left_out if source else ""
@@ -132,12 +134,12 @@ def _print_notes(built: BuiltRun, progress: Progress) -> None:
 
 
 def agreed_plan(world: World, plan: RunPlan, machine: Device) -> RunPlan:
-    """Return a plan with rank 0's values on all ranks, which must all call this.
+    """Return rank 0's plan on all ranks, which must all call this.
 
     Rank 0 sends the content of its config.toml, and the others make a plan from it for their own
     device.
     """
-    record = agreed(world, plan.record)
+    record = agreed_record(world, plan.record)
     return plan if world.leads else resolve(record, machine)
 
 
@@ -203,13 +205,15 @@ def build_run(
     job = plan.job
     recipe = job.recipe
     records = task.data
-    # Of a single file of weights, which has no config.json, the tensors give these sizes. A file
-    # that is the base of an adapter gets them all the same, and its tensors must agree with them.
+    # A single file of weights has no config.json, and the shapes of its tensors give these two sizes.
+    # If the file is the base of an adapter, the recipe has the sizes all the same, and the tensors
+    # must agree with them.
     is_weight_file = job.source is not None and job.source.is_weight_file
     if recipe.adapter or not is_weight_file:
         sizes = {"vocab_size": records.vocab_size, "max_position_embeddings": plan.training.length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new_tokens = job.tokens.compare(records.tokenizer)
+    # Returns the `Shape` of a model, given its config and the ids of the tokens that are trained.
     make_shape = partial(
         Shape,
         ranks=ranks,
@@ -219,15 +223,17 @@ def build_run(
         minutes=minutes,
     )
     # The shape of a preset or folder is already known. So a model that does not fit is refused
-    # before it is built. The shape of a Python function's or a weight file's model is known later.
-    known_shape = job.source.shape if job.source else recipe.shape()
-    if known_shape:
-        trained_tokens = new_tokens.trained_ids(known_shape.vocab_size) if new_tokens else ()
-        shape = make_shape(with_rows(known_shape, new_tokens), trained_tokens)
+    # before it is built. The shape of a model from a Python function or a weight file is known only
+    # after that.
+    known_config = job.source.shape if job.source else recipe.shape()
+    if known_config:
+        trained_tokens = new_tokens.trained_ids(known_config.vocab_size) if new_tokens else ()
+        shape = make_shape(with_rows(known_config, new_tokens), trained_tokens)
         plan = resolve(plan, machine, shape)
     model, loss = build(recipe)
-    # The same ids as above if the shape was known; otherwise they are known only now. In a module
-    # that is not a Llama no token is new, so the number of rows does not matter.
+    # The ids of the new tokens depend on the rows of the embedding. If the config was known, they
+    # are the same as above. In a module that is not a Llama no token is new, so the number of rows
+    # does not matter.
     rows = model.config.vocab_size if isinstance(model, Llama) else 0
     trained_tokens = new_tokens.trained_ids(rows) if new_tokens else ()
     notes = token_notes(new_tokens, rows)
@@ -240,16 +246,16 @@ def build_run(
     config = _llama_config(model)
     if config:
         _require_fit(config, records.vocab_size, plan.training.length)
-    if not known_shape:
-        # `add_missing_rows` has given the model its rows. Of a module that is not a Llama, the
-        # shape stays unknown, None.
+    if not known_config:
+        # `add_missing_rows` has given the model its rows. If the module is not a Llama, `config` is
+        # None: the shape stays unknown.
         plan = resolve(plan, machine, make_shape(config, trained_tokens))
     if plan.transfer:
         plan.transfer.initialise_(model)
     if lora:
-        start = job.source.adapter if job.source else None
-        if start:
-            require_base_of_adapter(start, str(recipe.base_sha256))
+        stored_adapter = job.source.adapter if job.source else None
+        if stored_adapter:
+            require_base_of_adapter(stored_adapter, str(recipe.base_sha256))
         # With fsdp and hsdp the base stays on the host, because a device may have no room for all
         # of it.
         base_device = None if is_sharded(job.parallel) else device
@@ -257,11 +263,12 @@ def build_run(
             model,
             lora,
             seed=job.seed,
-            start=start,
+            start=stored_adapter,
             precision=Precision(plan.training.precision),
             device=base_device,
         )
-    return BuiltRun(plan, recipe, model, task.loss(plan, model) or loss, notes)
+    task_loss = task.loss(plan, model)
+    return BuiltRun(plan, recipe, model, task_loss or loss, notes)
 
 
 def build_on_base_of(other: BuiltRun, plan: RunPlan, task: Task, machine: Device) -> BuiltRun:
@@ -294,7 +301,13 @@ def build_on_base_of(other: BuiltRun, plan: RunPlan, task: Task, machine: Device
 
 
 def _require_fit(config: LlamaConfig, vocab_size: int, length: int) -> None:
-    """Refuse a model with fewer rows than tokens, or fewer positions than a row of text."""
+    """Refuse a model with fewer embedding rows than tokens, or fewer positions than a row of text.
+
+    Args:
+        config: the model's shape.
+        vocab_size: the number of the tokenizer's ids.
+        length: tokens of a row of text.
+    """
     if config.vocab_size < vocab_size:
         raise InputRefused(
             f"model.vocab_size = {config.vocab_size} is smaller than the tokenizer's {vocab_size}: raise it"
@@ -332,7 +345,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         "precision": Precision(training.precision),
         "remat": policy_named(training.remat),
     }
-    rows = training.rows
+    micro_batch = training.rows
     # Without train.parallel the world is this process alone, whose engine sums nothing over ranks.
     world = None if plan.job.parallel == "none" else world
     batch_norms = batch_norm_layers(model) if world else []
@@ -347,31 +360,31 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         placement = plan.placement or Placement(device)
         if world:
             return streamed_replica(
-                model, world=world, micro_batch=rows, placement=placement, **step_options
+                model, world=world, micro_batch=micro_batch, placement=placement, **step_options
             )
-        return Streamed(model, micro_batch=rows, placement=placement, **step_options)
+        return Streamed(model, micro_batch=micro_batch, placement=placement, **step_options)
     if world is None:
         # On a CPU only the frozen weights are copied into memory here. The trained ones stay mapped
         # to their file, from which the engine copies them into its flat buffers, so there is no
         # second copy in memory. On a GPU all are copied to the device first.
         copies_trained = device.type != "cpu"
         model = materialize_(model, device, trained=copies_trained).to(device)
-        return Resident(model, micro_batch=rows, **step_options)
+        return Resident(model, micro_batch=micro_batch, **step_options)
     if is_sharded(plan.job.parallel):
         return Sharded(
             model,
             world=world,
-            micro_batch=rows,
+            micro_batch=micro_batch,
             gathers_bf16=plan.job.gather_dtype == "bf16",
             by_machine=plan.job.parallel == "hsdp",
             **step_options,
         )
     # Here all weights are copied on a CPU, too, before the engine copies them into its buffers.
     model = materialize_(model, device).to(device)
-    return Replicated(model, world=world, micro_batch=rows, **step_options)
+    return Replicated(model, world=world, micro_batch=micro_batch, **step_options)
 
 
-def repeatable(device: torch.device) -> None:
+def make_repeatable(device: torch.device) -> None:
     """On a CPU, put this process into torch's deterministic mode, so that a resumed run has the same
     bits.
 

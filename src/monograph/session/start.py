@@ -35,7 +35,7 @@ from monograph.session.setup import agreed_plan, open_session
 from monograph.session.warmup import choose_kernel, compile_step, fix_length, try_step
 from monograph.storage.reading import exists
 
-# If starting and ending a run take more than this share of train.wall_minutes, a line says so.
+# If starting and ending a run take more than this share of train.wall_minutes, a note says so.
 NOTED_SHARE = 0.25
 
 
@@ -68,6 +68,7 @@ def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Sess
     folder = locked.folder
     world = locked.world
     progress = locked.progress
+    # A run has begun if its folder has config.toml. It is resumed (below) if it also has a checkpoint.
     has_begun = folder.has_begun
     plan = _first_plan(locked, started, has_begun)
     require_time = partial(_require_time, plan, started)
@@ -77,6 +78,7 @@ def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Sess
     # Rank 0 is the first to read the records, and the others find its results in the cache.
     with world.rank_0_first(), checking_time:
         task = exit_stack.enter_context(closing(open_task(folder, plan, progress, world.size)))
+    # Calls `_open_or_resume` for this run; the plan and the display are still to be given.
     open_or_resume = partial(
         _open_or_resume, folder, task=task, world=world, retry_rows=locked.retry_rows
     )
@@ -87,19 +89,20 @@ def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Sess
     wall_minutes = plan.job.span.wall_minutes
     if wall_minutes and not resumed:
         session.deadline_s = started.at_s + 60 * wall_minutes
-        session.reserved_s = defaults.end_s(started.took_s, 60 * wall_minutes)
+        session.reserved_s = defaults.seconds_for_end(started.took_s, 60 * wall_minutes)
     eager_reason = ""
     if "compile" in plan.open_choices and not resumed:
         eager_reason = why_uncompiled(session, window, opening_s)
     if eager_reason:
         # The session is opened again, because without a compiler the planner makes other choices,
         # and answers are sampled by other code.
-        session.batches.close()
-        deadline_s, reserved_s = session.deadline_s, session.reserved_s
+        first_session = session
+        first_session.batches.close()
         plan = resolve(plan.with_decided_values({"train.compile": "none"}).record, describe())
         session, _ = open_or_resume(plan, progress=silent())
         choose_kernel(session, window, silent())
-        session.deadline_s, session.reserved_s = deadline_s, reserved_s
+        session.deadline_s = first_session.deadline_s
+        session.reserved_s = first_session.reserved_s
         session.eager_reason = eager_reason
     if not resumed:
         require_time("and a first try of the model")
@@ -112,8 +115,8 @@ def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Sess
         made_eager_updates = eager_start.begin(
             session, window, progress, partial(_score_initial_weights, session, progress)
         )
-    # The reference must be scored before the first update. If there were eager updates,
-    # `_score_initial_weights` has done it.
+    # The reference scores must be made before the first update. If there were eager updates,
+    # `_score_initial_weights` has made them.
     if not made_eager_updates:
         task.prepare_reference_scores(resumed, session.batches.rows_per_window, progress)
     if not resumed:
@@ -141,7 +144,7 @@ def _first_plan(locked: LockedRun, started: Started, has_begun: bool) -> RunPlan
     world = locked.world
     progress = locked.progress
     machine = describe()
-    record = ranks.agreed(world, locked.record)
+    record = ranks.agreed_record(world, locked.record)
     require_possible(record.settings, machine)
     plan = resolve(record, machine)
     for line in notes_on(plan, machine):
@@ -158,16 +161,19 @@ def _first_plan(locked: LockedRun, started: Started, has_begun: bool) -> RunPlan
 
 
 def _score_initial_weights(session: Session, progress: Progress) -> None:
-    """Before the first eager update, score the reference, and the weights for the curve's first
-    point.
+    """Before the first eager update, prepare what depends on the initial weights: the reference
+    scores, and the first point of the curve.
 
     The point is logged, but not shown: the display of the training begins later, and reads it from
     the log.
     """
-    session.task.prepare_reference_scores(False, session.batches.rows_per_window, progress)
+    rows_per_window = session.batches.rows_per_window
+    session.task.prepare_reference_scores(
+        resumed=False, rows_per_window=rows_per_window, progress=progress
+    )
     report = Reporter(session, silent())
     if session.task.scores_initial_weights:
-        report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
+        report.evaluate(report.training_block(), 0, limit=None, **{eager_start.EAGER_KEY: True})
 
 
 def _require_time(plan: RunPlan, started: Started, doing: str) -> None:
@@ -176,7 +182,7 @@ def _require_time(plan: RunPlan, started: Started, doing: str) -> None:
     Args:
         plan: the run's plan.
         started: when the program was started.
-        doing: what the run is doing, for the message.
+        doing: what the run was doing when the time was over, for the message.
 
     Raises:
         UsageError: the time is over.
@@ -195,6 +201,7 @@ def _short_time_note(wall_minutes: float | None, started: Started) -> str:
     do not.
     """
     limit_s = 60 * (wall_minutes or math.inf)
+    # Ending a run takes about END_STARTS times as long as starting it.
     start_and_end_s = started.took_s * (1 + defaults.END_STARTS)
     if start_and_end_s <= NOTED_SHARE * limit_s:
         return ""
@@ -277,12 +284,14 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     world = session.world
     folder = session.run
     warn = partial(progress.line, "warning")
-    is_saved = bool(checkpointing.candidates(folder.checkpoints))
-    # Only eager updates come before the first checkpoint. So a run with rows of other updates had a
-    # checkpoint. If that is gone, the run must not begin anew: `load_newest` then raises. If there
-    # is a checkpoint, the rows are not read here, since a resume is possible even if one is
+    was_saved = bool(checkpointing.candidates(folder.checkpoints))
+    # If there is a checkpoint, the rows are not read here, since a resume is possible even if one is
     # damaged.
-    if world.broadcast(is_saved or any(eager_start.MARK not in row for row in folder.rows())):
+    if not was_saved:
+        # Only eager updates come before the first checkpoint. So a run with rows of other updates
+        # had a checkpoint. As that is gone, the run must not begin anew: `load_newest` raises.
+        was_saved = any(eager_start.EAGER_KEY not in row for row in folder.rows())
+    if world.broadcast(was_saved):
         session.restore(load_newest(world, folder.checkpoints, warn), progress)
         if world.leads and writing.repair_tokenizer(folder, session.records.tokenizer):
             warn(f"{folder.tokenizer}: was damaged, and is written again")

@@ -22,7 +22,7 @@ from monograph.run.source import ModelSource
 from monograph.session.objectives import objective_of
 from monograph.storage.code import HUB
 
-ORIGIN = "plan"
+ORIGIN = "plan"  # the origin of the values that are filled in
 
 
 def given_shape(settings: Settings) -> LlamaConfig | None:
@@ -60,9 +60,9 @@ def with_shape_folder(settings: Settings) -> Iterator[Settings]:
         return
     with TemporaryDirectory(prefix="monograph-plan-") as folder:
         Path(folder, "config.json").write_text(json.dumps(shape.to_hf()))
-        values: dict[str, Any] = dict.fromkeys(
-            f"model.{key}" for key in (*settings.model.sizes(), "family")
-        )
+        # The sizes are in the folder now, so their keys are unset.
+        keys = [f"model.{key}" for key in (*settings.model.sizes(), "family")]
+        values: dict[str, Any] = dict.fromkeys(keys, None)
         values["model.init"] = folder
         yield settings.resolve(values, ORIGIN)
 
@@ -83,6 +83,7 @@ def with_usual_sizes(settings: Settings) -> Settings:
     given_length = data.sequence_length
     given_tokens = None if train.tokens_per_update == "auto" else train.tokens_per_update
     if shape is None:
+        # The model is an existing one, which is finetuned.
         source = ModelSource.open(str(init))
         is_adapted = settings.lora.rank is not None or source.adapter is not None
         rows = defaults.ADAPTED_ROWS if is_adapted else defaults.FINETUNED_ROWS
@@ -92,12 +93,13 @@ def with_usual_sizes(settings: Settings) -> Settings:
         usual_length, usual_tokens = defaults.usual_sizes(shape.parameter_count())
         max_length = min(shape.max_position_embeddings, given_tokens or usual_length)
         usual_length = min(usual_length, max_length)
-        has_no_text = (
+        # Without a text or a tokenizer, the model has the vocabulary of its shape.
+        has_no_vocabulary = (
             "data.source" not in settings.origins
             and data.tokenizer == "auto"
             and data.vocab_size is None
         )
-        if has_no_text:
+        if has_no_vocabulary:
             values["model.vocab_size"] = max(shape.vocab_size, settings.model.vocab_size or 0)
     length = usual_length if given_length == "auto" else int(given_length)
     if given_length == "auto":

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import nn
 
@@ -48,9 +49,10 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
     """Time the kernels for the model's causal attention on the run's shapes, and use the fastest.
 
     A resumed run keeps the kernel that it was begun with, because another kernel rounds
-    differently, unless this device cannot run it. Nothing is timed on a CPU, which has one kernel.
-    Nothing is timed either for packed rows: they need an implementation that masks other documents
-    (`monograph.model.llama.attention_mask`).
+    differently. It takes another one only if this device cannot run that kernel.
+
+    Nothing is timed on a CPU, which has one kernel, and for packed rows, which need a mask that
+    separates documents (`monograph.model.llama.attention_mask`). These kernels have no such mask.
     """
     engine = session.engine
     model = engine.model
@@ -60,14 +62,16 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
         return
     config = model.config
     rows, length = window["tokens"].shape
+    heads = (config.num_attention_heads, config.num_key_value_heads)
     times = time_kernels(
         min(engine.micro_batch or rows, rows),
-        (config.num_attention_heads, config.num_key_value_heads),
+        heads,
         length,
         config.head_dim,
         Precision(session.plan.training.precision).dtype,
         engine.step.device,
     )
+    # Each rank has timed the kernels, but all must use the same one: rank 0 decides.
     session.kernel = session.world.broadcast(kept_or_fastest(times, session.kernel))
     assert session.kernel
     model.use_attention(model.attention, session.kernel)
@@ -81,11 +85,11 @@ def has_unmasked_layer(model: Llama, window: Batch) -> bool:
     if is_packed or model.attention not in ("auto", "sdpa"):
         return False
     length = window["tokens"].shape[1]
-    # A layer with a sliding window shorter than a row needs a mask.
-    sliding_windows = [
-        model.config.window(layer) for layer in range(model.config.num_hidden_layers)
-    ]
-    return any((sliding_window or length) >= length for sliding_window in sliding_windows)
+    # A layer with a sliding window shorter than a row needs a mask. None means that a layer has no
+    # sliding window.
+    layers = range(model.config.num_hidden_layers)
+    sliding_windows = [model.config.window(layer) for layer in layers]
+    return any(not size or size >= length for size in sliding_windows)
 
 
 def kept_or_fastest(
@@ -102,62 +106,66 @@ def kept_or_fastest(
 
 # ── the time and the memory of an update ────────────────────────────────────────────────────────
 
-# Timing updates takes about this share of the training time at most, if that is limited.
+# If the training time is limited, timing updates takes about this share of it at most.
 CALIBRATION_SHARE = 0.08
 # Updates are timed for this long, so that short work of other programs changes the result little.
 CALIBRATION_S = 3.0
-MIN_TIMED = 3  # updates that are timed, if the time suffices
+MIN_TIMED = 3  # at least as many updates are timed, if CALIBRATION_SHARE allows it
 MAX_TIMED = 50
 
 
-def calibrate(session: Session) -> float:
-    """Return the seconds of an update of the session, including the sampling of answers.
+def time_update(session: Session) -> float:
+    """Time a few updates of a session, and return the seconds of one, including its share of the
+    time to sample answers; see `seconds_per_update`.
 
-    See `seconds_per_update`.
+    Neither the model nor the session is changed.
     """
     engine = session.engine
     batches = session.open_batches(0)
     updates_per_window = session.task.updates_per_window
-    window = next(batches)
-    time_s = session.left_s
+    first_window = next(batches)
+    training_s = session.left_s
     if not updates_given(session):
-        time_s = min(time_s, 60 * session.plan.job.span.minutes)
+        training_s = min(training_s, 60 * session.plan.job.span.minutes)
 
     def make_updates() -> None:
+        """Make all updates from one window, without changing the weights."""
         for _ in range(updates_per_window):
-            # Windows that are prepared in the background cost no time. Others, such as windows of
-            # sampled answers, are part of an update's time.
-            engine.rehearse(window if session.task.prepares_windows else next(batches))
+            # Windows that are prepared in the background cost no time, so one of them is enough.
+            # Making another one, such as a window of sampled answers, is part of an update's time.
+            window = first_window if session.task.prepares_windows else next(batches)
+            engine.rehearse(window)
 
     with session.undisturbed():
-        seconds = seconds_per_update(engine, make_updates, session.world, time_s)
-    return float(session.world.broadcast(seconds)) / updates_per_window
+        window_s = seconds_per_update(engine, make_updates, session.world, training_s)
+    return float(session.world.broadcast(window_s)) / updates_per_window
 
 
 def seconds_per_update(
     engine: Engine,
     update: Callable[[], object],
     world: World | None = None,
-    time_s: float = math.inf,
+    training_s: float = math.inf,
 ) -> float:
     """Return the seconds of an update: the lower quartile over a few updates that change nothing.
 
-    It is the lower quartile, not the median, because an estimate that is too low does less harm. A
-    run that was planned too long cools down in time (`Reporter.keep_time`), but a run that was
-    planned too short would waste time.
+    It is the lower quartile, not the median, because an estimate that is too low does less harm than
+    one that is too high. If a run was planned too long, `Reporter.shorten_if_late` lets it cool down
+    in time. If it was planned too short, the rest of its time is lost.
 
     Args:
         engine: the engine, whose counters are restored.
         update: makes an update that changes no weight (`Engine.rehearse`).
         world: the ranks that update together; rank 0 decides how many updates are timed.
-        time_s: seconds of the run's training. The updates take at most about `CALIBRATION_SHARE` of
-            them, but at least one is timed.
+        training_s: seconds of the run's training. The updates take at most about
+            `CALIBRATION_SHARE` of them, but at least one is timed.
     """
     times: list[float] = []
     world = world or World()
 
     def needs_more() -> bool:
-        if times and sum(times) > CALIBRATION_SHARE * time_s:
+        """Return whether another update should be timed."""
+        if times and sum(times) > CALIBRATION_SHARE * training_s:
             return False
         if len(times) < MIN_TIMED:
             return True
@@ -177,20 +185,20 @@ def measure_memory(session: Session) -> None:
     """Measure the peak memory of an update on a CPU, where it is not counted during the run.
 
     This is called after the run, because the additional update could run out of memory. After the
-    run, such a failure loses nothing but this number.
+    run, such a failure loses nothing but this number, so any error is ignored.
     """
     if session.engine.step.device.type != "cuda":
         with suppress(Exception):
-            session.peak_bytes = peak_bytes(session)
+            session.peak_bytes = measure_peak_bytes(session)
 
 
-def peak_bytes(session: Session) -> int:
-    """Return the bytes of tensors at the peak of an update: weights, gradients, optimizer state,
+def measure_peak_bytes(session: Session) -> int:
+    """Measure the bytes of tensors at the peak of an update: weights, gradients, optimizer state,
     activations, window.
 
     On a GPU this is the peak of torch's allocator since the last reset. On a CPU the allocator's
-    events are recorded during an update of two micro-batches that changes nothing. The process's
-    memory would also count libraries and the compiler, hundreds of MB.
+    events are recorded during an update that changes nothing. The memory of the process would not
+    do: it contains hundreds of MB of libraries and of the compiler.
     """
     engine = session.engine
     if engine.step.device.type == "cuda":
@@ -198,12 +206,13 @@ def peak_bytes(session: Session) -> int:
     batches = session.open_batches(0)
     window = next(batches)
     batches.close()
+    # Two micro-batches are enough: from the second on, each has the same peak.
     rows = 2 * (engine.micro_batch or session.batches.rows_per_window)
     with session.undisturbed(), engine.step.counters_kept(), LiveBytes() as live:
         engine.rehearse({name: tensor[:rows] for name, tensor in window.items()})
+    # `live` counts only what was allocated during the update. What existed before is added.
     if isinstance(engine, Streamed):
         return live.peak_bytes + sum(engine.ledger()["device"].values())
-    # `live` counts only what was allocated during the update. What existed before is added.
     trained = [
         tensor
         for plane in engine.step.planes
@@ -233,14 +242,18 @@ def store_seconds(session: Session, seconds: float) -> None:
     if not isinstance(engine.model, Llama) or isinstance(engine, Streamed):
         return
     machine = describe()
-    rows = session.batches.rows_per_window
+    window_rows = session.batches.rows_per_window
     assert isinstance(session.plan.training, Work)
-    micro_batch = engine.micro_batch or rows
+    # The step may have become another one than was planned, e.g. if memory ran out or compiling
+    # failed.
     work = replace(
-        session.plan.training, rows=micro_batch, window_rows=rows, compile=engine.step.scope
+        session.plan.training,
+        rows=engine.micro_batch or window_rows,
+        window_rows=window_rows,
+        compile=engine.step.scope,
     )
-    rate = peak_flops(machine, (work.precision,))[work.precision]
-    Calibration(calibration_file()).note(machine, work, seconds, rate)
+    flops_per_s = peak_flops(machine, (work.precision,))[work.precision]
+    Calibration(calibration_file()).note_time(machine, work, seconds, flops_per_s)
 
 
 # ── the trial step, and capturing ───────────────────────────────────────────────────────────────
@@ -262,7 +275,8 @@ def prepare(session: Session, progress: Progress) -> None:
 
 
 def try_step(session: Session, progress: Progress) -> Batch:
-    """Run one eager trial step (`graph.trial`), print its result, and choose the attention kernel.
+    """Run one eager trial step (`monograph.graph.trial`), which computes gradients but changes
+    nothing; print its result, and choose the attention kernel.
 
     Returns:
         The window of the step.
@@ -274,17 +288,19 @@ def try_step(session: Session, progress: Progress) -> Batch:
 
 
 def _run_trial(session: Session, window: Batch, progress: Progress) -> None:
-    """Run one eager trial step, and print its result and notes on the model; choose the kernel."""
+    """Do what `try_step` does, for a given window."""
     engine = session.engine
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
         stage.result = session.task.describe_trial(trial)
     # Some parameters of adapters have a zero gradient at the start, but not later.
-    unreached = [name for name in trial.without_gradient if not may_start_without_gradient(name)]
-    if unreached and session.task.reaches_all_parameters:
+    never_reached = [
+        name for name in trial.without_gradient if not may_start_without_gradient(name)
+    ]
+    if never_reached and session.task.reaches_all_parameters:
         progress.line(
             "warning",
-            f"no gradient reaches {', '.join(unreached[:3])}: its weights will not change",
+            f"no gradient reaches {', '.join(never_reached[:3])}: its weights will not change",
         )
     if bf16_layers := engine.step.left_in_bf16:
         layers = counted(len(bf16_layers), "linear layer")
@@ -294,7 +310,7 @@ def _run_trial(session: Session, window: Batch, progress: Progress) -> None:
         )
     rows = session.batches.rows_per_window
     batch_norms = batch_norm_layers(engine.model)
-    # Ranks compute the statistics over their micro-batches together.
+    # Batch norms compute their statistics over the micro-batches of all ranks together.
     rows_at_once = (engine.micro_batch or rows) * session.world.size
     if batch_norms and rows_at_once < rows:
         progress.line(
@@ -320,13 +336,15 @@ def _compile(session: Session, window: Batch, progress: Progress) -> None:
     scope = session.plan.training.compile
     obstacle = compiler_obstacle() if engine.step.device.type == "cpu" else None
     if scope == "none":
-        # If the program decided not to compile, `eager_reason` already says why.
-        session.eager_reason = session.eager_reason or "train.compile = none"
+        # If the program itself decided not to compile, `eager_reason` already says why.
+        if session.eager_reason is None:
+            session.eager_reason = "train.compile = none"
     elif obstacle:
         session.eager_reason = obstacle
     else:
-        compiled = "one block for all" if scope == "blocks" else "whole step"
-        with progress.stage("compile", compiled) as stage:
+        # With "blocks", one graph is compiled, which all blocks use.
+        compiled_part = "one block for all" if scope == "blocks" else "whole step"
+        with progress.stage("compile", compiled_part) as stage:
             began = clock()
             session.eager_reason = capture_engine(engine, window, scope, session.kernel)
             session.compile_s = clock() - began
@@ -347,7 +365,7 @@ def capture_engine(
     Args:
         engine: the engine.
         window: a window of the shape to capture.
-        scope: what one graph contains: the "whole" step, or a block.
+        scope: what one graph contains: the "whole" step, or with "blocks" a block.
         kernel: the kernel of attention without masks; None if none was chosen.
 
     Returns:
@@ -361,17 +379,14 @@ def capture_engine(
         and engine.step.device.type == "cuda"
         and not describe(engine.step.device).has_bf16
     )
-    reason: str | None
-    if flex_is_slow:
-        reason = "flex_attention on an old GPU"
-    else:
-        reason = engine.capture(window, scope=scope)
-    if reason and "flex_attention" in reason and isinstance(model, Llama):
-        # Flex attention's kernels may need more shared memory for large heads than this GPU has,
-        # and torch has no such kernel for an ensemble.
+    eager_reason = None if flex_is_slow else engine.capture(window, scope=scope)
+    # Capturing fails in flex attention if its kernels need more shared memory for large heads than
+    # this GPU has, and for an ensemble, for which torch has no such kernel.
+    flex_is_impossible = eager_reason is not None and "flex_attention" in eager_reason
+    if isinstance(model, Llama) and (flex_is_slow or flex_is_impossible):
         model.use_attention("sdpa", kernel or "torch")
-        reason = engine.capture(window, scope=scope)
-    return reason
+        eager_reason = engine.capture(window, scope=scope)
+    return eager_reason
 
 
 # ── the run's length ────────────────────────────────────────────────────────────────────────────
@@ -380,36 +395,46 @@ def capture_engine(
 CURVE_SHARE = 0.125
 
 
-def _budget_s(session: Session, updates: int, update_s: float, progress: Progress) -> float:
+def _budget_s(session: Session, given_updates: int, update_s: float, progress: Progress) -> float:
     """Return the seconds of training from now on that the settings allow.
 
-    If the user gave no time, the default run trains for longer than its usual time on a slow
-    machine, and a line says so.
+    On a slow machine, a run whose length the user did not give trains for longer than the default
+    time, and a line says so.
 
     Args:
         session: the session.
-        updates: the number of updates that the settings give; 0 if they give a time.
+        given_updates: the number of updates that the settings give; 0 if they give a time.
         update_s: seconds of an update.
         progress: the display.
     """
     span = session.plan.job.span
-    left_s = session.left_s
-    if updates:
-        return left_s
+    if given_updates:
+        return session.left_s
     training_s = 60 * span.minutes
     has_time_limit = span.is_timed or span.wall_minutes is not None
     if session.task.has_plain_updates and not has_time_limit:
-        usual_s = training_s
+        default_s = training_s
         training_s = defaults.default_seconds(span.minutes, update_s)
-        if training_s > usual_s:
+        if training_s > default_s:
             longer = f"{duration(training_s)} instead of {span.minutes:g} min"
             progress.line("time", f"{longer}: a good first model takes that long on this machine")
-    return min(training_s, left_s)
+    return min(training_s, session.left_s)
 
 
-def _curve_points(session: Session, update_s: float) -> tuple[int, float]:
-    """Return how often a run with train.wall_minutes is scored for its curve, and the estimated
-    seconds of all these evaluations.
+class _Curve(NamedTuple):
+    """The evaluations for the curve of held-out scores during training.
+
+    Attributes:
+        evaluations: the number of evaluations, each of which gives a point.
+        seconds: the estimated seconds of all of them.
+    """
+
+    evaluations: int
+    seconds: float
+
+
+def _affordable_curve(session: Session, update_s: float) -> _Curve:
+    """Return the curve for which a run with train.wall_minutes has time.
 
     Args:
         session: the session, whose `budget_s` is known.
@@ -417,71 +442,88 @@ def _curve_points(session: Session, update_s: float) -> tuple[int, float]:
     """
     point_s = session.scoring_s(min(session.task.held_out_rows, defaults.CURVE_ROWS), update_s)
     if not point_s:
-        return defaults.EVALUATIONS, 0.0
+        return _Curve(defaults.EVALUATIONS, 0.0)
     affordable = int(CURVE_SHARE * (session.budget_s or 0.0) / point_s)
-    points = max(1, min(defaults.EVALUATIONS, affordable))
-    return points, points * point_s
+    evaluations = max(1, min(defaults.EVALUATIONS, affordable))
+    return _Curve(evaluations, evaluations * point_s)
 
 
 def fix_length(session: Session, progress: Progress) -> None:
     """Decide and print the number of updates, which the settings give as updates, epochs or time.
 
-    Sets `session.budget_s`, and the session's plan and schedule.
+    Sets `session.budget_s` if the length depends on a time, and the session's plan and schedule.
 
     Raises:
         UsageError: train.epochs are too many.
     """
     plan = session.plan
-    rows = session.batches.rows_per_window
-    time_text = ""  # on how long the training will take
-    given = updates_given(session)
-    if given > recorded_state.MAX_COUNT:
+    given_updates = updates_given(session)  # 0 if the settings give a time
+    if given_updates > recorded_state.MAX_COUNT:
         epochs = plan.job.span.epochs
         raise UsageError(
-            f"train.epochs = {epochs}: they have {given:,} updates; give fewer, for at most 1e15"
+            f"train.epochs = {epochs}: they have {given_updates:,} updates; give fewer, for at most 1e15"
         )
-    updates = given
-    evaluations = defaults.EVALUATIONS
-    if not given or session.deadline_s is not None:
-        with progress.stage("calibrate", "timing a few updates (discarded)") as stage:
-            seconds = calibrate(session)
-            stage.result = f"{seconds * 1000:.0f} ms each"
-        store_seconds(session, seconds)
-        session.budget_s = _budget_s(session, given, seconds, progress)
-        decay = plan.training.optim.weight_decay
-        max_updates = given or session.task.max_updates(rows, decay) or recorded_state.MAX_COUNT
-        # The rest of the budget is for evaluations, samples and checkpoints.
-        updates_s = defaults.UPDATES_SHARE * session.budget_s
-        if session.deadline_s is not None:
-            evaluations, curve_s = _curve_points(session, seconds)
-            closing_s = Deadline(session).closing_s(seconds)
-            # However long scoring takes, a quarter of the time is for updates.
-            updates_s = max(updates_s / 4, updates_s - curve_s - closing_s)
-        affordable = defaults.updates_in_time(updates_s, seconds, max_updates)
-        # One update is always made, even if it takes longer than the budget.
-        session.budget_s = max(session.budget_s, affordable * seconds)
-        # Eager updates may have been made before the step was compiled (`session.eager_start`).
-        eager_updates = session.engine.index
-        updates = max(affordable, min(max_updates, eager_updates + affordable))
-        more = " more" if eager_updates else ""
-        time_text = f", about {duration(session.budget_s)}{more}"
-        if updates >= max_updates:
-            time_text = f", about {duration(seconds * updates)}"
-            if not given:
-                epochs = defaults.most_epochs(decay)
-                time_text = f", limited to {epochs} epochs (train.epochs=N for more){time_text}"
-        session.budget_s += session.elapsed_s
-    plan = resolve(plan, describe(), Length(updates, evaluations))
+    if given_updates and session.deadline_s is None:
+        length = Length(given_updates)
+        time_text = ""
+    else:
+        length, time_text = _length_in_time(session, given_updates, progress)
+    plan = resolve(plan, describe(), length)
     session.set_plan(plan)
     trained = ""
     if session.recipe.lora:
         trained = f" of which {count(session.adapter_params)} are trained"
-    amount = session.task.describe_amount(rows, updates)
+    amount = session.task.describe_amount(session.batches.rows_per_window, length.updates)
     progress.line(
         "plan",
-        f"{count(session.params)} parameters{trained}, {counted(updates, 'update')} of {amount}, "
+        f"{count(session.params)} parameters{trained}, {counted(length.updates, 'update')} of {amount}, "
         f"{plan.training.precision}{time_text}",
     )
     if isinstance(plan.expected, StreamCandidate):
         for label, tier in describe_tiers(plan.expected):
             progress.line(label, tier)
+
+
+def _length_in_time(session: Session, given_updates: int, progress: Progress) -> tuple[Length, str]:
+    """Time a few updates, set `session.budget_s`, and decide how many updates there is time for.
+
+    Args:
+        session: the session.
+        given_updates: the number of updates that the settings give; 0 if they give a time.
+        progress: the display.
+
+    Returns:
+        The length, and a text on how long the training will take.
+    """
+    with progress.stage("calibrate", "timing a few updates (discarded)") as stage:
+        update_s = time_update(session)
+        stage.result = f"{update_s * 1000:.0f} ms each"
+    store_seconds(session, update_s)
+    session.budget_s = _budget_s(session, given_updates, update_s, progress)
+    decay = session.plan.training.optim.weight_decay
+    rows = session.batches.rows_per_window
+    max_updates = given_updates or session.task.max_updates(rows, decay) or recorded_state.MAX_COUNT
+    # The rest of the budget is for evaluations, samples and checkpoints.
+    updates_s = defaults.UPDATES_SHARE * session.budget_s
+    evaluations = defaults.EVALUATIONS
+    if session.deadline_s is not None:
+        evaluations, curve_s = _affordable_curve(session, update_s)
+        closing_s = Deadline(session).closing_s(update_s)
+        # However long scoring takes, a quarter of the time is for updates.
+        updates_s = max(updates_s / 4, updates_s - curve_s - closing_s)
+    affordable = defaults.updates_in_time(updates_s, update_s, max_updates)
+    # One update is always made, even if it takes longer than the budget.
+    session.budget_s = max(session.budget_s, affordable * update_s)
+    # Eager updates may have been made before the step was compiled (`session.eager_start`).
+    eager_updates = session.engine.index
+    updates = min(max_updates, eager_updates + affordable)
+    more = " more" if eager_updates else ""
+    time_text = f", about {duration(session.budget_s)}{more}"
+    if updates >= max_updates:
+        time_text = f", about {duration(update_s * updates)}"
+        if not given_updates:
+            epochs = defaults.most_epochs(decay)
+            time_text = f", limited to {epochs} epochs (train.epochs=N for more){time_text}"
+    # Until here the budget was that from now on. Checkpoints record that of the whole run.
+    session.budget_s += session.elapsed_s
+    return Length(updates, evaluations), time_text

@@ -27,9 +27,10 @@ from monograph.stream.slots import DeviceBuffer, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, WEIGHTS, Buffer, Stage, StoredPlane
 
 STAGING_BUFFERS = 4
-# The largest number of elements in a chunk. It is a multiple of every block in which moments are packed
-# (`monograph.optim.state_format`). Copies and updates of this size run at full rate, and a large model's
-# blocks have many chunks.
+# The largest number of elements in a chunk that the device updates. It is a multiple of the number of
+# moments that are packed together, in every format (`monograph.optim.state_format`). Copies and updates
+# of this size run at full rate, and yet each block of a large model has many chunks, so that copies and
+# updates overlap.
 MAX_CHUNK_ELEMENTS = 2**23
 # The end of an error message: what to do if memory ran out when only some weights were updated.
 HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go on from the last checkpoint"
@@ -54,8 +55,8 @@ class Chunk(NamedTuple):
     def part(self, buffer: Buffer) -> Tensor:
         """Return the chunk's part of a buffer of the plane."""
         # A buffer of packed moments has one element for several weights, e.g. a scale for 256.
-        # Parameters are padded to whole blocks (`monograph.optim.state_format`), so chunks begin and
-        # end at multiples of these numbers.
+        # Parameters are padded to a multiple of that number (`monograph.optim.state_format`), and
+        # chunks begin and end at multiples of it.
         weights_per_element = self.stored.plane.param.numel() // buffer.tensor.numel()
         return buffer.tensor[self.begin // weights_per_element : self.end // weights_per_element]
 
@@ -87,7 +88,7 @@ class Chunk(NamedTuple):
 def chunks(stage: Stage) -> Iterator[Chunk]:
     """Cut the planes that are updated on the device into chunks of at most MAX_CHUNK_ELEMENTS elements."""
     return cut_into_chunks(
-        (stored for stored in stage.stored if not stored.on_host), MAX_CHUNK_ELEMENTS
+        (stored for stored in stage.stored_planes if not stored.on_host), MAX_CHUNK_ELEMENTS
     )
 
 
@@ -165,19 +166,23 @@ class ChunkedUpdate:
     Attributes:
         stage: the stage.
         staging_buffers: the memory that chunks are copied to.
-        gradients: the stage on the device, if its gradients are still in its slot; None if they
-            are at home.
+        gradient_source: the stage on the device, if its gradients are still in its slot and are read
+            there; None if they are at home.
         count: the number of the stage's chunks.
     """
 
     def __init__(
-        self, stage: Stage, staging_buffers: StagingBuffers, gradients: StageOnDevice | None = None
+        self,
+        stage: Stage,
+        staging_buffers: StagingBuffers,
+        gradient_source: StageOnDevice | None = None,
     ):
         """Prepare the update; nothing is copied yet. The arguments are described in the class."""
         self.stage = stage
         self.staging_buffers = staging_buffers
-        self.gradients = gradients
-        # This generator yields the chunks that are not fetched yet.
+        self.gradient_source = gradient_source
+        # This generator yields the chunks that are not fetched yet. They are counted with another
+        # generator, because counting uses it up.
         self._unfetched = chunks(stage)
         self.count = sum(1 for _ in chunks(stage))
         self._fetched: list[FetchedChunk] = []
@@ -226,7 +231,7 @@ class ChunkedUpdate:
         self.stage.version += 1
         if in_slot is not None:
             # Planes that the host has updated are not copied to the slot by `_update`.
-            host_planes = [stored for stored in self.stage.stored if stored.on_host]
+            host_planes = [stored for stored in self.stage.stored_planes if stored.on_host]
             in_slot.fetch(self.staging_buffers.lanes, host_planes)
             in_slot.slot.holds = (self.stage, self.stage.version)
 
@@ -235,16 +240,16 @@ class ChunkedUpdate:
         stored, begin, end = chunk
         staging = self.staging_buffers.next()
         lanes = self.staging_buffers.lanes
-        sources = chunk_tensors_to_fetch(chunk, gradient=self.gradients is None)
+        sources = chunk_tensors_to_fetch(chunk, gradient=self.gradient_source is None)
         parts = staging.views(sources)
         spaces = [staging.space]
         for name, target in parts.items():
             lanes.copy(target, sources[name], staging.space, stored.buffers[name].space)
         for name, buffer in stored.buffers.items():
-            if name == GRADIENT and self.gradients is not None:
-                plane_in_slot = self.gradients.planes[self.stage.stored.index(stored)]
+            if name == GRADIENT and self.gradient_source is not None:
+                plane_in_slot = self.gradient_source.planes[self.stage.stored_planes.index(stored)]
                 parts[name] = plane_in_slot.grad[begin:end]
-                spaces += self.gradients.writes
+                spaces += self.gradient_source.writes
             elif name not in parts:
                 # The buffer lives on the device, and is updated in place.
                 parts[name] = chunk.part(buffer)
@@ -274,7 +279,7 @@ class ChunkedUpdate:
         if in_slot is not None and stored.buffers[WEIGHTS].space.home != Home.DEVICE:
             # The next pass needs these weights. They are copied within the device, so that they do
             # not cross the link again.
-            target = in_slot.planes[self.stage.stored.index(stored)].param[begin:end]
+            target = in_slot.planes[self.stage.stored_planes.index(stored)].param[begin:end]
             lanes.compute(
                 lambda: target.copy_(parts[WEIGHTS]),
                 reads=[staging.space],

@@ -20,7 +20,7 @@ from monograph.step import Step
 from monograph.stream.engine import Streamed
 from monograph.stream.lanes import LANES, Home, Lane, LaneMark, LaneWork
 from monograph.stream.slots import HostPartUpdate, Passes, StageOnDevice
-from monograph.stream.store import Further, Stage
+from monograph.stream.store import BlockArguments, Stage
 
 # Updates that are run. The first one is shorter, because no earlier update is unfinished. Every
 # later update takes as long as the second.
@@ -103,7 +103,7 @@ class Clock:
     busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*LANES, DISK), 0.0))
     finished_at_s: dict[LaneMark, float] = field(default_factory=dict)
     _disk_free_at_s: float = 0.0
-    _spent_s: float = 0.0  # by the current computation
+    _spent_s: float = 0.0  # seconds of the current computation so far
 
     def spend(self, seconds: float) -> None:
         """Make the current computation last this much longer."""
@@ -175,12 +175,14 @@ class TimedPasses(Passes):
         """Run a call; parameters stay where they are, because nothing reads them."""
         return call()
 
-    def forward_first(self, batch: object) -> tuple[Tensor, Further]:
+    def forward_first(self, batch: object) -> tuple[Tensor, BlockArguments]:
         """Spend `first_s`."""
         self.clock.spend(self.costs.first_s)
         return self.state, ()
 
-    def forward_blocks(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
+    def forward_blocks(
+        self, stage: Stage, state: Tensor, block_arguments: BlockArguments
+    ) -> Tensor:
         """Spend `forward_s` for each block."""
         self.clock.spend(self.costs.forward_s * len(stage.blocks))
         return state
@@ -196,7 +198,7 @@ class TimedPasses(Passes):
         state: Tensor,
         *,
         stage: Stage,
-        further: Further,
+        block_arguments: BlockArguments,
         gradient: Tensor,
     ) -> Tensor:
         """Spend `recompute_backward_s` for each block."""

@@ -158,17 +158,19 @@ class Streamed(Engine):
                 the module or parameter.
         """
         step = self.step
-        bad = list[str]()
-        missing = list[str]()
-        seen = list[str]()
+        # Names of parameters, in the order of the backward pass, from the last stage to the first.
+        names = list[str]()
+        names_not_finite = list[str]()
+        names_without_gradient = list[str]()
 
         def observe(planes: Sequence[Plane]) -> None:
-            for name, gradient in (view for plane in planes for view in plane.views(plane.grad)):
-                seen.append(name)
+            named_gradients = (view for plane in planes for view in plane.views(plane.grad))
+            for name, gradient in named_gradients:
+                names.append(name)
                 if not bool(gradient.isfinite().all()):
-                    bad.append(name)
+                    names_not_finite.append(name)
                 elif not bool(gradient.any()):
-                    missing.append(name)
+                    names_without_gradient.append(name)
 
         # `choose_kept_results` runs a copy of the modules, so it comes before the modules are watched.
         step.choose_kept_results(batch)
@@ -189,11 +191,13 @@ class Streamed(Engine):
         step.discard()
         if not math.isfinite(mean):
             raise InputRefused(f"the loss is {mean}")
-        if bad:
+        if names_not_finite:
             raise InputRefused(
-                f"the loss is {mean:.4g}, but the gradient of {bad[-1]} is not finite ({len(bad)} such)"
+                f"the loss is {mean:.4g}, but the gradient of {names_not_finite[-1]} is not finite "
+                f"({len(names_not_finite)} such)"
             )
-        return Trial(mean, count, len(seen) - len(missing), tuple(reversed(missing)))
+        gradient_count = len(names) - len(names_without_gradient)
+        return Trial(mean, count, gradient_count, tuple(reversed(names_without_gradient)))
 
 
 def _require_streamable(

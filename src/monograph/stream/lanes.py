@@ -146,9 +146,9 @@ class Lanes:
         self.executor = executor
         self.host_blocks = False
         self.moved_bytes: Counter[tuple[Home, Home]] = Counter()
-        # The vector clocks. `_finished_before[lane][other]`: how many pieces of work of `other` are
-        # certain to be finished once the newest piece of `lane` is finished.
-        self._finished_before: dict[Lane, dict[Lane, int]] = {
+        # The vector clocks: `_clock_of[lane][other]` is how many pieces of work of `other` are certain to
+        # be finished once the newest piece of `lane` is finished.
+        self._clock_of: dict[Lane, dict[Lane, int]] = {
             lane: dict.fromkeys(LANES, 0) for lane in LANES
         }
         # The vector clock of each mark's lane, as it was at the mark.
@@ -217,17 +217,17 @@ class Lanes:
         """Wait until all work is finished. Work that is given later waits for none of it."""
         self.executor.finish()
         # Every lane's clock now says that all work is finished, so no mark is waited for again.
-        newest = {lane: self._finished_before[lane][lane] for lane in LANES}
-        self._finished_before = {lane: dict(newest) for lane in LANES}
+        newest = {lane: self._clock_of[lane][lane] for lane in LANES}
+        self._clock_of = {lane: dict(newest) for lane in LANES}
         self._clock_at.clear()
 
     def _submit(
         self, lane: Lane, call: Callable[[], Any], reads: Spaces, writes: Spaces, moved_bytes: int
     ) -> Any:
         """Derive the waits of a piece of work, and give both to the executor."""
-        # The stored dict itself: each wait below advances it, so that the loop skips marks which
-        # the wait implies.
-        clock = self._finished_before[lane]
+        # This is the stored dict itself, not a copy. Each wait below advances it, so that the loop skips
+        # marks which the wait implies.
+        clock = self._clock_of[lane]
         needed = [space.last_write for space in (*reads, *writes) if space.last_write]
         needed += [mark for space in writes for mark in space.last_reads.values()]
         waits = []
@@ -263,7 +263,7 @@ class Lanes:
             return
         # A lane is in use once it has been given work, so that its own entry is above 0. The clock
         # of an unused lane stays at 0, and would keep every mark.
-        clocks_in_use = [clock for lane, clock in self._finished_before.items() if clock[lane]]
+        clocks_in_use = [clock for lane, clock in self._clock_of.items() if clock[lane]]
         finished = {lane: min(clock[lane] for clock in clocks_in_use) for lane in LANES}
         self._clock_at = {
             mark: clock
@@ -298,19 +298,19 @@ class HostThread:
         # One thread, because the order of a lane must hold. torch uses several threads within a
         # piece of work.
         self._thread = ThreadPoolExecutor(1, "monograph-host")
-        # Work is collected when the calling thread has waited for it.
+        # Work that the calling thread has not waited for yet, and the number of all other work.
         self._uncollected: deque[Future[None]] = deque()
         self._collected_count = 0
         self._failed: BaseException | None = None
 
-    def submit(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
+    def submit(self, waits: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
         """Queue a piece of work, and return at once.
 
         Args:
-            wait: functions that the thread calls before the work; each waits for something.
+            waits: functions that the thread calls before the work; each waits for an event.
             call: the work.
         """
-        self._uncollected.append(self._thread.submit(self._run, wait, call))
+        self._uncollected.append(self._thread.submit(self._run, waits, call))
 
     def wait_for(self, number: int | None = None) -> None:
         """Wait until the first `number` pieces of work since the start are finished.
@@ -327,11 +327,11 @@ class HostThread:
         if self._failed:
             raise self._failed
 
-    def _run(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
+    def _run(self, waits: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
         if self._failed:
             return
         try:
-            for wait_for_event in wait:
+            for wait_for_event in waits:
                 wait_for_event()
             call()
         except BaseException as error:  # noqa: BLE001 - `wait_for` raises it
@@ -375,8 +375,8 @@ class Streams:
             The call's result; the device may still be computing a tensor in it.
         """
         if work.mark.lane == "host":
-            wait = [self._event(mark).synchronize for mark in work.waits]
-            return self._host.submit(wait, work.call)
+            waits = [self._event(mark).synchronize for mark in work.waits]
+            return self._host.submit(waits, work.call)
         # A lane is one stream, so the order within a lane needs no event.
         stream = self._streams[work.mark.lane]
         for mark in work.waits:

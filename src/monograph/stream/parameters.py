@@ -55,7 +55,8 @@ class InStages(Parameters):
             lanes: the lanes that copy and compute; None: new lanes of the device.
             sum_over_ranks: sums a tensor over all ranks; None: there is one rank.
             passes: makes the object that computes a step's passes and updates.
-            fused: whether matrix products add gradients to the planes; None: if that saves work.
+            fused: whether matrix products add gradients to the planes; None: only if that saves
+                work.
         """
         super().__init__()
         self.placement = placement
@@ -63,10 +64,9 @@ class InStages(Parameters):
         self._lanes = lanes
         self._sum_over_ranks = sum_over_ranks
         self._passes = passes
-        self._asked_to_fuse = fused
-        self._fuses_gradients = (
-            False  # whether matrix products add gradients; known from `place` on
-        )
+        self._fused_argument = fused
+        # Whether matrix products add gradients to the planes; `place` decides.
+        self._fuses_gradients = False
 
     @functools.cached_property
     def walk(self) -> Walk:
@@ -79,10 +79,10 @@ class InStages(Parameters):
     def place(self, step: Step) -> list[Plane]:
         """Move the planes of all stages to their homes."""
         self.step = step
-        if self._asked_to_fuse is None:
+        if self._fused_argument is None:
             self._fuses_gradients = can_fuse_gradients(step, self.placement.device.type == "cuda")
         else:
-            self._fuses_gradients = self._asked_to_fuse
+            self._fuses_gradients = self._fused_argument
         if self._fuses_gradients:
             siblings.fuse_known(step.model)
         kinds = step.optim.kinds(step.model)
@@ -90,7 +90,7 @@ class InStages(Parameters):
         self.store = store_in_stages(
             step.model, kinds, step.optim, rounds_weights=rounds_weights, placement=self.placement
         )
-        return [entry.plane for entry in self.store.stored]
+        return [entry.plane for entry in self.store.stored_planes]
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions that update a part of a plane, on the device and on the host."""
@@ -99,8 +99,8 @@ class InStages(Parameters):
         return [self.step.squares, updates.update_part, host.update_part, host.join, host.split]
 
     def fused_gradients(self) -> AbstractContextManager[None]:
-        """Make matrix products within the `with` block add gradients to the planes, if `place` chose
-        that.
+        """Make matrix products within the `with` block add gradients to the planes, if `place` has
+        decided so.
         """
         return fused_gradients() if self._fuses_gradients else nullcontext()
 
@@ -167,14 +167,14 @@ class InStages(Parameters):
     def weights(self) -> dict[str, Tensor]:
         """Return the model's tensors, by name; split weights are copies in fp32."""
         joined_weights = dict[str, Tensor]()
-        for entry in self.store.stored:
+        for entry in self.store.stored_planes:
             if entry.splits:
                 joined_weights |= dict(entry.plane.views(entry.master()))
         return checkpoint_state(self.step.model) | joined_weights
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Store split weights again: `weights` returned copies of them, not their memory."""
-        for entry in self.store.stored:
+        for entry in self.store.stored_planes:
             if entry.splits:
                 master = entry.master()
                 for name, view in entry.plane.views(master):
@@ -183,11 +183,16 @@ class InStages(Parameters):
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
-        """Give the block the module on the host, with all weights in full precision."""
+        """Yield the module on the host, with all weights in full precision.
+
+        After the `with` block its parameters are the stored weights again.
+        """
         self.wait_for_planes(to_write=True)
         # Split weights are bf16 at home, so a call would use rounded weights. Other weights may be
         # on the device.
-        for entry in self.store.stored:
+        for entry in self.store.stored_planes:
+            # While planes hold the average, "weights" are its high halves, and "rest" still has the
+            # low halves of the weights. All bits of the average are in "ema".
             if entry.splits and self.step.holds_average:
                 full_weights = entry.plane.state["ema"]
             else:
@@ -196,5 +201,5 @@ class InStages(Parameters):
         try:
             yield self.step.model
         finally:
-            for entry in self.store.stored:
+            for entry in self.store.stored_planes:
                 entry.plane.rebind_parameters(entry.plane.param)

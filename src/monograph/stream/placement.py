@@ -30,13 +30,13 @@ Where = Literal["device", "host"]
 
 def buffer_names() -> tuple[str, ...]:
     """Return the names of all buffers that a stage may have, with any optimizer."""
-    rules = (rule for kind in OPTIMIZERS.values() for rule in kind.rules)
+    rules = (rule for optimizer in OPTIMIZERS.values() for rule in optimizer.rules)
     moments = [moment for rule in rules for moment in rule.moments]
-    # A format of moments packs each moment into several parts, e.g. codes and scales.
-    parts = [part for form in FORMATS.values() for part in form.parts]
-    of_moments = [part.buffer_name(moment) for part in parts for moment in moments]
+    # A format stores each moment in one or several parts, e.g. codes and scales.
+    parts = [part for state_format in FORMATS.values() for part in state_format.parts]
+    moment_buffers = [part.buffer_name(moment) for part in parts for moment in moments]
     # `dict.fromkeys` removes duplicates, because optimizers share moments.
-    return tuple(dict.fromkeys(("weights", "rest", "gradient", *of_moments, "ema")))
+    return tuple(dict.fromkeys(("weights", "rest", "gradient", *moment_buffers, "ema")))
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Placement:
         self._require(self.when in get_args(When), "when", _one_of(get_args(When)))
         self._require(self.where in get_args(Where), "where", _one_of(get_args(Where)))
         # `type` is compared, because `isinstance` would accept True, which is an int.
-        positive = type(self.blocks_per_stage) is int and self.blocks_per_stage > 0
-        self._require(positive, "blocks_per_stage", "1 or more")
+        is_positive = type(self.blocks_per_stage) is int and self.blocks_per_stage > 0
+        self._require(is_positive, "blocks_per_stage", "1 or more")
         self._require(type(self.offload) is bool, "offload", "True or False")
         known_names = buffer_names()
         buffers = ", ".join(known_names)
@@ -109,9 +109,9 @@ class Placement:
                 f"Placement: device = {self.device}: torch finds no GPU; use torch.device('cpu')"
             )
 
-    def _require(self, valid: bool, name: str, expected: str) -> None:
+    def _require(self, is_valid: bool, name: str, expected: str) -> None:
         """Raise a UsageError about an attribute unless its value is valid."""
-        if not valid:
+        if not is_valid:
             raise UsageError(f"Placement: {name} = {getattr(self, name)!r}: expected {expected}")
 
     def home(self, stage: int, name: str) -> Home:
@@ -126,8 +126,8 @@ def _one_of(values: tuple[str, ...]) -> str:
     return f"one of {', '.join(map(repr, values))}"
 
 
-def _is_set_of(given: object, valid: Callable[[Any], bool]) -> bool:
-    return isinstance(given, Set) and all(map(valid, given))
+def _is_set_of(value: object, is_valid: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Set) and all(map(is_valid, value))
 
 
 def _is_buffer_of_stage(pair: object, known_names: tuple[str, ...]) -> bool:
@@ -174,6 +174,7 @@ def _mapped_file(like: Tensor, label: str, folder: Path | None) -> Tensor:
     """
     size = like.nbytes
     try:
+        # `dir=None` is the system's folder for temporary files.
         handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
     except OSError as error:
         refusal = DiskFull if error.errno in DISK_ERRORS else InputRefused
@@ -184,14 +185,13 @@ def _mapped_file(like: Tensor, label: str, folder: Path | None) -> Tensor:
     # memory.
     Path(path).unlink()
     try:
+        # `posix_fallocate` refuses a length of 0.
         os.posix_fallocate(handle, 0, max(size, 1))
         return torch.from_file(
             f"/proc/self/fd/{handle}", shared=True, size=like.numel(), dtype=like.dtype
         )
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # torch raises a RuntimeError if it cannot map the file
+    # torch raises a RuntimeError if it cannot map the file.
+    except (OSError, RuntimeError) as error:
         disk = os.fstatvfs(handle)
         free = disk.f_bavail * disk.f_frsize
         reason = f"{free:,} are free" if free < size else str(getattr(error, "strerror", error))

@@ -20,7 +20,7 @@ from monograph.errors import UsageError
 from monograph.optim import Plane, join, split_, unlinked
 from monograph.step import Step
 from monograph.stream.lanes import Home, Lanes, Space
-from monograph.stream.store import GRADIENT, WEIGHTS, Further, Stage, StoredPlane, as_staged
+from monograph.stream.store import GRADIENT, WEIGHTS, BlockArguments, Stage, StoredPlane, as_staged
 
 TensorKey = Hashable
 K = TypeVar("K", bound=Hashable)
@@ -37,7 +37,7 @@ class DeviceBuffer:
     Tensors of a set do not overlap, because a captured graph would copy inputs that overlap.
 
     Attributes:
-        space: all of this memory, as one unit of what work on the lanes reads and writes.
+        space: all of this memory, as one unit that work on the lanes reads or writes.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ def tensors_to_fetch(stage: Stage, name: str) -> dict[TensorKey, Tensor]:
         The buffers that do not live on the device, by the number of their plane. Stages whose
         planes have the same number take turns in the same memory of a slot.
     """
-    buffers = {stored.plane.number: stored.buffers[name] for stored in stage.stored}
+    buffers = {stored.plane.number: stored.buffers[name] for stored in stage.stored_planes}
     return {
         number: buffer.tensor
         for number, buffer in buffers.items()
@@ -138,7 +138,7 @@ class StageOnDevice:
                 param=weights.get(stored.plane.number, stored.plane.param),
                 grad=gradients.get(stored.plane.number, stored.plane.grad),
             )
-            for stored in stage.stored
+            for stored in stage.stored_planes
         ]
 
     @property
@@ -153,13 +153,13 @@ class StageOnDevice:
 
     def _spaces(self, name: str, memory: DeviceBuffer) -> list[Space]:
         """Return the spaces of the planes' buffers of one name on the device, each once."""
-        homes = [stored.buffers[name].space for stored in self.stage.stored]
+        homes = [stored.buffers[name].space for stored in self.stage.stored_planes]
         spaces = [home if home.home == Home.DEVICE else memory.space for home in homes]
         return list(dict.fromkeys(spaces))
 
     def fetch(self, lanes: Lanes, planes: Sequence[StoredPlane]) -> None:
         """Copy these planes' weights to the slot."""
-        for stored, plane in zip(self.stage.stored, self.planes, strict=True):
+        for stored, plane in zip(self.stage.stored_planes, self.planes, strict=True):
             weights = stored.buffers[WEIGHTS]
             if stored in planes and weights.space.home != Home.DEVICE:
                 lanes.copy(plane.param, weights.tensor, self.slot.weights.space, weights.space)
@@ -170,7 +170,8 @@ class StageOnDevice:
 
         Outside the `with` block they are the weights at home.
         """
-        weights_at_home = [slot.parameter.data for plane in self.planes for slot in plane.slots]
+        # The slots of a plane are not device memory: they say where each parameter lies in it.
+        weights_at_home = [placed.parameter.data for plane in self.planes for placed in plane.slots]
         for plane in self.planes:
             plane.rebind_parameters(plane.param)
             plane.fuse_gradients()
@@ -220,9 +221,10 @@ class Slots:
         # The last stage of a tied model reads weights of the first, so both are needed at once.
         stages_of_ends = [[first], [last]] if tied else [[first, last]]
         self.pools = [
-            [Slot(f"slot of ends {number}", sharing, device)]
-            for number, sharing in enumerate(stages_of_ends)
+            [Slot(f"slot of ends {number}", stages_in_turn, device)]
+            for number, stages_in_turn in enumerate(stages_of_ends)
         ]
+        # If the model is not tied, both are the same pool.
         first_pool, last_pool = self.pools[0], self.pools[-1]
         block_slots = min(BLOCK_SLOTS, len(middle))
         block_pool = [Slot(f"slot {number}", middle, device) for number in range(block_slots)]
@@ -241,7 +243,7 @@ class Slots:
         """Copy the stage's weights to a slot, unless they are there, and return the stage."""
         stage_on_device = self.claim(stage)
         if stage_on_device.slot.holds != (stage, stage.version):
-            stage_on_device.fetch(self.lanes, stage.stored)
+            stage_on_device.fetch(self.lanes, stage.stored_planes)
             stage_on_device.slot.holds = (stage, stage.version)
         return stage_on_device
 
@@ -304,11 +306,11 @@ class Passes:
                     stage.link()
             return call()
 
-    def begin(self, batch: object) -> tuple[Tensor, Further]:
+    def begin(self, batch: object) -> tuple[Tensor, BlockArguments]:
         """Run the model's `begin` with the arguments that the loss calls the model with.
 
         Returns:
-            The first block's input, and the further arguments of each block.
+            The first block's input, and each block's arguments after the first one.
 
         Raises:
             UsageError: the loss does not call the model.
@@ -329,14 +331,16 @@ class Passes:
             )
         return self.model.begin(*args, **kwargs)
 
-    def forward_blocks(self, stage: Stage, state: Tensor, further: Further) -> Tensor:
+    def forward_blocks(
+        self, stage: Stage, state: Tensor, block_arguments: BlockArguments
+    ) -> Tensor:
         """Return the output of a stage of blocks."""
         modules = [block for _, block in stage.blocks]
         with torch.no_grad(), self.step.context(), self._require_repeatable(modules):
-            return self._run_blocks(stage, state, further)
+            return self._run_blocks(stage, state, block_arguments)
 
-    def forward_first(self, batch: object) -> tuple[Tensor, Further]:
-        """Return the first stage's output, and the further arguments of each block."""
+    def forward_first(self, batch: object) -> tuple[Tensor, BlockArguments]:
+        """Return the first stage's output, and each block's arguments after the first one."""
         modules = self.model.parts_before
         with torch.no_grad(), self.step.context(), self._require_repeatable(modules):
             return self.begin(batch)
@@ -364,7 +368,7 @@ class Passes:
         state: Tensor,
         *,
         stage: Stage,
-        further: Further,
+        block_arguments: BlockArguments,
         gradient: Tensor,
     ) -> Tensor:
         """Recompute a stage of blocks, and run it backward; this adds to the stage's gradient.
@@ -373,7 +377,7 @@ class Passes:
             planes: the stage's planes on the device.
             state: the stage's input.
             stage: the stage.
-            further: the further arguments of each block.
+            block_arguments: each block's arguments after the first one.
             gradient: the gradient of the stage's output.
 
         Returns:
@@ -383,7 +387,7 @@ class Passes:
         # passed to the previous stage as a tensor.
         state = state.detach().requires_grad_()
         with self._recording_graph(planes):
-            output = self._run_blocks(stage, state, further)
+            output = self._run_blocks(stage, state, block_arguments)
         output.backward(gradient)
         return _gradient_of(state)
 
@@ -397,6 +401,7 @@ class Passes:
         """
         with self._recording_graph(planes):
             state, _ = self.begin(batch)
+        # If no parameter before the blocks is trained, there is nothing to compute.
         if state.requires_grad:
             state.backward(gradient)
 
@@ -424,17 +429,22 @@ class Passes:
         split_(joined.param, plane.param, rest)
 
     def update_on_host(self, update: HostPartUpdate, plane: Plane, rest: Tensor | None) -> None:
-        """Update a part of a plane on the host, in place, by calling `update`."""
+        """Update a part of a plane on the host, in place, by calling `update`.
+
+        The call goes through this method, so that a subclass can replace it.
+        """
         update(plane, rest)
 
-    def _run_blocks(self, stage: Stage, hidden: Tensor, further: Further) -> Tensor:
+    def _run_blocks(self, stage: Stage, hidden: Tensor, block_arguments: BlockArguments) -> Tensor:
         for index, block in stage.blocks:
-            hidden = block(hidden, *further[index])
+            hidden = block(hidden, *block_arguments[index])
         return hidden
 
     @contextmanager
     def _recording_graph(self, planes: Sequence[Plane]) -> Iterator[None]:
         """Make autograd record a forward pass in the `with` block, for a backward pass after it."""
+        # `unlinked` removes the fp32 `.grad` of bf16 parameters, with which torch could not trace the
+        # pass.
         with torch.enable_grad(), unlinked(planes), self.step.context():
             yield
 
@@ -476,6 +486,7 @@ class Passes:
     def _replace_forward(self, replacement: Callable[..., Tensor | None]) -> Iterator[None]:
         """Make a call of the model run `replacement`, within the `with` block."""
         model = self.step.model
+        # This attribute of the object hides the method `forward` of its class, until it is deleted.
         model.forward = replacement
         try:
             yield

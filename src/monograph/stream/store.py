@@ -46,7 +46,7 @@ ELEMENTS_AT_ONCE = 2**22
 # take turns in using these sets.
 GRADIENT_SETS = 2
 
-Further = Sequence[tuple[object, ...]]  # for each block, its arguments after the first one
+BlockArguments = Sequence[tuple[object, ...]]  # for each block, its arguments after the first one
 
 
 class Staged(Protocol):
@@ -58,8 +58,8 @@ class Staged(Protocol):
     parts_before: Sequence[nn.Module]  # modules whose parameters `begin` reads
     parts_after: Sequence[nn.Module]  # modules whose parameters `end` and the loss read
 
-    def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Further]:
-        """Return the first block's input, and the further arguments of each block."""
+    def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, BlockArguments]:
+        """Return the first block's input, and each block's arguments after the first one."""
 
     def end(self, hidden: Tensor) -> Tensor:
         """Return the module's output from the last block's output."""
@@ -70,7 +70,7 @@ class Buffer(NamedTuple):
 
     Attributes:
         tensor: its memory.
-        space: this memory, as what work on the lanes declares to read or write.
+        space: the same memory, as a unit that work on the lanes reads or writes.
     """
 
     tensor: Tensor
@@ -130,7 +130,7 @@ class Stage:
         blocks: the stage's blocks, as (index among the model's blocks, block); empty in the first and
             the last stage.
         families: the groups of linear layers in its blocks that are computed together.
-        stored: the stage's planes.
+        stored_planes: the stage's planes.
         version: how many times the stage's weights were changed. A copy of the weights in a slot
             (device memory for one stage) is outdated if its version differs.
     """
@@ -139,13 +139,13 @@ class Stage:
     index: int
     blocks: list[tuple[int, nn.Module]]
     families: list[FusedLinears]
-    stored: list[StoredPlane]
+    stored_planes: list[StoredPlane]
     version: int = 0
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the stage's parameters, in the order of its planes."""
-        return (slot.parameter for stored in self.stored for slot in stored.plane.slots)
+        return (placed.parameter for stored in self.stored_planes for placed in stored.plane.slots)
 
 
 @dataclass
@@ -161,16 +161,16 @@ class Store:
     tied: bool = False
 
     @property
-    def stored(self) -> Iterator[StoredPlane]:
+    def stored_planes(self) -> Iterator[StoredPlane]:
         """Return the planes of all stages."""
-        return (stored for stage in self.stages for stored in stage.stored)
+        return (stored for stage in self.stages for stored in stage.stored_planes)
 
     def bytes_at(self) -> dict[Home, int]:
         """Return the bytes of buffers by home; memory that stages share is counted once."""
         sizes = dict.fromkeys(Home, 0)
         # Buffers that share memory begin at the same address; the largest of them counts.
         counted_by_address: dict[int, int] = {}
-        buffers = [buffer for stored in self.stored for buffer in stored.buffers.values()]
+        buffers = [buffer for stored in self.stored_planes for buffer in stored.buffers.values()]
         for tensor, space in buffers:
             if tensor.is_meta:
                 continue
@@ -226,39 +226,39 @@ def store_in_stages(
     staged_module = as_staged(module)
     # Parameters are identified by `id`, because a tied parameter has several names. Such a parameter
     # belongs to the first stage that has it.
-    names = {id(p): name for name, p in trainable(module).items()}
+    name_by_id = {id(p): name for name, p in trainable(module).items()}
     linear_weights = {
         id(m.weight)
         for block in blocks(module).values()
         for m in block.modules()
         if isinstance(m, MATMUL_MODULES)
     }
-    # The resident engine has one plane for each kind, which is cut here between stages. Planes keep
-    # its number and know where they start in it, because stochastic rounding depends on both.
-    distinct_kinds = dict.fromkeys(kinds[name] for name in names.values())
+    # The resident engine has one plane for each kind of parameter. Here this plane is cut between
+    # stages. Each part keeps the number of the whole plane, and knows where it starts in it, because
+    # stochastic rounding depends on both.
+    distinct_kinds = dict.fromkeys(kinds[name] for name in name_by_id.values())
     number_of_kind = {kind: number for number, kind in enumerate(distinct_kinds)}
     next_start = dict.fromkeys(kinds.values(), 0)
     store = Store()
     stored_ids = set[int]()
-    for stage_name, stage_blocks, modules in _stages(
-        module, staged_module, placement.blocks_per_stage
-    ):
-        used_by_id = {id(p): p for m in modules for p in m.parameters() if id(p) in names}
+    for name, stage_blocks, modules in _stage_modules(staged_module, placement.blocks_per_stage):
+        used_by_id = {id(p): p for m in modules for p in m.parameters() if id(p) in name_by_id}
+        # A parameter that an earlier stage has stored is tied.
         store.tied = store.tied or bool(used_by_id.keys() & stored_ids)
-        new_by_name = {names[key]: p for key, p in used_by_id.items() if key not in stored_ids}
+        new_by_name = {name_by_id[key]: p for key, p in used_by_id.items() if key not in stored_ids}
         stored_ids |= used_by_id.keys()
         stage = Stage(
-            name=stage_name,
+            name=name,
             index=len(store.stages),
             blocks=stage_blocks,
             families=[family for _, block in stage_blocks for family in families(block)],
-            stored=[],
+            stored_planes=[],
         )
         block_of_parameter = {
-            names[id(p)]: index
+            name_by_id[id(p)]: index
             for index, block in stage_blocks
             for p in block.parameters()
-            if id(p) in names
+            if id(p) in name_by_id
         }
         for plane in planes(new_by_name, kinds, optim.state, layers=block_of_parameter):
             plane.number = number_of_kind[plane.kind]
@@ -276,9 +276,9 @@ def store_in_stages(
             # computing. Each pass needs all bits of the other weights, so splitting those would
             # save nothing.
             splits = rounds_weights and all(
-                id(slot.parameter) in linear_weights for slot in plane.slots
+                id(placed.parameter) in linear_weights for placed in plane.slots
             )
-            stage.stored.append(_move_home(stage, plane, start, splits, placement))
+            stage.stored_planes.append(_move_home(stage, plane, start, splits, placement))
         store.stages.append(stage)
     if placement.when == "backward":
         _share_gradient_memory(store.stages, placement)
@@ -287,33 +287,43 @@ def store_in_stages(
         raise UsageError(
             f"Placement: on_device names stage {min(unknown_stages)}, and the stages are 0 to {len(store.stages) - 1}"
         )
-    missing_names = [name for key, name in names.items() if key not in stored_ids]
-    if missing_names:
+    names_without_stage = [name for key, name in name_by_id.items() if key not in stored_ids]
+    if names_without_stage:
         raise UsageError(
-            f"memory = stream: {missing_names[0]} is in no block and in neither parts_before nor parts_after"
+            f"memory = stream: {names_without_stage[0]} is in no block and in neither parts_before nor parts_after"
         )
     return store
 
 
-def _stages(
-    module: nn.Module, staged_module: Staged, blocks_per_stage: int
-) -> Iterator[tuple[str, list[tuple[int, nn.Module]], Sequence[nn.Module]]]:
-    """Yield for each stage its name, its blocks with their indices, and the modules whose
-    parameters it uses.
+class StageModules(NamedTuple):
+    """The modules of a stage.
+
+    Attributes:
+        name: the stage's name, for messages.
+        blocks: its blocks, as (index among the model's blocks, block).
+        modules: the modules whose parameters it uses.
+    """
+
+    name: str
+    blocks: list[tuple[int, nn.Module]]
+    modules: Sequence[nn.Module]
+
+
+def _stage_modules(staged_module: Staged, blocks_per_stage: int) -> Iterator[StageModules]:
+    """Yield the modules of each stage, in order.
 
     Args:
-        module: the module.
-        staged_module: the same module.
+        staged_module: the module.
         blocks_per_stage: the number of blocks in a stage.
     """
-    yield "before the blocks", [], staged_module.parts_before
-    indexed_blocks = list(enumerate(blocks(module).values()))
+    yield StageModules("before the blocks", [], staged_module.parts_before)
+    indexed_blocks = list(enumerate(blocks(cast(nn.Module, staged_module)).values()))
     for first in range(0, len(indexed_blocks), blocks_per_stage):
         stage_blocks = indexed_blocks[first : first + blocks_per_stage]
         last, _ = stage_blocks[-1]
         name = f"block {first}" if first == last else f"blocks {first}-{last}"
-        yield name, stage_blocks, [block for _, block in stage_blocks]
-    yield "after the blocks", [], staged_module.parts_after
+        yield StageModules(name, stage_blocks, [block for _, block in stage_blocks])
+    yield StageModules("after the blocks", [], staged_module.parts_after)
 
 
 def _move_home(
@@ -336,7 +346,8 @@ def _move_home(
     def move(name: str, tensor: Tensor) -> Tensor:
         home = placement.home(stage.index, name)
         # An update in the backward pass reads the gradient in a slot, or in memory that stages
-        # share (`_share_gradient_memory`), so this gradient needs no memory of its own.
+        # share (`_share_gradient_memory`). So this gradient needs no memory of its own, and gets a
+        # tensor without data.
         if name == GRADIENT and placement.when == "backward":
             home = Home.HOST
             tensor = tensor.to("meta")
@@ -386,7 +397,7 @@ def _share_gradient_memory(stages: Sequence[Stage], placement: Placement) -> Non
     for turn in range(GRADIENT_SETS):
         stages_of_turn = stages[turn::GRADIENT_SETS]
         host_planes = [
-            stored for stage in stages_of_turn for stored in stage.stored if stored.on_host
+            stored for stage in stages_of_turn for stored in stage.stored_planes if stored.on_host
         ]
         largest: dict[tuple[int, torch.dtype], Tensor] = {}
         for stored in host_planes:

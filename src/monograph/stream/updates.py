@@ -1,7 +1,7 @@
 """Decide when and where the stages of a walk are updated; run the updates on the host.
 
 A stage is some consecutive blocks of the model, or the parts before or after them. A plane is a
-flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`), with further buffers for
+flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`), with more buffers for
 the gradient and the optimizer. The home of a buffer is where it is kept: on the device, on the host
 or in a file. Work is given to lanes, which are queues (`monograph.stream.lanes`). Split weights are
 fp32 weights that are stored as two halves of 16 bits (`monograph.optim.narrow.split`).
@@ -44,13 +44,25 @@ from monograph.stream.placement import Placement, on_host
 from monograph.stream.slots import DeviceBuffer, Passes, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, Buffer, Stage, Store
 
-# The largest number of elements in a chunk. The update of a chunk should take longer than the call of
-# a graph (0.3 ms). But it should take only a few milliseconds, because generated code keeps Python's
-# lock, so nothing is launched on the device meanwhile.
-MAX_CHUNK_ELEMENTS = 2**22
+# The largest number of elements in a chunk that the host updates. The update of a chunk should take
+# longer than the call of a graph (0.3 ms). But it should take only a few milliseconds, because
+# generated code keeps Python's lock, so nothing is launched on the device meanwhile.
+MAX_HOST_CHUNK_ELEMENTS = 2**22
 # A decision is this many numbers in fp64: the gradient's factor, whether the update is applied, the
 # number of updates so far, and the learning rate.
 DECISION_SIZE = 4
+
+
+class Decision(NamedTuple):
+    """The decision about an update, on the device.
+
+    Attributes:
+        scale: the gradient's factor.
+        accepted: whether the update is applied.
+    """
+
+    scale: Tensor
+    accepted: Tensor
 
 
 class DecisionBuffers(NamedTuple):
@@ -97,45 +109,46 @@ class HostUpdate:
         self.split = Compilable(split_)
         self.update_part = Compilable(self._update_part)
 
-    def send(self, index: int, scale: Tensor, accepted: Tensor) -> DecisionBuffers:
+    def send(self, index: int, decision: Decision) -> DecisionBuffers:
         """Copy a decision to the host.
 
         Args:
             index: the index of the memory for the decision. Decisions with different indices may be
                 copied and used at the same time.
-            scale: the gradient's factor.
-            accepted: whether the update is applied.
+            decision: the decision.
 
         Returns:
-            The decision; work on the host that reads it must wait for its space.
+            The memory of the decision; work on the host that reads it must wait for its space.
         """
-        decision = self._decisions.get(index)
-        if decision is None:
-            decision = self._decisions[index] = self._new_decision(index)
+        buffers = self._decisions.get(index)
+        if buffers is None:
+            buffers = self._decisions[index] = self._new_decision(index)
+        source, target = buffers.on_device, buffers.on_host
         applied, lr = self.step.applied, self.step.lr
 
         def write_numbers() -> None:
             # All four numbers are in one tensor, so that one copy is enough. They are fp64, which
             # holds the number of updates exactly.
-            numbers = [number.to(torch.float64) for number in (scale, accepted, applied, lr)]
-            decision.on_device.tensor.copy_(torch.stack(numbers))
+            numbers = (decision.scale, decision.accepted, applied, lr)
+            source.tensor.copy_(torch.stack([number.to(torch.float64) for number in numbers]))
 
-        source, target = decision.on_device, decision.on_host
         self.lanes.compute(write_numbers, writes=[source.space])
         self.lanes.copy(target.tensor, source.tensor, target.space, source.space)
-        return decision
+        return buffers
 
     def update(self, stage: Stage, decision: DecisionBuffers) -> None:
         """Update a stage's planes that are updated on the host.
 
         The work begins when the gradients and the decision have arrived on the host.
         """
-        chunks = list(self._chunks(stage))
-        if not chunks:
+        host_chunks = self._chunks(stage)
+        if not host_chunks:
             return
+        # Only work on the host lane uses the tensors that `_read_decision` writes, so they need no
+        # space.
         numbers = decision.on_host
         self.lanes.host(functools.partial(self._read_decision, numbers.tensor), [numbers.space])
-        for chunk in chunks:
+        for chunk in host_chunks:
             stored = chunk.stored
             parts = {name: chunk.part(buffer) for name, buffer in stored.buffers.items()}
             spaces = {name: buffer.space for name, buffer in stored.buffers.items()}
@@ -186,8 +199,11 @@ class HostUpdate:
 
     @staticmethod
     def _chunks(*stages: Stage) -> list[Chunk]:
-        host_planes = (stored for stage in stages for stored in stage.stored if stored.on_host)
-        return list(cut_into_chunks(host_planes, MAX_CHUNK_ELEMENTS))
+        """Return the chunks of the stages' planes that are updated on the host."""
+        host_planes = (
+            stored for stage in stages for stored in stage.stored_planes if stored.on_host
+        )
+        return list(cut_into_chunks(host_planes, MAX_HOST_CHUNK_ELEMENTS))
 
     def _new_decision(self, index: int) -> DecisionBuffers:
         """Allocate the memory of one decision."""
@@ -223,6 +239,32 @@ def join_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     master.copy_(join(hi, lo))
 
 
+class SquaresKey(NamedTuple):
+    """The key of a plane's sums of squares; sorted keys are in the order of the norm's sum.
+
+    Attributes:
+        plane_number: the number of the plane.
+        stage_index: the index of the stage.
+        position: the position of the plane in the stage.
+    """
+
+    plane_number: int
+    stage_index: int
+    position: int
+
+
+class UpdateUnderWay(NamedTuple):
+    """The update of a stage that has begun on the device.
+
+    Attributes:
+        update: the update.
+        work: updates one chunk each time it is advanced.
+    """
+
+    update: ChunkedUpdate
+    work: Iterator[None]
+
+
 class Updates:
     """The updates of a walk's stages.
 
@@ -230,8 +272,8 @@ class Updates:
         in_backward: whether stages are updated in the backward pass.
         staging_buffers: device memory for the chunks of updates on the device.
         host_update: makes the updates on the host.
-        waiting: stages that must still be updated on the device, before their next forward pass or
-            the next update.
+        waiting: stages that must still be updated on the device. They are updated before their next
+            forward pass, or before the next decision about an update.
         repeatable: whether a window (the micro-batches of one update) can be tried again if it
             fails: no weight has been changed by its gradient yet.
         failed: the error that left some weights updated and others not, so that nothing can be
@@ -264,13 +306,10 @@ class Updates:
         self.repeatable = True
         self.failed: OutOfDeviceMemory | None = None
         self.update_part = Compilable(passes.update_part)
-        # Sums of squares of gradients, by (number of the plane, index of the stage, position of the
-        # plane in the stage).
-        self._squares: dict[tuple[int, int, int], list[Tensor]] = {}
-        # The current update's (factor of the gradient, whether the update is applied).
-        self._decided: tuple[Tensor, Tensor] | None = None
-        # The update that is under way on the device, and the iterator that updates its chunks.
-        self._current: tuple[ChunkedUpdate, Iterator[None]] | None = None
+        # Sums of squares of gradients.
+        self._squares: dict[SquaresKey, list[Tensor]] = {}
+        self._decision: Decision | None = None
+        self._current: UpdateUnderWay | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -280,17 +319,19 @@ class Updates:
     def compute_squares(self, stage_on_device: StageOnDevice) -> None:
         """Compute the sums of squares of the stage's gradient, which must be complete."""
         for position, (stored, plane) in enumerate(
-            zip(stage_on_device.stage.stored, stage_on_device.planes, strict=True)
+            zip(stage_on_device.stage.stored_planes, stage_on_device.planes, strict=True)
         ):
             # The keys are such that `decide` can sort them into the order of the resident engine's
             # planes and parts, on which the bits of the norm depend.
-            key = stored.plane.number, stage_on_device.stage.index, position
+            key = SquaresKey(stored.plane.number, stage_on_device.stage.index, position)
             squares_of_plane = functools.partial(self.passes.squares, plane, plane.grad)
             self._squares[key] = self.lanes.compute(squares_of_plane, stage_on_device.writes)
 
     def store_gradients(self, stage_on_device: StageOnDevice) -> None:
         """Copy the stage's gradient home, except for planes that need it only on the device."""
-        for stored, plane in zip(stage_on_device.stage.stored, stage_on_device.planes, strict=True):
+        for stored, plane in zip(
+            stage_on_device.stage.stored_planes, stage_on_device.planes, strict=True
+        ):
             home = stored.buffers[GRADIENT]
             # An update on the device in the backward pass reads the gradient in the slot.
             used_at_home = stored.on_host or not self.in_backward
@@ -310,7 +351,7 @@ class Updates:
         Returns:
             The gradient's norm before clipping.
         """
-        # The previous update may be unfinished, if no forward pass has followed it.
+        # Stages may still wait for the previous update, if no forward pass has followed it.
         self.flush()
         squares = [square for key in sorted(self._squares) for square in self._squares[key]]
         if gradient_is_empty:
@@ -321,8 +362,8 @@ class Updates:
             # `decide_by_losses` has counted the update already, and `step.decide` counts it again.
             self.step.applied.copy_(applied_before)
             return grad_norm
-        self._decided = scale, accepted
-        self._update_on_host(self.store.stages, scale, accepted)
+        self._decision = Decision(scale, accepted)
+        self._update_on_host(self.store.stages, self._decision)
         self.waiting = [stage for stage in self.store.stages if any(chunks(stage))]
         if self.placement.when == "sweep":
             self.flush()
@@ -343,9 +384,8 @@ class Updates:
             in_slot: the stage in a slot, to which the new weights are copied as well; None: they are
                 only copied home.
         """
-        assert self._decided is not None
-        scale, accepted = self._decided
-        self._begin(ChunkedUpdate(stage, self.staging_buffers), scale, accepted, in_slot)
+        assert self._decision is not None
+        self._begin(ChunkedUpdate(stage, self.staging_buffers), self._decision, in_slot)
 
     # ── in the backward pass ────────────────────────────────────────────────────────────────────
 
@@ -359,59 +399,57 @@ class Updates:
         unknown_norm = torch.zeros_like(scale)
         accepted = step.accepts(unknown_norm)
         step.applied.add_(accepted)
-        self._decided = (scale, accepted)
+        self._decision = Decision(scale, accepted)
         self.repeatable = False
 
     def update_in_backward(self, stage_on_device: StageOnDevice) -> None:
         """Begin to update a stage whose gradient is complete, on the host and on the device."""
-        assert self._decided is not None
-        scale, accepted = self._decided
+        assert self._decision is not None
+        scale, accepted = self._decision
         stage = stage_on_device.stage
         stage_squares = [
             square
-            for (_, index, _), squares in self._squares.items()
-            if index == stage.index
+            for key, squares in self._squares.items()
+            if key.stage_index == stage.index
             for square in squares
         ]
         # The norm over all stages is not known yet, so each stage's update depends on the norm of
-        # its own gradient. The comparison is false for NaN.
+        # its own gradient. The comparison is false for NaN, so such a gradient is not applied.
         stage_norm = torch.stack(stage_squares).sum().sqrt() * scale
-        accepted = accepted & (stage_norm <= self.step.largest_norm)
-        self._update_on_host([stage], scale, accepted)
+        decision_for_stage = Decision(scale, accepted & (stage_norm <= self.step.largest_norm))
+        self._update_on_host([stage], decision_for_stage)
         if any(chunks(stage)):
-            self._begin(
-                ChunkedUpdate(stage, self.staging_buffers, gradients=stage_on_device),
-                scale,
-                accepted,
-            )
+            update = ChunkedUpdate(stage, self.staging_buffers, gradient_source=stage_on_device)
+            self._begin(update, decision_for_stage)
 
     # ── on the host ─────────────────────────────────────────────────────────────────────────────
 
-    def _update_on_host(self, stages: list[Stage], scale: Tensor, accepted: Tensor) -> None:
+    def _update_on_host(self, stages: list[Stage], decision: Decision) -> None:
+        """Update the planes of stages that are updated on the host."""
         # Copying a decision takes time, so it is copied only if the host updates something.
-        if any(stored.on_host for stage in stages for stored in stage.stored):
-            decision = self.host_update.send(stages[0].index, scale, accepted)
+        if any(stored.on_host for stage in stages for stored in stage.stored_planes):
+            buffers = self.host_update.send(stages[0].index, decision)
             for stage in stages:
-                self.host_update.update(stage, decision)
+                self.host_update.update(stage, buffers)
 
     # ── on the device, between other work ───────────────────────────────────────────────────────
 
     def _begin(
         self,
         update: ChunkedUpdate,
-        scale: Tensor,
-        accepted: Tensor,
+        decision: Decision,
         in_slot: StageOnDevice | None = None,
     ) -> None:
         """Begin an update, after finishing the update that is under way.
 
-        Later calls of `update_some` and `finish_current` update the chunks.
+        Later calls of `update_due_chunks` and `finish_current` update the chunks.
         """
         self.finish_current()
         update.fetch_chunks()
-        self._current = update, update.update_chunks(self.update_part, scale, accepted, in_slot)
+        work = update.update_chunks(self.update_part, decision.scale, decision.accepted, in_slot)
+        self._current = UpdateUnderWay(update, work)
 
-    def update_some(self, micro_batches: int) -> None:
+    def update_due_chunks(self, micro_batches: int) -> None:
         """Update the chunks that are due after one micro-batch.
 
         Args:
@@ -421,7 +459,7 @@ class Updates:
             update, work = self._current
             # This is rounded up, so that the update is finished by the last micro-batch.
             chunks_due = math.ceil(update.count / micro_batches)
-            self._run(islice(work, chunks_due))
+            self._update_chunks(islice(work, chunks_due))
 
     def finish_current(self) -> None:
         """Finish the update that is under way.
@@ -429,24 +467,28 @@ class Updates:
         Raises:
             OutOfDeviceMemory: this update or an earlier one failed.
         """
+        self._raise_earlier_failure()
         if self._current is None:
-            self._run(())
             return
         update, work = self._current
-        self._run(work)
+        self._update_chunks(work)
         if update.stage in self.waiting:
             self.waiting.remove(update.stage)
         self._current = None
 
-    def _run(self, work: Iterable[None]) -> None:
-        """Update chunks by running an iterator.
+    def _raise_earlier_failure(self) -> None:
+        """Raise the error of an earlier call that left some weights updated and others not."""
+        if self.failed:
+            raise self.failed
+
+    def _update_chunks(self, work: Iterable[None]) -> None:
+        """Update chunks by running an iterator, which updates one chunk each time it is advanced.
 
         Raises:
             OutOfDeviceMemory: memory ran out now or in an earlier call. Some weights are then
                 updated and others not, so they must be neither trained nor saved.
         """
-        if self.failed:
-            raise self.failed
+        self._raise_earlier_failure()
         try:
             for _ in work:
                 pass

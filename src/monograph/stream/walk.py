@@ -14,7 +14,6 @@ micro-batches.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -25,21 +24,22 @@ from monograph.step import Step
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.placement import Placement, on_host
 from monograph.stream.slots import Passes, Slots, StageOnDevice
-from monograph.stream.store import GRADIENT, Buffer, Further, Stage, Store
+from monograph.stream.store import GRADIENT, BlockArguments, Buffer, Stage, Store
 from monograph.stream.updates import Updates
 
 T = TypeVar("T")
-# The number of sets of device memory for G inputs that come back from the host. One set is in use
-# while the other is filled.
+# The number of sets of device memory for inputs that come back from the host. A set holds one stage's
+# G inputs. One set is in use while the other is filled.
 INPUT_SETS = 2
 
 
 class StageInputs:
     """The inputs of all stages except the first.
 
-    If the inputs stay on the device, they are (stages - 1) G states there. If they are offloaded,
+    If the inputs stay on the device, they are (stages - 1) · G states there. If they are offloaded,
     there are at most 4 G states on the device for any number of stages, and the host keeps the
-    rest. 2 G of these 4 G states are memory for inputs that come back.
+    rest. These 4 G states are the inputs of the stage that computes, those of the next stage, and
+    INPUT_SETS = 2 sets of memory for inputs that come back.
 
     Attributes:
         lanes: the lanes that copy and compute.
@@ -67,8 +67,8 @@ class StageInputs:
         self.peak_bytes = 0
         # The inputs on the device, and the memory for kept inputs on the host, by (stage,
         # micro-batch).
-        self._states: dict[tuple[int, int], Buffer] = {}
-        self._host: dict[tuple[int, int], Buffer] = {}
+        self._on_device: dict[tuple[int, int], Buffer] = {}
+        self._host_copies: dict[tuple[int, int], Buffer] = {}
         # The memory for inputs that come back, by (number of the set, micro-batch).
         self._input_sets: dict[tuple[int, int], Buffer] = {}
 
@@ -76,7 +76,8 @@ class StageInputs:
     def device_bytes(self) -> int:
         """Return the bytes of inputs on the device now."""
         # An input that has come back is in both dicts, and counts once.
-        tensors = [buffer.tensor for buffer in (*self._states.values(), *self._input_sets.values())]
+        buffers = (*self._on_device.values(), *self._input_sets.values())
+        tensors = [buffer.tensor for buffer in buffers]
         distinct = {id(tensor): tensor for tensor in tensors}
         return sum(tensor.nbytes for tensor in distinct.values())
 
@@ -91,20 +92,20 @@ class StageInputs:
         """
         # Each input has its own space, so that a reader waits only for this input.
         space = Space(f"input {g} of stage {stage}", Home.DEVICE)
-        self._states[stage, g] = Buffer(state, space)
+        self._on_device[stage, g] = Buffer(state, space)
         self.peak_bytes = max(self.peak_bytes, self.device_bytes)
         # The previous stage has computed the input. This declares it as written, so that readers wait
         # for that computation.
         self.lanes.compute(lambda: None, writes=[space])
-        # The last stage's input stays on the device: the backward pass needs it first.
+        # The last stage's input only stays on the device: the backward pass needs it first.
         if keep and self.offloaded and stage != self.last:
-            host_copy = self._host.get((stage, g))
+            host_copy = self._host_copies.get((stage, g))
             # Pinned memory is slow to allocate, and the next update's inputs usually have the same
             # shapes, so the memory is kept until a shape differs.
             if host_copy is None or not _fits(host_copy.tensor, state):
                 label = f"kept input {g} of stage {stage}"
                 memory = on_host(state, label, self.device)
-                host_copy = self._host[stage, g] = Buffer(memory, Space(label, Home.HOST))
+                host_copy = self._host_copies[stage, g] = Buffer(memory, Space(label, Home.HOST))
             self.lanes.copy(host_copy.tensor, state, host_copy.space, space)
 
     def release_inputs(self, stage: int, *, keep: bool) -> None:
@@ -113,8 +114,8 @@ class StageInputs:
             return
         # The inputs of all micro-batches are released together, so that the allocator can give their
         # memory to the next stage.
-        for key in [key for key in self._states if key[0] == stage]:
-            _, space = self._states.pop(key)
+        for key in [key for key in self._on_device if key[0] == stage]:
+            _, space = self._on_device.pop(key)
             # Later computations may reuse the memory, so they wait for the copy to the host.
             self.lanes.compute(lambda: None, writes=[space])
 
@@ -124,7 +125,7 @@ class StageInputs:
         if not self.offloaded or stage in (0, self.last):
             return
         for g in range(count):
-            host_copy = self._host[stage, g]
+            host_copy = self._host_copies[stage, g]
             set_and_batch = stage % INPUT_SETS, g
             buffer = self._input_sets.get(set_and_batch)
             if buffer is None or not _fits(buffer.tensor, host_copy.tensor):
@@ -137,21 +138,21 @@ class StageInputs:
                 # Earlier computations may have used this memory.
                 self.lanes.compute(lambda: None, writes=[buffer.space])
             self.lanes.copy(buffer.tensor, host_copy.tensor, buffer.space, host_copy.space)
-            self._states[stage, g] = buffer
+            self._on_device[stage, g] = buffer
 
     def input_of(self, stage: int, g: int) -> Buffer:
         """Return a stage's input for a micro-batch, on the device."""
-        return self._states[stage, g]
+        return self._on_device[stage, g]
 
     def take_input(self, stage: int, g: int) -> Buffer:
-        """Return the same as `input_of`, and release the input: its caller uses it last."""
-        gradient_bytes = self._states[stage, g].tensor.nbytes  # the input's gradient is as large
+        """Return a stage's input for a micro-batch, and release it, because it is not used again."""
+        gradient_bytes = self._on_device[stage, g].tensor.nbytes  # the input's gradient is as large
         self.peak_bytes = max(self.peak_bytes, self.device_bytes + gradient_bytes)
-        return self._states.pop((stage, g))
+        return self._on_device.pop((stage, g))
 
     def clear(self) -> None:
         """Release all inputs on the device."""
-        self._states.clear()
+        self._on_device.clear()
 
 
 def _fits(memory: Tensor, tensor: Tensor) -> bool:
@@ -159,7 +160,7 @@ def _fits(memory: Tensor, tensor: Tensor) -> bool:
     return memory.shape == tensor.shape and memory.dtype == tensor.dtype
 
 
-# Called with a stage's planes on the device when their gradient is complete.
+# A function that is called with a stage's planes on the device when their gradient is complete.
 Observe = Callable[[Sequence[Plane]], None]
 
 
@@ -230,21 +231,21 @@ class Walk:
                 complete; no weight is updated. None: weights are trained.
         """
         updates = self.updates
+        # While gradients are only observed, no weight may be updated.
         if updates.waiting and observe:
             updates.flush()
         updates.repeatable = True
-        further = self._forward(batches, keep=True)
+        block_arguments = self._forward(batches, keep=True)
         first, *middle, last = self.store.stages
         gradients: dict[int, Tensor] = {}  # the gradient of the current state, by micro-batch
-        in_backward = updates.in_backward and observe is None
+        updates_in_backward = updates.in_backward and observe is None
         # The last stage comes first, because all other gradients are computed from its gradient.
-        for stage_on_device in self._visits(
-            [last, *reversed(middle), first], backward_count=len(batches)
-        ):
+        backward_order = [last, *reversed(middle), first]
+        for stage_on_device in self._visits(backward_order, inputs_to_fetch=len(batches)):
             self._prepare_gradients(stage_on_device)
             for g, batch in enumerate(batches):
-                self._backward(stage_on_device, g, batch, further, gradients)
-                updates.update_some(len(batches))
+                self._backward(stage_on_device, g, batch, block_arguments, gradients)
+                updates.update_due_chunks(len(batches))
             if observe:
                 self.lanes.compute(
                     functools.partial(observe, stage_on_device.planes), stage_on_device.writes
@@ -256,11 +257,11 @@ class Walk:
                         functools.partial(self._sum, plane, self.sum_over_ranks),
                         stage_on_device.writes,
                     )
-            if in_backward and stage_on_device.stage is last:
+            if updates_in_backward and stage_on_device.stage is last:
                 updates.decide_by_losses()
             updates.compute_squares(stage_on_device)
             updates.store_gradients(stage_on_device)
-            if in_backward:
+            if updates_in_backward:
                 updates.update_in_backward(stage_on_device)
         updates.finish_current()
         self.gradient_is_empty = False
@@ -269,7 +270,8 @@ class Walk:
         """Return the sum of losses and the number of targets of each micro-batch."""
         self._forward(batches, keep=False)
         last = self.store.stages[-1]
-        stage_on_device = self._request(last, backward_count=0)()
+        finish_fetch = self._request(last, inputs_to_fetch=0)
+        stage_on_device = finish_fetch()
         scores = []
         for g, batch in enumerate(batches):
             state, space = self.stage_inputs.take_input(last.index, g)
@@ -282,13 +284,14 @@ class Walk:
             )
         return scores
 
-    def _forward(self, batches: Sequence[object], *, keep: bool) -> list[Further]:
+    def _forward(self, batches: Sequence[object], *, keep: bool) -> list[BlockArguments]:
         """Run all stages except the last forward.
 
         Returns:
             For each micro-batch, the arguments of its blocks besides the state.
         """
-        further: list[Further] = [() for _ in batches]
+        # The first stage replaces the empty tuples.
+        block_arguments: list[BlockArguments] = [() for _ in batches]
         self.updates.finish_current()
         self.stage_inputs.clear()
         for stage_on_device in self._visits(self.store.stages[:-1]):
@@ -296,23 +299,25 @@ class Walk:
             for g, batch in enumerate(batches):
                 if stage.blocks:
                     state, space = self.stage_inputs.input_of(stage.index, g)
-                    work = functools.partial(self.passes.forward_blocks, stage, state, further[g])
+                    work = functools.partial(
+                        self.passes.forward_blocks, stage, state, block_arguments[g]
+                    )
                     output = self._compute(stage_on_device, work, [space])
                 else:
-                    output, further[g] = self._compute(
+                    output, block_arguments[g] = self._compute(
                         stage_on_device, functools.partial(self.passes.forward_first, batch)
                     )
                 self.stage_inputs.store_input(stage.index + 1, g, output, keep=keep)
-                self.updates.update_some(len(batches))
+                self.updates.update_due_chunks(len(batches))
             self.stage_inputs.release_inputs(stage.index, keep=keep)
-        return further
+        return block_arguments
 
     def _backward(
         self,
         stage_on_device: StageOnDevice,
         g: int,
         batch: object,
-        further: list[Further],
+        block_arguments: list[BlockArguments],
         gradients: dict[int, Tensor],
     ) -> None:
         """Run a stage backward for micro-batch g.
@@ -321,11 +326,11 @@ class Walk:
             stage_on_device: the stage.
             g: the number of the micro-batch.
             batch: the micro-batch.
-            further: for each micro-batch, the arguments of its blocks besides the state.
+            block_arguments: for each micro-batch, the arguments of its blocks besides the state.
             gradients: by micro-batch, the gradient of the stage's output, which is replaced by that
                 of its input.
         """
-        planes = [plane for stage in self._needed(stage_on_device) for plane in stage.planes]
+        planes = [plane for stage in self._needed_stages(stage_on_device) for plane in stage.planes]
         first, last = self.store.stages[0], self.store.stages[-1]
         if stage_on_device.stage is first:
             run_first = functools.partial(self.passes.backward_first, planes, batch, gradients[g])
@@ -340,34 +345,37 @@ class Walk:
                 planes,
                 state,
                 stage=stage_on_device.stage,
-                further=further[g],
+                block_arguments=block_arguments[g],
                 gradient=gradients[g],
             )
         gradients[g] = self._compute(stage_on_device, work, [space], backward=True)
 
-    def _visits(self, order: Sequence[Stage], backward_count: int = 0) -> Iterator[StageOnDevice]:
+    def _visits(self, order: Sequence[Stage], inputs_to_fetch: int = 0) -> Iterator[StageOnDevice]:
         """Yield the stages on the device, one after another, while the next stage is fetched.
 
-        In a backward pass, the inputs of `backward_count` micro-batches are fetched as well. In a
-        forward pass, `backward_count` is 0.
+        Args:
+            order: the stages.
+            inputs_to_fetch: in a backward pass, the number of micro-batches whose inputs are fetched
+                with each stage; 0 in a forward pass.
         """
-        ready = self._request(order[0], backward_count)()
-        for _, next_stage in pairwise([*order, None]):
+        finish_request = self._request(order[0], inputs_to_fetch)
+        ready = finish_request()
+        for next_stage in order[1:]:
             # The next stage is requested before this one computes, so that it is copied while this
             # one computes.
-            finish_next = self._request(next_stage, backward_count) if next_stage else None
+            finish_request = self._request(next_stage, inputs_to_fetch)
             yield ready
-            if finish_next is not None:
-                ready = finish_next()
+            ready = finish_request()
+        yield ready
 
-    def _request(self, stage: Stage, backward_count: int) -> Callable[[], StageOnDevice]:
+    def _request(self, stage: Stage, inputs_to_fetch: int) -> Callable[[], StageOnDevice]:
         """Begin to fetch a stage, or to update it if its update is waiting.
 
         Returns:
             A function that finishes the fetch or the update, and returns the stage on the device.
         """
-        if backward_count:
-            self.stage_inputs.fetch_inputs(stage.index, backward_count)
+        if inputs_to_fetch:
+            self.stage_inputs.fetch_inputs(stage.index, inputs_to_fetch)
         if stage not in self.updates.waiting:
             stage_on_device = self.slots.fetch(stage)
             return lambda: stage_on_device
@@ -392,15 +400,22 @@ class Walk:
         """Run a call while the model's parameters are the stage's weights on the device.
 
         Weights that the stage shares with another stage are included.
+
+        Args:
+            stage_on_device: the stage.
+            call: the call.
+            also_reads: spaces that the call reads besides the weights.
+            backward: whether the call adds to gradients.
         """
-        needed = self._needed(stage_on_device)
+        needed = self._needed_stages(stage_on_device)
         work = functools.partial(self.passes.run_with_weights, needed, call, backward)
         reads = [*also_reads, *(space for stage in needed for space in stage.reads)]
-        return self.lanes.compute(
-            work, reads, [s for stage in needed for s in stage.writes] if backward else ()
-        )
+        writes = list[Space]()
+        if backward:
+            writes = [space for stage in needed for space in stage.writes]
+        return self.lanes.compute(work, reads, writes)
 
-    def _needed(self, stage_on_device: StageOnDevice) -> list[StageOnDevice]:
+    def _needed_stages(self, stage_on_device: StageOnDevice) -> list[StageOnDevice]:
         """Return the stages on the device whose weights a stage reads: itself, and a tied one."""
         first, last = self.store.stages[0], self.store.stages[-1]
         # Tied weights lie in the first stage's slot, where both stages add to one gradient.
@@ -414,15 +429,17 @@ class Walk:
         """Set the slot's gradients to zero, or to the sum of earlier windows."""
         if self.store.tied and stage_on_device.stage is self.store.stages[0]:
             return  # The last stage adds to the same gradients, and has prepared them.
-        for stage in self._needed(stage_on_device):
-            for stored, plane in zip(stage.stage.stored, stage.planes, strict=True):
+        for needed in self._needed_stages(stage_on_device):
+            for stored, plane in zip(needed.stage.stored_planes, needed.planes, strict=True):
                 home = stored.buffers[GRADIENT]
                 if self.gradient_is_empty:
-                    self.lanes.compute(plane.grad.zero_, writes=stage.writes)
+                    self.lanes.compute(plane.grad.zero_, writes=needed.writes)
                 # A second window of the same update adds to the gradient that the first window left
-                # at home.
+                # at home. If home is the device, that gradient is in place already.
                 elif home.space.home != Home.DEVICE:
-                    self.lanes.copy(plane.grad, home.tensor, stage.slot.gradients.space, home.space)
+                    self.lanes.copy(
+                        plane.grad, home.tensor, needed.slot.gradients.space, home.space
+                    )
 
     @staticmethod
     def _sum(plane: Plane, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:

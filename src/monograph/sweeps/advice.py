@@ -23,18 +23,19 @@ from monograph.sweeps.spec import ORIGIN, describe_knobs
 from monograph.terminal import shell_words
 
 VALUES_BEYOND = 2  # how many values are proposed beyond the end of an axis
-MIN_SEEDS = 4  # that are proposed; with fewer seeds the noise itself is hardly known
-MAX_SEEDS = 16  # that are proposed
-# With fewer degrees of freedom, what looks like a small difference may be a large one.
+MIN_SEEDS = 4  # no fewer seeds are proposed, since the noise itself would hardly be known
+MAX_SEEDS = 16  # no more seeds are proposed
+# With fewer degrees of freedom, the noise is hardly known, and what looks like a small difference may be a
+# large one.
 MIN_DEGREES = 3
 LENGTH_KEYS = ("train.updates", "train.tokens", "train.epochs")
 
 
 class Advice(NamedTuple):
-    """One thing that a sweep's results mean.
+    """One conclusion from a sweep's results.
 
     Attributes:
-        text: one or two sentences.
+        text: the conclusion, in one or two sentences.
         arguments: the command to run next, as the arguments after `monograph`; empty if there is
             none.
     """
@@ -77,27 +78,30 @@ def _divergence_advice(best: Setting) -> Iterator[Advice]:
 
 def _edge_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
     """Say on which axes the best value is the first or the last, and which values to try next."""
+    # The further sweep has the best value of each knob, and if it is at an edge, also values beyond it.
     axes = {key: [value] for key, value in best.knobs.items()}
-    edges = list[str]()
+    clauses = list[str]()
     for key, value in best.knobs.items():
         tried = _distinct([setting.knobs[key] for setting in table.settings])
         if len(tried) < 2 or not _is_ordered(key, tried) or value not in (tried[0], tried[-1]):
             continue
         upwards = value == tried[-1]
-        further = _accepted(sweep.settings, key, values_beyond(tried, upwards=upwards))
+        further = _accepted_values(sweep.settings, key, values_beyond(tried, upwards=upwards))
         if further:
             axes[key] = [value, *further]
             edge = "largest" if upwards else "smallest"
-            edges.append(f"{value_text(value)} is the {edge} {short_key(key)}")
-    if edges:
-        text = f"{_listed(edges)} that this sweep tried, so the best may lie beyond. Go on there."
+            clauses.append(f"{value_text(value)} is the {edge} {short_key(key)}")
+    if clauses:
+        text = f"{_joined(clauses)} that this sweep tried, so the best may lie beyond. Go on there."
         yield Advice(text, _command(sweep, axes, len(best.members)))
 
 
 def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
-    """Say whether the best setting is better than the others by more than chance, and if not, which
-    runs would show it.
+    """Say whether the best setting is better than the others by more than chance.
+
+    If that is not known, say which runs would show it.
     """
+    # A setting that diverged with more seeds than the best is no rival.
     rivals = [
         setting
         for setting in table.settings
@@ -106,7 +110,8 @@ def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Ad
     rivals.sort(key=_difference)
     if not rivals:
         return
-    if table.noise is None:
+    if table.noise is None:  # no setting has two seeds
+        # The noise will be estimated from the better half of the settings, so no others are proposed.
         nearest_rivals = rivals[: pooled(1 + len(rivals))]
         yield Advice(
             f"One seed cannot tell a difference from chance. Run the best with {MIN_SEEDS} seeds each.",
@@ -119,6 +124,7 @@ def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Ad
         return
     nearest = rivals[0]
     assert nearest.difference and nearest.difference.standard_error is not None
+    # Half of the 95 % confidence interval of the difference.
     half_interval = t_quantile(table.degrees) * nearest.difference.standard_error
     others = "the others"
     if len(rivals) + 1 < len(table.settings):
@@ -132,7 +138,7 @@ def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Ad
 def _tie_advice(
     sweep: Sweep, table: Table, best: Setting, tied: Sequence[Setting]
 ) -> Iterator[Advice]:
-    """Say which settings cannot be separated from the best, and how many seeds could separate them.
+    """Say which settings cannot be separated from the best, and how many seeds would separate them.
 
     Args:
         sweep: the sweep.
@@ -147,8 +153,7 @@ def _tie_advice(
     for setting in tied:
         needed = seeds_needed(_difference(setting), table.noise, pooled(1 + len(tied)), MAX_SEEDS)
         if table.degrees < MIN_DEGREES:
-            # The needed seeds are computed from the noise, which is hardly known here. So the
-            # number is not used.
+            # `needed` was computed from the noise, which is hardly known here, so it is not used.
             separable.append(setting)
         elif needed is None:
             inseparable.append(setting)
@@ -170,7 +175,10 @@ def _tie_advice(
 
 
 def _is_ordered(key: str, values: Sequence[Any]) -> bool:
-    """Return whether the values have an order, and the best one is expected somewhere inside."""
+    """Return whether the values have an order, and the best is expected between the extremes.
+
+    Of an amount (AMOUNT_KEYS), such as the number of updates, more is usually better.
+    """
     return all(map(_is_number, values)) and key not in AMOUNT_KEYS
 
 
@@ -179,14 +187,14 @@ def _is_number(value: object) -> bool:
 
 
 def values_beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
-    """Return the next values of an axis beyond its last one, or before its first one.
+    """Return the next values of an axis beyond its last value, or before its first one.
 
         evenly spaced:  last + i · (last - first) / (n - 1)
         otherwise:      last · (last / first)^(i / (n - 1))        i = 1, 2
 
-    The second form is for positive values only; zeros at the start of such an axis are left out. If
-    the first form gives zero or less although all values are positive, each further value is half
-    of the previous one.
+    Before the first value, "first" and "last" change places. The second form needs positive values, so
+    zeros at the start of the axis are left out. If the first form gives zero or less although all
+    values are positive, each further value is half of the previous one.
 
     Args:
         ordered: two or more values in rising order.
@@ -195,7 +203,7 @@ def values_beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
     steps = range(1, VALUES_BEYOND + 1)
     positive = [value for value in ordered if value > 0]
     end = ordered[-1] if upwards else ordered[0]
-    # Two values are always evenly spaced, so they do not show it.
+    # Any two values are evenly spaced, so it takes three to show that the axis is.
     is_even = len(ordered) > 2 and _is_even(ordered)
     if is_even or len(positive) < 2 or end <= 0:
         step = (ordered[-1] - ordered[0]) / (len(ordered) - 1)
@@ -219,9 +227,10 @@ def _is_even(ordered: Sequence[float]) -> bool:
     )
 
 
-def _accepted(settings: Settings, key: str, values: Sequence[float]) -> list[Any]:
-    """Return the values that the key and the other settings accept, as they are read from the
-    command line.
+def _accepted_values(settings: Settings, key: str, values: Sequence[float]) -> list[Any]:
+    """Return those of the values that are valid for the key, together with the other settings.
+
+    They are returned as they would be read from the command line.
     """
     accepted = list[Any]()
     for value in values:
@@ -258,8 +267,9 @@ def _command(sweep: Sweep, axes: Mapping[str, Sequence[Any]], seeds: int) -> tup
 
 
 def _seed_axis(sweep: Sweep, number: int) -> list[str]:
-    """Return the axis of a number of seeds, which includes those of the sweep; no argument if the
-    settings' own seed is the only one.
+    """Return the argument for the axis of `number` seeds, which include those of the sweep.
+
+    There is no argument if the settings' own seed is the only one.
     """
     used = list(dict.fromkeys(point[SEED] for point in sweep.points if SEED in point))
     if not used:
@@ -275,8 +285,10 @@ def _seed_axis(sweep: Sweep, number: int) -> list[str]:
 
 
 def _length_argument(sweep: Sweep, axes: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return the argument for the number of updates, if the settings give a time instead and all
-    members had the same number; else no argument.
+    """Return the argument for the number of updates, so that the further sweep has the same.
+
+    There is no argument if the settings or the axes give the length, or if members had different
+    numbers.
     """
     given = sweep.settings.values()
     if any(given[key] is not None or key in axes for key in LENGTH_KEYS):
@@ -286,14 +298,16 @@ def _length_argument(sweep: Sweep, axes: Mapping[str, Sequence[Any]]) -> list[st
 
 
 def _axis_text(values: Sequence[Any]) -> str:
-    # A value that is a tuple has commas of its own.
+    # A value that is a tuple has commas itself, so several of them are put in brackets.
     in_brackets = len(values) > 1 and any(isinstance(value, tuple) for value in values)
     texts = [typed_value(value) for value in values]
-    return ",".join(f"[{text}]" for text in texts) if in_brackets else ",".join(texts)
+    if in_brackets:
+        texts = [f"[{text}]" for text in texts]
+    return ",".join(texts)
 
 
 def typed_value(value: object) -> str:
-    """Return a value as it is typed on the command line, from which exactly this value is read."""
+    """Return a value as text for the command line, which reads exactly this value from it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -310,12 +324,15 @@ def _difference(setting: Setting) -> float:
 
 
 def _with_differences(settings: Sequence[Setting]) -> str:
-    return _listed([f"{_name(setting)} ({_difference(setting):+.3g})" for setting in settings])
+    return _joined([f"{_name(setting)} ({_difference(setting):+.3g})" for setting in settings])
 
 
 def _name(setting: Setting) -> str:
     return describe_knobs(dict(setting.knobs))
 
 
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+def _joined(texts: Sequence[str]) -> str:
+    """Return the texts as a list in words: a, b and c."""
+    if len(texts) == 1:
+        return texts[0]
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"

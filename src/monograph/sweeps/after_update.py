@@ -1,5 +1,6 @@
-"""What happens after each update of a round, whose members train at once. The form is that of
-`monograph.session.after_update`, which does it for a single run.
+"""What happens after each update of a round, whose members train at once.
+
+`monograph.session.after_update` does the same for a single run, in the same order.
 """
 
 from typing import NamedTuple
@@ -37,15 +38,15 @@ class AfterUpdateOfRound:
     """The work between two updates of a round; see `monograph.session.after_update.AfterUpdate`.
 
     Attributes:
-        since_shown: times the updates since numbers were last shown, as in `AfterUpdate`.
+        since_shown: counts and times the updates since numbers were last shown.
     """
 
     def __init__(
         self,
         cohort: Cohort,
         updates: int,
-        state: SweepProgress,
-        block: SweepDisplay,
+        sweep_progress: SweepProgress,
+        display: SweepDisplay,
         stop: StopSignal,
     ) -> None:
         """Open the members' logs and start the clock.
@@ -53,14 +54,14 @@ class AfterUpdateOfRound:
         Args:
             cohort: the members of a round, and what trains them.
             updates: the number of updates of each member.
-            state: the sweep.
-            block: the live display.
+            sweep_progress: the state of the sweep.
+            display: the live bar and table.
             stop: the user's signals.
         """
         self.cohort = cohort
         self.updates = updates
-        self.state = state
-        self.block = block
+        self.sweep_progress = sweep_progress
+        self.display = display
         self.stop_signal = stop
         self.logs = MetricsLogs([session.run for session in cohort.sessions], READ_EVERY)
         self._intervals = cohort.sessions[0].plan.intervals
@@ -76,8 +77,12 @@ class AfterUpdateOfRound:
         self.since_shown.updates += 1
         is_last = done == self.updates
         stopping = self.stop_signal.requested is not None
-        rate = self.state.rate / len(cohort.members) or None  # 0 before the first measurement
-        were_written = self.logs.add(update, {"tokens_per_s": rate, "wall_s": self.state.spent_s})
+        member_rate = None  # before the first measurement
+        if self.sweep_progress.rate:
+            member_rate = self.sweep_progress.rate / len(cohort.members)
+        were_written = self.logs.add(
+            update, {"tokens_per_s": member_rate, "wall_s": self.sweep_progress.spent_s}
+        )
         if were_written or is_last or stopping:
             self._show(is_last)
         all_diverged = len(cohort.divergences) == len(cohort.members)
@@ -87,8 +92,10 @@ class AfterUpdateOfRound:
         """Write and show the members' numbers, and freeze members that diverged."""
         logs = self.logs
         logs.flush()
-        self.state.count_trained(self.cohort, self.since_shown.updates, self.since_shown.seconds)
-        self.block.update(self.state.done, self.state.figures)
+        self.sweep_progress.count_trained(
+            self.cohort, self.since_shown.updates, self.since_shown.seconds
+        )
+        self.display.update(self.sweep_progress.done, self.sweep_progress.speed_text)
         self.since_shown.restart()
         newly_diverged = logs.find_diverged(self.updates if is_last else None)
         self.cohort.freeze({place: logs.divergences[place] for place in newly_diverged})
@@ -101,38 +108,40 @@ class AfterUpdateOfRound:
             or round_state.all_diverged
         ):
             self.logs.flush()
-            self.state.evaluate(self.cohort, round_state.updates_done, last=round_state.is_last)
-            self.block.refresh_table()
+            self.sweep_progress.evaluate(
+                self.cohort, round_state.updates_done, is_last=round_state.is_last
+            )
+            self.display.refresh_table()
 
     def save(self, round_state: RoundState) -> None:
-        """Write a checkpoint of each member, if it is time for that or the user asked for it, and
-        the page of the sweep so far.
+        """Write a checkpoint of each member, if it is time for that or the user asked for it.
+
+        The leading rank also writes the page of the sweep so far.
         """
         is_due = round_state.updates_done % self._intervals.save_every == 0 or round_state.is_last
         if is_due or round_state.stopping or self.stop_signal.save_requested:
             self.logs.flush()
             self.stop_signal.save_requested = False
             self.cohort.save()
-        if self.state.world.leads:
-            self.state.page.refresh()
+        if self.sweep_progress.world.leads:
+            self.sweep_progress.page.refresh()
 
     def raise_if_stopped(self, round_state: RoundState) -> None:
-        """Raise an error that ends the sweep, if the user asked to stop and the round does not end
-        anyway.
+        """End the sweep if the user asked to stop, unless the round ends anyway.
 
         Raises:
-            Stopped: the message has the command that continues the sweep.
+            Stopped: the sweep is to end; the message has the command that continues the sweep.
         """
         if not round_state.stopping or round_state.is_last or round_state.all_diverged:
             return
-        if self.state.world.leads:
-            self.state.page.write("stopped")
-        continue_command = command_line("sweep", "--out", str(self.state.sweep.run.folder))
+        if self.sweep_progress.world.leads:
+            self.sweep_progress.page.write("stopped")
+        continue_command = command_line("sweep", "--out", str(self.sweep_progress.sweep.run.folder))
         raise Stopped(
             f"saved at update {round_state.updates_done} of {self.updates}; continue: {continue_command}"
         )
 
     def shorten_bar(self, round_state: RoundState) -> None:
-        """Subtract updates that the round will not make from the total of the progress bar."""
+        """Subtract the updates that the round will not make from the total of the progress bar."""
         remaining = self.updates - round_state.updates_done
-        self.block.shorten_bar(len(self.cohort.members) * remaining)
+        self.display.shorten_bar(len(self.cohort.members) * remaining)

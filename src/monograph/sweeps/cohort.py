@@ -1,15 +1,13 @@
-"""A cohort: members of a sweep that train at once, with what trains them: one engine, a session for
-each member, and the windows (the rows of one update) that they read.
+"""A cohort: the members of a round of a sweep while they train at once.
 
-Members that train at once are a round; its cohort exists only while it trains. A member's place is
-its position in the round.
+It has one engine for all, a session for each member, and the windows that they read; a window is the
+rows of one update. A member's place is its position in the round.
 
 Shapes: N members, R rows of a window.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -41,31 +39,33 @@ from monograph.session.session import Session
 from monograph.session.setup import BuiltRun, build_on_base_of, build_run, make_engine
 from monograph.sweeps.spec import Member
 
-EVALUATIONS = 6  # evaluations of each member, if the settings give no interval
+EVALUATIONS = 6  # how often each member is evaluated, if the settings give no interval
 
 
 class MemberWindows(Iterator[Batch]):
-    """The members' windows: one for all members [R, ...] if they have the same seed, else one for
-    each member [N, R, ...].
+    """The windows of a round's members, one for each update.
+
+    If all members have the same seed, they share a window [R, ...]. Otherwise each has its own, and
+    they are stacked to [N, R, ...].
     """
 
     def __init__(self, sessions: Sequence[Session]):
-        """Make members of the same seed share one reader of rows."""
-        by_seed: dict[int, objective.RunWindows] = {}
+        """Take over the sessions' readers of windows; members of the same seed share one."""
+        reader_of_seed: dict[int, objective.RunWindows] = {}
         for session in sessions:
-            shared = by_seed.setdefault(session.plan.job.seed, session.batches)
+            shared = reader_of_seed.setdefault(session.plan.job.seed, session.batches)
             if shared is not session.batches:
                 session.batches.close()
                 session.batches = shared
-        self._readers = list(by_seed.values())
-        seeds = list(by_seed)
-        self._reader_of_member = [seeds.index(session.plan.job.seed) for session in sessions]
+        self._readers = list(reader_of_seed.values())
+        seeds = list(reader_of_seed)
+        self._reader_indices = [seeds.index(session.plan.job.seed) for session in sessions]
 
     def __next__(self) -> Batch:
         windows = [next(reader) for reader in self._readers]
         if len(windows) == 1:
             return windows[0]
-        return stack_windows(windows, self._reader_of_member)
+        return stack_windows(windows, self._reader_indices)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -103,20 +103,21 @@ class Cohort:
 
     def save(self) -> None:
         """Write a checkpoint of every member that still learns."""
-        # After a crash between the checkpoints of two members, the previous checkpoints are the
-        # last of a common update. So they are kept, too.
-        keep = min(2, len(self.sessions))
+        # All members resume at the same update. After a crash between the checkpoints of two members,
+        # that is the update of the previous checkpoints, so these are kept, too.
+        keep = 1 if len(self.sessions) == 1 else 2
         for place, session in enumerate(self.sessions):
             if place in self.divergences:
                 continue
-            # A checkpoint holds the states of torch's generators. An ensemble samples by its own
-            # seeds and counters instead, so setting them here changes no number that follows.
+            # A checkpoint has the states of torch's generators. They are set, so that they do not depend
+            # on what this process did before. An ensemble samples by its own seeds and counters, so this
+            # changes no number that follows.
             if isinstance(self.engine, Ensemble):
                 seed_all(session.plan.job.seed)
             session.save(keep=keep)
 
     def freeze(self, divergences: dict[int, int]) -> None:
-        """Stop training members that diverged; `divergences` is as the attribute."""
+        """Stop training members that diverged, and add them to the attribute `divergences`."""
         self.divergences |= divergences
         if divergences and isinstance(self.engine, Ensemble):
             self.engine.freeze(list(divergences))
@@ -129,26 +130,27 @@ class Cohort:
 def build_models(
     members: Sequence[Member], text: Corpus, machine: Device, base: BuiltRun | None = None
 ) -> list[BuiltRun]:
-    """Build the members' models and resolve their plans, in which only the values that depend on
-    the run's length stay open.
+    """Build the members' models and resolve their plans.
 
-    The planner makes its choices once, for the first member, and the other members take them over.
-    Members with adapters share one base.
+    Only the values that depend on the run's length stay open, see `with_length`. The planner makes its
+    choices once, for the first member, and the other members take them over. Members with adapters
+    share one base.
 
     Args:
         members: members with plans.
         text: the corpus that they train on.
         machine: the device that trains them.
-        base: a run with adapters on the members' base, as `build_base` returns it; None builds it,
-            if the members have adapters.
+        base: the run of `build_base`, on whose base the members' adapters are; None: it is built if
+            the members have adapters.
 
     Raises:
         OutOfDeviceMemory: not even one member fits.
     """
     task = TextTask(text)
-    plans = [member.plan for member in members if member.plan]
-    base = base or build_base(members[0], text, machine)
-    if base:
+    plans = [member.plan for member in members if member.plan]  # all have one by now
+    if base is None:
+        base = build_base(members[0], text, machine)
+    if base is not None:
         return [build_on_base_of(base, plan, task, machine) for plan in plans]
     first = build_run(plans[0], task, machine)
     others = [build_run(plan, task, machine, like=first.plan) for plan in plans[1:]]
@@ -156,10 +158,9 @@ def build_models(
 
 
 def build_base(member: Member, text: Corpus, machine: Device) -> BuiltRun | None:
-    """Build the base that members with adapters share; None without adapters.
+    """Build a run with adapters, whose base all members share; None: they have no adapters.
 
-    Its own adapters are never trained, as those of members that continue stored adapters are copies
-    of them.
+    The run's own adapters are never trained. Members that continue stored adapters get copies of them.
 
     Args:
         member: one of the members, with a plan.
@@ -176,11 +177,11 @@ def build_base(member: Member, text: Corpus, machine: Device) -> BuiltRun | None
 
 
 def base_bytes(built: BuiltRun) -> int:
-    """Return the bytes of the frozen weights, which members with adapters share; else 0."""
+    """Return the bytes of the frozen weights that members with adapters share; 0 without adapters."""
     if built.recipe.lora is None:
         return 0
     frozen = frozen_parameters(built.model)
-    return sum(p.numel() * kept_dtype(p).itemsize for p in frozen)
+    return sum(weight.numel() * kept_dtype(weight).itemsize for weight in frozen)
 
 
 def with_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
@@ -219,7 +220,7 @@ def make_members_engine(
 
 
 def set_planned_schedules(engine: Engine, built_runs: Sequence[BuiltRun]) -> None:
-    """Give each member the schedule of its plan. The plans' numbers of updates must be known."""
+    """Give each member the schedule of its plan, which must have a number of updates."""
     set_schedules(engine, [built.plan.schedule(built.plan.updates) for built in built_runs])
 
 
@@ -246,12 +247,14 @@ def reuse_engine(engine: Engine, fresh: Engine) -> bool:
         return False
     old = engine.step.optim
     new = fresh.step.optim
+    # The graph does not fix the learning rate. It fixes the seed only if the format of the optimizer's
+    # state rounds stochastically, since nothing else reads the seed.
+    old_as_new = replace(old, lr=new.lr)
+    if not FORMATS[old.state].stochastic:
+        old_as_new = replace(old_as_new, seed=new.seed)
     old_kinds = [plane.kind for plane in engine.step.planes]
     new_kinds = [plane.kind for plane in fresh.step.planes]
-    # Only a format that rounds stochastically reads the seed. With any other the seed may differ.
-    seed = new.seed if FORMATS[old.state].stochastic else old.seed
-    same_graph = replace(old, lr=new.lr) == replace(new, seed=seed)
-    if old_kinds != new_kinds or not same_graph:
+    if old_kinds != new_kinds or old_as_new != new:
         return False
     engine.load_state(fresh.state())
     engine.step.optim = new
@@ -273,10 +276,10 @@ def begin_cohort(
     text: Corpus,
     engine: Engine,
 ) -> Cohort:
-    """Return a cohort with its sessions at their beginning, and write settings and tokenizer into
-    runs that do not have them yet.
+    """Return a cohort that trains from the beginning, by the schedules of its members' plans.
 
-    The arguments are those of `open_cohort`.
+    Settings and tokenizer are written into runs that do not have them yet. The arguments are those of
+    `open_cohort`.
     """
     set_planned_schedules(engine, built_runs)
     cohort = open_cohort(members, runs, built_runs, text, engine)
@@ -310,7 +313,7 @@ def open_cohort(
 
 
 def begin_run(session: Session) -> None:
-    """Write what makes a member's folder a run: its tokenizer and its settings."""
+    """Write the tokenizer and the settings into a member's folder, which makes it a run's."""
     write_tokenizer(session.run, session.records.tokenizer)
     session.plan.record.write(session.run)
 
@@ -335,19 +338,22 @@ def resume_cohort(cohort: Cohort, divergences: dict[int, int], progress: Progres
         for session in cohort.sessions:
             session.run.truncate_metrics(0)
         return 0
-    diverged = {place: at for place, at in divergences.items() if at <= update}
+    # Members that had diverged by this update.
+    diverged = {
+        place: last_update for place, last_update in divergences.items() if last_update <= update
+    }
     for place, session in enumerate(cohort.sessions):
         session.restore(_checkpoint(session, None if place in diverged else update), progress)
         if place in diverged:
-            # Its last checkpoint may be older than the update. So its metrics may no longer say
-            # that it diverged, and its windows may not be those of the round. It gets the round's
-            # windows although it no longer trains on them.
+            # Its last checkpoint may be older than the update. Restoring it may have removed the row of
+            # metrics that says that it diverged, and its windows would begin too early. The windows must
+            # be those of the round, since they are stacked, although it no longer trains on them.
             session.run.log({"update": update, "diverged": diverged[place]})
             session.batches.close()
             session.batches = session.open_batches(update * session.batches.rows_per_window)
     cohort.engine.step.index = update
     if isinstance(cohort.engine, Ensemble):
-        # Dropout depends on the number of micro-batches so far.
+        # Dropout draws by the number of micro-batches so far, which checkpoints do not have.
         rows = cohort.sessions[0].batches.rows_per_window
         micro_batches = math.ceil(rows / (cohort.engine.micro_batch or rows))
         cohort.engine.stacked_parameters.caller.draw.fill_(update * micro_batches)
@@ -357,32 +363,35 @@ def resume_cohort(cohort: Cohort, divergences: dict[int, int], progress: Progres
 
 
 def _last_common_update(cohort: Cohort, divergences: dict[int, int]) -> int:
-    """Return the newest update at which every member that had not diverged by then has a sound
-    checkpoint; 0 if there is none.
+    """Return the newest update for which every member has a sound checkpoint; 0: there is none.
+
+    A member that had diverged by that update does not need one.
     """
-    saved = [
+    saved_updates = [
         {update for update, _ in checkpointing.candidates(session.run.checkpoints)}
         for session in cohort.sessions
     ]
-    for update in sorted(set().union(*saved), reverse=True):
-        # Members that had not diverged by this update.
+    for update in sorted(set().union(*saved_updates), reverse=True):
         learning = [
-            place for place in range(len(saved)) if divergences.get(place, update + 1) > update
+            place
+            for place in range(len(cohort.sessions))
+            if place not in divergences or divergences[place] > update
         ]
-        all_saved = all(update in saved[place] for place in learning)
+        all_saved = all(update in saved_updates[place] for place in learning)
         if not learning or not all_saved:
             continue
-        # A checkpoint is read as a whole to find out whether it is sound, so this comes last.
+        # This comes last, because a checkpoint must be read as a whole to know whether it is sound.
         if all(_is_sound(cohort.sessions[place], update) for place in learning):
             return update
     return 0
 
 
 def _is_sound(session: Session, update: int) -> bool:
-    with suppress(NoValidCheckpoint):
+    try:
         _checkpoint(session, update)
-        return True
-    return False
+    except NoValidCheckpoint:
+        return False
+    return True
 
 
 def _checkpoint(session: Session, update: int | None) -> Checkpoint:

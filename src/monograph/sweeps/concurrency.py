@@ -1,13 +1,13 @@
 """Decide how many members train at once, from measured times of a few widths.
 
-A width is the number of members in one graph. Members that train at once are a round; the members
-of a group, which one graph could hold, train in one or several rounds.
+A group is the members that could share one graph. They train in rounds, one after another; the members
+of a round train at once, in one graph. The width of a graph is the number of its members.
 
-    T(K) = seconds of one update of K members in one graph; linear between measured widths, a + b·K
+    T(K) = seconds of one update of a graph of width K; linear between measured widths, a + b·K
     total(K) = updates · sum over rounds of T(members of the round) + seconds of compiling that is
-               still to do
+               still to do, for rounds of at most K members
 
-Wider is not always faster: if one member fills the device, T(K) is K · T(1) or worse.
+A wider graph is not always faster: if one member fills the device, T(K) is K · T(1) or worse.
 """
 
 import math
@@ -50,14 +50,14 @@ from monograph.sweeps.cohort import (
 from monograph.sweeps.members_memory import MembersMemory
 from monograph.sweeps.spec import Member, MemberGroup
 
-# The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save
-# twice its compile time. If it then saves nothing, the sweep takes at most 1.5 times as long as
-# members one after another.
+# The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save at
+# least this many times its compile time. It cannot save more than the time of all members one after
+# another. So if it saves nothing, the sweep takes at most 1.5 times as long as that.
 MIN_SAVING = 2.0
 
 
 class WidthTime(NamedTuple):
-    """The measured seconds of a width. Width 1 is an ordinary engine.
+    """The measured seconds of a graph of some width. Width 1 is an ordinary engine.
 
     Attributes:
         update_s: seconds of one update of all its members.
@@ -83,21 +83,25 @@ class Width(NamedTuple):
 
 
 def sizes_of_rounds(members: int, width: int) -> list[int]:
-    """Return the number of members of each round of at most `width` members: as few rounds as
-    possible, of sizes as equal as possible, larger rounds first.
+    """Return the number of members of each round, if a round has at most `width` members.
+
+    There are as few rounds as possible, their sizes differ by at most one, and the larger ones come
+    first.
     """
-    count = math.ceil(members / width)
-    smaller = members // count
-    larger_rounds = members % count
-    return [smaller + 1] * larger_rounds + [smaller] * (count - larger_rounds)
+    rounds = math.ceil(members / width)
+    smaller_size = members // rounds
+    larger_rounds = members % rounds
+    return [smaller_size + 1] * larger_rounds + [smaller_size] * (rounds - larger_rounds)
 
 
 def predict_update_s(timed: Mapping[int, WidthTime], width: int) -> float:
-    """Return T(width): measured, or linear between the nearest measured widths, but never less than
-    at the narrower of them.
+    """Return T(width), the seconds of one update of all members of a graph of this width.
+
+    A time that was not measured is interpolated between those of the nearest measured widths. It is
+    never less than that of the narrower one, even if the wider one took less.
 
     Args:
-        timed: the measurements by width.
+        timed: the measurements by width, which include width 1.
         width: the width.
     """
     if width in timed:
@@ -107,9 +111,10 @@ def predict_update_s(timed: Mapping[int, WidthTime], width: int) -> float:
     # Beyond the widest measured width, a member is assumed to cost as much as a member there.
     if above is None:
         return timed[below].update_s * width / below
-    share = (width - below) / (above - below)
-    line = timed[below].update_s + share * (timed[above].update_s - timed[below].update_s)
-    return max(line, timed[below].update_s)
+    fraction = (width - below) / (above - below)
+    rise_s = timed[above].update_s - timed[below].update_s
+    interpolated_s = timed[below].update_s + fraction * rise_s
+    return max(interpolated_s, timed[below].update_s)
 
 
 def predict_total_s(
@@ -137,20 +142,20 @@ def predict_total_s(
 def next_width(
     timed: Mapping[int, WidthTime],
     members: int,
-    most: int,
+    max_at_once: int,
     updates: int,
     compile_ratio: float = 1.0,
 ) -> int | None:
     """Return the width that is worth measuring next; None if there is none.
 
-    Width 1 comes first. Then comes the widest that fits, if it could save MIN_SAVING times its
-    compile time, given that K members take at least as long as one. After that comes the width that
-    the linear T(K) predicts to be fastest, if it is faster than all measured widths.
+    Width 1 comes first. Then comes the widest that fits, if it could save more than MIN_SAVING times
+    its compile time at best, when its members take as long together as one alone. After that comes
+    the width with the shortest predicted total time, if that is shorter than for every measured width.
 
     Args:
         timed: the measurements so far.
         members: the number of members in the group.
-        most: the number of members that fit the memory at once.
+        max_at_once: the number of members that fit the memory at once.
         updates: the number of updates of each member.
         compile_ratio: estimated compile time of a graph of several members, divided by that of a
             graph of one member.
@@ -158,11 +163,14 @@ def next_width(
     if 1 not in timed:
         return 1
     # 8 members in rounds of at most 5 are two rounds of 4, so a width of 5 is not worth measuring.
-    used_widths = {sizes_of_rounds(members, width)[0] for width in range(1, min(most, members) + 1)}
+    used_widths = {
+        sizes_of_rounds(members, width)[0] for width in range(1, min(max_at_once, members) + 1)
+    }
     widths = used_widths - timed.keys()
     if not widths:
         return None
-    if len(timed) == 1:
+    only_one_is_timed = len(timed) == 1
+    if only_one_is_timed:
         widest = max(widths)
         rounds = len(sizes_of_rounds(members, widest))
         # At best, a round takes as long as one member.
@@ -170,8 +178,8 @@ def next_width(
         return widest if saved_s > MIN_SAVING * compile_ratio * timed[1].compile_s else None
     predicted_s = {width: predict_total_s(timed, members, width, updates) for width in widths}
     fastest = min(widths, key=lambda width: predicted_s[width])
-    measured_s = min(predict_total_s(timed, members, width, updates) for width in timed)
-    return fastest if predicted_s[fastest] < measured_s else None
+    best_measured_s = min(predict_total_s(timed, members, width, updates) for width in timed)
+    return fastest if predicted_s[fastest] < best_measured_s else None
 
 
 def choose_width(
@@ -189,21 +197,22 @@ def choose_width(
         peak_bytes: the planned memory by width, which the reason names; empty: there is no plan.
     """
     best = min(sorted(timed), key=lambda width: predict_total_s(timed, members, width, updates))
-    # If members train one after another, the reason names the fastest graph of several.
+    # The reason compares a width with members one after another. If that is what is chosen, it is
+    # compared with the fastest graph of several members.
     compared = best
     wider = [width for width in timed if width > 1]
     if best == 1 and wider:
         compared = min(wider, key=lambda width: _update_all_s(timed, members, width))
-    gain = members * timed[1].update_s / _update_all_s(timed, members, compared)
+    speedup = members * timed[1].update_s / _update_all_s(timed, members, compared)
     return Width(
         best,
         predict_total_s(timed, members, best, updates),
-        _why(timed, members, best, compared, gain, peak_bytes),
+        _why(timed, members, best, compared, speedup, peak_bytes),
     )
 
 
 def _update_all_s(timed: Mapping[int, WidthTime], members: int, width: int) -> float:
-    """Return the seconds of one update of all members."""
+    """Return the seconds of one update of all members, in rounds of at most `width`."""
     return sum(predict_update_s(timed, size) for size in sizes_of_rounds(members, width))
 
 
@@ -212,17 +221,17 @@ def _why(
     members: int,
     best: int,
     compared: int,
-    gain: float,
+    speedup: float,
     peak_bytes: Mapping[int, int],
 ) -> str:
-    """Return the reason for a width in one line.
+    """Return the reason for choosing a width, in one line.
 
     Args:
         timed: the measurements by width.
         members: the number of members.
         best: the chosen width.
         compared: the width that is compared with members one after another.
-        gain: how many times as fast `compared` is.
+        speedup: how many times as fast `compared` is.
         peak_bytes: the planned memory by width, or nothing.
     """
     if members == 1:
@@ -234,9 +243,7 @@ def _why(
     if peak_bytes:
         at_once += f" ({memory(peak_bytes[compared])}; one alone {memory(peak_bytes[1])})"
     conclusion = ", so one after another" if best == 1 else ""
-    return (
-        f"{members} members, {at_once}: {gain:.2f}x over one after another{conclusion} ({measured})"
-    )
+    return f"{members} members, {at_once}: {speedup:.2f}x over one after another{conclusion} ({measured})"
 
 
 # Compile time of a graph of several members, divided by that of one member (dev/log.md).
@@ -247,11 +254,23 @@ CACHED_COMPILE_RATIO = 0.23
 CURVE_ROWS = 16  # held-out rows scored for a point of a curve; the last point uses all
 
 
+class CapturedEngine(NamedTuple):
+    """An engine that was captured in order to time a width.
+
+    Attributes:
+        built_runs: the models of its members, which are the first ones of the group.
+        engine: the engine.
+    """
+
+    built_runs: list[BuiltRun]
+    engine: Engine
+
+
 class TimedGroup:
     """A group of members with its timed widths, and the engines captured for them.
 
-    It decides the group's rounds and makes their cohorts. One of the captured engines trains the
-    first round.
+    It decides the group's rounds and makes their cohorts: a cohort is the members of a round with the
+    engine that trains them. One of the captured engines trains the first round.
 
     Attributes:
         group: the group.
@@ -259,12 +278,12 @@ class TimedGroup:
         device: the device that trains them.
         machine: the description of that device.
         timed: the measurements by width.
-        max_members: the number of members that fit at once.
+        max_at_once: the number of members that fit the memory at once.
         compile_ratio: see `next_width`.
         refusal: why no graph can hold several members, in one line; "" if one can, or if that was
             not tried.
-        held_out_row_s: seconds of scoring a held-out row by all members, by width.
-        engines: the first members' models and their captured engine, by width.
+        held_out_row_s: by width, the seconds in which all members of a graph score one held-out row.
+        engines: the captured engine of each timed width.
     """
 
     def __init__(self, group: MemberGroup, text: Corpus, device: torch.device, machine: Device):
@@ -275,57 +294,60 @@ class TimedGroup:
         self.machine = machine
         self.timed: dict[int, WidthTime] = {}
         self.held_out_row_s: dict[int, float] = {}
-        self.max_members = len(group.members)
+        self.max_at_once = len(group.members)
         self.refusal = ""
         self.compile_ratio = WIDE_COMPILE_RATIO
-        self.engines: dict[int, tuple[list[BuiltRun], Engine]] = {}
-        self._base: BuiltRun | None = None
+        self.engines: dict[int, CapturedEngine] = {}
+        self._base: BuiltRun | None = None  # see `build`
         # The planned memory; None until one member was built, or if there is no plan.
         self._memory: MembersMemory | None = None
 
     def build(self, members: Sequence[Member]) -> list[BuiltRun]:
-        """Build the models of some of the group's members. All that have adapters share one base.
+        """Build the models of some of the group's members.
+
+        Members with adapters share one base, which is built by the first call.
 
         Raises:
             OutOfDeviceMemory: not even one member fits.
         """
-        self._base = self._base or build_base(members[0], self.text, self.machine)
+        if self._base is None:
+            self._base = build_base(members[0], self.text, self.machine)
         return build_models(members, self.text, self.machine, self._base)
 
     @property
     def given_updates(self) -> int:
-        """Return the number of updates that the group's settings give; 0 if they give a time
-        instead.
-        """
+        """The number of updates that the group's settings give; 0 if they give a time instead."""
         plan = self.group.plan
+        if plan.updates:
+            return plan.updates
         rows = self.text.train.per_epoch * (plan.job.span.epochs or 0)
-        return plan.updates or math.ceil(rows / plan.training.window_rows)
+        return math.ceil(rows / plan.training.window_rows)
 
     def is_brief(self) -> bool:
         """Return whether all members train in less time without compiling than compiling takes.
 
-        That is only possible if the settings leave compiling open. If they give a time, it must be
-        short. If they give updates, one update is timed.
+        This is false if the settings say whether to compile. If they give a time, it is compared with a
+        usual compile time. If they give updates, one update is timed.
         """
         updates = self.given_updates
         plan = self.group.plan
         if "compile" not in plan.open_choices or plan.memory == "stream":
             return False
         if not updates:
-            # On a spare core, the graphs compile while the members train. Otherwise the sweep waits
-            # for all of it.
+            # On a spare core, the graphs compile while the members train. Without one, the sweep waits
+            # until they are compiled.
             compile_s = MIN_COMPILE_S if has_spare_core(self.machine) else COMPILE_S
             return 60 * plan.job.span.minutes < compile_s
         began = clock()
         built_runs = self.build(self.group.members[:1])
-        engine = make_members_engine(built_runs, False, self.device)
+        engine = make_members_engine(built_runs, windows_differ=False, device=self.device)
         window = first_window(built_runs, self.text)
         building_s = clock() - began
-        # An update of a model that takes so long to build takes long, too, so none is timed.
+        # A model that takes so long to build also takes long to update, so no update is timed.
         if building_s >= MIN_COMPILE_S:
             return False
         with buffers_kept(engine.model, engine.step.loss), engine.step.counters_kept():
-            engine.rehearse(window)  # not timed, as the first one takes longer
+            engine.rehearse(window)  # the first update takes longer, so it is not timed
             began = clock()
             engine.rehearse(window)
             synchronize(self.device)
@@ -339,32 +361,33 @@ class TimedGroup:
             member.plan = resolve(member.settings, self.machine)
 
     def measure(self, updates: int, progress: Progress) -> None:
-        """Time every width that `next_width` returns, for runs of `updates` updates.
+        """Time every width that `next_width` asks for, for runs of `updates` updates.
 
         Raises:
             OutOfDeviceMemory: not even one member fits.
         """
         members = len(self.group.members)
         while True:
-            width = next_width(self.timed, members, self.max_members, updates, self.compile_ratio)
+            width = next_width(self.timed, members, self.max_at_once, updates, self.compile_ratio)
             if width is None:
                 return
-            # One member alone must fit and be trained, so its errors are not caught.
+            # If one member alone cannot be trained, the sweep ends, so these errors are not caught.
             if width == 1:
                 self.timed[1] = self._time(1, progress)
                 continue
             try:
                 self.timed[width] = self._time(width, progress)
             except OutOfDeviceMemory as error:
-                self.max_members = width - 1
+                self.max_at_once = width - 1
                 progress.line("memory", f"{width} members at once: {error}")
             except (UsageError, InputRefused) as error:
-                self.max_members = 1
+                self.max_at_once = 1
                 self.refusal = str(error)
 
     def decide(self, updates: int) -> None:
-        """Set the group's rounds by the widths timed so far, and drop the engines that no round
-        needs.
+        """Set the group's rounds and their predicted times, by the widths timed so far.
+
+        It also drops the captured engines that no round needs.
         """
         peak_bytes = (
             {width: self._memory.planned_bytes(width) for width in self.timed}
@@ -382,13 +405,20 @@ class TimedGroup:
         )
         self.group.compile_s = max(0.0, choice.total_s - updates * self.group.update_s)
         self.group.held_out_s = self.held_out_s(self.group.round_sizes)
-        for width in [width for width in self.engines if width not in self.group.round_sizes]:
+        unused_widths = self.engines.keys() - set(self.group.round_sizes)
+        for width in unused_widths:
             del self.engines[width]
 
     def held_out_s(self, rounds: Sequence[int]) -> float:
-        """Return the seconds of all evaluations of members that train in these rounds."""
+        """Return the seconds of all evaluations of all members.
+
+        Args:
+            rounds: the number of members of each round.
+        """
         rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
-        return rows * sum(self.held_out_row_s.get(size, self.held_out_row_s[1]) for size in rounds)
+        # A width that was not timed counts like one member.
+        row_s = sum(self.held_out_row_s.get(size, self.held_out_row_s[1]) for size in rounds)
+        return rows * row_s
 
     def cohort_of_round(
         self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress
@@ -402,13 +432,13 @@ class TimedGroup:
         size = len(members)
         is_first = members[0] is self.group.members[0]
         if is_first and size in self.engines:
-            built_runs, engine = self.engines[size]
+            built_runs, engine = self.engines[size]  # captured, so this round need not compile
             return begin_cohort(members, runs, with_length(built_runs, updates), self.text, engine)
         built_runs = with_length(self.build(members), updates)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
         captured = self.engines.get(1) if size == 1 else None
-        if captured and reuse_engine(captured[1], engine):
-            engine = captured[1]
+        if captured and reuse_engine(captured.engine, engine):
+            engine = captured.engine
         else:
             capture_or_train_eagerly(
                 engine,
@@ -417,7 +447,7 @@ class TimedGroup:
                 progress,
             )
             if size == 1:
-                self.engines[1] = (built_runs, engine)
+                self.engines[1] = CapturedEngine(built_runs, engine)
         return begin_cohort(members, runs, built_runs, self.text, engine)
 
     def _time(self, width: int, progress: Progress) -> WidthTime:
@@ -434,14 +464,14 @@ class TimedGroup:
                     base_bytes(built_runs[0]),
                     planner.budget(self.machine),
                 )
-                self.max_members = min(self.max_members, self._memory.most())
+                self.max_at_once = min(self.max_at_once, self._memory.most())
         window = first_window(built_runs, self.text)
         engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
         began = clock()
-        cached = compat.graphs_from_cache()
+        cached_before = compat.graphs_from_cache()
         capture_or_train_eagerly(engine, window, built_runs[0].plan.training.compile, progress)
         compile_s = clock() - began
-        if width == 1 and compat.graphs_from_cache() > cached:
+        if width == 1 and compat.graphs_from_cache() > cached_before:
             # The measured compile time is that of a cached graph, but the graph of several members
             # may not be in the cache.
             self.compile_ratio = WIDE_COMPILE_RATIO / CACHED_COMPILE_RATIO
@@ -451,32 +481,34 @@ class TimedGroup:
             began = clock()
             evaluate_members(engine, self.text.held_out, batch_rows=rows, limit=rows)
             self.held_out_row_s[width] = (clock() - began) / rows
-        self.engines[width] = built_runs, engine
+        self.engines[width] = CapturedEngine(built_runs, engine)
         return WidthTime(update_s, compile_s)
 
 
 def capture_or_train_eagerly(engine: Engine, window: Batch, scope: str, progress: Progress) -> None:
-    """Compile the engine as `monograph train` does. If that fails, the reason is reported and the
-    engine trains eagerly.
+    """Compile the engine as `monograph train` does.
+
+    If that fails, the reason is reported and the engine trains eagerly.
 
     Args:
         engine: the engine.
         window: the first window that it trains on.
-        scope: the compile scope of the members' plans. An ensemble is always one graph.
+        scope: the compile scope of the members' plans: "none", "blocks" or "whole". An ensemble, which
+            holds several members, is always one graph.
         progress: the display.
     """
     size = engine.size if isinstance(engine, Ensemble) else 1
     if scope == "none" or (engine.step.device.type == "cpu" and compiler_obstacle()):
         return
-    what = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
+    compiled = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
     by_block = scope == "blocks" and not isinstance(engine, Ensemble)
-    with progress.stage("compile", what) as stage, buffers_kept(engine.model, engine.step.loss):
+    with progress.stage("compile", compiled) as stage, buffers_kept(engine.model, engine.step.loss):
         failure = warmup.capture_engine(engine, window, "blocks" if by_block else "whole")
         stage.result = failure or "0 graph breaks"
 
 
 def timed_update(engine: Engine, window: Batch) -> float:
-    """Return the seconds of an update of all members. Weights and counters do not change."""
+    """Return the seconds of an update of all members, which leaves weights and counters as they are."""
     if not isinstance(engine, Ensemble):
         return warmup.seconds_per_update(engine, lambda: engine.rehearse(window))
 
@@ -486,7 +518,7 @@ def timed_update(engine: Engine, window: Batch) -> float:
 
     frozen = engine.stacked_parameters.frozen
     index = engine.index
-    # Frozen members compute their updates, too, and discard them.
+    # While members are frozen, they compute their updates and discard them.
     frozen.fill_(True)
     seconds = warmup.seconds_per_update(engine, update_all)
     frozen.fill_(False)
@@ -500,21 +532,30 @@ def have_different_seeds(built_runs: Sequence[BuiltRun]) -> bool:
 
 
 def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
-    """Return the first window of the members: [R, ...] for one seed, else [N, R, ...]."""
-    differ = have_different_seeds(built_runs)
+    """Return the first window that N members train on, each of whose tensors has R rows.
+
+    Returns:
+        [R, ...] if all members have the same seed, and so the same window; else [N, R, ...].
+    """
+    windows_differ = have_different_seeds(built_runs)
+    readers = built_runs if windows_differ else built_runs[:1]
     windows = []
-    for built in built_runs if differ else built_runs[:1]:
+    for built in readers:
         batches = text.batches(built.plan.training.tokens_per_update, seed=built.plan.job.seed)
         windows.append(next(batches))
         batches.close()
-    return stack_windows(windows, range(len(windows))) if differ else windows[0]
+    return stack_windows(windows, range(len(windows))) if windows_differ else windows[0]
 
 
 def choose_updates(
-    timed_groups: Sequence[TimedGroup], least_tokens: int, progress: Progress, done: int = 0
+    timed_groups: Sequence[TimedGroup],
+    least_tokens: int,
+    progress: Progress,
+    updates_done: int = 0,
 ) -> list[int]:
-    """Time widths, set each group's rounds, and return the number of updates of each group's
-    members.
+    """Decide each group's rounds and updates, after timing the widths that are worth it.
+
+    The rounds are set in the groups. The number of updates of each group's members is returned.
 
     The settings give the number of updates, or else the minutes of the whole sweep. Minutes are
     shared out so that every member learns from equally many tokens.
@@ -523,35 +564,34 @@ def choose_updates(
         timed_groups: for each group, its measured times and engines.
         least_tokens: the minimum number of tokens of a member, even if they take longer.
         progress: the display.
-        done: updates that each member has already made. The time is for further ones.
+        updates_done: updates that each member has already made. The minutes are for further ones.
     """
     for timed_group in timed_groups:
         if timed_group.given_updates:
             timed_group.measure(timed_group.given_updates, progress)
             timed_group.decide(timed_group.given_updates)
+    # The groups whose settings give minutes.
     open_ended = [timed_group for timed_group in timed_groups if not timed_group.given_updates]
     if not open_ended:
         return [timed_group.given_updates for timed_group in timed_groups]
     minutes = open_ended[0].group.plan.job.span.minutes
     budget_s = defaults.UPDATES_SHARE * 60 * minutes
-    # Which widths pay depends on the number of updates, and this number on the widths. So the
-    # number is first estimated for members one after another.
+    # Which widths are worth compiling depends on the number of updates, and this number depends on the
+    # widths. So the number is first estimated for members one after another.
     for timed_group in open_ended:
         timed_group.measure(1, progress)  # for one update, only width 1 is timed
     one_after_another = [[1] * len(timed_group.group.members) for timed_group in open_ended]
-    per_token_s, evaluations_s = _costs(open_ended, one_after_another)
-    estimated_tokens = max(least_tokens, _affordable_tokens(budget_s, per_token_s, evaluations_s))
+    estimated_cost = _cost_of(open_ended, one_after_another)
+    estimated_tokens = max(least_tokens, estimated_cost.affordable_tokens(budget_s))
     for timed_group in open_ended:
         updates = max(1, round(estimated_tokens / _tokens_per_update(timed_group)))
         timed_group.measure(updates, progress)
         timed_group.decide(updates)
-    # Then it is computed for the rounds that were decided.
-    per_token_s, evaluations_s = _costs(
-        open_ended, [timed_group.group.round_sizes for timed_group in open_ended]
-    )
-    tokens = _affordable_tokens(budget_s, per_token_s, evaluations_s)
+    # Then the number is computed for the rounds that were decided.
+    cost = _cost_of(open_ended, [timed_group.group.round_sizes for timed_group in open_ended])
+    tokens = cost.affordable_tokens(budget_s)
     if tokens < least_tokens:
-        longer = duration(least_tokens * per_token_s + evaluations_s)
+        longer = duration(least_tokens * cost.per_token_s + cost.evaluations_s)
         progress.line(
             "time",
             f"{longer} instead of {minutes:g} min: learning rates cannot be told apart sooner",
@@ -560,11 +600,15 @@ def choose_updates(
     updates_of_groups = []
     for timed_group in timed_groups:
         training = timed_group.group.plan.training
-        most = defaults.most_updates(
+        # A run that is given a time does not read a short text too often.
+        max_updates = defaults.most_updates(
             timed_group.text.train.per_epoch, training.window_rows, training.optim.weight_decay
         )
-        affordable = defaults.updates_in_time(tokens, _tokens_per_update(timed_group), most)
-        updates_of_groups.append(timed_group.given_updates or min(most, done + affordable))
+        further_updates = defaults.updates_in_time(
+            tokens, _tokens_per_update(timed_group), max_updates
+        )
+        updates_in_time = min(max_updates, updates_done + further_updates)
+        updates_of_groups.append(timed_group.given_updates or updates_in_time)
     return updates_of_groups
 
 
@@ -572,11 +616,28 @@ def _tokens_per_update(timed_group: TimedGroup) -> int:
     return timed_group.group.plan.training.tokens_per_update
 
 
-def _costs(
-    timed_groups: Sequence[TimedGroup], rounds: Sequence[Sequence[int]]
-) -> tuple[float, float]:
-    """Return the seconds in which every member trains on one token, and the seconds of all
-    evaluations.
+class _Cost(NamedTuple):
+    """The seconds that a sweep takes in its rounds.
+
+    Attributes:
+        per_token_s: the seconds in which every member trains on one token.
+        evaluations_s: the seconds of all evaluations.
+    """
+
+    per_token_s: float
+    evaluations_s: float
+
+    def affordable_tokens(self, budget_s: float) -> float:
+        """Return on how many tokens every member can train in some seconds.
+
+        Evaluations are assumed to take at most half of these seconds.
+        """
+        training_s = max(budget_s / 2, budget_s - self.evaluations_s)
+        return training_s / self.per_token_s
+
+
+def _cost_of(timed_groups: Sequence[TimedGroup], rounds: Sequence[Sequence[int]]) -> _Cost:
+    """Return the cost of these groups, if their members train in these rounds.
 
     Args:
         timed_groups: for each group, its measured times and engines.
@@ -588,11 +649,4 @@ def _costs(
         update_s = sum(predict_update_s(timed_group.timed, size) for size in sizes)
         per_token_s += update_s / _tokens_per_update(timed_group)
         evaluations_s += timed_group.held_out_s(sizes)
-    return per_token_s, evaluations_s
-
-
-def _affordable_tokens(seconds: float, per_token_s: float, evaluations_s: float) -> float:
-    """Return how many tokens every member can train on in some seconds, of which evaluations may
-    take at most half.
-    """
-    return max(seconds / 2, seconds - evaluations_s) / per_token_s
+    return _Cost(per_token_s, evaluations_s)

@@ -1,5 +1,7 @@
-"""Manage a sweep's folder: a run's folder with sweep.json (task and results), a table, and a run
-for each member.
+"""Manage a sweep's folder.
+
+It is like a run's folder, and also has sweep.json, with the sweep's task and results, a table of the
+results, and a run's folder for each member.
 """
 
 import csv
@@ -30,8 +32,8 @@ from monograph.sweeps.spec import ORIGIN, Member, describe_knobs, transfer_notes
 from monograph.terminal import shell_words
 
 SCHEMA = "monograph.sweep/1"
-# The minimum number of tokens that a member of a sweep without arguments trains on, even on a slow
-# machine. With fewer tokens, the best rate would be that of the first few updates.
+# The minimum number of tokens that a member trains on, even on a slow machine, if the sweep has no
+# arguments. With fewer tokens, the best learning rate would be that of the first few updates.
 DEFAULT_TOKENS = 100_000
 _SettingKey: TypeAlias = Literal[tuple(KEYS)]  # type: ignore[valid-type]
 
@@ -45,7 +47,7 @@ class _Group(Strict):
         why: the reason for these rounds.
         compile: the compile scope.
         eager_updates: see `monograph.sweeps.eager_start.EagerStart.updates`.
-        eager_length: see `monograph.sweeps.eager_start.EagerStart.length`.
+        eager_length: see `monograph.sweeps.eager_start.EagerStart.expected_length`.
     """
 
     rounds: list[Annotated[int, Field(ge=1)]]
@@ -91,8 +93,8 @@ class Sweep:
 
     Attributes:
         run: the folder. Like a run's it has a lock and a config.toml, and `last` can name it.
-        record: the content of sweep.json: the entries of `_Record`, the schema's version, and in the
-            end the result.
+        record: the content of sweep.json: the entries of `_Record`, the schema's version, and the
+            result once there is one.
     """
 
     def __init__(self, run: Run, record: dict[str, Any]):
@@ -109,8 +111,8 @@ class Sweep:
             out: the folder; None: a new one in runs/.
             settings: the settings that all members share.
             points: each member's varied values.
-            target: the settings of a wide model. The members then have a narrow model, its proxy, on
-                which its learning rate is searched for. None: the members stand for themselves.
+            target: the settings of the run of a wide model. The members then train a narrow model, its
+                proxy, to find the learning rate of the wide one. None: the members are not proxies.
 
         Raises:
             UsageError: `out` holds another sweep.
@@ -133,9 +135,9 @@ class Sweep:
         # The sweep itself has set the minutes if it was begun without arguments.
         if settings.origins.get("train.minutes") == ORIGIN:
             record["least_tokens"] = DEFAULT_TOKENS
+        record["target"] = target.to_toml() if target else None
         sweep = cls(Run.create(out), record)
         with sweep.run.lock(new=True):
-            record["target"] = target.to_toml() if target else None
             sweep.write()
             write_config(sweep.run, settings, sweep.programs)
         return sweep
@@ -167,8 +169,8 @@ class Sweep:
                 raise ValueError("not what was written")
             groups = _Record.model_validate(record).groups
             if groups is not None:
-                members = sum(sum(group.rounds) for group in groups)
-                if members != len(record["points"]):
+                member_count = sum(sum(group.rounds) for group in groups)
+                if member_count != len(record["points"]):
                     raise ValueError("other members")
             record["points"] = [_restored_point(point) for point in record["points"]]
         except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
@@ -189,34 +191,37 @@ class Sweep:
 
     @property
     def programs(self) -> list[str]:
-        """Return the values that members vary and that name a function in a Python file.
+        """The values of knobs that name a function in a Python file.
 
-        config.toml has only the shared settings. So the code that members vary is checked, when the
-        settings are read, and marked as trusted, when they are written, by this list.
+        config.toml has only the shared settings, not the knobs. So `write_config` and `run_settings` get
+        this list, too: the former marks the code as trusted, and the latter checks it.
         """
         return sorted({value for point in self.points for value in programs_in(point)})
 
     @property
     def wide(self) -> Path:
-        """Return the path of the wide run's settings with the best knobs. The file exists once
-        these are known.
-        """
+        """The path of the wide run's settings with the best knobs, once these are known."""
         return self.run.folder / "wide.toml"
 
     def write_wide(self, best: Point) -> list[str]:
-        """Write the settings of the wide run with the best knobs of its proxy, and return lines for
-        the user. If there is no wide run, do nothing.
+        """Write the settings of the wide run with the best knobs of its proxy.
+
+        If there is no wide run, nothing is written.
+
+        Returns:
+            Lines for the user; empty if there is no wide run.
         """
         if not self.record.get("target"):
             return []
         # `load_settings` reads only files, so the settings are first written without the best knobs.
         write_atomically(self.wide, self.record["target"])
-        # They are complete, so variables of this process's environment must not change them.
+        # These settings are complete, so the environment's variables must not change them.
         target_without_best = load_settings(self.wide, overrides={}, environment={}, recorded=True)
         target = target_without_best.resolve(best, ORIGIN)
         write_atomically(self.wide, target.to_toml())
-        # The first group stands for all. The members of a group with larger updates make fewer of
-        # them, if the settings do not give the number, so that all train on about as many tokens.
+        # Groups may have different numbers of updates, and here that of the first one stands for all. If
+        # the settings give a time, all members train on about as many tokens, so groups whose updates have
+        # more tokens make fewer of them.
         proxy_updates = self.record["groups"][0]["updates"]
         return transfer_notes(
             target,
@@ -236,19 +241,16 @@ class Sweep:
         return Run(self.run.folder / "members" / f"{index:03d}")
 
     def forget_members(self) -> None:
-        """Remove the members' folders, left by a process that was stopped before the number of
-        updates was decided.
+        """Remove the members' folders.
 
-        Members can exist then, since they make their first updates while it is being decided
-        (`monograph.sweeps.eager_start`).
+        A process may have left them that was stopped before it decided the number of updates: members
+        may make their first updates before that (`monograph.sweeps.eager_start`).
         """
         shutil.rmtree(self.run.folder / "members", ignore_errors=True)
 
     @contextmanager
     def lock_members(self, members: Sequence[Member]) -> Iterator[list[Run]]:
-        """Create the members' runs that do not exist, lock all for the `with` block, and yield
-        them.
-        """
+        """Yield the members' runs, which are created if they do not exist and locked in the block."""
         with ExitStack() as locks:
             runs = []
             for member in members:
@@ -270,11 +272,13 @@ class Sweep:
         write_atomically(self.run.folder / SWEEP, json.dumps(content, indent=1) + "\n")
 
     def write_table(self, member_results: Sequence[dict[str, Any]]) -> Path:
-        """Write sweep.csv, with a line for each member and a column for each knob and result, and
-        return its path.
+        """Write sweep.csv, with a line for each member and a column for each knob and result.
 
         Args:
             member_results: each member's results by name, and its varied values under "knobs".
+
+        Returns:
+            The path of the file.
         """
         text = io.StringIO()
         path = self.run.folder / "sweep.csv"
@@ -335,8 +339,8 @@ def task_digest(settings: Settings, points: Sequence[Point]) -> str:
     `Settings.fingerprint`, it includes the values that may change when a run is resumed, so a sweep
     with another such value is another sweep.
     """
-    # The first of the two texts has the knobs in the order of the axes, the second has exact values.
-    # Without either, the digests that existing sweeps have recorded would not be found again.
+    # The first text of a point has the knobs in the order of the axes, and the second has exact values.
+    # Both must stay as they are, since existing sweeps have recorded digests of them.
     point_texts = [describe_knobs(point) + repr(sorted(point.items())) for point in points]
     text = settings.to_toml() + "\n".join(point_texts)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -347,12 +351,15 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def _restored_point(point: dict[str, Any]) -> Point:
-    """Return a point of a record. JSON has turned its tuples into lists, and an older version may
-    have written keys and values that are spelled differently today.
+    """Return a point as it was before it was written to sweep.json.
+
+    JSON has turned its tuples into lists. An older version of Monograph may have written keys and
+    values that are spelled differently today; they are translated.
     """
     restored = Point()
     for key, value in point.items():
         if isinstance(value, list):
             value = tuple(value)
-        restored |= translated_values(key, value) or {key: value}
+        translated = translated_values(key, value)
+        restored |= translated if translated else {key: value}
     return restored

@@ -1,7 +1,9 @@
-"""Track and show a sweep while it runs: the rounds that remain, the progress, and each member's
-results so far.
+"""Track and show a sweep while it runs.
 
-A round is the members that train at once, a group the members that one graph could hold.
+This file knows which rounds remain, how far they are, and each member's results so far.
+
+A group is the members that one graph could hold. They train in rounds: the members of a round train at
+once. A cohort is a round while it trains, with its engine.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ from monograph.session.objectives.texts import open_corpus
 from monograph.session.plan import Length
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import resolve
-from monograph.session.setup import repeatable
+from monograph.session.setup import make_repeatable
 from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
 from monograph.sweeps import eager_start, results
@@ -67,9 +69,9 @@ class SweepProgress:
         timed_groups: for each group, its measured times and captured engines; empty until `open` or
             `prepare`.
         updates: for each group, the number of updates of its members; empty until `prepare`.
-        rate: targets per second of the last updates, over all members that train at once; 0 before
-            the first updates.
-        done: number of updates so far, summed over this rank's members.
+        rate: target tokens per second in the last updates, of all members that train at once; 0
+            before the first updates.
+        done: the number of updates so far, summed over this rank's members.
         page: the web page that shows the sweep while it runs.
     """
 
@@ -101,7 +103,7 @@ class SweepProgress:
 
     @property
     def rounds(self) -> list[Round]:
-        """Return this rank's rounds."""
+        """Return this rank's rounds: the ranks take turns in the list of all rounds."""
         rounds = []
         for timed_group, updates in zip(self.timed_groups, self.updates, strict=True):
             for members in timed_group.group.rounds():
@@ -115,8 +117,8 @@ class SweepProgress:
         return earlier + clock() - self._began_s
 
     @property
-    def figures(self) -> str:
-        """Return the figures shown next to the bar."""
+    def speed_text(self) -> str:
+        """Return the speed, as it is shown next to the bar."""
         return count(self.rate, "tok/s") if self.rate else ""
 
     def prepare(self, device: torch.device, machine: Device) -> None:
@@ -127,14 +129,15 @@ class SweepProgress:
             UsageError: settings exclude one another or are impossible on this machine.
         """
         self.open(device, machine)
-        if self.sweep.record.get("groups"):
-            self._recall_rounds()
+        was_decided = bool(self.sweep.record.get("groups"))
+        if was_decided:
+            self._restore_rounds()
         else:
             self._decide_rounds()
         self._print_plan()
 
-    def _recall_rounds(self) -> None:
-        """Take over what an earlier process has decided."""
+    def _restore_rounds(self) -> None:
+        """Take over the rounds and the numbers of updates that an earlier process has decided."""
         for timed_group, saved in zip(self.timed_groups, self._saved_groups, strict=True):
             timed_group.group.round_sizes = saved["rounds"]
             timed_group.group.why = saved["why"]
@@ -145,7 +148,7 @@ class SweepProgress:
     def _decide_rounds(self) -> None:
         """Decide how many members train at once and for how long, and write that into the record.
 
-        Members may make their first updates meanwhile.
+        While the graphs compile, the members may make their first updates eagerly.
         """
         for timed_group in self.timed_groups:
             if timed_group.is_brief():
@@ -157,29 +160,29 @@ class SweepProgress:
         self._print_time()
         with eager_start.start_eagerly(
             self.sweep, self.timed_groups, self.progress, alone=self.world.alone
-        ) as start:
+        ) as eager:
             self.updates = choose_updates(
-                self.timed_groups, self.least_tokens, self.progress, start.updates
+                self.timed_groups, self.least_tokens, self.progress, eager.updates
             )
-            start.settle(self.updates)
-        spread_rounds(self.groups, self.world.size)
-        first_updates = {}
-        if start.updates:
-            first_updates = {"eager_updates": start.updates, "eager_length": start.length}
+            eager.save(self.updates)
+        spread_rounds(self.groups, self.world.size)  # so that no rank is idle
+        eager_entries = {}
+        if eager.updates:
+            eager_entries = {"eager_updates": eager.updates, "eager_length": eager.expected_length}
         self.sweep.record["groups"] = [
             {
                 "rounds": group.round_sizes,
                 "updates": updates,
                 "why": group.why,
                 "compile": group.plan.training.compile,
-                **first_updates,
+                **eager_entries,
             }
             for group, updates in zip(self.groups, self.updates, strict=True)
         ]
         self.sweep.write()
 
     def open(self, device: torch.device, machine: Device) -> None:
-        """Read the text, and resolve the members' settings as far as that alone allows.
+        """Read the text, and resolve the members' settings as far as the text allows.
 
         Raises:
             UsageError: settings exclude one another or are impossible on this machine.
@@ -198,9 +201,11 @@ class SweepProgress:
     def eager_updates_of(self, member: Member) -> EagerUpdates:
         """Return the updates that a member made before its graph was compiled."""
         groups = zip(self._saved_groups, self.groups, strict=True)
+        # The record's entry of the member's group.
         saved = next(saved for saved, group in groups if member in group.members)
         if not saved.get("eager_updates"):
             return NO_EAGER_UPDATES
+        # Their warm-up is that of a run of the length that was expected then.
         machine = describe()
         plan = resolve(member.settings, machine)
         expected_plan = resolve(plan, machine, Length(saved["eager_length"]))
@@ -230,10 +235,10 @@ class SweepProgress:
         compiled = [group for group in self.groups if group.plan.training.compile != "none"]
         compile_s = len(compiled) * (COMPILE_S + CACHED_S)
         total_s = self.spent_s + compile_s + training_s + defaults.END_S
-        rest = "preparation, compiling and report" if compiled else "preparation and report"
+        other_work = "preparation, compiling and report" if compiled else "preparation and report"
         self.progress.line(
             "time",
-            f"{duration(training_s)} of training, about {duration(total_s)} in all with {rest}",
+            f"{duration(training_s)} of training, about {duration(total_s)} in all with {other_work}",
         )
 
     def _print_plan(self) -> None:
@@ -241,27 +246,31 @@ class SweepProgress:
         for group, updates, saved in zip(
             self.groups, self.updates, self._saved_groups, strict=True
         ):
-            size = group.plan.training.tokens_per_update
+            tokens_per_update = group.plan.training.tokens_per_update
             remaining = updates - saved.get("eager_updates", 0)
-            # The times of a group are 0 if an earlier process has measured them.
+            # These times are 0 if an earlier process has measured them: the record does not have them.
             predicted_s = group.compile_s + remaining * group.update_s + group.held_out_s
             name = f"{group.name}: " if group.name else ""
             time = f", about {duration(predicted_s)}" if predicted_s else ""
             self.progress.line(
                 "plan",
-                f"{name}{counted(updates, 'update')} of {size:,} tokens = {count(updates * size)} each; "
+                f"{name}{counted(updates, 'update')} of {tokens_per_update:,} tokens = "
+                f"{count(updates * tokens_per_update)} each; "
                 f"{group.why}{time}",
             )
 
-    def block(self) -> SweepDisplay:
-        """Return the live bar and table, and count the updates of rounds that are over."""
+    def live_display(self) -> SweepDisplay:
+        """Return the live bar and table.
+
+        The bar begins at the updates of the rounds that are over, which are also counted in `done`.
+        """
         self.done = 0
-        work = 0
+        total = 0
         for _, updates, members in self.rounds:
-            work += updates * len(members)
+            total += updates * len(members)
             if self.are_over(members):
                 self.done += updates * len(members)
-        return SweepDisplay(self.progress.screen, work, self.table, self.done)
+        return SweepDisplay(self.progress.screen, total, self.table, self.done)
 
     def table(self) -> list[str]:
         """Return the table of results so far."""
@@ -281,8 +290,9 @@ class SweepProgress:
         return all(self.outcomes[member.index].is_over for member in members)
 
     def divergences_in_round(self, members: Sequence[Member]) -> dict[int, int]:
-        """Return for each diverged member, by its place among `members`, the update after which it
-        diverged.
+        """Return the update after which each diverged member of a round diverged.
+
+        The keys are the members' places in the round.
         """
         divergences = self._divergences_by_index()
         return {
@@ -292,8 +302,10 @@ class SweepProgress:
         }
 
     def count_resumed(self, cohort: Cohort) -> int:
-        """Count the updates of a round that earlier processes made, and return their number, summed
-        over its members.
+        """Count the updates of a round that earlier processes made.
+
+        Returns:
+            Their number, summed over the round's members.
         """
         resumed = len(cohort.members) * cohort.engine.index
         self.done += resumed
@@ -302,25 +314,27 @@ class SweepProgress:
     def count_trained(self, cohort: Cohort, updates: int, seconds: float) -> None:
         """Record that a round's members were trained for `updates` updates in `seconds`."""
         first = cohort.sessions[0]
+        # Only this share of the positions of an update has a token; the others are padding.
         targets = first.text.stats.packed_share * first.plan.training.tokens_per_update
         self.rate = len(cohort.members) * updates * targets / max(seconds, 1e-9)
         self.done += len(cohort.members) * updates
         self._training_s += seconds
 
-    def evaluate(self, cohort: Cohort, update: int, *, last: bool) -> None:
-        """Score some held-out rows by every member that still learns, and record the scores.
+    def evaluate(self, cohort: Cohort, update: int, *, is_last: bool) -> None:
+        """Score some held-out rows with every member that still learns, and record the scores.
 
         Args:
             cohort: the members of a round, and what trains them.
             update: the number of updates so far.
-            last: whether the round is over. Then all held-out rows are scored, too.
+            is_last: whether the round is over. Then all held-out rows are scored, too.
         """
         self._score(cohort, update, CURVE_ROWS)
-        if last:
+        if is_last:
             self._score(cohort, update, None)
         self._refresh_outcomes(cohort)
 
     def _score(self, cohort: Cohort, update: int, limit: int | None) -> None:
+        """Score the first `limit` held-out rows, or all of them, and write the scores as metrics."""
         held_out = cohort.sessions[0].text.held_out
         scores = evaluate_members(
             cohort.engine, held_out, batch_rows=cohort.engine.micro_batch or 16, limit=limit
@@ -356,7 +370,7 @@ class SweepProgress:
                 "eval_weights": "averaged" if session.plan.averaged else "last",
             }
             rows = self.outcomes[cohort.members[place].index].rows
-            summary = results.summary(rows, session.run, further_entries)
+            summary = results.make_summary(rows, session.run, further_entries)
             session.run.log({"update": summary["update"], "summary": summary})
         self._refresh_outcomes(cohort)
 
@@ -381,8 +395,10 @@ class SweepProgress:
         write_page_so_far(folder, result, settings, curves, describe_start(self.sweep.run), state)
 
     def finish(self) -> dict[str, Any]:
-        """Compare the settings, write tables and figures, print the results, and return the object
-        of `--json`.
+        """End a sweep whose members are all trained: compare them, and write and print the results.
+
+        Returns:
+            The object of `--json`.
         """
         table = results.compare_settings(self.outcomes)
         self.sweep.record["tokens"] = sum(
@@ -432,13 +448,13 @@ class SweepProgress:
 
 
 def compile_sweep(folder: str) -> None:
-    """Compile the graphs of a sweep that has not begun yet, so that the process that trains it
-    finds them in the cache.
+    """Compile the graphs of a sweep that has not begun yet, in a process of its own.
 
-    Both processes find out which graphs are needed by the same measurements.
+    The process that trains the sweep finds them in the cache. Both processes choose the graphs by the
+    same measurements.
     """
     keep_compiled()
-    repeatable(default_device())
+    make_repeatable(default_device())
     state = SweepProgress(Sweep.open(Path(folder)), silent())
     state.open(default_device(), describe())
     choose_updates(state.timed_groups, state.least_tokens, state.progress)

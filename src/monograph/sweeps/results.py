@@ -1,5 +1,7 @@
-"""Collect the results of a sweep: read each member's numbers, compare the settings, and make their
-tables.
+"""Collect the results of a sweep.
+
+Each member's numbers are read from its run. Settings are compared over their seeds, which gives the
+tables of the terminal, of `--json` and of the page. A member can be compared with the same run alone.
 """
 
 import math
@@ -30,7 +32,7 @@ from monograph.session.plan import RunPlan
 from monograph.session.random_state import seed_all
 from monograph.session.record import write_config
 from monograph.session.recorded import run_settings
-from monograph.session.reporting import finished
+from monograph.session.reporting import final_summary
 from monograph.session.resolve import resolve
 from monograph.session.setup import build_run, make_engine
 from monograph.session.warmup import capture_engine
@@ -42,9 +44,10 @@ from monograph.sweeps.folder import SCHEMA, Sweep
 from monograph.sweeps.spec import ORIGIN, Member, describe_knobs
 from monograph.terminal import shell_words
 
-DISTILLED = "distilled"  # in the sweep's folder, that of the run which learns from the members
-# The keys of a row of held-out scores.
-BITS, NATS = "eval_bits_per_byte", "eval_loss"
+DISTILLED = "distilled"  # the folder, inside the sweep's, of the run that learns from the members
+# The keys of the scores in a row of metrics that has held-out scores. Every such row has NATS.
+BITS = "eval_bits_per_byte"
+NATS = "eval_loss"
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class Outcome:
         member: the member.
         run: the member's run.
         rows: the rows of its metrics.
-        diverged: the update after which it learned nothing more; None if it did not diverge.
-        evaluation: the row of its last held-out scores; empty if there are none yet.
+        diverged: the update after which the member learned nothing more; None if it did not diverge.
+        evaluation: the last row with held-out scores; empty if there is none yet.
         summary: the run's summary; None if it has not finished.
     """
 
@@ -74,8 +77,10 @@ class Outcome:
 
     def score(self, key: str) -> float | None:
         """Return the member's last score under `key`; None if it diverged or has no score yet."""
+        if self.diverged is not None:
+            return None
         value: float | None = self.evaluation.get(key)
-        return None if self.diverged is not None else value
+        return value
 
 
 def read_outcome(sweep: Sweep, member: Member) -> Outcome:
@@ -86,12 +91,12 @@ def read_outcome(sweep: Sweep, member: Member) -> Outcome:
     """
     run = sweep.member(member.index)
     rows = run.rows()
-    final = finished(run)
-    if final:  # a run that has not finished is checked by `Session.restore`
+    run_summary = final_summary(run)
+    if run_summary:  # the metrics of a run that has not finished are checked by `Session.restore`
         recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
     evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
-    return Outcome(member, run, rows, diverged, evaluation, final)
+    return Outcome(member, run, rows, diverged, evaluation, run_summary)
 
 
 def last_trained_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -100,10 +105,9 @@ def last_trained_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def mixture_members(name: str) -> list[Run]:
-    """Return the runs of a sweep's finished members, if the name is SWEEP/mixture; an empty list
-    for any other name.
+    """Return the runs of a sweep's finished members, if the name is SWEEP/mixture.
 
-    A member that diverged has not finished.
+    For any other name the list is empty. A member that diverged has not finished.
 
     Raises:
         InputRefused: no member has finished, or the sweep's record is damaged.
@@ -116,7 +120,7 @@ def mixture_members(name: str) -> list[Run]:
         return []
     sweep = Sweep.open(folder)
     runs = [sweep.member(index) for index in range(len(sweep.points))]
-    finished_runs = [run for run in runs if finished(run)]
+    finished_runs = [run for run in runs if final_summary(run)]
     if not finished_runs:
         raise InputRefused(
             f"{name}: no member has finished: `monograph sweep --out {shell_words(folder)}` continues the sweep"
@@ -160,11 +164,11 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
 
 
 def open_student(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
-    """Return the run that learns from a sweep's finished members, and begin it if it does not
-    exist.
+    """Return the student: the run that learns from a sweep's finished members, its teachers.
 
-    It has the settings of the best member and a seed that no member has. If the settings leave it
-    open, it has a graph for each block: a graph of the whole step would hold every teacher.
+    It is begun if it does not exist, with the settings of the best member and a seed that no member
+    has. If the settings leave open how to compile, it is compiled block by block, because a graph of the
+    whole step would hold every teacher.
 
     Args:
         sweep: the sweep.
@@ -192,8 +196,9 @@ def open_student(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
 
 
 def compare_settings(outcomes: Sequence[Outcome]) -> Table:
-    """Return the settings compared by bits per byte, or by the loss in nats if some score has no
-    bits per byte.
+    """Return the settings compared by bits per byte.
+
+    They are compared by the loss in nats if some member has no bits per byte.
     """
     evaluations = [outcome.evaluation for outcome in outcomes if outcome.evaluation]
     if all(evaluation.get(BITS) is not None for evaluation in evaluations):
@@ -207,8 +212,9 @@ def compare_settings(outcomes: Sequence[Outcome]) -> Table:
 
 
 def table_lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
-    """Return the table as aligned lines: knobs, mean ± standard error over seeds, and standing
-    against the best.
+    """Return the table as aligned lines.
+
+    Its columns are the knobs, mean ± standard error over seeds, and standing against the best setting.
 
     Args:
         table: the compared settings.
@@ -218,15 +224,17 @@ def table_lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
     rows = [[*map(short_key, keys), table.unit, ""]]
     for setting in table.settings:
         any_diverged = any(member in diverged for member in setting.members.values())
+        # Without a mean, `mean_text` says that all members diverged.
         is_unscored = setting.mean is None and not any_diverged
         value = "" if is_unscored else mean_text(setting.mean)
         knobs = [value_text(setting.knobs[key]) if key in setting.knobs else "" for key in keys]
         rows.append([*knobs, value, _standing(table, setting, diverged)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    column_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, column_widths, strict=True)]
+        lines.append("   ".join(cells).rstrip())
+    return lines
 
 
 def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> str:
@@ -234,10 +242,10 @@ def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> st
     updates = [diverged[member] for member in setting.members.values() if member in diverged]
     divergence = ""
     if updates:
-        who = "diverged"
+        count = ""
         if len(updates) < len(setting.members):
-            who = f"{len(updates)} of {len(setting.members)} diverged"
-        divergence = f"{who} at update {', '.join(map(str, updates))}"
+            count = f"{len(updates)} of {len(setting.members)} "
+        divergence = f"{count}diverged at update {', '.join(map(str, updates))}"
     return table.standing(setting, divergence)
 
 
@@ -245,8 +253,10 @@ def verdict(table: Table) -> str:
     """Return which setting is best, in a few words."""
     if table.best is None:
         return "every member diverged"
-    best = table.best.setting
-    return describe_knobs(dict(best.knobs)) if best.knobs else f"member {table.best.member}"
+    knobs = table.best.setting.knobs
+    if not knobs:  # only the seed varies
+        return f"member {table.best.member}"
+    return describe_knobs(dict(knobs))
 
 
 def results_json(
@@ -288,7 +298,7 @@ def results_json(
     }
 
 
-def summary(
+def make_summary(
     rows: Sequence[Mapping[str, Any]], run: Run, further_entries: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the summary that marks a member's run as finished, as the summary of any run does.
@@ -332,14 +342,15 @@ def result_object(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> di
 def result_so_far(
     outcomes: Sequence[Outcome], table: Table, spent_s: float, rate: float
 ) -> dict[str, Any]:
-    """Return what is known of a sweep that has not ended, in the form of `result_object`, and how
-    many members have finished.
+    """Return the results of a sweep that has not ended, in the form of `result_object`.
+
+    They also say how many members have finished.
 
     Args:
         outcomes: the members' present outcomes.
         table: their comparison.
         spent_s: the seconds spent so far.
-        rate: targets per second of the last updates; 0 before the first update.
+        rate: target tokens per second in the last updates; 0 before the first update.
     """
     members, best = results_json(outcomes, table)
     return {
@@ -355,20 +366,25 @@ def result_so_far(
 def chart_settings(table: Table) -> list[dict[str, Any]]:
     """Return the settings in the form that `monograph.report.sweep_report` draws."""
     best = table.best.setting if table.best else None
-    return [
-        {
-            "knobs": {short_key(key): value for key, value in setting.knobs.items()},
-            "mean": setting.mean.value if setting.mean else None,
-            "standard_error": setting.mean.standard_error if setting.mean else None,
-            "values": [table.values[member] for member in setting.members.values()],
-            "standing": "best" if setting is best else "tied" if setting.tied else "",
-        }
-        for setting in table.settings
-    ]
+    chart_entries = []
+    for setting in table.settings:
+        standing = "tied" if setting.tied else ""
+        if setting is best:
+            standing = "best"
+        chart_entries.append(
+            {
+                "knobs": {short_key(key): value for key, value in setting.knobs.items()},
+                "mean": setting.mean.value if setting.mean else None,
+                "standard_error": setting.mean.standard_error if setting.mean else None,
+                "values": [table.values[member] for member in setting.members.values()],
+                "standing": standing,
+            }
+        )
+    return chart_entries
 
 
-# `verify_member` allows this many times the difference between two ways to train the same run
-# alone.
+# A member may differ from the same run alone by this many times the difference between two ways to
+# train that run alone (`verify_member`).
 MAX_DIFFERENCE_RATIO = 4.0
 
 
@@ -377,11 +393,11 @@ class EagerUpdates(NamedTuple):
 
     Attributes:
         number: the number of these updates; 0 if the graph was compiled before the first update.
-        warmup: the warm-up of the schedule that the member had then, as a number of updates.
+        warmup_updates: the warm-up of the schedule by which they were made.
     """
 
     number: int
-    warmup: int
+    warmup_updates: int
 
 
 NO_EAGER_UPDATES = EagerUpdates(0, 0)
@@ -390,15 +406,16 @@ NO_EAGER_UPDATES = EagerUpdates(0, 0)
 def verify_member(
     outcome: Outcome, progress: Progress, eager: EagerUpdates = NO_EAGER_UPDATES
 ) -> dict[str, Any]:
-    """Compare a member's training losses with those of the same run trained alone, and print and
-    return the result.
+    """Compare a member's training losses with those of the same run trained alone.
+
+    The result is printed and returned.
 
         difference = max over updates of |member - alone|
         equal      = difference <= 4 · max over updates of |alone - alone in another way|
 
-    The other way is uncompiled or, if nothing is compiled, in micro-batches of half the size. Every
-    way rounds differently, and training amplifies the differences. So no fixed bound would do, and
-    the other way shows what rounding changes in this run.
+    The other way is to train without compiling or, if the member is not compiled, in micro-batches of
+    half the size. Each way rounds differently, and training amplifies the differences. How much depends
+    on the run, so the bound is not fixed: the two ways to train alone show what rounding changes.
 
     Args:
         outcome: the member's results.
@@ -419,8 +436,8 @@ def verify_member(
     updates = len(member_losses)
     losses = train_alone(plan, text, updates, progress, compiled=compiled, eager=eager)
     if not compiled:
-        half = {"train.micro_batch": max(1, plan.training.rows // 2)}
-        plan = resolve(plan.record.settings.resolve(half, "verify"), describe())
+        half_size = {"train.micro_batch": max(1, plan.training.rows // 2)}
+        plan = resolve(plan.record.settings.resolve(half_size, "verify"), describe())
     other_losses = train_alone(plan, text, updates, progress, compiled=False, eager=eager)
     difference = largest_difference(member_losses, losses)
     bound = MAX_DIFFERENCE_RATIO * largest_difference(losses, other_losses)
@@ -451,11 +468,16 @@ def largest_difference(one: list[float], other: list[float]) -> float:
 
 
 def schedule_after_eager(schedule: Schedule, eager: EagerUpdates) -> Schedule:
-    """Return the schedule of a member that made its eager updates before its length was known: a
-    constant rate after a warm-up, then `schedule`.
+    """Return the schedule of a member that made its eager updates before its length was known.
+
+    In these updates the rate is constant after a warm-up; after them it follows `schedule`.
     """
-    eager_schedule = constant(eager.warmup)
-    return lambda index: eager_schedule(index) if index < eager.number else schedule(index)
+    eager_schedule = constant(eager.warmup_updates)
+
+    def schedule_of_both(index: int) -> float:
+        return eager_schedule(index) if index < eager.number else schedule(index)
+
+    return schedule_of_both
 
 
 def train_alone(
@@ -467,8 +489,9 @@ def train_alone(
     compiled: bool,
     eager: EagerUpdates = NO_EAGER_UPDATES,
 ) -> list[float]:
-    """Train a run alone from its beginning, by the schedule that the member had, and return its
-    training losses.
+    """Train a run alone from its beginning, and return its training losses.
+
+    Its schedule is that of the member with which it is compared.
 
     Args:
         plan: the run's plan.
@@ -483,15 +506,15 @@ def train_alone(
     engine.step.schedule = schedule_after_eager(plan.schedule(plan.updates or updates), eager)
     batches = text.batches(plan.training.tokens_per_update, seed=plan.job.seed)
     seed_all(plan.job.seed)
-    how = "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}"
-    with progress.stage("alone", how) as stage:
+    way = "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}"
+    with progress.stage("alone", way) as stage:
         if compiled:
             by_block = built.plan.training.compile == "blocks"
             window = first_window([built], text)
             capture_engine(engine, window, "blocks" if by_block else "whole")
         losses = []
         for update in train(engine, batches, updates):
-            losses.append(update.loss)  # it stays on the device, so that updates do not wait
+            losses.append(update.loss)  # a tensor on the device, which is read after all updates
             stage.report("update", update.index + 1, updates)
         values: list[float] = torch.stack(losses).tolist()
     batches.close()

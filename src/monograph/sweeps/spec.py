@@ -1,9 +1,8 @@
-"""Define the runs of a sweep: its settings and points, its members, and which members can share a
-graph.
+"""Define the runs of a sweep: its settings and points, its members, and their groups.
 
 A knob is a key whose value varies. A point has a value for each knob, and a member is the run with
 the values of one point. A proxy is a narrow model whose best learning rate is transferred to a wide
-one (`optim.transfer`).
+one (`optim.transfer`). A group is the members that can share a graph.
 """
 
 import itertools
@@ -33,7 +32,7 @@ from monograph.report.knobs import knobs_text
 from monograph.report.quantities import counted
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
-from monograph.session.door import WIDTH, transfer_of
+from monograph.session.door import WIDTH_TRANSFER, transfer_of
 from monograph.session.plan import RunPlan
 from monograph.session.recorded import command_line_settings, refuse_model_as_text, run_settings
 from monograph.session.requirements import require_one_device, require_texts
@@ -70,7 +69,7 @@ class MemberGroup:
 
     Attributes:
         members: one or more members.
-        shared: the values of those knobs that cannot differ inside one graph.
+        shared: the values, equal in all members, of those knobs that one graph cannot vary.
         round_sizes: for each round, how many members train at once; empty until that is decided.
         why: the reason for these rounds, in one line.
         update_s: predicted seconds of an update of all members.
@@ -88,22 +87,20 @@ class MemberGroup:
 
     @property
     def plan(self) -> RunPlan:
-        """Return the plan of the first member."""
+        """The plan of the first member, which exists once the sweep is prepared."""
         plan = self.members[0].plan
         assert plan is not None
         return plan
 
     @property
     def name(self) -> str:
-        """Return the values that distinguish the group from others; "" for the only group."""
+        """The values that distinguish the group from others, as text; "" for the only group."""
         return knobs_text(self.shared)
 
     def rounds(self) -> list[list[Member]]:
-        """Return the members of each round."""
-        ends = itertools.accumulate(self.round_sizes)
-        return [
-            self.members[end - size : end] for size, end in zip(self.round_sizes, ends, strict=True)
-        ]
+        """Return the members of each round; rounds take the members in their order."""
+        remaining = iter(self.members)
+        return [list(itertools.islice(remaining, size)) for size in self.round_sizes]
 
 
 def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
@@ -126,8 +123,9 @@ def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
 
 
 def groups_of(members: Sequence[Member]) -> list[MemberGroup]:
-    """Return the members grouped by the values that cannot vary inside a graph, in the members'
-    order.
+    """Return the members grouped by the values of the knobs that one graph cannot vary.
+
+    The groups are in the order of their first members.
     """
     groups: dict[str, MemberGroup] = {}  # by their shared values, as text
     for member in members:
@@ -137,8 +135,9 @@ def groups_of(members: Sequence[Member]) -> list[MemberGroup]:
 
 
 def spread_rounds(groups: Sequence[MemberGroup], ranks: int) -> None:
-    """Halve rounds in place, the largest first, until there is one for every rank or every round
-    has one member.
+    """Halve rounds of the groups, the largest first, until there is one for every rank.
+
+    It ends earlier if every round has one member.
     """
     while sum(len(group.round_sizes) for group in groups) < ranks:
         group = max(groups, key=lambda candidate: max(candidate.round_sizes))
@@ -159,8 +158,8 @@ DEFAULT_MINUTES = 1.5  # of the whole sweep, if no arguments are given
 # powers of 2. Two seeds cannot distinguish finer steps (docs/sweep.md).
 DEFAULT_SEEDS = (0, 1)
 DEFAULT_EXPONENTS = range(-4, 4)
-# Settings that a sweep does not take over from the newest run: those of one run, the knobs, and
-# those of one model's memory and checkpoints.
+# Settings that a sweep without arguments does not take over from the newest run: those that belong to one
+# run, the knobs, and those that suit the memory and the checkpoints of a single model.
 _NOT_TAKEN_OVER = {
     *RUN_SPECIFIC_KEYS,
     "optim.lr",
@@ -205,13 +204,14 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     """
     settings, axes = _settings_and_axes(arguments)
     _require_comparable(settings)
+    # If the members are proxies, `settings` become the proxy's, and `target` has those of the wide run.
     target: Settings | None = None
     if settings.optim.transfer != "none":
         settings, target = _proxy_and_target(settings)
     elif not arguments:
-        # A model without a narrower shape is swept itself.
+        # If the model has no narrower shape, which raises an error, it is swept itself.
         with suppress(UsageError):
-            with_transfer = settings.resolve({"optim.transfer": WIDTH}, ORIGIN)
+            with_transfer = settings.resolve({"optim.transfer": WIDTH_TRANSFER}, ORIGIN)
             settings, target = _proxy_and_target(with_transfer)
     return SweepSpec(settings, points(axes or _default_axes(settings), samples), target)
 
@@ -233,8 +233,8 @@ def _settings_and_axes(arguments: Sequence[str]) -> tuple[Settings, list[Axis]]:
         else:
             settings = _newest_run_settings()
     except UsageError:
-        # If the file has several values for a key, an error that says so is better than one about
-        # a wrong value. A damaged file of a run has been refused before this.
+        # If the file has several values for a key, as only the command line may, an error that says so
+        # is better than one about a wrong value.
         if toml is not None:
             require_single_values(toml)
         raise
@@ -264,8 +264,9 @@ def _require_comparable(settings: Settings) -> None:
 
 
 def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
-    """Return the settings of the narrow proxy, and those of the wide run with the width of its
-    proxy.
+    """Return the settings of the narrow proxy, and those of the wide run.
+
+    The latter have the width of the proxy as `optim.transfer_base`.
 
     Args:
         settings: the settings of the wide run, with transfer on.
@@ -275,10 +276,12 @@ def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
     """
     # Values that depend on the model are decided without transfer, which is set again afterwards.
     plan = resolve(settings.resolve(_WITHOUT_TRANSFER, ORIGIN), describe())
-    shape = None if plan.job.recipe.init else plan.job.recipe.shape(vocab_size=1)
+    shape = None
+    if not plan.job.recipe.init:
+        shape = plan.job.recipe.shape(vocab_size=1)  # the proxy's width does not depend on it
     transfer_values = {key: settings.values()[key] for key in _WITHOUT_TRANSFER}
     wide = plan.record.settings.resolve(transfer_values, ORIGIN)
-    transfer = transfer_of(wide, shape)
+    transfer = transfer_of(wide, shape)  # refuses a model without a shape
     assert transfer is not None and shape is not None
     target = wide.resolve({"optim.transfer_base": transfer.base.hidden_size}, ORIGIN)
     # Minutes that the sweep has set are those of the whole sweep, not of the wide run.
@@ -295,8 +298,9 @@ def _default_axes(settings: Settings) -> list[Axis]:
 
 
 def _newest_run_settings() -> Settings:
-    """Return the settings of a short sweep with the newest run's model, text and optimizer, or with
-    the defaults if there is no run.
+    """Return the settings of a short sweep with the newest run's model, text and optimizer.
+
+    If there is no run, they are the defaults.
     """
     sweep_length = {"train.minutes": DEFAULT_MINUTES}
     runs = [folder for folder in runs_in(DEFAULT_ROOT) if not is_file(folder / SWEEP)]
@@ -321,7 +325,7 @@ def names_existing_sweep(out: Path | None, arguments: Sequence[str], samples: in
 
 
 def narrow_proxy(settings: Settings, config: LlamaConfig) -> Settings:
-    """Return the settings of the narrow proxy of a wide run. Only the width differs.
+    """Return the settings of the narrow proxy of a wide run, which differ only in the width.
 
     Args:
         settings: the settings of the wide run, with transfer on. Values that depend on the model's

@@ -29,6 +29,7 @@ from monograph.rl.preferences import Preference, preference
 from monograph.run.progress import Progress
 from monograph.session.choices import FP8, MODEL_FROM_CODE, STREAMED, Condition
 from monograph.session.objective import (
+    CurveOfScores,
     DecidedObjective,
     HeldOutScore,
     Objective,
@@ -46,8 +47,9 @@ def preference_of(settings: Settings) -> Preference:
     Raises:
         UsageError: a parameter is out of range, or belongs to another loss.
     """
-    given = settings.section(PreferSection).model_dump()
-    return preference(given.pop("loss"), **given)
+    parameters = settings.section(PreferSection).model_dump()
+    loss = parameters.pop("loss")
+    return preference(loss, **parameters)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Preferences(Objective):
         return DecidedObjective(Preferences(loss), parameters)
 
     def answer_scoring(self, plan: RunPlan) -> AnswerScoring:
-        """Return that answers in rows get log-probabilities; see `Objective.judged`."""
+        """Return "rows": answers are scored by the usual attention; see `Objective.answer_scoring`."""
         return "rows"
 
     def open(self, plan: RunPlan, progress: Progress) -> "PreferenceTask":
@@ -134,7 +136,7 @@ class Preferences(Objective):
 class PreferenceTask(RowsTask):
     """The task of `Preferences`."""
 
-    score = "accuracy", "eval_accuracy"
+    score = CurveOfScores("accuracy", "eval_accuracy")
 
     def __init__(self, data: Corpus, preference: Preference):
         """Take the pairs and the loss."""
@@ -154,9 +156,8 @@ class PreferenceTask(RowsTask):
         train, held_out = self.data.train, self.data.held_out
         assert isinstance(train, PairRows) and isinstance(held_out, PairRows)
         answers = train.answers + held_out.answers
-        loss = PreferenceLoss(
-            self.preference, answers, max(train.max_row_answers, held_out.max_row_answers)
-        )
+        max_row_answers = max(train.max_row_answers, held_out.max_row_answers)
+        loss = PreferenceLoss(self.preference, answers, max_row_answers)
         # Answers are numbered from 1; 0 stands for no answer.
         loss.labels[1:] = torch.from_numpy(np.concatenate([train.labels, held_out.labels]))
         return loss
@@ -190,11 +191,15 @@ class PreferenceTask(RowsTask):
             loss.remember(all_rows, self.engine.evaluate, rows_per_window, stage.report)
             # Each answer is scored by one rank, and is 0 on the others.
             loss.reference.copy_(self.world.sum(loss.reference))
-            stage.result = f"of {counted(len(loss.reference) - 1, 'answer')}"
+            answers = len(loss.reference) - 1  # number 0 stands for no answer
+            stage.result = f"of {counted(answers, 'answer')}"
         write_reference(self.run, self.data.fingerprint, tensors, self.world)
 
     def describe_trial(self, trial: Trial) -> str:
-        """Return a text without the loss, which has no meaning as the reference is not scored yet."""
+        """Return a text on the result of a trial step.
+
+        It does not have the loss, which means nothing as long as the reference is not scored.
+        """
         return "answers compared, gradients finite"
 
     def figures(self, windows: RunWindows) -> dict[str, Any]:
@@ -221,15 +226,15 @@ class PreferenceTask(RowsTask):
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the accuracy and margin of the last update, and the last held-out accuracy."""
-        labelled = {"labelled": True} if self.preference.labelled else {}
-        updates = [row for row in rows if "accuracy" in row]
-        if not updates:
-            return labelled
-        last = {key: updates[-1][key] for key in ("tokens", "accuracy", "margin")}
-        evaluated: Mapping[str, Any] = next(
-            (row for row in reversed(rows) if "eval_accuracy" in row), {}
-        )
-        return {**last, "eval_accuracy": evaluated.get("eval_accuracy"), **labelled}
+        # This entry says that the figures are about labelled answers, not about pairs.
+        labelled_entry = {"labelled": True} if self.preference.labelled else {}
+        update_rows = [row for row in rows if "accuracy" in row]
+        if not update_rows:
+            return labelled_entry
+        last = {key: update_rows[-1][key] for key in ("tokens", "accuracy", "margin")}
+        evaluations = [row for row in rows if "eval_accuracy" in row]
+        eval_accuracy = evaluations[-1]["eval_accuracy"] if evaluations else None
+        return {**last, "eval_accuracy": eval_accuracy, **labelled_entry}
 
     def describe_result(
         self,

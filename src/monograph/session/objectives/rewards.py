@@ -1,11 +1,14 @@
 """Learn from rewards: the model in training samples answers to prompts, a reward scores them, and a
 policy gradient makes answers with a high reward more likely.
 
-A *draw* is one sampling of answers for an update.
+A *draw* samples a group of answers to each of a few prompts. An update may need several draws, until
+enough groups have different rewards (`rl.draws`). Several updates may be made from the same answers
+(`rl.updates`). The *reference* is the weights that the run begins from; a KL term keeps the trained
+weights close to them. A *teacher* is another model, whose log-probabilities are the reward. *Slots*
+are positions in the cache of keys and values, one for each token of a prompt and its answer.
 """
 
 import hashlib
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +31,9 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.planner import defaults
-from monograph.predict.estimate import copied_bytes, trained_numbers
+from monograph.predict.estimate import gathered_copy_bytes, trained_numbers
 from monograph.predict.footprint import AnswerScoring
-from monograph.predict.roofline import Calibration, Drawing, drawing_s, peak_flops
+from monograph.predict.roofline import AnswersToSample, Calibration, peak_flops, sampling_s
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
 from monograph.rl.arrange import RolloutOptions
@@ -55,11 +58,14 @@ from monograph.run.source import ModelSource
 from monograph.run.trust import is_all_trusted
 from monograph.session.choices import FP8, MODEL_FROM_CODE, STREAMED, Condition
 from monograph.session.objective import (
+    CurveOfScores,
     DecidedObjective,
+    ExtraTime,
     HeldOutScore,
     Objective,
     RunWindows,
     Task,
+    WindowSize,
     held_out_text,
 )
 from monograph.session.plan import FP32_BYTES, RunPlan, is_sharded, ranks_that_share
@@ -68,10 +74,11 @@ from monograph.session.sample_prompt import SamplePrompt, sample_prompt_from_ids
 from monograph.storage.cache_dir import calibration_file
 from monograph.storage.reading import without_links
 
-# A reward that scores each token needs no advantage. Its loss has the ratios of this advantage, and
-# the same denominator, the number of tokens of all answers.
+# A reward that scores each token needs no advantage, as it says what each token is worth. Its loss
+# clips the probability ratios as this advantage does, and is also divided by the number of tokens of
+# all answers.
 ADVANTAGE_WITH_TOKEN_REWARDS = "dapo"
-# By key; rl.max_new_tokens also has a default, which depends on the length of a row.
+# The default values by key. That of rl.max_new_tokens depends on the length of a row (`decide`).
 DEFAULTS: dict[str, Any] = {
     "rl.advantage": "dr_grpo",
     "rl.prompts": 16,
@@ -90,7 +97,8 @@ _KEYS_OF_WHOLE_ANSWERS = (
     "rl.truncated",
     "rl.truncation_penalty",
 )
-# The predicted time of sampling is compared with the measured one over so many last updates.
+# At the end of a run, the predicted time of sampling is compared with the time that was measured in
+# its last updates, at most this many.
 CALIBRATION_UPDATES = 20
 
 
@@ -98,20 +106,22 @@ CALIBRATION_UPDATES = 20
 class Rewards(Objective):
     """Learn from rewards.
 
-    The fields have no meaning until `decide` returns an objective with the values of the settings.
+    The object `OBJECTIVE`, by which this way to learn is found, has no meaningful values in its
+    fields. `decide` returns another object, with the values of a run's settings.
 
     Attributes:
-        reward: the name of the reward.
+        reward: the name of the reward, or FILE.py:FUNCTION.
         parameters: the values of the reward's own parameters, by their names.
         teacher: the model that one of the reward's parameters names; None if none does.
-        vouched: the digest of each Python file that may run, by the value that names it.
+        vouched: the Python files that the user allows to run (`Settings.vouched`): the digest of
+            each file, by the value that names it, such as "FILE.py:FUNCTION".
         answer_regex: the regular expression that all answers match; None without one.
         answer_schema: the file with the JSON schema that all answers follow; None without one. At
             most one of regex and schema is given.
         prompts: number of prompts of an update.
         group: number of answers to each prompt.
         draws: maximum number of draws for an update.
-        updates: number of updates that are made from the answers of one draw.
+        updates: number of updates that are made from the same answers.
         max_new_tokens: maximum number of tokens of an answer.
         temperature: the temperature of sampling.
         advantage: the name of the advantage; None if the reward scores each token.
@@ -180,8 +190,9 @@ class Rewards(Objective):
             raise UsageError(
                 "rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out"
             )
-        # The term itself is made in `decide`. Making it here refuses values that do not fit.
-        kl_term(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or DEFAULTS["rl.advantage"], "rl.")
+        # The result is not needed here: the call refuses values that do not fit.
+        advantage = rl.advantage or DEFAULTS["rl.advantage"]
+        kl_term(rl.kl, rl.kl_coef, rl.entropy_coef, advantage, section="rl.")
 
     def decide(self, settings: Settings, length: int) -> DecidedObjective:
         """Return this way to learn with the values of all its keys, and of the tokens of an update.
@@ -191,37 +202,43 @@ class Rewards(Objective):
                 an answer has no room in a row.
         """
         rl = settings.section(RlSection)
-        given = rl.model_dump()
         reward = str(rl.reward)
-        values: dict[str, Any] = {}
-        for key, default in {**DEFAULTS, "rl.max_new_tokens": max(1, length // 2)}.items():
-            value = given[key.removeprefix("rl.")]
-            values[key] = default if value is None else value
+        given = {f"rl.{name}": value for name, value in rl.model_dump().items()}
+        decided_values: dict[str, Any] = {"rl.reward": rl.reward}
+        defaults_by_key = {**DEFAULTS, "rl.max_new_tokens": max(1, length // 2)}
+        for key, default in defaults_by_key.items():
+            decided_values[key] = default if given[key] is None else given[key]
         if reward in REWARDS and REWARDS[reward].judges_tokens:
             _refuse_keys_of_whole_answers(settings, reward)
-            del values["rl.advantage"]
+            # The run has no advantage, so config.toml gets none.
+            del decided_values["rl.advantage"]
+        advantage: str | None = decided_values.get("rl.advantage")
         # Each parameter of the reward is a plain value or the name of a model.
         parameters: dict[str, object] = {}
         teacher: ModelSource | None = None
         for parameter in parameters_of(reward):
-            value = given[parameter.field]
+            value = given[parameter.key]
             if value is None:
-                value = values[parameter.key] = parameter.default
+                value = decided_values[parameter.key] = parameter.default
             if parameter.is_model:
                 teacher = _model_named(value)
-                values[parameter.key] = teacher.name
+                decided_values[parameter.key] = teacher.name
             else:
                 parameters[parameter.name] = value
-        if values["rl.max_new_tokens"] >= length:
+        max_new_tokens = decided_values["rl.max_new_tokens"]
+        if max_new_tokens >= length:
             raise UsageError(
-                f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
+                f"rl.max_new_tokens = {max_new_tokens} leaves no room for a prompt in a row of "
                 f"data.sequence_length = {length}: lower one or raise the other"
             )
+        # The keys of [rl] decide how large an update is. A user may state the size only if it is
+        # that of these keys, as in the config.toml of an earlier run.
         size_key = "train.tokens_per_update"
-        tokens_per_update = values["rl.prompts"] * values["rl.group"] * length
+        tokens_per_update = decided_values["rl.prompts"] * decided_values["rl.group"] * length
         if settings.pinned().get(size_key, "auto") not in ("auto", tokens_per_update):
             reason = "with rl.reward an update has rl.prompts x rl.group answers"
             raise UsageError(f"{settings.said(size_key)}: {reason}: leave it out")
+        decided_values[size_key] = tokens_per_update
         decided = Rewards(
             reward=reward,
             parameters=parameters,
@@ -229,26 +246,26 @@ class Rewards(Objective):
             vouched=settings.vouched,
             answer_regex=rl.answer_regex,
             answer_schema=rl.answer_schema,
-            prompts=values["rl.prompts"],
-            group=values["rl.group"],
-            draws=values["rl.draws"],
-            updates=values["rl.updates"],
-            max_new_tokens=values["rl.max_new_tokens"],
-            temperature=values["rl.temperature"],
-            advantage=values.get("rl.advantage"),
+            prompts=decided_values["rl.prompts"],
+            group=decided_values["rl.group"],
+            draws=decided_values["rl.draws"],
+            updates=decided_values["rl.updates"],
+            max_new_tokens=max_new_tokens,
+            temperature=decided_values["rl.temperature"],
+            advantage=advantage,
             kl=kl_term(
-                values["rl.kl"], rl.kl_coef, rl.entropy_coef, values.get("rl.advantage"), "rl."
+                decided_values["rl.kl"], rl.kl_coef, rl.entropy_coef, advantage, section="rl."
             ),
             masks_truncated=rl.truncated == "mask",
             truncation_penalty=rl.truncation_penalty or 0.0,
         )
-        values["rl.reward"] = rl.reward
-        values[size_key] = tokens_per_update
-        return DecidedObjective(decided, values)
+        return DecidedObjective(decided, decided_values)
 
     def answer_scoring(self, plan: RunPlan) -> AnswerScoring:
-        """Return whether the loss computes with the arithmetic of sampling ("exact") or not."""
-        return "exact" if options_for(plan).exact else "rows"
+        """Return "exact" if the loss scores answers with the arithmetic of sampling, else "rows";
+        see `Objective.answer_scoring`.
+        """
+        return "exact" if rollout_options(plan).exact else "rows"
 
     def extra_bytes(
         self, plan: RunPlan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
@@ -258,74 +275,88 @@ class Rewards(Objective):
 
         Without `slots`, a prompt and its answer are assumed to fill a row.
         """
-        options = options_for(plan)
+        options = rollout_options(plan)
         training = plan.training
         lora = training.lora
-        samples_in_bf16 = training.precision != "fp32" and (
+        # Cached keys and values have the dtype of the stored weights: bf16 if these are the frozen
+        # base of adapters, or have no master copy in fp32.
+        stores_bf16_weights = training.precision != "fp32" and (
             lora or not training.optim.master_weights
         )
-        dtype = torch.bfloat16 if samples_in_bf16 else torch.float32
+        cache_dtype = torch.bfloat16 if stores_bf16_weights else torch.float32
+        # The last token of an answer is only a target, so `length + 1` tokens fill a row.
         slots = slots_per_row(options, config, slots or options.length + 1)
         answers_of_rank = math.ceil(options.prompts * options.group / ranks)
-        rows = decoded_rows(answers_of_rank) + min(options.prompts, MAX_PREFILL_PROMPTS)
-        cache_bytes = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
+        # The generator has two caches: one for the answers, one for the prompts that it is reading.
+        prefilled_rows = min(options.prompts, MAX_PREFILL_PROMPTS)
+        rows = decoded_rows(answers_of_rank) + prefilled_rows
+        cache_bytes = rows * KVCache.bytes_per_row(config, slots, cache_dtype, block_of(slots))
         # `Drawer` samples fewer rows at once if they would take more than half of the free memory.
         by_origin = {"answers": min(cache_bytes, machine.free_memory_bytes // 2)}
         if is_sharded(plan.job.parallel):
             # A rank that trains some rows of each weight samples from a gathered copy.
-            by_origin["whole weights"] = copied_bytes(
-                config, lora, training.precision, plan.job.gather_dtype == "bf16"
+            by_origin["whole weights"] = gathered_copy_bytes(
+                config,
+                lora,
+                training.precision,
+                gathers_bf16=plan.job.gather_dtype == "bf16",
             )
         if options.kl and options.kl.needs_reference:
-            number_bytes = FP32_BYTES if training.optim.master_weights else 2
-            numbers = trained_numbers(config, lora, training.precision)
-            numbers //= ranks_that_share(plan.job.parallel, ranks)
+            bytes_per_weight = FP32_BYTES if training.optim.master_weights else 2
+            trained_weights = trained_numbers(config, lora, training.precision)
+            trained_weights //= ranks_that_share(plan.job.parallel, ranks)
             # Two copies: the reference, and the trained weights while the reference takes their
             # place in the model to score answers.
-            by_origin["reference"] = 2 * number_bytes * numbers
-        teacher = rewards_of(plan).teacher
+            by_origin["reference"] = 2 * bytes_per_weight * trained_weights
+        teacher = rewards_objective(plan).teacher
         teacher_shape = teacher.shape if teacher else None
         if teacher_shape:
             by_origin["teacher"] = teacher_shape.parameter_count() * FP32_BYTES
         return by_origin
 
-    def largest_window(self, plan: RunPlan, config: LlamaConfig, slots: int) -> tuple[int, int]:
-        """Return the rows, and tokens of a row, if all answers have the maximum length; see
+    def largest_window(self, plan: RunPlan, config: LlamaConfig, slots: int) -> WindowSize:
+        """Return the size of a window if all answers have the maximum length; see
         `Objective.largest_window`.
         """
-        options = options_for(plan)
+        options = rollout_options(plan)
         answers = options.prompts * options.group
         if options.exact:
-            return answers, slots_per_row(options, config, slots)
+            # Each answer has its own row, which is as long as a row of decoding.
+            return WindowSize(answers, slots_per_row(options, config, slots))
         if not options.packed:
-            return answers, options.length
-        # The last token of an answer is only a target, so it takes no position.
+            return WindowSize(answers, options.length)
+        # The last token of an answer is only a target, so it takes no position of a row.
         answers_per_row = max(1, options.length // (slots - 1))
-        return math.ceil(answers / answers_per_row), options.length
+        return WindowSize(math.ceil(answers / answers_per_row), options.length)
 
-    def extra_seconds(
+    def extra_time(
         self, plan: RunPlan, config: LlamaConfig, machine: Device, calibration: Calibration
-    ) -> tuple[float, bool]:
-        """Return the seconds of sampling the answers of an update; see `Objective.extra_seconds`."""
-        measured_ratio = calibration.slowness(machine, calibration_key(plan))
-        seconds = (measured_ratio or 1.0) * predicted_sampling_s(plan, config, machine)
-        return seconds, measured_ratio is not None
+    ) -> ExtraTime:
+        """Return the time of sampling the answers of an update; see `Objective.extra_time`."""
+        # How many times as long as predicted sampling took in earlier runs; None before the first.
+        slowness = calibration.slowness(machine, calibration_key(plan))
+        seconds = (slowness or 1.0) * predicted_sampling_s(plan, config, machine)
+        return ExtraTime(seconds, is_calibrated=slowness is not None)
 
     def open(self, plan: RunPlan, progress: Progress) -> "RewardTask":
         """Read the run's prompts, print how many there are, and open the reward, which the task
         closes.
         """
         reward = reward_of(self.reward, self.vouched, **self.parameters)
+        # With --trust-code, programs in the answers run even if this system cannot confine them.
         reward.unconfined = is_all_trusted()
         try:
             return RewardTask(_read_prompts(plan, reward, self.teacher, progress), reward)
         except BaseException:
+            # Without a task, the reward's processes must end here, even after Ctrl-C.
             reward.close()
             raise
 
     def open_without_judging(self, plan: RunPlan, progress: Progress) -> "RewardTask":
         """Read the run's prompts only; see `Objective.open_without_judging`."""
-        return RewardTask(_read_prompts(plan, Reward(), None, progress), Reward())
+        unused_reward = Reward()  # needs no key of the records, and is never asked for a score
+        prompts = _read_prompts(plan, unused_reward, None, progress)
+        return RewardTask(prompts, unused_reward)
 
 
 def _read_prompts(
@@ -335,21 +366,23 @@ def _read_prompts(
 
     Args:
         plan: the run's plan.
-        reward: scores the answers. It says which keys of the records it needs, and gets the loaded
-            teacher.
-        teacher: the reward's teacher; None without one.
+        reward: scores the answers. It says which keys of the records it needs. Its attribute
+            `teacher` is set to the loaded teacher.
+        teacher: where the teacher is loaded from; None without one.
         progress: the display.
 
     Returns:
         The prompts, with a fingerprint that also depends on everything else that decides the
         rewards.
     """
-    objective = rewards_of(plan)
+    objective = rewards_objective(plan)
     reading = plan.job.reading
-    options = options_for(plan)
+    options = rollout_options(plan)
     with progress.stage("prompts", str(reading.source)) as stage:
-        room = options.length - options.max_new_tokens
-        prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
+        max_prompt_tokens = options.length - options.max_new_tokens
+        prompts = read_prompts(
+            reading, room=max_prompt_tokens, reward=reward, progress=stage.report
+        )
         number = counted(len(prompts.train), "chat" if prompts.has_chats else "prompt")
         held_out = held_out_text(len(prompts.held_out), reading.held_out)
         skipped = ""
@@ -380,10 +413,12 @@ def _require_parameters(settings: Settings) -> None:
     """
     values = settings.values()
     chosen = settings.section(RlSection).reward
-    keys_of_chosen = [parameter.key for parameter in parameters_of(chosen)]
-    for parameter in parameters_of(chosen):
+    parameters = parameters_of(chosen)
+    for parameter in parameters:
         if parameter.default is None and values[parameter.key] is None:
             raise UsageError(f"{settings.said('rl.reward')} needs {parameter.key}: give it, too")
+    # Another reward may have the same key as the chosen one.
+    keys_of_chosen = [parameter.key for parameter in parameters]
     for name, reward in REWARDS.items():
         for parameter in reward.parameters:
             key = parameter.key
@@ -399,17 +434,20 @@ def _refuse_keys_of_whole_answers(settings: Settings, reward: str) -> None:
     Raises:
         UsageError: such a key is given.
     """
-    given = settings.pinned()
-    useless = [key for key in _KEYS_OF_WHOLE_ANSWERS if given.get(key, "none") != "none"]
-    if useless:
-        reason = f"a {reward} says what each token is worth"
-        raise UsageError(f"{settings.origins[useless[0]]}: {useless[0]}: {reason}: leave it out")
+    set_values = settings.pinned()
+    for key in _KEYS_OF_WHOLE_ANSWERS:
+        # "none", such as rl.kl = none, asks for nothing.
+        if set_values.get(key, "none") != "none":
+            reason = f"a {reward} says what each token is worth"
+            raise UsageError(f"{settings.origins[key]}: {key}: {reason}: leave it out")
 
 
 def _model_named(name: str) -> ModelSource:
-    """Return the model that a parameter of a reward names, with a name that stays valid."""
+    """Return the model that a parameter of a reward names, with its path as its name.
+
+    The path is recorded in config.toml, where the name `last` would mean the new run itself.
+    """
     model = ModelSource.open(name)
-    # `last` would name the new run once that has begun, so the run's path is recorded.
     path = model.run.named_path if model.run else without_links(name)
     return model.renamed(str(path))
 
@@ -433,75 +471,83 @@ def _load_teacher(name: str, prompts: Prompts, options: RolloutOptions) -> Llama
     return model.to(default_device()).requires_grad_(False).train(False)
 
 
-def rewards_of(plan: RunPlan) -> Rewards:
+def rewards_objective(plan: RunPlan) -> Rewards:
     """Return the objective of a plan, which must be learning from rewards."""
     objective = plan.job.objective
     assert isinstance(objective, Rewards)
     return objective
 
 
-def options_for(plan: RunPlan) -> RolloutOptions:
+def rollout_options(plan: RunPlan) -> RolloutOptions:
     """Return how a run's answers are sampled and weighed."""
-    rewards = rewards_of(plan)
+    objective = rewards_objective(plan)
+    # Only eager code on a CPU can give the same bits in decoding and in the loss.
+    exact = plan.training.compile == "none" and default_device().type == "cpu"
     return RolloutOptions(
-        prompts=rewards.prompts,
-        group=rewards.group,
-        max_new_tokens=rewards.max_new_tokens,
-        temperature=rewards.temperature,
-        advantage=rewards.advantage or ADVANTAGE_WITH_TOKEN_REWARDS,
-        draws=rewards.draws,
+        prompts=objective.prompts,
+        group=objective.group,
+        max_new_tokens=objective.max_new_tokens,
+        temperature=objective.temperature,
+        advantage=objective.advantage or ADVANTAGE_WITH_TOKEN_REWARDS,
+        draws=objective.draws,
         length=plan.training.length,
         packed=plan.job.reading.is_packed,
-        exact=plan.training.compile == "none" and default_device().type == "cpu",
+        exact=exact,
         seed=plan.job.seed,
         epochs=plan.job.span.epochs,
-        updates=rewards.updates,
-        kl=rewards.kl,
-        masks_truncated=rewards.masks_truncated,
-        truncation_penalty=rewards.truncation_penalty,
+        updates=objective.updates,
+        kl=objective.kl,
+        masks_truncated=objective.masks_truncated,
+        truncation_penalty=objective.truncation_penalty,
     )
 
 
 def _use_arithmetic_of_decoding(options: RolloutOptions, model: Llama) -> None:
-    """Let the model score answers with the arithmetic of decoding if that gives the same bits."""
+    """Let the model score answers with the arithmetic of decoding if the options ask for it."""
     if options.exact:
         model.use_attention("cached")
 
 
 def predicted_sampling_s(
-    plan: RunPlan, config: LlamaConfig, machine: Device, prompt: int = 0, tokens: int = 0
+    plan: RunPlan,
+    config: LlamaConfig,
+    machine: Device,
+    prompt_tokens: int = 0,
+    answer_tokens: int = 0,
 ) -> float:
-    """Predict the seconds of one draw of an update's answers, without any measurement.
+    """Predict the seconds of one draw of an update's answers from the machine's speeds alone,
+    without what earlier runs measured.
 
     Args:
         plan: the run's plan.
         config: the model's shape.
         machine: the device.
-        prompt: tokens of a prompt; 0 means the maximum.
-        tokens: tokens of the longest answer; 0 means the maximum.
+        prompt_tokens: tokens of a prompt; 0 means the maximum.
+        answer_tokens: tokens of the longest answer; 0 means the maximum.
     """
-    options = options_for(plan)
+    options = rollout_options(plan)
     training = plan.training
-    drawing = Drawing(
+    sampled = AnswersToSample(
         answers=options.prompts * options.group,
-        at_once=MAX_DECODED_ROWS,
-        prompt=prompt or options.length - options.max_new_tokens,
-        tokens=tokens or options.max_new_tokens,
+        max_rows=MAX_DECODED_ROWS,
+        prompt_tokens=prompt_tokens or options.length - options.max_new_tokens,
+        answer_tokens=answer_tokens or options.max_new_tokens,
         number_bytes=2 if training.precision != "fp32" and training.lora else FP32_BYTES,
         captured=training.compile != "none",
     )
     flops_per_s = peak_flops(machine, (training.precision,))[training.precision]
-    return drawing_s(config, drawing, machine, flops_per_s)
+    return sampling_s(config, sampled, machine, flops_per_s)
 
 
 def calibration_key(plan: RunPlan) -> str:
     """Return the key of `Calibration` under which the measured time of sampling is stored.
 
-    Adapters, and the bits of their base, make each step of decoding slower.
+    The key names the adapters and the format of their base, since both make each step of decoding
+    slower.
     """
     lora = plan.training.lora
-    model = f"adapters on {lora.base}" if lora else "whole"
-    return f"drawing, {plan.training.precision}, {model}"
+    trained_part = f"adapters on {lora.base}" if lora else "whole"
+    return f"drawing, {plan.training.precision}, {trained_part}"
 
 
 class RewardTask(Task):
@@ -509,7 +555,7 @@ class RewardTask(Task):
 
     data: Prompts
     depends_on = "prompts, tokenizer or a file that a key of [rl] names"
-    score = "reward", "eval_reward"
+    score = CurveOfScores("reward", "eval_reward")
     has_steady_updates = False  # the time of sampling depends on the lengths of the answers
     prepares_windows = False
     saves_if_window_fails = True
@@ -537,12 +583,12 @@ class RewardTask(Task):
             raise InputRefused(
                 f"model.init = {plan.job.recipe.init}: rl.reward needs a language model, not a {name}"
             )
-        options = options_for(plan)
+        options = rollout_options(plan)
         _use_arithmetic_of_decoding(options, model)
         ratio = ratio_of(options.advantage, options.updates)
         form = None
-        rewards = rewards_of(plan)
-        form_name = form_named(rewards.answer_regex, rewards.answer_schema)
+        objective = rewards_objective(plan)
+        form_name = form_named(objective.answer_regex, objective.answer_schema)
         if form_name:
             form = AnswerForm(
                 form_name, self.data, self.data.end_ids(model.config), default_device()
@@ -553,7 +599,7 @@ class RewardTask(Task):
 
     def slots(self, plan: RunPlan) -> int:
         """Return the maximum number of tokens of a prompt and its answer."""
-        return self.data.longest + options_for(plan).max_new_tokens
+        return self.data.longest + rollout_options(plan).max_new_tokens
 
     @property
     def records_per_epoch(self) -> int:
@@ -562,34 +608,44 @@ class RewardTask(Task):
 
     @property
     def epochs_repeat(self) -> bool:
-        """Return False: the answers to a prompt are new each time."""
+        """Return False: an epoch has the same prompts, but new answers."""
         return False
 
     def begin(
         self, run: Run, engine: Engine, world: World, current_plan: Callable[[], RunPlan]
     ) -> None:
-        """Store the parts of the session, and make what samples answers from its weights."""
+        """Store the parts of the session, and make the `Drawer`, which samples answers from the
+        engine's weights.
+        """
         super().begin(run, engine, world, current_plan)
         self.drawer = Drawer(
             engine,
             self.data,
             self.reward,
-            options_for(current_plan()),
-            lambda: current_plan().updates,
-            Sharing(world.size, world.split_over_ranks, world.on_rank_0),
+            rollout_options(current_plan()),
+            # The number of updates may be decided only later.
+            updates=lambda: current_plan().updates,
+            sharing=Sharing(world.size, world.split_over_ranks, world.on_rank_0),
         )
 
     def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Rollouts:
-        """Return the windows of answers to the prompts from a position on."""
+        """Return the windows of answers to the prompts from a position on; see `Task.windows`.
+
+        The seed is not used: prompts always have the order of the run's seed.
+        """
         return Rollouts(self.drawer, position, skip)
 
     @property
     def updates_per_window(self) -> int:
-        """Return the number of updates that are made from one draw."""
+        """Return the number of updates that are made from the same answers."""
         return self.drawer.options.updates
 
     def can_save(self, windows: RunWindows) -> bool:
-        """Return whether all updates of a draw are done, since checkpoints do not have its answers."""
+        """Return whether all updates from the present answers are done.
+
+        A checkpoint does not have the answers, so a resumed run could not make further updates from
+        them.
+        """
         assert isinstance(windows, Rollouts)
         return windows.is_between_draws
 
@@ -600,7 +656,7 @@ class RewardTask(Task):
 
     def stop_compiling(self) -> None:
         """Sample and score answers without a compiler; see `Task.stop_compiling`."""
-        self.drawer.set_options(options_for(self.current_plan()))
+        self.drawer.set_options(rollout_options(self.current_plan()))
         _use_arithmetic_of_decoding(self.drawer.options, self.drawer.model)
 
     def prepare_reference_weights(self, resumed: bool) -> None:
@@ -609,9 +665,11 @@ class RewardTask(Task):
             return
         planes = self.engine.step.planes
         self.drawer.reference = [plane.param.clone() for plane in planes]
-        # The file has parameters by name, since planes depend on the number of ranks.
-        views = (plane.views(own) for plane, own in zip(planes, self.drawer.reference, strict=True))
-        tensors = dict(itertools.chain.from_iterable(views))
+        # The file has the parameters by their names. The planes would not do: their sizes depend
+        # on the number of ranks, which may differ when the run is resumed.
+        tensors: dict[str, Tensor] = {}
+        for plane, copy in zip(planes, self.drawer.reference, strict=True):
+            tensors.update(plane.views(copy))
         if resumed:
             read_reference(self.run, self.data.fingerprint, tensors)
         else:
@@ -619,7 +677,9 @@ class RewardTask(Task):
 
     @property
     def extra_tensors(self) -> list[Tensor]:
-        """Return the tensors of the cache, the reference and the teacher."""
+        """Return the tensors of the cache, the reference, the teacher and a gathered copy of the
+        weights.
+        """
         return self.drawer.extra_tensors
 
     def store_measurements(self) -> None:
@@ -633,13 +693,14 @@ class RewardTask(Task):
         plan = self.current_plan()
         machine = describe()
         config = self.drawer.model.config
-        longest_prompt = self.data.longest
-        rows = [row for row in self.run.rows() if "longest" in row][-CALIBRATION_UPDATES:]
-        ratios = [
-            row["drawn_s"]
-            / predicted_sampling_s(plan, config, machine, longest_prompt, row["longest"])
-            for row in rows
-        ]
+        # Only rows of updates that sampled have "longest", the tokens of the longest answer.
+        sampled = [row for row in self.run.rows() if "longest" in row]
+        ratios: list[float] = []
+        for row in sampled[-CALIBRATION_UPDATES:]:
+            predicted_s = predicted_sampling_s(
+                plan, config, machine, self.data.longest, row["longest"]
+            )
+            ratios.append(row["drawn_s"] / predicted_s)
         if ratios:
             Calibration(calibration_file()).note_ratio(
                 machine, calibration_key(plan), statistics.median(ratios)
@@ -652,11 +713,14 @@ class RewardTask(Task):
         return f"{data.name}: {counted(len(data.train), 'prompt')}, {len(data.held_out):,} held out"
 
     def describe_trial(self, trial: Trial) -> str:
-        """Return a text without the loss, which is about 0 for any answers and so says nothing."""
+        """Return a text on the result of a trial step.
+
+        It does not have the loss, which is about 0 for any answers and so says nothing.
+        """
         return "answers sampled and scored, gradients finite"
 
     def describe_amount(self, rows_per_window: int, updates: int) -> str:
-        """Return a text on the prompts and answers of an update."""
+        """Return a text on the prompts and answers of an update; `updates` is not used."""
         options = self.drawer.options
         prompts = counted(rows_per_window, "prompt")
         return f"{prompts}, {options.group} answers each of up to {options.max_new_tokens} tokens"
@@ -672,14 +736,16 @@ class RewardTask(Task):
         return windows.numbers["drawn_tokens"]
 
     def figures(self, windows: RunWindows) -> dict[str, Any]:
-        """Return rewards, lengths and more on the answers of the last update."""
+        """Return rewards, lengths and more on the answers of the last update; see `Task.figures`."""
         loss = self.engine.step.loss
         assert isinstance(windows, Rollouts) and isinstance(loss, PolicyLoss)
         figures = loss.take_figures(self.world.all_gather)
         if not self._needs_reference:
+            # Without a reference this is not a KL divergence.
             del figures["kl"]
         if not windows.is_fresh:
-            # An earlier update has logged these answers; only the ratios are new.
+            # An earlier update was made from the same answers, and its row has their figures. Only
+            # the probability ratios are new.
             return {
                 "ratio": figures["ratio"],
                 "clipped": figures["clipped"],
@@ -703,49 +769,50 @@ class RewardTask(Task):
     def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
         """Return the first prompt of the training records."""
         first = self.data.train[0]
-        rewards = rewards_of(self.current_plan())
+        objective = rewards_objective(self.current_plan())
         form_arguments: tuple[str, ...] = ()
-        if rewards.answer_regex is not None:
-            form_arguments = ("--regex", rewards.answer_regex)
-        elif rewards.answer_schema is not None:
-            form_arguments = ("--json-schema", rewards.answer_schema)
+        if objective.answer_regex is not None:
+            form_arguments = ("--regex", objective.answer_regex)
+        elif objective.answer_schema is not None:
+            form_arguments = ("--json-schema", objective.answer_schema)
         return sample_prompt_from_ids(first.text, first.ids, self.data.has_chats, form_arguments)
 
     def sample(self, prompt: SamplePrompt, write: Callable[[], str | None]) -> str | None:
-        """Return an answer to the first prompt, with its reward."""
-        text, answer, reward = self.drawer.sample()
-        return f"{text}{answer} (reward {reward:g})"
+        """Return the first prompt, an answer to it and the answer's reward.
+
+        The arguments are not used, as the drawer samples as it does in training.
+        """
+        prompt_text, answer, reward = self.drawer.sample()
+        return f"{prompt_text}{answer} (reward {reward:g})"
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return means over the first and over the last tenth of the updates that sampled."""
+        """Return means over the first and over the last tenth of the updates that sampled, and the
+        scores of the last evaluation.
+        """
         sampled = [row for row in rows if "reward" in row]
         if not sampled:
             return {}
         tenth = max(1, len(sampled) // 10)
-        first, last = sampled[:tenth], sampled[-tenth:]
-        # A reward of several parts logs each part as "reward.PART".
-        averaged = ["reward"]
-        averaged += [
-            name for name in sampled[-1] if name == "pass_at_1" or name.startswith("reward.")
-        ]
-        evaluated: Mapping[str, Any] = next(
-            (row for row in reversed(rows) if "eval_reward" in row), {}
-        )
+        first_rows, last_rows = sampled[:tenth], sampled[-tenth:]
+        # Not all rewards have "pass_at_1". A reward of several parts logs each as "reward.PART".
+        means: dict[str, float | None] = {"pass_at_1": None}
+        for name in sampled[-1]:
+            if name in ("reward", "pass_at_1") or name.startswith("reward."):
+                means[name] = statistics.fmean(row[name] for row in last_rows if name in row)
+        evaluations = [row for row in rows if "eval_reward" in row]
+        last_evaluation = evaluations[-1] if evaluations else {}
         return {
             "tokens": sampled[-1]["tokens"],
-            "reward_first": statistics.fmean(row["reward"] for row in first),
-            "pass_at_1": None,
-            **{
-                name: statistics.fmean(row[name] for row in last if name in row)
-                for name in averaged
-            },
-            "eval_reward": evaluated.get("eval_reward"),
-            "eval_pass_at_1": evaluated.get("eval_pass_at_1"),
+            "reward_first": statistics.fmean(row["reward"] for row in first_rows),
+            **means,
+            "eval_reward": last_evaluation.get("eval_reward"),
+            "eval_pass_at_1": last_evaluation.get("eval_pass_at_1"),
             "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in sampled),
         }
 
     def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
         """Return a warning if all answers to a prompt had the same reward, for every prompt."""
+        # "dead" is the share of prompts whose answers had equal rewards, which give no gradient.
         dead_shares = [row["dead"] for row in rows if "dead" in row]
         if not dead_shares or min(dead_shares) < 1:
             return ""

@@ -29,13 +29,17 @@ from monograph.session.plan import RunPlan
 from monograph.storage.reading import contents, parse_json
 from monograph.terminal import shell_words
 
-SHARE = 0.5  # of the usual loss in the sum; Kim et al. 2025, arXiv 2509.14786
-_REMEDY = "go on without teachers in a new run, with --from {}"
+SHARE = 0.5  # the weight of the usual loss in the sum; Kim et al. 2025, arXiv 2509.14786
+_REMEDY = "go on without teachers in a new run, with --from {}"  # the run's folder
 
 
 class _Teacher(Strict):
-    """A teacher: its folder in that of the sweep, its checkpoint's update, and the digest of its
-    weights.
+    """A teacher, as teachers.json records it.
+
+    Attributes:
+        member: its folder, relative to the sweep's.
+        update: the update after which its checkpoint was saved.
+        sha256: the digest of its weights.
     """
 
     member: Annotated[str, Field(pattern="^members/[0-9]{3,9}$")]
@@ -44,7 +48,12 @@ class _Teacher(Strict):
 
 
 class TeacherRecord(Strict):
-    """The entries of teachers.json: the share of the usual loss, and the teachers."""
+    """The entries of teachers.json.
+
+    Attributes:
+        share: the weight of the usual loss in the sum; the other loss has the weight 1 - share.
+        teachers: the teachers.
+    """
 
     share: Annotated[FiniteFloat, Field(ge=0, le=1)]
     teachers: Annotated[list[_Teacher], Field(min_length=1)]
@@ -105,7 +114,7 @@ class TaughtTask(TextTask):
         ranks: number of processes that train the model together.
     """
 
-    is_fully_planned = False
+    is_fully_planned = False  # the planner does not count the memory and the time of the teachers
 
     def __init__(self, data: Corpus, student_run: Run, content: bytes, ranks: int):
         """Take the text, and the attributes of these names."""

@@ -14,7 +14,13 @@ from monograph.graph.trial import Trial
 from monograph.model.config import LlamaConfig
 from monograph.report.quantities import count, counted, megabytes
 from monograph.run.progress import Progress
-from monograph.session.objective import HeldOutScore, Objective, RunWindows, Task
+from monograph.session.objective import (
+    CurveOfScores,
+    HeldOutScore,
+    Objective,
+    RunWindows,
+    Task,
+)
 from monograph.session.plan import RunPlan
 from monograph.session.sample_prompt import SamplePrompt, sample_prompt_from_corpus
 
@@ -43,12 +49,15 @@ def open_corpus(reading: ReadingOptions, progress: Progress) -> Corpus:
     if len(sources) > 3:
         name += ", ..."
     with progress.stage("data", name) as stage:
+        # The fields of `ReadingOptions` are the arguments of `corpus`.
         data = corpus(**vars(reading), progress=stage.report)
         stats = data.stats
         length = reading.sequence_length
         if stats.tokens < length and not stats.conversations:
-            rows = f"{stats.tokens} training tokens, fewer than one row of {length}"
-            raise InputRefused(f"{data.name}: {rows}; give more text or shorten sequence_length")
+            raise InputRefused(
+                f"{data.name}: {stats.tokens} training tokens, fewer than one row of {length}; "
+                "give more text or shorten sequence_length"
+            )
         of_what = " of answers" if stats.conversations else ""
         stage.result = f"{counted(stats.files, 'file')}, {megabytes(stats.bytes)}{of_what}"
     for line in data.notes:
@@ -148,7 +157,10 @@ class RowsTask(Task):
         return updates * self.current_plan().training.tokens_per_update
 
     def tokens_of_last_update(self, windows: RunWindows) -> float:
-        """Return the mean number of tokens of an update, without padding."""
+        """Return the mean number of tokens of all updates, without padding.
+
+        Updates differ little, as the rows of a window are taken at random.
+        """
         return self.data.stats.packed_share * self.current_plan().training.tokens_per_update
 
     @property
@@ -196,7 +208,7 @@ class RowsTask(Task):
 class TextTask(RowsTask):
     """The task of `Texts`."""
 
-    score = "bits/byte", "eval_bits_per_byte"
+    score = CurveOfScores("bits/byte", "eval_bits_per_byte")
     has_plain_updates = True
 
     def describe_trial(self, trial: Trial) -> str:

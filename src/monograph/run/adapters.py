@@ -1,0 +1,165 @@
+"""Read adapters for a model that stays unmerged, so that each text can have its own.
+
+An adapter is a folder that PEFT can load, or a run with adapters. It must have been trained on the
+model's weights: their digest is compared if it is recorded. The adapter's matrices are read into a copy
+of the model that has no numbers of its own.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from monograph.checkpointing import Checkpoint
+from monograph.decode.adapter_bank import (
+    BASE,
+    MERGE,
+    StoredAdapter,
+    require_form,
+    require_rank,
+    stored_adapter,
+)
+from monograph.errors import InputRefused, UsageError, Warn
+from monograph.graph.lora import Lora, adapt
+from monograph.model import adapter, hub
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.run import recorded_state
+from monograph.run.folder import Run
+from monograph.run.models import load_weights, weights_of
+from monograph.run.recipe import ModelRecipe, find_run, module_digest, recorded_lora
+from monograph.text.tokenizer import Tokenizer
+
+MAX_NAME_LENGTH = 200
+
+
+class AdapterBase:
+    """A model as the base of adapters.
+
+    Attributes:
+        config: its shape.
+        tokenizer: its tokenizer.
+        dtype: the dtype of its weights.
+    """
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer, digest: str | None = None) -> None:
+        """Take a model without adapters.
+
+        Args:
+            model: the model; it must be on the CPU unless the digest is given.
+            tokenizer: its tokenizer.
+            digest: its `module_digest`, or None if it is not known yet.
+        """
+        self.config: LlamaConfig = model.config
+        self.tokenizer = tokenizer
+        self.dtype = model.lm_head.weight.dtype
+        # A digest reads all weights, and most folders of PEFT do not record one.
+        self.digest = cache(lambda: digest or module_digest(model))
+
+    def read(
+        self, folder: str | Path, warn: Warn = lambda line: None, max_rank: int | None = None
+    ) -> StoredAdapter:
+        """Return the adapter in a folder or a run.
+
+        Args:
+            folder: a folder that PEFT can load, or a run with adapters, or `last`.
+            warn: called with each line that the user should read.
+            max_rank: the largest rank that is read; None: any.
+
+        Raises:
+            InputRefused: it has no adapter, was trained on another base, or has parts that cannot stay
+                unmerged. The message names the folder and the key.
+        """
+        if adapter.is_adapter(folder):
+            return self._read_peft(Path(folder), max_rank)
+        run = find_run(folder)
+        if run is None:
+            raise InputRefused(
+                f"{folder}: has no adapter: expected a folder with {adapter.CONFIG_FILE}, or a run with lora.rank"
+            )
+        return self._read_run(run, recorded_state.load_newest(run, warn), max_rank)
+
+    def _read_peft(self, folder: Path, max_rank: int | None) -> StoredAdapter:
+        stored = adapter.read_adapter(folder)
+        stored.require_base_shape(self.config)
+        if stored.weights_sha256 is not None:
+            self._require_digest(
+                stored.weights_sha256, folder, f"weights_sha256 of {adapter.BASE_FILE}"
+            )
+        file = hub.tokenizer_file(folder)
+        if file and Tokenizer.from_file(file).digest != self.tokenizer.digest:
+            raise InputRefused(
+                f"{folder}: tokenizer.json is not that of this model: new tokens can only be merged: {MERGE}"
+            )
+        _require_readable(stored.lora, str(folder), max_rank)
+        skeleton = self._skeleton()
+        adapter.install_adapters(skeleton, stored.lora, start=stored, device=torch.device("cpu"))
+        return stored_adapter(skeleton, stored.lora, str(folder))
+
+    def _read_run(self, run: Run, checkpoint: Checkpoint, max_rank: int | None) -> StoredAdapter:
+        recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
+        if recipe.lora is None:
+            raise InputRefused(f"{run.folder}: has no adapter: it was trained without lora.rank")
+        if checkpoint.state["model_config"] is None or recipe.code:
+            raise InputRefused(f"{run.folder}: model.init: its base is a module of its own")
+        if recipe.vocabulary:
+            raise InputRefused(f"{run.folder}: its new tokens can only be merged: {MERGE}")
+        self._require_digest(str(recipe.base_sha256), run.folder, "model.init")
+        lora = recorded_lora(recipe.lora | {"base": "auto"})
+        _require_readable(lora, str(run.folder), max_rank)
+        skeleton = self._skeleton()
+        adapt(skeleton, lora, device=torch.device("cpu"))
+        load_weights(skeleton, weights_of(checkpoint))
+        return stored_adapter(skeleton, lora, str(run.folder))
+
+    def _require_digest(self, recorded: str, folder: Path, key: str) -> None:
+        if recorded != self.digest():
+            raise InputRefused(
+                f"{folder}: {key}: this adapter was trained on other weights than those of this model"
+            )
+
+    def _skeleton(self) -> Llama:
+        """Return a model of this shape whose weights have no numbers."""
+        with torch.device("meta"):
+            return Llama(self.config).to(self.dtype)
+
+
+def _require_readable(lora: Lora, place: str, max_rank: int | None) -> None:
+    """Refuse an adapter that no bank could take, or this one not, before its numbers are read."""
+    require_form(lora, place)
+    if max_rank is not None:
+        require_rank(lora.rank, max_rank, place)
+
+
+def named_folders(flag: str, given: Sequence[str]) -> dict[str, str]:
+    """Return the folders of adapters by name, from texts NAME=FOLDER of the command line.
+
+    Raises:
+        UsageError: a text has another form, or a name is unusable or given twice.
+    """
+    folders = dict[str, str]()
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals or not folder:
+            raise UsageError(f"{flag} {text}: expected NAME=FOLDER")
+        require_name(flag, name)
+        if name in folders:
+            raise UsageError(f"{flag} {text}: the name {name} is given twice")
+        folders[name] = folder
+    return folders
+
+
+def require_name(what: str, name: str) -> None:
+    """Refuse a name of an adapter that could not be sent or read, or that means the base.
+
+    Raises:
+        UsageError: the name is unusable.
+    """
+    is_visible = bool(name.strip()) and name.isprintable()
+    if not is_visible or len(name) > MAX_NAME_LENGTH:
+        raise UsageError(
+            f"{what} {name!r:.80}: expected a name of 1 to {MAX_NAME_LENGTH} visible characters"
+        )
+    if name == BASE:
+        raise UsageError(f"{what} {name}: this name means the model without an adapter")
