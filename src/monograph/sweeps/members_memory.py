@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import Candidate, StreamCandidate
-from monograph.planner.defaults import DOUBT
+from monograph.planner.defaults import MAX_ESTIMATE_ERROR
 from monograph.planner.traces import traced_bytes
 from monograph.session.plan import RunPlan
 
@@ -38,7 +38,7 @@ class MembersMemory:
         own_bytes = self.expected.peak_memory_bytes - self.base_bytes
         estimated = self.base_bytes + members * own_bytes
         # An ensemble recomputes nothing, so the estimate is too low for members that would alone.
-        is_clear = estimated * DOUBT <= self.limit and alone.remat == "none"
+        is_clear = estimated * MAX_ESTIMATE_ERROR <= self.limit and alone.remat == "none"
         if members == 1 or is_clear or isinstance(self.expected, StreamCandidate):
             return estimated
         plans = self.plans[:members]
