@@ -53,7 +53,14 @@ def same(count: int, rank: int = 8, **options) -> list[Lora]:
 
 
 EAGER = {
-    "2 on nf4, of other ranks": case(Lora(4, base="nf4"), Lora(16, base="nf4"), layers=1),
+    "2 on nf4, of other ranks, most of it the base": case(
+        Lora(4, base="nf4"),
+        Lora(16, base="nf4"),
+        layers=1,
+        rows=1,
+        length=8,
+        sizes={"vocab_size": 6000},
+    ),
     "8 on int8, their own rows, micro-batches": case(
         *same(8, base="int8"), own_rows=True, window_rows=8, layers=1
     ),
@@ -78,7 +85,10 @@ CAPTURED = {
         *same(2, base="nf4"), compile="whole", precision="bf16", window_rows=8
     ),
 }
-BY_DAY = {"2 on nf4, of other ranks", "8 on int8, their own rows, micro-batches"}
+BY_DAY = {
+    "2 on nf4, of other ranks, most of it the base",
+    "8 on int8, their own rows, micro-batches",
+}
 
 
 def planned_bytes(of: Case) -> int:
@@ -160,7 +170,7 @@ class Shapes(TorchDispatchMode):
 
 def test_a_head_that_members_share_has_no_gradient():
     """It would take N times the bytes of the head, in vain."""
-    engine, window = trained_once(EAGER["2 on nf4, of other ranks"])
+    engine, window = trained_once(EAGER["2 on nf4, of other ranks, most of it the base"])
     with Shapes() as shapes:
         engine.accumulate(window)
     vocabulary, width = engine.members[0].lm_head.weight.shape
@@ -183,12 +193,21 @@ def on_a_card(layers: int, length: int) -> Case:
 @pytest.mark.gpu
 @pytest.mark.slow(reason="quantises layers of a 7B model")
 def test_members_on_a_base_in_4_bits_on_a_gpu():
+    card = torch.device("cuda")
+    # With its first product, a thread's matrix library takes memory that no plan counts.
+    ones = torch.ones(8, 8, device=card, requires_grad=True)
+    (ones @ ones).sum().backward()
+    del ones
+    reset_peak_memory(card)
+    others_bytes = peak_memory_bytes(card)
     engine, window = trained_once(on_a_card(2, 64), "cuda")
-    reset_peak_memory(torch.device("cuda"))
+    reset_peak_memory(card)
     engine.accumulate(window)
     engine.update()
-    expected = peak_memory_bytes(torch.device("cuda"))
-    assert planned_bytes(on_a_card(2, 64)) == pytest.approx(expected, rel=WORST)
+    expected = peak_memory_bytes(card) - others_bytes
+    planned = planned_bytes(on_a_card(2, 64))
+    print(f"{planned} planned, {expected} counted: {planned / expected - 1:+.1%}")
+    assert planned == pytest.approx(expected, rel=WORST)
 
 
 @pytest.mark.slow(reason="traces four blocks of a 7B model, and twice")
