@@ -43,6 +43,7 @@ NOT_RUN = {
     r"monograph profile .*--ladder": "minutes of compiling; tests/commands/test_ladder.py runs it",
     r"monograph export .* --to hf://.*": "the Hub; tests/commands/test_hub.py pushes to a stand-in",
     r"monograph --(install|show)-completion": "writes into the home folder; tests/cli/test_completion.py has another",
+    r"curl .*load_lora_adapter .*": "needs a server with keys; tests/serve/test_adapters.py asks one",
     r"monograph check --laws": "one to three minutes; tests/commands/test_check_laws.py runs it",
 }
 # Refused here, on purpose, with these words: what they need is not on every machine.

@@ -49,6 +49,8 @@ LORAS = [
 ]
 HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}
 SHAPES: list[dict[str, Any]] = [{}, HYBRID, {"model_type": "qwen2"}]
+# The other kinds of layers have nothing of their own here: a bank is of linear layers.
+DAILY_SHAPES = [{}, *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:])]
 VOCABULARY, POSITIONS = 61, 128
 SAMPLING = Sampling(0.9, top_k=20, logprobs=2)
 
@@ -126,7 +128,7 @@ def require_alone(many: Many, asked: list[tuple[str, Request]], **options: Any) 
         assert outcome == alone, name
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=["llama", "hybrid"])
+@pytest.mark.parametrize("shape", DAILY_SHAPES[:2], ids=["llama", "hybrid"])
 def test_a_row_beside_rows_of_other_adapters_has_the_bits_that_it_has_alone(
     shape: dict[str, Any],
 ) -> None:
@@ -134,7 +136,7 @@ def test_a_row_beside_rows_of_other_adapters_has_the_bits_that_it_has_alone(
     require_alone(many, requests_of(many, 15))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["llama", "hybrid", "qwen2"])
+@pytest.mark.parametrize("shape", DAILY_SHAPES, ids=["llama", "hybrid", "qwen2"])
 def test_a_row_s_text_is_that_of_its_adapter_unmerged(shape: dict[str, Any]) -> None:
     """The reference has no bank and one row: the base with this adapter alone."""
     many = Many(torch.float64, **shape)

@@ -23,7 +23,7 @@ from monograph.serve.connection import MAX_CONNECTIONS, MAX_HEAD_BYTES, Connecti
 from monograph.serve.service import Service
 from monograph.serve.versions import AdapterRoom, Source, Version
 from monograph.storage.cache_dir import keep_compiled
-from monograph.storage.reading import read_input
+from monograph.storage.reading import is_folder, read_input
 from monograph.terminal import one_line, warn
 
 # After the first signal, requests that have begun may take this time to end.
@@ -68,7 +68,7 @@ def run(
             f"--adapter-dir {adapter_dir}: whoever reaches a server without keys could add adapters: give "
             "--api-key-file"
         )
-    if adapter_dir is not None and not adapter_dir.is_dir():
+    if adapter_dir is not None and not is_folder(adapter_dir):
         raise InputRefused(f"--adapter-dir {adapter_dir}: no such folder")
     has_room_for_some = bool(folders) or adapter_dir is not None
     if not has_room_for_some and (adapter_slots is not None or adapter_rank is not None):
