@@ -9,8 +9,9 @@ All stages are pure functions of tensors with static shapes, and never wait for 
 gets the same token whether the sampler runs eagerly, compiled, captured or replayed. Arithmetic is in
 fp32 for every dtype of the model.
 
-Shapes: B rows, V vocabulary, M listed ids of a row, padded with -1, T positions of a row, N the
-tokens that a filter reads (`Candidates`) or that are reported; 1 broadcasts.
+Shapes: B rows, V vocabulary, M listed ids of a row, padded with -1, T positions of a row; in
+`Candidates`, N the tokens that a filter reads; in `LogProbabilities`, N the likeliest tokens that are
+reported; 1 an axis of length 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,12 +76,14 @@ def penalise_frequency_and_presence(
 class Past(NamedTuple):
     """The ids of each row, in prompt and output, and their repetitions.
 
-    A repetition is a sequence of tokens that ends at an earlier position and also ends the text. The
-    next token continues it if it is the token after that earlier position.
+    A repetition is a sequence of tokens that ends the text and is also found earlier in it, such as
+    "ab" in the text "abcab", whose earlier "ab" ends at position 1. The next token continues it if it
+    is the token after that earlier position, here "c".
 
     Attributes:
         history_BT: int32, the id at each position.
-        repeats_BT: int32, the length of the longest repetition that ends at each position.
+        repeats_BT: int32, for each position before the text's last token, the length of the longest
+            repetition whose earlier place ends there; 0: none. For "abcab" it is 0, 2, 0, 0.
         breaker_BV: bool, the sequence breakers: tokens that no repetition contains.
     """
 
@@ -94,16 +97,20 @@ class Past(NamedTuple):
         Args:
             token_B: int64, the rows' last tokens.
             position_B: int64, their positions.
-            sampled_B: bool, the rows that sampled a token in this step. The others do not change.
+            sampled_B: bool, the rows that sampled a token in this step. The texts of the others do
+                not change.
         """
         positions_T = torch.arange(self.history_BT.shape[1], device=token_B.device)
         is_same_BT = (self.history_BT == token_B[:, None]) & (positions_T < position_B[:, None])
         is_same_BT &= ~self.breaker_BV.gather(-1, token_B[:, None])
-        # The new token ends a repetition at each position with the same token. It is one token longer
-        # than the repetition that ended at the position before it until now.
+        # The new token ends a repetition at each position t with the same token:
+        # repeats[t] = old repeats[t - 1] + 1. At all other positions no repetition ends any more.
         previous_BT = torch.nn.functional.pad(self.repeats_BT[:, :-1], (1, 0))
         repeats_BT = torch.where(is_same_BT, previous_BT + 1, 0)
         self.repeats_BT.copy_(torch.where(sampled_B[:, None], repeats_BT, self.repeats_BT))
+        # This needs no `where`. In a row that has sampled nothing, it writes the last token to the
+        # position where it already is. In a free row, it writes to the first or the last position,
+        # which the next request writes before it reads it.
         self.history_BT.scatter_(-1, position_B[:, None], token_B[:, None].to(torch.int32))
 
     def write_prompt(self, row: int, prompt_ids: Sequence[int], breaker_V: Tensor | None) -> None:
@@ -127,6 +134,32 @@ class Past(NamedTuple):
         self.repeats_BT[row, : len(prompt_ids)] = torch.tensor(repeats)
 
 
+def _repetition_lengths(ids: Sequence[int]) -> list[int]:
+    """Return the length of the longest sequence that ends at each position and at the end of `ids`.
+
+    It is 0 for the last position. This is the Z-algorithm on the reversed ids, whose time is
+    proportional to their number.
+    """
+    reverse = ids[::-1]
+    lengths = [0] * len(ids)
+    # The match that reaches furthest right: reverse[left:right] equals the beginning of `reverse`.
+    left = 0
+    right = 0
+    for start in range(1, len(ids)):
+        length = 0
+        if start < right:
+            # Inside the match, reverse[start:right] equals reverse[start - left : right - left]. So
+            # `start` has the length that was found at `start - left`, as far as the match reaches.
+            length = min(right - start, lengths[start - left])
+        while start + length < len(ids) and reverse[length] == reverse[start + length]:
+            length += 1
+        lengths[start] = length
+        if start + length > right:
+            left = start
+            right = start + length
+    return lengths[::-1]
+
+
 @torch.library.custom_op("monograph::largest_at", mutates_args=())
 def largest_at(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
     """Return for each id the largest of its values, but at least 0; [B, V].
@@ -137,7 +170,7 @@ def largest_at(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
         vocabulary: V.
     """
     # This is a custom operator because of a fault of Inductor (torch 2.13): `scatter_reduce` may write
-    # to the zeros after other kernels have read them. A top-k that reads all logits then got them
+    # to the zeros after other kernels have read them. Then a top-k over all tokens read logits
     # without the penalty.
     return values_BT.new_zeros(values_BT.shape[0], vocabulary).scatter_reduce(
         -1, ids_BT, values_BT, "amax"
@@ -154,8 +187,9 @@ def penalise_dry(
 ) -> Tensor:
     """Return x - m b^(L - a) for ids that would continue a repetition of L >= a tokens, else x.
 
-    This is DRY (P. E. Weidmann 2024). x is a logit, and L is the length of the longest repetition
-    that the id would continue (`Past`). A sequence breaker has no penalty.
+    This is DRY (P. E. Weidmann 2024). x is a logit, L is the length of the longest repetition that
+    the id would continue (`Past`), and m, b and a are the knobs below. A sequence breaker has no
+    penalty.
 
     Args:
         logits_BV: fp32.
@@ -166,13 +200,14 @@ def penalise_dry(
     """
     allowed_length_B1 = knobs["dry_allowed_length"]
     last_n_B1 = knobs["dry_penalty_last_n"]
-    # The token after the last position is not known, so a repetition cannot end there.
+    # The positions at which the earlier place of a repetition may end. The buffer's last position is
+    # left out, since the id at the next position is read below.
     positions_T = torch.arange(past.history_BT.shape[1] - 1, device=logits_BV.device)
     window_begin_B1 = torch.where(last_n_B1 < 0, 0, (position_B1 - last_n_B1).clamp(min=0))
     # A repetition does not begin before the window.
     length_BT = past.repeats_BT[:, :-1].long().minimum(positions_T - window_begin_B1 + 1)
     is_long_enough_BT = length_BT >= allowed_length_B1
-    # A repetition ends before the last token, which is at `position_B1` - 1.
+    # The earlier place ends before the text's last token, which is at `position_B1` - 1.
     is_in_window_BT = (positions_T >= window_begin_B1) & (positions_T < position_B1 - 1)
     is_penalised_BT = is_long_enough_BT & is_in_window_BT
     is_penalised_BT &= knobs["dry_multiplier"] > 0
@@ -194,31 +229,6 @@ def penalise_dry(
     return torch.where(past.breaker_BV, logits_BV, logits_BV - penalty_BV)
 
 
-def _repetition_lengths(ids: Sequence[int]) -> list[int]:
-    """Return the length of the longest sequence that ends at each position and at the end of `ids`.
-
-    It is 0 for the last position. This is the Z-algorithm on the reversed ids, whose time is
-    proportional to their number.
-    """
-    reverse = ids[::-1]
-    lengths = [0] * len(ids)
-    # The match that reaches furthest right: reverse[left:right] equals the beginning of `reverse`.
-    left = 0
-    right = 0
-    for start in range(1, len(ids)):
-        length = 0
-        if start < right:
-            # Inside the match, reverse[start:right] repeats an earlier part, whose length is known.
-            length = min(right - start, lengths[start - left])
-        while start + length < len(ids) and reverse[length] == reverse[start + length]:
-            length += 1
-        lengths[start] = length
-        if start + length > right:
-            left = start
-            right = start + length
-    return lengths[::-1]
-
-
 def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
     """Return which tokens contain one of the texts, bool [V].
 
@@ -227,9 +237,10 @@ def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
     """
     if not texts:
         return torch.zeros(len(pieces), dtype=torch.bool)
-    # With "surrogatepass", half of a surrogate pair is refused below and is not an encoding error.
+    # Half of a surrogate pair would be an encoding error here. With "surrogatepass" it becomes bytes,
+    # and is refused below like any other text that no token contains.
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    is_in_piece = [[text in bytes(piece) for piece in pieces] for text in encoded]
+    is_in_piece = [[text in piece for piece in pieces] for text in encoded]
     for text, is_in_each in zip(texts, is_in_piece, strict=True):
         if not any(is_in_each):
             raise UsageError(
@@ -241,7 +252,7 @@ def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
 def first_counts(
     sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the counts of ids with which a row begins.
+    """Return a row's counts of ids before its first token is sampled.
 
     Returns:
         counts_V: int32 [V], the counts of the frequency and presence penalties: zeros, or with the
@@ -265,7 +276,8 @@ def add_to_counts(counts_BV: Tensor, token_B: Tensor, is_used_B: Tensor, amount:
 
 
 # The statuses of a row after sampling; see `SampledTokens`. A row samples no further token after a
-# status other than OK. After UNDECIDED the host repeats the row's step with the truncation "search".
+# status other than OK. After UNDECIDED the host repeats the row's step so that filters read all
+# tokens and not only the likeliest ones, which takes longer (`truncation` of `sample`).
 OK = 0
 NOT_FINITE = 1
 NOTHING_ALLOWED = 2
@@ -284,8 +296,9 @@ class SamplerRows(NamedTuple):
         knobs: the numbers of the stages by name, fp32 or int64 [B], or lists of ids and biases
             [B, M] (`new_knobs`).
         counts_BV: int32, `counts_V` of `first_counts` plus how often each id was sampled.
-        prompt_BV: bool, whether an id is in the prompt; or int32, how often it is there, within the
-            last ids that penalties see.
+        prompt_BV: bool, whether an id is in the prompt; or int32, if requests may have the stage
+            "last_n" (`State.allocate`): how often it is in the part of the prompt that penalties
+            still see, which becomes shorter with each token (`State.uncount_leaving_token`).
         past: the ids of prompt and output, and their repetitions.
         mu_B: fp32, the surprise in bits that mirostat allows.
     """
@@ -320,7 +333,8 @@ class SampledTokens(NamedTuple):
     Attributes:
         token_B: int64, 0 where the status is not OK.
         status_B: int32. OK; NOT_FINITE: a logit is NaN or +inf; NOTHING_ALLOWED: no token is allowed;
-            UNDECIDED: the window did not hold all tokens that a filter keeps.
+            UNDECIDED: the window, which is the likeliest tokens that filters read, did not hold all
+            tokens that a filter keeps.
         logprobs: log-probabilities under the distribution that is sampled from. If that has fewer
             than N tokens, the places after them have -inf. None if the chain does not need them.
     """
@@ -355,21 +369,22 @@ def sample(
     """
     edited_BV = edit_logits_or_nan(logits_BV, rows, allowed_BV, chain)
     largest_B1 = edited_BV.amax(-1, keepdim=True)
-    sufficed_B = torch.ones_like(rows.position_B, dtype=torch.bool)
+    # Whether the window of likeliest tokens sufficed. Without filters there is no window.
+    window_sufficed_B = torch.ones_like(rows.position_B, dtype=torch.bool)
     token_B = edited_BV.argmax(-1)
     # Log-probabilities under the distribution that is sampled from are needed only for a report of
     # them, and by mirostat.
     is_reported = chain.logprobs is not None and chain.reports_processed
     logprobs = None
     if is_reported or "mirostat" in chain.stages:
-        # Those of rows that take the likeliest token.
-        logprobs = _log_probabilities_without_chance(token_B, chain.logprobs or 0)
+        # First those of greedy rows, which take the likeliest token with certainty.
+        logprobs = _log_probabilities_of_certain_token(token_B, chain.logprobs or 0)
     if chain.samples_at_random:
         is_greedy_B = rows.knobs["temperature"] <= 0
         candidates = apply_filters(edited_BV, rows, chain, truncation)
         token_B = torch.where(is_greedy_B, token_B, _sampled_from(candidates, rows))
         # A greedy row ignores the filters, so it does not matter whether their window sufficed.
-        sufficed_B = candidates.sufficed_B1[:, 0] | is_greedy_B
+        window_sufficed_B = candidates.sufficed_B1[:, 0] | is_greedy_B
         if logprobs is not None:
             greedy = logprobs
             random = _log_probabilities_after_filters(candidates, token_B, chain.logprobs or 0)
@@ -383,7 +398,7 @@ def sample(
     largest_B = largest_B1[:, 0]
     # NOT_FINITE is set last, since the other statuses mean nothing in a row with a NaN. The comparison
     # is false for NaN.
-    status_B = torch.where(sufficed_B, OK, UNDECIDED)
+    status_B = torch.where(window_sufficed_B, OK, UNDECIDED)
     status_B = torch.where(largest_B == -torch.inf, NOTHING_ALLOWED, status_B)
     status_B = torch.where(largest_B < torch.inf, status_B, NOT_FINITE).to(torch.int32)
     return SampledTokens(torch.where(status_B == OK, token_B, 0), status_B, logprobs)
@@ -409,6 +424,8 @@ def apply_filters(
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
     if rows.mu_B is not None:
         knobs["mu"] = rows.mu_B[:, None]
+    # `likeliest_count` tokens are read by top-k and the stages after it. It is not the number of tokens
+    # that are reported.
     candidates = all_candidates(edited_BV, truncation, chain.likeliest_count)
     for stage in chain.stages:
         if stage in EDITS:
@@ -436,7 +453,11 @@ def _with_at_least(min_keep_B1: Tensor, before: Candidates, after: Candidates) -
     """
     min_keep_B1 = min_keep_B1.minimum(before.count_left())
     too_few_B1 = after.count_left() < min_keep_B1
-    kept = before.keep_likeliest(unit_weights, min_keep_B1.clamp(min=1), too_few_B1)
+    # With the weight 1 for each token, the weight to keep is a number of tokens. It must be at least 1,
+    # also in a row without any token, whose result is not used.
+    kept = before.keep_likeliest(
+        unit_weights, target_B1=min_keep_B1.clamp(min=1), is_used_B1=too_few_B1
+    )
     return after._replace(
         scores_BN=torch.where(too_few_B1, kept.scores_BN, after.scores_BN),
         max_score_B1=torch.where(too_few_B1, kept.max_score_B1, after.max_score_B1),
@@ -463,7 +484,8 @@ def edit_logits(
     knobs = rows.knobs
     if "bias" in chain.stages:
         logits_BV = _add_at(logits_BV, knobs["bias_ids"], knobs["bias_values"])
-    # This follows the bias, which must not allow a stop token again.
+    # This forbids a stop token whatever its bias is: both are added, and biases are finite or -inf, so
+    # the sum with -inf is -inf in either order.
     if "min_tokens" in chain.stages:
         logits_BV = _forbid_until(
             logits_BV, knobs["stop_ids"], rows.generated_B[:, None], knobs["min_tokens"][:, None]
@@ -504,6 +526,7 @@ def _log_probabilities_after_filters(
 ) -> LogProbabilities:
     """Return log-probabilities under the softmax of the candidates' scores."""
     ids_BN = candidates.ids_BN
+    # ln p = x - m - ln S, where `log_total` is ln S, and S is the sum of exp(x - m).
     values_BN = candidates.scores_BN - candidates.max_score_B1 - log_total(candidates)
     if ids_BN is None:
         chosen_B = values_BN.gather(-1, token_B[:, None])[:, 0]
@@ -514,7 +537,8 @@ def _log_probabilities_after_filters(
     likeliest_ids_BN = likeliest.indices
     if ids_BN is not None:
         likeliest_ids_BN = ids_BN.gather(-1, likeliest.indices)
-    # `shorten` may have left fewer than n tokens. Padding has the probability 0, like a dropped token.
+    # `top_k` may have left fewer than n candidates (`Candidates.shorten`). Padding has the
+    # probability 0, like a dropped token.
     padding = (0, n - available)
     return LogProbabilities(
         chosen_B,
@@ -523,8 +547,9 @@ def _log_probabilities_after_filters(
     )
 
 
-def _log_probabilities_without_chance(token_B: Tensor, n: int) -> LogProbabilities:
+def _log_probabilities_of_certain_token(token_B: Tensor, n: int) -> LogProbabilities:
     """Return the log-probabilities of a row whose token is certain: 0 for it, and -inf for n - 1 others."""
+    # With the probability 0, it does not matter which tokens the others are. All have the same id here.
     ids_BN = token_B[:, None].expand(-1, n)
     first_N = torch.arange(n, device=token_B.device) == 0
     chosen_B = torch.zeros_like(token_B, dtype=torch.float32)

@@ -3,28 +3,31 @@
 It is the forward pass of `monograph.model.llama.Llama` for one token per row. Launches of a layer,
 for up to 16 rows:
 
-| part of a layer | launches | with |
-|---|---|---|
-| attention | 3 | |
-| | 5 | gates (`monograph.ops.gated_heads_kernels`) |
-| a delta net | 4 | (`monograph.decode.fast_delta_net`) |
-| a feed-forward layer | 2 | |
-| a mixture of experts | 4 | |
-| | 8 | a shared expert |
+| part of a layer | launches |
+|---|---|
+| attention: two products and `attend` between them | 3 |
+| attention with gates (`monograph.ops.gated_heads_kernels`) | 5 |
+| a delta net (`monograph.decode.fast_delta_net`) | 4 |
+| a feed-forward layer | 2 |
+| a mixture of experts | 4 |
+| a mixture of experts with a shared expert | 8 |
 
 Each product with adapters takes one launch more, for x A^T.
 
 For more than 16 rows, dense weights are multiplied by torch, which is faster then, since the kernels
-read a weight once for every 16 rows. Attention is still one launch, and a layer of attention and a
-feed-forward layer takes nine. Weights in 8 or 4 bits, and adapters on them, are multiplied by the
-kernels for any number of rows. Adapters on dense weights are computed only for up to 16 rows.
+read a weight once for every 16 rows. Attention without gates and a feed-forward layer then take eight
+launches together in a compiled step: four products, `attend`, one for each of the two norms, which
+also adds the residual, and one for the activation. Weights in 8 or 4 bits, and adapters on them, are
+multiplied by the kernels for any number of rows. Adapters on dense weights are computed only for up
+to 16 rows.
 
 `obstacle` says why the kernels cannot compute a model. Its steps are then computed by the model's own
 forward pass, which is also the reference against which this one is tested.
 
-Shape suffixes: B rows, D hidden size, V vocabulary, F half of a head's channels, J key-value heads, M
-channels inside a feed-forward layer, X several heads' channels one after another; in mixtures: E
-experts, C chosen experts of a token.
+Shape suffixes: B rows, D hidden size, V vocabulary, K input and N output channels of a product, H
+query heads, J key-value heads, 2F channels of a head, F half of them (for cosines and sines: half of
+those that are rotated), X several heads' channels one after another, M channels inside a feed-forward
+layer; in mixtures: E experts, C chosen experts of a token.
 """
 
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -71,10 +74,11 @@ if TYPE_CHECKING:
     from monograph.decode.cache import KVCache
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Why the kernels cannot compute some layers.
-_SCALES = "this family scales its heads or what its layers add"
+# One reason why the kernels cannot compute a layer.
+_SCALES_REASON = "this family scales its heads or what its layers add"
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-# The fewest channels of a head: each half of a head has a product of its own, of at least 16 channels.
+# The fewest channels of a head. `attend` computes each half of a head's channels by a matrix product of
+# its own, which needs at least 16 channels.
 MIN_HEAD = 32
 
 
@@ -95,9 +99,11 @@ def obstacle(model: Llama, rows: int = 1) -> str | None:
         return f"the kernels need heads of 32, 64, 128 or 256 channels, not {config.head_dim}"
     if not attend_fits(weight.device, BLOCK, config.head_dim, weight.dtype):
         return f"this card's shared memory is too small for heads of {config.head_dim} channels"
-    # The heads of gated attention are rotated before the kernel of attention.
+    # `attend` rotates whole heads. In gated attention, `prepare_heads` rotates them before `attend`, and
+    # it can rotate a part of a head.
     if config.rotary_dim != config.head_dim and not config.family.gated_attention:
         return "the kernels rotate all channels of a head, and this family only some"
+    # The default is norms before attention and the feed-forward layer, and none after them.
     if config.family.norm_names != NormNames():
         return "this family normalises what its layers add, which the kernels do not"
     if bank_of(model) is not None:
@@ -109,6 +115,7 @@ def obstacle(model: Llama, rows: int = 1) -> str | None:
         return "the kernels do not have this family's activation"
     if not isinstance(model.scale_last, nn.Identity):
         return "this family scales its logits"
+    # Beside adapters, the rows of a few tokens may be trained (`monograph.graph.token_rows`).
     if not is_plain(model.lm_head):
         return "the head has trained rows, an adapter or hooks"
     if model.model.embed_tokens.weight.dtype != weight.dtype:
@@ -126,7 +133,7 @@ def _obstacle_of_block(block: Block, dtype: torch.dtype) -> str | None:
     """Return why the kernels cannot compute a block in this dtype, or None if they can."""
     mixer, mlp, *_ = _modules_of(block)
     if not isinstance(block.scale_branch, nn.Identity):
-        return _SCALES
+        return _SCALES_REASON
     reason: str | None
     if isinstance(mixer, GatedDeltaNet):
         reason = obstacle_of_delta_net(mixer, dtype)
@@ -144,7 +151,7 @@ def _obstacle_of_attention(attention: Attention, dtype: torch.dtype) -> str | No
     if attention.norms_over_all_heads or attention.clip is not None:
         return "this family changes queries and keys in a way that the kernels do not"
     if not isinstance(attention.scale_query, nn.Identity):
-        return _SCALES
+        return _SCALES_REASON
     inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
     return obstacle_of_product(inputs, dtype) or obstacle_of_product([attention.o_proj], dtype)
 
@@ -161,22 +168,27 @@ def _is_computable_mixture(mixture: nn.Module, dtype: torch.dtype) -> bool:
     experts = mixture.experts
     projections = [experts.gate_proj, experts.up_proj, experts.down_proj]
     modules: list[nn.Module] = [mixture, mixture.gate, experts, *projections]
-    input_sizes = [experts.down_proj.in_features]
+    inner_widths = [experts.down_proj.in_features]
     if mixture.has_shared_expert:
         shared = mixture.shared_expert
+        # One launch computes both projections, as one weight.
         if joined_tensors([shared.gate_proj, shared.up_proj]) is None:
             return False
         if not is_plain(shared.down_proj) or not is_plain(mixture.shared_expert_gate):
             return False
         modules.append(shared)
-        input_sizes.append(shared.down_proj.in_features)
+        inner_widths.append(shared.down_proj.in_features)
     are_plain = all(type(each) is ExpertLinear for each in projections)
+    # The other implementation is the reference, in which every expert computes every token.
+    is_grouped = mixture.impl == "grouped"
+    # `channels_at_once` is 0 for a width that the kernels cannot sum over.
+    widths_fit = all(channels_at_once(width) > 0 for width in inner_widths)
     return (
         are_plain
-        and mixture.impl == "grouped"
+        and is_grouped
         and not any(map(has_hooks, modules))
         and all(parameter.dtype == dtype for parameter in mixture.parameters())
-        and all(map(channels_at_once, input_sizes))
+        and widths_fit
     )
 
 
@@ -210,8 +222,9 @@ class FastForward:
         self.model = model
         self.dtype = model.lm_head.weight.dtype
         key_heads = model.config.num_key_value_heads
-        # They are zero before and after each launch. All layers share them, because they run one after
-        # another.
+        # `attend` counts in them how many blocks of the cache have been computed, for each row and
+        # key-value head. The program that computes the last block adds up all of them, and sets the
+        # counter to zero again. So all layers can share the counters, because they run one after another.
         self._counters_BJ = torch.zeros(
             rows, key_heads, dtype=torch.int32, device=model.lm_head.weight.device
         )
@@ -219,7 +232,10 @@ class FastForward:
         family = model.config.family
         _, activation = family.activation
         self._activation = _ACTIVATIONS[activation]
-        self._combination: Combination = "clamped" if family.clamped_gating else self._activation
+        # How experts combine gate and up projection: by the activation, or clamped, as in gpt-oss.
+        self._expert_combination: Combination = self._activation
+        if family.clamped_gating:
+            self._expert_combination = "clamped"
         # The kernels read a weight once for every tile of ROWS rows, and an expert's weight once for
         # each token. So they are fast only for the rows of one tile.
         is_one_tile = rows <= ROWS
@@ -251,11 +267,11 @@ class FastForward:
         return self._project(hidden_BD, model.lm_head.weight, norm_of(model.model.norm))
 
     def follows_autocast(self, device_type: str) -> bool:
-        """Return whether the kernels compute in the dtypes that the model's own forward pass has now.
+        """Return whether the kernels compute in the same dtypes as the model's own forward pass would now.
 
-        Under autocast, the model's products are in the dtype of autocast, and some operators of its delta
-        nets are in fp32. The kernels compute products in the dtype of the weights, and delta nets in the
-        dtype of the hidden states.
+        Without autocast they do. Under autocast, the model's products are in the dtype of autocast, and
+        some operators of its delta nets are in fp32. The kernels still compute products in the dtype of
+        the weights, and delta nets in the dtype of the hidden states.
         """
         if not torch.is_autocast_enabled(device_type):
             return True
@@ -269,15 +285,14 @@ class FastForward:
         norm: Norm | None = None,
         residual_BN: Tensor | None = None,
     ) -> Tensor:
-        """Return residual + layer(norm(x)) of layers that read the same x, one after another."""
+        """Return residual + layer(norm(x)); N is the outputs of all layers, one after another."""
         side_by_side = joined_tensors(layers)
         if side_by_side is not None:
             weight_NK, bias_N = side_by_side
             return self._project(x_BK, weight_NK, norm, bias_N, residual_BN)
         columns = [layer.out_features for layer in layers]
-        rounds_adapters = torch.is_autocast_enabled("cuda")
         return multiply(
-            x_BK, list(map(tensors_of, layers)), columns, norm, residual_BN, rounds_adapters
+            x_BK, list(map(tensors_of, layers)), columns, norm, residual_BN, _rounds_adapters()
         )
 
     def _multiply_gated(self, x_BD: Tensor, mlp: MLP, norm: Norm) -> Tensor:
@@ -287,24 +302,25 @@ class FastForward:
         if side_by_side is not None:
             return self._project_gated(x_BD, side_by_side[0], norm, self._activation)
         gate, up = map(tensors_of, layers)
-        rounds_adapters = torch.is_autocast_enabled("cuda")
         columns = mlp.gate_proj.out_features
-        return multiply_gated(x_BD, gate, up, columns, norm, self._activation, rounds_adapters)
+        return multiply_gated(x_BD, gate, up, columns, norm, self._activation, _rounds_adapters())
 
     def _rotations(self, position_B: Tensor) -> list[tuple[Tensor, Tensor] | tuple[None, None]]:
         """Return each layer's cosines and sines, [B, F]; (None, None) if it does not rotate."""
         config = self.model.config
         layers = range(config.num_hidden_layers)
         # There are at most two different rotations: that of local layers, which have a sliding window,
-        # and that of all others. The keys are whether it is of local layers.
-        rotations: dict[bool, tuple[Tensor, Tensor]] = {}
+        # and that of all others.
+        rotation_by_is_local: dict[bool, tuple[Tensor, Tensor]] = {}
         for layer in layers:
             is_local = config.has_local_theta(layer)
-            if config.rotates(layer) and is_local not in rotations:
+            if config.rotates(layer) and is_local not in rotation_by_is_local:
                 cos_B11F, sin_B11F = cos_sin(position_B[:, None], config, torch.float32, is_local)
-                rotations[is_local] = cos_B11F[:, 0, 0], sin_B11F[:, 0, 0]
+                rotation_by_is_local[is_local] = cos_B11F[:, 0, 0], sin_B11F[:, 0, 0]
         return [
-            rotations[config.has_local_theta(layer)] if config.rotates(layer) else (None, None)
+            rotation_by_is_local[config.has_local_theta(layer)]
+            if config.rotates(layer)
+            else (None, None)
             for layer in layers
         ]
 
@@ -359,18 +375,20 @@ class FastForward:
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
             norms = norm_of(q_norm), norm_of(k_norm)
         inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
+        # Queries, keys and values. In gated attention, each head's gates are beside its queries.
         projected_BX = self._multiply(hidden_BD, inputs, norm)
         qkv_BX = projected_BX
         cos_BF, sin_BF = rotation
         if attention.is_gated:
             key_heads = config.num_key_value_heads
+            # Without the gates, and already normalised and rotated.
             qkv_BX = prepare_heads(projected_BX, norms, cos_BF, sin_BF, heads, key_heads)
             # `attend` must not normalise and rotate them a second time.
             norms = None
             cos_BF = sin_BF = None
-        q_gain_E = k_gain_E = None
+        q_gain_2F = k_gain_2F = None
         if norms is not None:
-            q_gain_E, k_gain_E = norms[0].gain_K, norms[1].gain_K
+            q_gain_2F, k_gain_2F = norms[0].gain_K, norms[1].gain_K
         mixed_BX: Tensor = attend(
             qkv_BX,
             cache.keys[index],
@@ -382,8 +400,8 @@ class FastForward:
             config.head_dim**-0.5,
             cos_BF=cos_BF,
             sin_BF=sin_BF,
-            q_gain_E=q_gain_E,
-            k_gain_E=k_gain_E,
+            q_gain_E=q_gain_2F,
+            k_gain_E=k_gain_2F,
             eps=config.rms_norm_eps,
             is_centred=isinstance(q_norm, CentredRMSNorm),
             sink_H=attention.sinks,
@@ -405,13 +423,16 @@ class FastForward:
         if gate.bias is not None and up.bias is not None:
             biases = gate.bias, up.bias
         weights = gate.weight, up.weight
-        inner_BCM = expert_inner(hidden_BD, norm, experts_BC, weights, biases, self._combination)
+        inner_BCM = expert_inner(
+            hidden_BD, norm, experts_BC, weights, biases, self._expert_combination
+        )
         output_BD: Tensor = expert_sum(
             inner_BCM, experts_BC, weights_BC, down.weight, down.bias, hidden_BD
         )
         if not mixture.has_shared_expert:
             return output_BD
         shared = mixture.shared_expert
+        # One weight of the gate and up projection, which `_is_computable_mixture` has found side by side.
         gate_up_weight, _ = family_weights(shared.gate_proj)
         inner_BM = project_gated(hidden_BD, gate_up_weight, norm, self._activation)
         # The output of the shared expert is multiplied by its gate. The last product is linear, so its
@@ -420,6 +441,14 @@ class FastForward:
         return project(
             multiply_by_gate(inner_BM, gate_B1), shared.down_proj.weight, residual_BN=output_BD
         )
+
+
+def _rounds_adapters() -> bool:
+    """Return whether products with adapters must be rounded to the dtype of their input.
+
+    Autocast rounds them to its dtype in the model's own forward pass, even if adapters are in fp32.
+    """
+    return torch.is_autocast_enabled("cuda")
 
 
 def fast_forward(model: Llama, rows: int) -> FastForward | None:

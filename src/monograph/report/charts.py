@@ -28,7 +28,7 @@ POINTS = 1200  # maximum of evenly spaced rows in a table; a chart is fewer pixe
 #   points:  a line with a dot at each value
 #   dots:    dots without a line
 #   star:    large dots without a line, for the best value
-#   edge:    nothing, since the column only bounds the chart's band
+#   edge:    not drawn; the column is only the lower or upper border of a coloured band (`Chart.band`)
 LineStyle = Literal["trend", "line", "points", "dots", "star", "edge"]
 
 
@@ -41,8 +41,8 @@ class Line:
         label: the line's name for the reader; "" for a line that has none.
         style: how it is drawn.
         table: the index of its table.
-        shade: the index of its colour. In the chart of a sweep, lines of members that differ only in
-            the seed have the same.
+        shade: the index of its colour. In the chart of a sweep, the lines of runs that differ only in
+            the seed have the same colour.
     """
 
     key: str
@@ -140,17 +140,19 @@ def columns(rows: Sequence[MetricsRow], keys: Sequence[str]) -> Columns:
     for row in rows:
         if "update" not in row:
             continue
-        # A row without tokens cannot be placed on the axis, unless its update has another row.
+        # A row without tokens cannot be placed on the axis, unless an earlier row of its update has
+        # been placed.
         if "tokens" in row or row["update"] in row_by_update:
             row_by_update.setdefault(row["update"], {}).update(row)
     kept = _thinned(list(row_by_update.values()))
-    seconds = 0.0
+    seconds_so_far = 0.0
     table: Columns = {key: [] for key in ("tokens", "update", "time", *keys)}
     for row in kept:
-        # An evaluation has no time of its own, and takes that of the update before it.
-        seconds = row.get("wall_s") or seconds
+        # `wall_s` is the seconds of training up to the row's update. An update that has only an
+        # evaluation has none, and takes those of the update before it.
+        seconds_so_far = row.get("wall_s") or seconds_so_far
         for key, values in table.items():
-            value = seconds if key == "time" else row.get(key)
+            value = seconds_so_far if key == "time" else row.get(key)
             values.append(rounded(value))
     return without_empty_columns(table)
 
@@ -201,7 +203,7 @@ def limits(
 
     Args:
         metric: its `limits` choose how (`monograph.report.metrics.AxisLimits`).
-        lines: the values of each line, with at least one value in all.
+        lines: the values of each line. Some may be empty, but not all.
         levels: values to compare the lines with, which must be visible, too.
         headroom: the axis's upper end as a multiple of the highest value, if the axis begins at 0.
     """
@@ -214,11 +216,12 @@ def limits(
     if metric.limits == "spikes":
         return min(0.0, low), (headroom * float(np.quantile(values, 0.995))) or 1.0
     if metric.limits == "late":
-        last = max(float(line[-1]) for line in lines if len(line))
-        # An untrained model's first values are cut off at 2.2 times the last value.
-        line_tops = [min(float(line.max()), 2.2 * last) for line in lines if len(line)]
+        # An untrained model's first values are cut off at 2.2 times the largest last value of a line.
+        # Levels are not cut off.
+        cut = 2.2 * max(float(line[-1]) for line in lines if len(line))
+        line_tops = [min(float(line.max()), cut) for line in lines if len(line)]
         high = max(line_tops + list(levels))
-    # If all values are equal, the margin depends on the value, and on nothing if that is 0.
+    # If all values are equal, the margin is 5 % of the value, or 1 if that is 0.
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return low - margin, high + margin
 
@@ -247,8 +250,9 @@ def lines_of(
             label = f"{run_name}, held out"
         else:
             label = run_name
-        # In the chart of one run, shade 1 next to training values, and 0 without them.
-        held_out_shade = shade if run_name else len(lines)
+        held_out_shade = shade
+        if not run_name:
+            held_out_shade = 1 if lines else 0
         lines.append(Line(metric.held_out, label, "points", table_index, held_out_shade))
     return lines
 
@@ -262,7 +266,7 @@ def moving_median(
 
     Args:
         values: the values.
-        windows: a median is over one `windows`-th of all values, centred at its index.
+        windows: a median is over about len(values) / windows values, centred at its index.
         points: the maximum number of indices, which are evenly spaced.
 
     Returns:

@@ -9,20 +9,22 @@ function changes its arguments, and cannot use classes or other objects of the s
 Both processes start with an empty environment, without site-packages, with standard streams of
 /dev/null, and with limits (`worker.LIMITS`): 5 s of processor time, 512 MiB of address space, no
 writing to files, few open files. A filter (`worker.FORBIDDEN`) refuses system calls that create
-processes and threads, and those whose effects no limit counts or that outlive the process: shared
-memory, queues and semaphores of System V and POSIX, keyrings, files in memory, new namespaces and
-mounts, sockets. The processes are killed when the trainer ends. Root becomes nobody, unless the
-system forbids that, as in some containers.
+processes and threads. It also refuses calls that open sockets, and calls whose effects no limit counts
+or that remain after the process: shared memory, queues and semaphores of System V and POSIX, keyrings,
+files in memory, new namespaces and mounts. The processes are killed when the trainer ends. Root becomes
+nobody, unless the system forbids that, as in some containers.
 
 If the system allows this user to make namespaces, the processes see no other process, and only the
-files of the standard library and of the system's libraries, read-only, in a root in memory that
-ends with them. `ProgramScorer.confinement` tells whether the system allows it. If not, as in most
-containers, a solution can read and remove this user's files and end this user's processes.
-`monograph.rl.rewards` then refuses to begin, unless the user has allowed it.
+files of the standard library and of the system's libraries, read-only. These are in a root file
+system in memory, which disappears when the process ends. `ProgramScorer.confinement` tells whether
+the system allows it. If not, as in most containers, a solution can read and remove this user's files
+and end this user's processes. `monograph.rl.rewards` then refuses to begin, unless the user has
+allowed it.
 
 A score is the share of passed tests. It is computed in the trainer, which reads one verdict for
 each test, whatever the tests' process writes. A test passes if it runs to its end. An exception of
-the solution arrives in the test as a builtin exception, but never as one that ends an iterator.
+the solution arrives in the test as a builtin exception. StopIteration arrives as RuntimeError, since
+it could end a loop of the test early, and so let the test pass.
 """
 
 import json
@@ -49,7 +51,8 @@ _MAX_VERDICT_BYTES = len(b"false\n")
 # The time limit for all tests of one solution.
 TESTS_TIMEOUT_S = 10.0
 # A solution and its tests, by which `ProgramScorer.confinement` tries out the system. The first test
-# passes if solutions can run at all, and the second one if they see no files of the system.
+# passes if solutions can run and import a module of the standard library. The second one passes if
+# they see no other files of the system.
 _TRIAL = "import heapq, os\ndef least(of): return heapq.nsmallest(1, of)\ndef sees(path): return os.path.exists(path)"
 _TRIAL_TESTS = ["assert least([3, 2]) == [2]", "assert not sees('/etc')"]
 
@@ -67,7 +70,9 @@ class ProgramScorer:
     """A scorer of programs. It runs as many at the same time as there are cores."""
 
     def __init__(self) -> None:
-        libraries = {str(Path(os.__file__).parents[1]), "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
+        # The folder of the standard library's folder: /usr/lib if os.py is /usr/lib/python3.x/os.py.
+        python_lib = str(Path(os.__file__).parents[1])
+        libraries = {python_lib, "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
         self._folders = sorted(filter(is_folder, libraries))
         # Set if `scores` is interrupted, so that its threads do not wait for their solutions.
         self._stopped = False
@@ -85,7 +90,9 @@ class ProgramScorer:
         The tests of a solution run one after another. A test that has not passed when a process
         dies or TESTS_TIMEOUT_S are over has failed.
         """
-        import torch  # here, since the settings read the table of rewards without torch
+        # Imported here, since `monograph.config` imports this module for the names of rewards, and must
+        # not wait for torch.
+        import torch
 
         from monograph.device import describe
 
@@ -105,14 +112,18 @@ class ProgramScorer:
         verdicts = b""
         processes = []
         # The trainer talks to the tests, and the tests talk to the solution.
-        trainer_end, tests_end = socket.socketpair()
-        caller_end, solution_end = socket.socketpair()
+        trainer_end, tests_to_trainer = socket.socketpair()
+        tests_to_solution, solution_end = socket.socketpair()
         try:
-            with tests_end, caller_end, solution_end:
+            # The processes inherit their ends. The trainer then closes its own copies of them, so that a
+            # connection breaks if a process dies.
+            with tests_to_trainer, tests_to_solution, solution_end:
                 processes.append(self._start("solution", solution_end))
-                processes.append(self._start("tests", tests_end, caller_end.fileno()))
+                processes.append(self._start("tests", tests_to_trainer, tests_to_solution.fileno()))
             # The connection breaks if the tests' process dies.
             with suppress(ConnectionError):
+                # A character of the source stands for one byte (`worker`). Half of a surrogate pair gives
+                # bytes, too, which Python refuses in the solution's process.
                 job = [code.encode("utf-8", "surrogatepass").decode("latin-1"), tests]
                 trainer_end.sendall(json.dumps(job).encode() + b"\n")
                 trainer_end.settimeout(0.1)
@@ -162,8 +173,9 @@ class FunctionProcess:
     """A user's function of (prompt, completion, record) in a Python file, run in a separate process.
 
     The function returns a number, or {name: number} of parts, whose sum is the score. Its output
-    goes to standard error. The process starts at the first call, and ends with the thread that
-    started it.
+    goes to standard error. The process starts at the first call. On Linux it ends at the latest with
+    the thread that started it, since `worker.main` asks for a signal at that thread's end
+    (PR_SET_PDEATHSIG).
     """
 
     def __init__(self, code: Code, sha256: str) -> None:
@@ -195,10 +207,10 @@ class FunctionProcess:
         # A finalizer also ends the process if this object is collected without `close`.
         self._end_process = weakref.finalize(self, _end, self._process)
         self._ask(
-            "rl.reward",
-            source.decode("latin-1"),
+            source.decode("latin-1"),  # a character for each byte, see `worker`
             str(without_links(self._code.path)),
             self._code.function,
+            where="rl.reward",
         )
 
     def score(
@@ -212,12 +224,9 @@ class FunctionProcess:
                 process. The message begins with `where`.
         """
         self.start()
-        reply = self._ask(
-            where,
-            self._code.function,
-            worker.encoded([prompt, completion, record]),
-            worker.encoded({}),
-        )
+        arguments = worker.encoded([prompt, completion, record])
+        named_arguments = worker.encoded({})
+        reply = self._ask(self._code.function, arguments, named_arguments, where=where)
         score = worker.decoded(reply)
         parts = score_parts(score)
         if parts is None:
@@ -232,8 +241,8 @@ class FunctionProcess:
             self._socket.close()
             self._process = None
 
-    def _ask(self, where: str, *message: object) -> Any:
-        """Send a message and return the reply; `where` begins the message of an error."""
+    def _ask(self, *message: object, where: str) -> Any:
+        """Send a message, see `worker`, and return the reply; `where` begins the text of an error."""
         process = self._process
         assert process
         reply = b""
@@ -244,13 +253,16 @@ class FunctionProcess:
         except TimeoutError:
             problem = f"took more than {ANSWER_TIMEOUT_S:.0f} s"
         except ConnectionError:
-            # The process is dead, as the incomplete reply shows.
+            # The process is dead. So the reply is incomplete, and the error is raised below.
             pass
         finally:
-            if not reply.endswith(b"\n"):
-                # A late reply must not be read as the reply to the next call.
+            is_complete = reply.endswith(b"\n")
+            # This is in `finally`, because Ctrl-C may interrupt the wait as well: a late reply must not
+            # be read as the reply to the next call.
+            if not is_complete:
                 self.close()
-        if not reply.endswith(b"\n"):
+        if not is_complete:
+            # `close` has waited for the process's end, so the exit code is known.
             problem = problem or f"ended its process (exit code {process.returncode})"
             raise self._error(where, problem)
         raised, result = json.loads(reply)
@@ -266,6 +278,8 @@ class FunctionProcess:
 
 def score_parts(score: Any) -> dict[str, float] | None:
     """Return the named parts of a function's score of an answer; None if it is not a score."""
+    # Anything but a mapping with parts is taken for a number, which is then checked. So an empty mapping
+    # is refused, too.
     parts = score if isinstance(score, Mapping) and score else {"": score}
     valid_parts: dict[str, float] = {}
     for name, part in parts.items():

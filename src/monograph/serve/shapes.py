@@ -18,7 +18,11 @@ PositiveCount = Annotated[int, Field(ge=1)]
 Time = Annotated[int, Field(ge=0, description="Seconds since 1970.")]
 JsonLogProbability = Annotated[float, Field(le=0, description="ln p, and -9999 where p is 0.")]
 Index = Annotated[
-    int, Field(ge=0, description="The text's number: text i of prompt p has p * n + i.")
+    int,
+    Field(
+        ge=0,
+        description="The text's number: with n texts for each prompt, text i of prompt p has p * n + i.",
+    ),
 ]
 FinishReason = Annotated[
     ServedFinish,
@@ -32,7 +36,7 @@ MaybeFinishReason = Annotated[
 
 
 class Usage(TypedDict):
-    """The tokens of a request. A token that ends a text counts."""
+    """The numbers of tokens of a request. A token that ends a text is counted, too."""
 
     prompt_tokens: NaturalCount
     completion_tokens: NaturalCount
@@ -65,7 +69,10 @@ class _Head(TypedDict):
     ]
 
 
-UsageOrNull = Annotated[Usage | None, Field(description="Is there only with include_usage.")]
+UsageOrNull = Annotated[
+    Usage | None,
+    Field(description="With include_usage, null in all pieces but the last; otherwise left out."),
+]
 
 # ── /v1/completions ───────────────────────────────────────────────────────────────────────────────
 
@@ -74,7 +81,10 @@ class CompletionLogprobs(TypedDict):
     """The tokens of a text with their log-probabilities."""
 
     tokens: Annotated[
-        list[str], Field(description=r"Each token's text. Bytes that are not UTF-8 are bytes:\xf0.")
+        list[str],
+        Field(
+            description=r"Each token's text. Bytes that are not UTF-8 are written like 'bytes:\xf0'."
+        ),
     ]
     token_logprobs: Annotated[
         list[JsonLogProbability | None],
@@ -84,7 +94,7 @@ class CompletionLogprobs(TypedDict):
         list[dict[str, JsonLogProbability] | None],
         Field(
             description="ln p of the likeliest tokens and of the sampled one, by their texts. A second token with an "
-            "equal text is token_id:17."
+            "equal text is written like 'token_id:17'."
         ),
     ]
     text_offset: Annotated[
@@ -140,7 +150,7 @@ class ChatToken(TypedDict):
 
 
 class ChatDrawnToken(ChatToken):
-    """A token that was sampled, with the likeliest ones in its place."""
+    """A token that was sampled, with the likeliest tokens at its position."""
 
     top_logprobs: Annotated[list[ChatToken], Field(max_length=MAX_LOGPROBS)]
 
@@ -256,11 +266,13 @@ class ChatEvent(TypedDict):
     data: Literal["[DONE]"] | Json[ChatPiece | Error]
 
 
-EVENTS = (CompletionEvent, ChatEvent)  # an event may also have a kind and an id
+# The types to whose objects the document allows further fields (`monograph.serve.document`), since every
+# server-sent event may also have the fields `event`, which is its kind, and `id`.
+EVENTS = (CompletionEvent, ChatEvent)
 
 
 class Model(TypedDict):
-    """A name of the model."""
+    """An entry of the list of models: one of the names by which requests can ask for the model."""
 
     id: str
     object: Literal["model"]
