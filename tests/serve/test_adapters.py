@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from adapted import trained
-from daily import nightly
 from monograph.decode import completion, generate
 from monograph.decode.adapter_bank import AdapterBank, install
 from monograph.decode.sampling import Sampling
@@ -297,7 +296,8 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-@pytest.mark.parametrize("requests", nightly([24, 10_000], [24]))
+@pytest.mark.slow
+@pytest.mark.parametrize("requests", [24, 10_000])
 def test_memory_is_what_it_was_after_adapters_came_and_went(folders: Path, requests: int) -> None:
     with serving(folders, slots=4) as served:
         bank = served.service.newest.bank
