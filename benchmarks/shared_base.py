@@ -24,8 +24,8 @@ from monograph.resident import Resident
 ROUND_S = 1.0  # a round repeats quick updates for this long
 
 
-def shape(hidden: int, layers: int, vocabulary: int, length: int, rows: int) -> Shape:
-    """Return a Llama with four key-value heads of 32 and eight query heads."""
+def llama(hidden: int, layers: int, vocabulary: int, length: int, rows: int) -> Shape:
+    """Return a Llama with heads of 32, of which two share a key-value head, and its update."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -41,11 +41,11 @@ def shape(hidden: int, layers: int, vocabulary: int, length: int, rows: int) -> 
 # Small: bound by the host. Large: 26 M parameters and 1,024 tokens a member, bound by products. Few tokens:
 # the same with 64 tokens a member, bound by reading (and dequantising) the base.
 SHAPES = {
-    "small": shape(64, 2, 512, length=32, rows=2),
-    "large": shape(512, 8, 4096, length=256, rows=4),
-    "large, few tokens": shape(512, 8, 4096, length=64, rows=1),
+    "small": llama(64, 2, 512, length=32, rows=2),
+    "large": llama(512, 8, 4096, length=256, rows=4),
+    "large, few tokens": llama(512, 8, 4096, length=64, rows=1),
 }
-SMOKE = {"small": shape(64, 1, 64, length=16, rows=1)}
+SMOKE = {"small": llama(64, 1, 64, length=16, rows=1)}
 
 
 class Contestants:
