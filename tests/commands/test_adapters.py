@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adapted import many_stored, trained
 from batches import tiny_llama
@@ -15,7 +16,7 @@ from commands.forked import CommandServer
 from commands.inputs import OWN, over, with_texts
 from commands.test_lora import write_base
 from monograph.decode import Sampling, generate
-from monograph.decode.adapter_bank import install
+from monograph.decode.adapter_bank import install, rows_with_adapters
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Lora
 from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
@@ -138,13 +139,31 @@ def test_adapters_that_do_not_fit_are_refused_by_folder_and_key(here: Path, tmp_
         with pytest.raises(InputRefused, match=words) as error:
             asked.read(folder)
         assert str(folder) in str(error.value) and "\n" not in str(error.value)
-    write_peft(tmp_path / "dora", here / "base", Lora(rank=2, dora=True))
-    write_peft(tmp_path / "rows", here / "base", Lora(rank=2, tokens=(70,)))
-    for name, words in (("dora", "magnitudes"), ("rows", "trained rows of tokens")):
-        with pytest.raises(InputRefused, match=f"{tmp_path / name}: {words}.* can only be merged"):
-            base.read(tmp_path / name)
     tokenizer.save(here / "peft" / "tokenizer.json")  # as some trainers do
     assert base.read(here / "peft").rank == 20
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [Lora(rank=2, dora=True), Lora(rank=2, tokens=(70, 71)), Lora(rank=2, dora=True, tokens=(70,))],
+    ids=["dora", "rows", "both"],
+)
+def test_magnitudes_and_rows_of_tokens_are_read_unmerged(
+    here: Path, tmp_path: Path, lora: Lora
+) -> None:
+    """What is merged, the other way to use the folder, is the same but for rounding."""
+    write_peft(tmp_path / "peft", here / "base", lora)
+    model, tokenizer = load_with_tokenizer(here / "base")
+    adapter = AdapterBase(model, tokenizer).read(tmp_path / "peft")
+    bank = install(model.double(), {"peft": adapter})
+    merged = load(tmp_path / "peft")[0].double()
+    tokens_BT = torch.tensor([[1, 70, 71, 9]])
+    with torch.no_grad(), rows_with_adapters(bank, torch.tensor([bank.slots["peft"]])):
+        own = model.logits(model(tokens_BT))
+    base, other = load(here / "base")[0].double(), merged.logits(merged(tokens_BT))
+    plain = base.logits(base(tokens_BT))
+    # Merged weights are rounded to fp32.
+    assert (own - other).norm() <= 1e-5 * other.norm() < (own - plain).norm()
 
 
 def test_what_the_command_line_says_wrong(here: Path, server: CommandServer) -> None:

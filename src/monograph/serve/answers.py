@@ -112,12 +112,14 @@ class TextPiece(NamedTuple):
         text: the new characters.
         entries: an entry for each new token, if the answer has log-probabilities, else empty.
         finish: how the text ended; None if it has not ended.
+        is_first: whether it comes before all tokens, in the stream of a chat.
     """
 
     text_index: int
     text: str
     entries: list[ScoredToken]
     finish: shapes.ServedFinish | None
+    is_first: bool = False
 
 
 class TextBuilder:
@@ -385,18 +387,19 @@ class ChatAnswerBuilder(AnswerBuilder):
 
     def first_pieces(self, index: int) -> list[TextPiece]:
         """Return one empty piece: `_event_choice` sends the role in place of an empty text."""
-        return [TextPiece(index, "", [], None)]
+        return [TextPiece(index, "", [], None, is_first=True)]
 
     def _choice(self, piece: TextPiece) -> Mapping[str, Any]:
         message: shapes.ChatMessage = {"role": "assistant", "content": piece.text, "refusal": None}
         return {"index": piece.text_index, "message": message} | self._logprobs_and_finish(piece)
 
     def _event_choice(self, piece: TextPiece) -> Mapping[str, Any]:
+        # It stays empty at the end, and while all of a text's characters are held back.
         delta: shapes.ChatDelta = {}
-        if piece.text:
-            delta = {"content": piece.text}
-        elif not piece.entries and piece.finish is None:
+        if piece.is_first:
             delta = {"role": "assistant", "content": ""}
+        elif piece.text:
+            delta = {"content": piece.text}
         return {"index": piece.text_index, "delta": delta} | self._logprobs_and_finish(piece)
 
     def _logprobs_and_finish(self, piece: TextPiece) -> dict[str, Any]:
