@@ -181,12 +181,12 @@ def _project_down(
         is_own_R = slot_R == slot
         # Rows beyond the last one have slot 0, so they are not among a program's own.
         is_needed = (slot > 0) & (tl.min(tl.where(is_own_R, row_R, row_count), 0) == row)
-        a_offset = slot.to(tl.int64) * (RANK * K)
+        first_rank = slot * RANK
     else:
         row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         is_own_R = row_R < row_count
         is_needed = True
-        a_offset = 0
+        first_rank = 0
     if is_needed:
         # Axis 0 of the grid has a program for each tile of ranks, layer and split.
         split = tl.program_id(0) % SPLITS
@@ -195,7 +195,7 @@ def _project_down(
         offset_S = tl.arange(0, STEP)
         is_row_R1 = is_own_R[:, None]
         is_rank_Q = rank_Q < RANK
-        a = _of_layer(layer, a_0, a_1, a_2, LAYERS) + a_offset
+        a = _of_layer(layer, a_0, a_1, a_2, LAYERS)
         x_dtype: tl.constexpr = x.dtype.element_ty
         dtype: tl.constexpr = x_dtype if ROUND_ADAPTERS else a_0.dtype.element_ty
         scale_R = tl.full((ROWS,), 1.0, tl.float32)
@@ -209,7 +209,9 @@ def _project_down(
             factor_RS = tl.load(x_at_RS, mask=is_row_R1, other=0.0)
             if NORM:
                 factor_RS = normalised(factor_RS, gain + begin, scale_R, offset_S, CENTRED, x_dtype)
-            a_at_QS = a + rank_Q[:, None] * K + begin + offset_S[None, :]
+            a_at_QS = (
+                a + (first_rank + rank_Q)[:, None].to(tl.int64) * K + begin + offset_S[None, :]
+            )
             a_QS = tl.load(a_at_QS, mask=is_rank_Q[:, None], other=0.0).to(dtype)
             total_RQ = tl.dot(factor_RS.to(dtype), a_QS.T, total_RQ, input_precision=PRECISION)
         row_R1 = ((split * row_count + row_R) * LAYERS + layer)[:, None]
