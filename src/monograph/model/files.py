@@ -155,7 +155,10 @@ def read_tensors(stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> 
         with _reading(path), open_input(path) as file:
             places = {entry.name: entry for entry in _tensor_entries(file)}
             for name, header in headers.items():
-                tensor = _read_tensor(file, places[header.name_in_file or name])
+                name_in_file = header.name_in_file or name
+                if name_in_file not in places:
+                    raise tensor_layout.LayoutError(f"no tensor {name_in_file}")
+                tensor = _read_tensor(file, places[name_in_file])
                 tensors[name] = _as_described(tensor, header).to(dtype, copy=True)
     return tensors
 
