@@ -106,7 +106,9 @@ def base_bytes(model: Llama, called: pretended.Counted, products: pretended.Prod
     what products read of them.
     """
     layers = adapted_layers(model).values()
-    stored = [p for layer in layers for name, p in layer.named_parameters(recurse=False) if name != "bias"]
+    stored = [
+        p for layer in layers for name, p in layer.named_parameters(recurse=False) if name != "bias"
+    ]
     shapes = {tuple(sorted((layer.out_features, layer.in_features))) for layer in layers}
     addresses = Counter(address for kernel in called.kernels for address in kernel.addresses)
     return {
@@ -125,11 +127,11 @@ def measured(name: str, case: Case, members: int) -> dict[str, Any]:
     layers = case.config.num_hidden_layers
     counts = {}
     for many in (1, members):
-        shallow = [
+        few, more = (
             counted(replace(case.config, num_hidden_layers=depth), case.base, many)
             for depth in DEPTHS
-        ]
-        counts[str(many)] = extrapolated(*shallow, DEPTHS, layers)
+        )
+        counts[str(many)] = extrapolated(few, more, DEPTHS, layers)
     return {
         "case": name,
         "base": case.base,
@@ -152,7 +154,17 @@ def moved_bytes(counts: dict[str, Numbers]) -> float:
     )
 
 
-HEADERS = ["base", "members", "launches", "ratio", "base, GB", "read by kernels", "by products", "GB moved", "over one by one"]
+HEADERS = [
+    "base",
+    "members",
+    "launches",
+    "ratio",
+    "base, GB",
+    "read by kernels",
+    "by products",
+    "GB moved",
+    "over one by one",
+]
 
 
 def rows(case: dict[str, Any]) -> list[list[str]]:
@@ -198,7 +210,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-| {"flops": products.flops, "product_bytes": products.bytes}
-        | {"base_reads": reads(base_weights, called, products)},
-        "update": updated.numbers(),
-    }

@@ -197,8 +197,7 @@ class Adapted(nn.Linear):
         # A transform wraps tensors of which each member has its own, and they are no parameters then.
         is_shared_base = isinstance(self._base_tensors()[0], nn.Parameter)
         has_one_dtype = (
-            torch.is_autocast_enabled(input.device.type)
-            or input.dtype == self.lora_A.weight.dtype
+            torch.is_autocast_enabled(input.device.type) or input.dtype == self.lora_A.weight.dtype
         )
         return is_plain and is_shared_base and has_one_dtype
 
