@@ -146,9 +146,9 @@ def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
         1,
         True,
     ]
-    assert not reader.choose_prompts([prompt], reuse_key=ReuseKey("a")) and not reader.choose_prompts(
-        [(*prompt[:-1], 60)], reuse_key=ReuseKey("a")
-    )
+    assert not reader.choose_prompts(
+        [prompt], reuse_key=ReuseKey("a")
+    ) and not reader.choose_prompts([(*prompt[:-1], 60)], reuse_key=ReuseKey("a"))
     assert reader.is_finished, "the last token is read by the first step"
     assert reader.choose_prompts([prompt], reuse_key=ReuseKey("b")) and not reader.is_finished
     reader.forget()
