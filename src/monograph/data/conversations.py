@@ -380,7 +380,9 @@ def _require_order(messages: Sequence[Mapping[str, Any]], place_pattern: str) ->
         # follow each other, because an assistant's message may have several calls. So only the first
         # of them must have a call directly before it.
         lacks_call = (
-            role == "tool" and previous != "tool" and not messages[number - 1].get("tool_calls")
+            role == "tool"
+            and previous == "assistant"
+            and not messages[number - 1].get("tool_calls")
         )
         if previous not in _PREVIOUS_ROLES[role] or lacks_call:
             fault = f"follows {previous}" if previous else "begins"
