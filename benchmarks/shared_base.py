@@ -14,7 +14,8 @@ from steps import Shape, packed_window
 from monograph.device import default_device
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
-from monograph.graph.lora import Lora, adapt, copy_with_shared_base, frozen_parameters
+from monograph.graph.lora import Lora, adapt
+from monograph.graph.shared_base import copy_with_shared_base, frozen_parameters
 from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama

@@ -16,7 +16,7 @@ from monograph.config import load
 from monograph.data.corpus import Corpus, corpus
 from monograph.device import describe
 from monograph.ensemble import Ensemble
-from monograph.graph.lora import frozen_parameters
+from monograph.graph.shared_base import frozen_parameters
 from monograph.loop import train
 from monograph.run.folder import Run
 from monograph.session.objectives.texts import TextTask

@@ -17,7 +17,8 @@ from monograph.checkpointing import Checkpoint
 from monograph.errors import InputRefused, UsageError, Warn
 from monograph.graph.frozen import FrozenWeight
 from monograph.graph.inspect import unwrapped, write_tensor
-from monograph.graph.lora import adapt, checkpoint_state, merge
+from monograph.graph.lora import adapt, checkpoint_state
+from monograph.graph.lora_merge import merge
 from monograph.graph.mmap_weights import mapped, materialize_, require_finite
 from monograph.graph.precision import Precision
 from monograph.loss import Loss, token_loss
@@ -494,7 +495,7 @@ def save(
     model = unwrapped(model)
     if any(isinstance(part, FrozenWeight) for part in model.modules()):
         raise UsageError(
-            "the model has weights in 8 or 4 bits: call monograph.graph.lora.merge(model) before save"
+            "the model has weights in 8 or 4 bits: call monograph.graph.lora_merge.merge(model) before save"
         )
     if not isinstance(model, Llama):
         raise UsageError(
