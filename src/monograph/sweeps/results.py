@@ -153,23 +153,27 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         ranks: the number of processes that train it.
 
     Raises:
-        UsageError: members differ in what a token is or in the length of rows, or the settings or
-            `ranks` exclude --distill.
+        UsageError: members differ in what a token is, in the length of rows or in the base of adapters,
+            or the settings or `ranks` exclude --distill.
     """
     settings = sweep.settings
     axes = {key for point in sweep.points for key in point}
-    token_keys = (
+    shared_keys = (
         "data.tokenizer",
         "data.vocab_size",
         "data.sequence_length",
         "model.vocab_size",
         "model.init",
+        # Adapters teach on one base, by one pass.
+        "lora.base",
+        "lora.targets",
+        "lora.dora",
+        "lora.tokens",
     )
     # What a user would have to leave out, and whether this sweep has it.
     obstacles = {
-        **{f"{key} as an axis": key in axes for key in token_keys},
+        **{f"{key} as an axis": key in axes for key in shared_keys},
         "a model.init that is a Python file": code_named(settings.model.init) is not None,
-        "lora.rank": settings.lora.rank is not None or "lora.rank" in axes,
         "train.memory = stream": settings.train.memory == "stream",
         f"{ranks} processes": ranks > 1,
     }
