@@ -37,8 +37,8 @@ from monograph.device import card_device
 from monograph.graph.capture import compiled as compile_function
 from monograph.graph.lora import Lora
 from monograph.graph.lora_base import quantise_base
-from monograph.graph.rounded_base import round_frozen_weights
 from monograph.graph.precision import Precision
+from monograph.graph.rounded_base import round_frozen_weights
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama

@@ -26,8 +26,8 @@ from monograph.graph.lora import (
     may_start_without_gradient,
 )
 from monograph.graph.lora_merge import merge
-from monograph.graph.rounded_base import round_frozen_weights
 from monograph.graph.precision import Precision
+from monograph.graph.rounded_base import round_frozen_weights
 from monograph.graph.siblings import fuse_siblings, unfuse_siblings
 from monograph.loss import token_loss
 from monograph.model.adapter import install_adapters

@@ -25,8 +25,8 @@ from monograph.session import ranks
 from monograph.session.reporting import final_summary
 from monograph.session.setup import make_repeatable
 from monograph.session.shown_commands import show_command
-from monograph.storage.cache_dir import keep_compiled
 from monograph.step.retries import empty_cache
+from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
 from monograph.sweeps import results, spec
 from monograph.sweeps.after_update import AfterUpdateOfRound

@@ -349,7 +349,14 @@ def _members_table(members: JsonObjects) -> str:
                 member.get("run", ""),
             ]
         )
-    heads = ["bits per byte", "held-out loss, nats", "training loss, nats", "diverged", "stopped", "run"]
+    heads = [
+        "bits per byte",
+        "held-out loss, nats",
+        "training loss, nats",
+        "diverged",
+        "stopped",
+        "run",
+    ]
     knobs = [member["knobs"] for member in members]
     return _table_with_knobs("Members of the sweep", knobs, heads, rows)
 

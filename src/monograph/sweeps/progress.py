@@ -33,8 +33,10 @@ from monograph.session.resolve import resolve
 from monograph.session.setup import make_repeatable
 from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
+from monograph.storage.reading import is_folder
 from monograph.sweeps import eager_start, results
 from monograph.sweeps.advice import advise
+from monograph.sweeps.best_adapter import has_adapters, write_best_adapter
 from monograph.sweeps.cohort import Cohort
 from monograph.sweeps.concurrency import CURVE_ROWS, TimedGroup, choose_updates
 from monograph.sweeps.folder import Sweep
@@ -465,6 +467,7 @@ class SweepProgress:
         transfer_lines = []
         if table.best:
             self.sweep.link_best(table.best.member)
+            self._write_adapter(result, table.best.member)
             transfer_lines = self.sweep.write_wide(dict(table.best.setting.knobs))
         self.sweep.record["result"] = result
         self.sweep.write()
@@ -479,6 +482,31 @@ class SweepProgress:
             )
         self._print_results(table, transfer_lines)
         return result
+
+    def _write_adapter(self, result: dict[str, Any], best: int) -> None:
+        """Write the best member's adapters for PEFT, and note their folder in the result.
+
+        A finished sweep that is continued does not write them again.
+
+        Args:
+            result: the object of `--json`.
+            best: the best member's index.
+        """
+        if not has_adapters(self.outcomes[best].run):
+            return
+        earlier = (self.sweep.record.get("result") or {}).get("best") or {}
+        folder = earlier.get("adapter")
+        if earlier.get("member") != best or folder is None or not is_folder(folder):
+            with self.progress.stage("adapter", "the best member's adapters, for PEFT") as stage:
+                written = write_best_adapter(
+                    self.sweep.run.folder, self.outcomes[best].run, self._warn
+                )
+                stage.result = str(written) if written else "none that PEFT could load"
+            folder = str(written) if written else None
+        result["best"]["adapter"] = folder
+
+    def _warn(self, line: str) -> None:
+        self.progress.line("warning", line)
 
     def _print_results(self, table: Table, transfer_lines: Sequence[str]) -> None:
         """Print the table, the best setting, advice, and how long it took.

@@ -9,7 +9,6 @@ stops the same members.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from monograph.config.axes import SEED, Point
 from monograph.errors import UsageError
@@ -19,9 +18,9 @@ from monograph.sweeps.looks import DECISIONS
 from monograph.sweeps.results import NATS, Outcome
 from monograph.sweeps.spec import Member, MemberGroup
 
-PROBABILITY = Range(
-    "a probability, such as 0.05", 0.0, 1.0, excludes_low=True, excludes_high=True
-)
+PROBABILITY = Range("a probability, such as 0.05", 0.0, 1.0, excludes_low=True, excludes_high=True)
+
+
 def require_prunable(points: Sequence[Point], probability: float) -> None:
     """Refuse --prune for a sweep in which nothing can be compared.
 
