@@ -160,7 +160,8 @@ class MixtureLoss(TokenLoss):
     q are the model's probabilities, and m is the mean of the teachers' probabilities. If gradients are
     off, as in evaluation, the sum is that of `TokenLoss`, so that the scores of this model can be
     compared with those of any other. The teachers run without gradients, in the caller's precision. If
-    the step is compiled block by block (`compile` is "blocks"), the teachers run uncompiled. If it is compiled as a whole ("whole"), they are part of the graph.
+    the step is compiled block by block (`compile` is "blocks"), the teachers run uncompiled. If it is
+    compiled as a whole ("whole"), they are part of the graph.
 
     Attributes:
         teachers: models with the same vocabulary, on the same device.
