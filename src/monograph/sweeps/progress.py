@@ -374,20 +374,24 @@ class SweepProgress:
         """
         outcomes = [results.read_outcome(self.sweep, member) for member in round_.members]
         probability = self.sweep.record["prune"]
-        stopped = hopeless(outcomes, round_.updates, update, probability)
-        for outcome in outcomes:
+        hopeless_members = hopeless(outcomes, round_.updates, update, probability)
+        # An earlier process may have stopped some of them at this look, before it ended.
+        newly_stopped = [
+            outcome
+            for outcome in outcomes
+            if outcome.member.index in hopeless_members and outcome.stopped is None
+        ]
+        for outcome in newly_stopped:
             index = outcome.member.index
-            if index in stopped and outcome.stopped is None:
-                outcome.run.log(
-                    {"update": update, "stopped": update, "win_probability": stopped[index]}
-                )
+            bound = hopeless_members[index]
+            outcome.run.log({"update": update, "stopped": update, "win_probability": bound})
             self.outcomes[index] = results.read_outcome(self.sweep, outcome.member)
-        if not stopped:
+        if not newly_stopped:
             return False
         left = len(self.learning(round_.members))
         self.progress.line(
             "stopped",
-            f"{counted(len(stopped), 'member')} after update {update}, as their settings can hardly win any more; "
+            f"{counted(len(newly_stopped), 'member')} after update {update}, which can hardly win any more; "
             f"{left} go on",
         )
         return True
