@@ -237,6 +237,8 @@ def _train_round(
             progress.line(
                 "warning", "no update of which every member has a sound checkpoint: they begin anew"
             )
+    cohort.prepare_reference_scores(resumed_at > 0, progress)
+    if resumed_at == 0:
         cohort.save()  # every run has a checkpoint of its beginning
     block.resume(state.count_resumed(cohort))
     after = AfterUpdateOfRound(cohort, updates, state, block, stop)

@@ -80,8 +80,9 @@ class AfterUpdateOfRound:
         member_rate = None  # before the first measurement
         if self.sweep_progress.rate:
             member_rate = self.sweep_progress.rate / len(cohort.members)
+        entries = {"tokens_per_s": member_rate, "wall_s": self.sweep_progress.spent_s}
         were_written = self.logs.add(
-            update, {"tokens_per_s": member_rate, "wall_s": self.sweep_progress.spent_s}
+            update, [{**entries, **figures} for figures in cohort.figures()]
         )
         if were_written or is_last or stopping:
             self._show(is_last)
