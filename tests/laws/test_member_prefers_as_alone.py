@@ -156,8 +156,8 @@ def compared(
     together = Together(task_of(name), members, folder, micro_batch)
     if backend:
         captured_to_train(together.engine, together.windows[0], backend)
-    graphs = compat.captured_graphs()
     together.score_reference()
+    graphs = compat.captured_graphs()
     updates, figures = together.train()
     assert compat.captured_graphs() == graphs
     for i, model in enumerate(copies):

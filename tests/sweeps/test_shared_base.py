@@ -18,6 +18,7 @@ from monograph.device import describe
 from monograph.ensemble import Ensemble
 from monograph.graph.lora import frozen_parameters
 from monograph.loop import train
+from monograph.run import recorded_state
 from monograph.run.folder import Run
 from monograph.session.objectives.texts import TextTask
 from monograph.session.resolve import resolve
@@ -95,9 +96,10 @@ def test_adapters_swept_on_one_base_train_and_are_saved_as_alone(
         assert losses == pytest.approx(alone(member, text), rel=1e-5), "fp32, five updates"
     together.save()
     together.close()
-    saved = load_newest(runs[2].checkpoints, lambda line: None).model
-    ranks = {tensor.shape[0] for name, tensor in saved.items() if "lora_A" in name}
+    saved = load_newest(runs[2].checkpoints, lambda line: None)
+    ranks = {tensor.shape[0] for name, tensor in saved.model.items() if "lora_A" in name}
     assert ranks == {7}
+    recorded_state.require_valid(saved.state, UPDATES, runs[2])  # its seed is that of its recipe
 
 
 @pytest.mark.parametrize("key", ["lora.rank", "lora.alpha", "lora.dropout"])

@@ -296,7 +296,7 @@ def build_on_base_of(other: BuiltRun, plan: RunPlan, task: Task, machine: Device
     # Adapters that continue stored ones begin with their values, others with values by the seed.
     starts_new = plan.job.source is None or plan.job.source.adapter is None
     model = copy_with_shared_base(other.model, lora, plan.job.seed if starts_new else None)
-    recipe = other.recipe._replace(lora=lora_record(lora))
+    recipe = other.recipe._replace(lora=lora_record(lora), seed=plan.job.recipe.seed)
     return BuiltRun(plan, recipe, model, task.loss(plan, model) or other.loss, other.notes)
 
 
