@@ -108,9 +108,7 @@ def runs(tmp_path: Path) -> list[Run]:
 def test_each_member_has_rows_of_its_own(runs: list[Run], tmp_path: Path) -> None:
     journals = MetricsLogs(runs, every=2)
     extras: list[dict[str, Any]] = [{"wall_s": 1.0, "of": number} for number in range(3)]
-    written = [
-        journals.add(together(i, (0, i, 0), (1.0, 2.0, 3.0)), extras) for i in range(3)
-    ]
+    written = [journals.add(together(i, (0, i, 0), (1.0, 2.0, 3.0)), extras) for i in range(3)]
     assert written == [False, True, False]
     journals.flush()
     journals.flush()
