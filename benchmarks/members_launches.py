@@ -22,7 +22,9 @@ from steps import Shape, packed_window
 from monograph import compat
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
-from monograph.graph.lora import Base, Lora, adapted_layers, copy_with_shared_base
+from monograph.graph.lora import Lora, adapted_layers
+from monograph.graph.lora_base import Base
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.graph.precision import Precision
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
@@ -106,7 +108,9 @@ def base_bytes(model: Llama, called: pretended.Counted, products: pretended.Prod
     what products read of them.
     """
     layers = adapted_layers(model).values()
-    stored = [p for layer in layers for name, p in layer.named_parameters(recurse=False) if name != "bias"]
+    stored = [
+        p for layer in layers for name, p in layer.named_parameters(recurse=False) if name != "bias"
+    ]
     shapes = {tuple(sorted((layer.out_features, layer.in_features))) for layer in layers}
     addresses = Counter(address for kernel in called.kernels for address in kernel.addresses)
     return {
@@ -152,7 +156,17 @@ def moved_bytes(counts: dict[str, Numbers]) -> float:
     )
 
 
-HEADERS = ["base", "members", "launches", "ratio", "base, GB", "read by kernels", "by products", "GB moved", "over one by one"]
+HEADERS = [
+    "base",
+    "members",
+    "launches",
+    "ratio",
+    "base, GB",
+    "read by kernels",
+    "by products",
+    "GB moved",
+    "over one by one",
+]
 
 
 def rows(case: dict[str, Any]) -> list[list[str]]:
@@ -198,7 +212,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-| {"flops": products.flops, "product_bytes": products.bytes}
-        | {"base_reads": reads(base_weights, called, products)},
-        "update": updated.numbers(),
-    }

@@ -114,9 +114,7 @@ def _scales_product(dtype: torch.dtype, stored: tuple[Tensor, ...]) -> bool:
     return len(stored) == 2 and dtype.itemsize == 2
 
 
-def _dense_weight(
-    dtype: torch.dtype, shape: tuple[int, ...], stored: tuple[Tensor, ...]
-) -> Tensor:
+def _dense_weight(dtype: torch.dtype, shape: tuple[int, ...], stored: tuple[Tensor, ...]) -> Tensor:
     """Return the dense weight in a dtype; `stored` is that of `frozen_product`."""
     if len(stored) == 1:
         return stored[0].to(dtype)

@@ -168,8 +168,7 @@ class Adapted(nn.Linear):
         # A transform wraps tensors of which each member has its own, and they are no parameters then.
         is_shared_base = isinstance(self._base_tensors()[0], nn.Parameter)
         has_one_dtype = (
-            torch.is_autocast_enabled(input.device.type)
-            or input.dtype == self.lora_A.weight.dtype
+            torch.is_autocast_enabled(input.device.type) or input.dtype == self.lora_A.weight.dtype
         )
         return is_plain and is_shared_base and has_one_dtype
 
@@ -431,6 +430,13 @@ def _initialise(layer: AnyAdapted, key: str) -> None:
     layer.lora_A.weight.copy_((2 * noise - 1) * bound)
     if layer.lora_magnitude_vector is not None and hasattr(layer, "lora_norms"):
         layer.lora_magnitude_vector.copy_(layer.lora_norms)
+
+
+def remove_adapter(layer: AnyAdapted) -> None:
+    """Remove the tensors of a layer's adapter; the caller changes its class."""
+    for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"):
+        delattr(layer, name)
+    layer._buffers.pop("lora_norms", None)
 
 
 def _seed_key(seed: int, layer_name: str) -> str:

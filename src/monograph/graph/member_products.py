@@ -37,7 +37,7 @@ def adapted_product(x: Tensor, A: Tensor, B: Tensor, stored: Sequence[Tensor]) -
 
 
 class _MembersProduct(torch.autograd.Function):
-    """Compute y_m = x_m W^T + low_m B_m^T with low_m = x_m A_m^T, and its gradients:
+    """Compute y_m = x_m W^T + low_m B_m^T with low_m = x_m A_m^T, and its gradients.
 
         dlow_m = dy_m B_m        dx_m = dy_m W + dlow_m A_m
         dA_m = dlow_m^T x_m      dB_m = dy_m^T low_m
