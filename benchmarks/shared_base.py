@@ -16,7 +16,8 @@ from monograph.allocator import keep_freed_memory
 from monograph.device import default_device
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
-from monograph.graph.lora import Lora, adapt, copy_with_shared_base, frozen_parameters
+from monograph.graph.lora import Lora, adapt
+from monograph.graph.shared_base import copy_with_shared_base, frozen_parameters
 from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
