@@ -234,11 +234,12 @@ class Engine:
         # spikes and draw the dropout of an ensemble.
         with step.counters_kept():
             if step.recorder:
-                # After these calls the recorder records the next micro-step, for replays.
+                # The recorder waits for WARM_UP calls before it records a micro-step for replays. The
+                # last of these calls is that of `rehearse`.
                 accumulate(step, [batch] * (WARM_UP - 1))
             self.rehearse(batch)
             if step.recorder and step.parameters.replays_update:
-                # After this call the recorder records the next update, for replays.
+                # `rehearse` has called it once. After this second call the recorder records the next update.
                 step.apply()
         self._score(batch)
 
@@ -355,6 +356,7 @@ class Engine:
         if rows < batches_per_rank * size * ranks:
             self._require_fillable(window, size)
         for i in range(batches_per_rank):
+            # A micro-batch that lies beyond the window has no rows; `_padded` fills it.
             start = min((i * ranks + rank) * size, rows)
             host_batch = {
                 name: tensor.narrow(dim, start, min(size, rows - start))

@@ -19,7 +19,8 @@ from monograph import member_rollouts, policy_loss, rollouts
 from monograph.decode.completion import Completion
 from monograph.ensemble import Ensemble
 from monograph.errors import Diverged, UsageError
-from monograph.graph.lora import Lora, adapt, copy_with_shared_base
+from monograph.graph.lora import Lora, adapt
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND, member_is_alone, outcome
 from monograph.loop import train
 from monograph.model.llama import Llama

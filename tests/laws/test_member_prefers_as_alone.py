@@ -26,7 +26,8 @@ from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.ensemble.member import MemberEngine
-from monograph.graph.lora import Lora, adapt, copy_with_shared_base
+from monograph.graph.lora import Lora, adapt
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.laws.comparisons import member_is_alone, outcome
 from monograph.loop import train
 from monograph.loss import Batch

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from batches import copied
-from commands.inputs import with_texts
 from monograph import compat
 from monograph.config import load
-from monograph.data.corpus import Corpus, corpus
+from monograph.data.corpus import Corpus
 from monograph.device import describe
 from monograph.ensemble import Ensemble
 from monograph.graph.capture import Backend
@@ -44,18 +43,6 @@ POINTS: list[dict[str, Any]] = [
     {"optim.lr": 3e-2, "optim.weight_decay": 0.0, "train.seed": 1, "optim.warmup_updates": 0},
     {"optim.lr": 1e-2, "optim.weight_decay": 0.3, "train.seed": 1},
 ]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    folder = with_texts(tmp_path_factory.mktemp("crew"))
-    return corpus(
-        folder / "texts",
-        tokenizer="bytes",
-        sequence_length=32,
-        held_out=0.2,
-        cache=folder / "cache",
-    )
 
 
 @pytest.fixture

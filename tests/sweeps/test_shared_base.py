@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from commands.inputs import with_texts
 from commands.test_lora import write_base
 from monograph.checkpointing import load_newest
 from monograph.config import load
-from monograph.data.corpus import Corpus, corpus
+from monograph.data.corpus import Corpus
 from monograph.device import describe
 from monograph.ensemble import Ensemble
-from monograph.graph.lora import frozen_parameters
+from monograph.graph.shared_base import frozen_parameters
 from monograph.loop import train
 from monograph.run import recorded_state
 from monograph.run.folder import Run
@@ -42,20 +40,9 @@ POINTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = with_texts(tmp_path_factory.mktemp("shared"))
+    folder = tmp_path_factory.mktemp("shared")
     write_base(folder / "base")
     return folder
-
-
-@pytest.fixture(scope="module")
-def text(folder: Path) -> Iterator[Corpus]:
-    yield corpus(
-        folder / "texts",
-        tokenizer="bytes",
-        sequence_length=32,
-        held_out=0.2,
-        cache=folder / "cache",
-    )
 
 
 def members(folder: Path, points: list[dict[str, Any]]) -> list[Member]:

@@ -20,7 +20,8 @@ from monograph.decode.generator import Generator, Mode
 from monograph.device import clock
 from monograph.ensemble import Ensemble
 from monograph.errors import UsageError
-from monograph.graph.lora import adapted_layers, copy_without_adapters
+from monograph.graph.lora import adapted_layers
+from monograph.graph.shared_base import copy_without_adapters
 from monograph.loss import Batch, fill_of
 from monograph.model.llama import Llama
 from monograph.rl.rollouts import (

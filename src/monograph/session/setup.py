@@ -15,10 +15,11 @@ from monograph.distributed.engine import Replicated, Sharded, StepOptions, strea
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.lora import OptionalDevice, copy_with_shared_base
+from monograph.graph.lora_base import OptionalDevice
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import policy_named
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.loss import Loss, TokenLoss
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig

@@ -21,9 +21,10 @@ from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.ensemble.member import MemberEngine
 from monograph.errors import InputRefused, NoValidCheckpoint
-from monograph.graph.lora import adapted_layers, frozen_parameters
+from monograph.graph.lora import adapted_layers
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.graph.precision import Precision
+from monograph.graph.shared_base import frozen_parameters
 from monograph.loss import Batch
 from monograph.optim.formats import FORMATS
 from monograph.run.folder import Run

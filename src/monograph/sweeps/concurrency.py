@@ -47,6 +47,7 @@ from monograph.sweeps.cohort import (
     stack_windows,
     with_length,
 )
+from monograph.sweeps.looks import looks_of
 from monograph.sweeps.members_memory import MembersMemory
 from monograph.sweeps.spec import Member, MemberGroup, have_own_rows
 
@@ -409,6 +410,24 @@ class TimedGroup:
         for width in unused_widths:
             del self.engines[width]
 
+    def looks_worth_it(self, updates: int) -> list[int]:
+        """Return the deciding looks (`monograph.sweeps.pruning`) after which stopping members pays.
+
+        The members that go on need a smaller graph. At best, it makes the remaining updates of a round
+        in no time, so a look is left out if they take less than MIN_SAVING times as long as compiling.
+
+        Args:
+            updates: the number of updates of each member.
+        """
+        largest = max(self.group.round_sizes)
+        nearest = min(self.timed, key=lambda width: abs(width - largest))
+        update_s = predict_update_s(self.timed, largest)
+        return [
+            look
+            for look in looks_of(updates).deciding
+            if (updates - look) * update_s > MIN_SAVING * self.timed[nearest].compile_s
+        ]
+
     def held_out_s(self, rounds: Sequence[int]) -> float:
         """Return the seconds of all evaluations of all members.
 
@@ -430,9 +449,11 @@ class TimedGroup:
         which is fast because of the compiler's cache.
         """
         size = len(members)
-        is_first = members[0] is self.group.members[0]
-        if is_first and size in self.engines:
-            built_runs, engine = self.engines[size]  # captured, so this round need not compile
+        first_members = self.group.members[:size]
+        are_first = all(one is other for one, other in zip(members, first_members, strict=True))
+        if are_first and size in self.engines:
+            # Captured, so this round need not compile. Only the engine of one member is used again.
+            built_runs, engine = self.engines[1] if size == 1 else self.engines.pop(size)
             return begin_cohort(members, runs, with_length(built_runs, updates), self.task, engine)
         built_runs = with_length(self.build(members), updates)
         engine = make_members_engine(built_runs, have_own_rows(plans_of(built_runs)), self.device)

@@ -31,11 +31,15 @@ from monograph.session.resolve import resolve
 from monograph.session.setup import make_repeatable
 from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
+from monograph.storage.reading import is_folder
 from monograph.sweeps import eager_start, results
 from monograph.sweeps.advice import advise
+from monograph.sweeps.best_adapter import has_adapters, write_best_adapter
 from monograph.sweeps.cohort import Cohort, open_swept
 from monograph.sweeps.concurrency import CURVE_ROWS, TimedGroup, choose_updates
 from monograph.sweeps.folder import Sweep
+from monograph.sweeps.looks import Looks, looks_of
+from monograph.sweeps.pruning import hopeless, prune_plan, stop_sentence
 from monograph.sweeps.results import NO_EAGER_UPDATES, EagerUpdates, Outcome
 from monograph.sweeps.spec import Member, groups_of, members_of, spread_rounds
 
@@ -177,6 +181,9 @@ class SweepProgress:
             }
             for group, updates in zip(self.groups, self.updates, strict=True)
         ]
+        if self.sweep.record.get("prune") is not None:
+            for saved, timed_group in zip(self._saved_groups, self.timed_groups, strict=True):
+                saved["deciding_looks"] = timed_group.looks_worth_it(saved["updates"])
         self.sweep.write()
 
     def open(self, device: torch.device, machine: Device) -> None:
@@ -260,24 +267,35 @@ class SweepProgress:
                 f"{count(updates * tokens_per_update)} each; "
                 f"{group.why}{time}",
             )
+            if self.sweep.record.get("prune") is not None:
+                looks = saved.get("deciding_looks", [])
+                self.progress.line("prune", f"{name}{prune_plan(group, looks)}")
 
     def live_display(self) -> SweepDisplay:
         """Return the live bar and table.
 
-        The bar begins at the updates of the rounds that are over, which are also counted in `done`.
+        The bar begins at the updates of the rounds that are over and of the members that were stopped
+        early, which are also counted in `done`.
         """
         self.done = 0
         total = 0
         for _, updates, members in self.rounds:
-            total += updates * len(members)
+            learning = self.learning(members)
+            updates_of_stopped = sum(
+                self.outcomes[member.index].stopped or 0
+                for member in members
+                if member not in learning
+            )
+            total += updates * len(learning) + updates_of_stopped
+            self.done += updates_of_stopped
             if self.are_over(members):
-                self.done += updates * len(members)
+                self.done += updates * len(learning)
         return SweepDisplay(self.progress.screen, total, self.table, self.done)
 
     def table(self) -> list[str]:
         """Return the table of results so far."""
         table = results.compare_settings(self.outcomes)
-        return results.table_lines(table, self._divergences_by_index())
+        return results.table_lines(table, self.outcomes)
 
     def _divergences_by_index(self) -> dict[int, int]:
         """Return for each diverged member, by its index, the update after which it diverged."""
@@ -288,7 +306,7 @@ class SweepProgress:
         }
 
     def are_over(self, members: Sequence[Member]) -> bool:
-        """Return whether each of these members has finished or diverged."""
+        """Return whether each of these members has finished, has diverged or was stopped."""
         return all(self.outcomes[member.index].is_over for member in members)
 
     def divergences_in_round(self, members: Sequence[Member]) -> dict[int, int]:
@@ -321,18 +339,63 @@ class SweepProgress:
         self.done += len(cohort.members) * updates
         self._training_s += seconds
 
-    def evaluate(self, cohort: Cohort, update: int, *, is_last: bool) -> None:
+    def evaluate(self, cohort: Cohort, update: int, *, scores_all: bool) -> None:
         """Score some held-out rows with every member that still learns, and record the scores.
 
         Args:
             cohort: the members of a round, and what trains them.
             update: the number of updates so far.
-            is_last: whether the round is over. Then all held-out rows are scored, too.
+            scores_all: whether all held-out rows are scored, too.
         """
         self._score(cohort, update, CURVE_ROWS)
-        if is_last:
+        if scores_all:
             self._score(cohort, update, None)
         self._refresh_outcomes(cohort)
+
+    def looks_of(self, round_: Round) -> Looks:
+        """Return when the members of a round are looked at, to stop some of them early."""
+        if self.sweep.record.get("prune") is None:
+            return Looks()
+        group = self.groups.index(round_.timed_group.group)
+        return looks_of(round_.updates, self._saved_groups[group].get("deciding_looks", []))
+
+    def learning(self, members: Sequence[Member]) -> list[Member]:
+        """Return the members that were not stopped early."""
+        return [member for member in members if self.outcomes[member.index].stopped is None]
+
+    def stop_hopeless(self, round_: Round, update: int) -> bool:
+        """Stop members of a round that cannot win any more, and return whether there are any.
+
+        A row of metrics says so of each. What is done is repeated after a crash, since it depends only
+        on metrics.
+
+        Args:
+            round_: the round.
+            update: the number of updates of its members, after which they were scored.
+        """
+        outcomes = [results.read_outcome(self.sweep, member) for member in round_.members]
+        probability = self.sweep.record["prune"]
+        hopeless_members = hopeless(outcomes, round_.updates, update, probability)
+        # An earlier process may have stopped some of them at this look, before it ended.
+        newly_stopped = [
+            outcome
+            for outcome in outcomes
+            if outcome.member.index in hopeless_members and outcome.stopped is None
+        ]
+        for outcome in newly_stopped:
+            index = outcome.member.index
+            bound = hopeless_members[index]
+            outcome.run.log({"update": update, "stopped": update, "win_probability": bound})
+            self.outcomes[index] = results.read_outcome(self.sweep, outcome.member)
+        if not newly_stopped:
+            return False
+        left = len(self.learning(round_.members))
+        self.progress.line(
+            "stopped",
+            f"{counted(len(newly_stopped), 'member')} after update {update}, which can hardly win any more; "
+            f"{left} go on",
+        )
+        return True
 
     def _score(self, cohort: Cohort, update: int, limit: int | None) -> None:
         """Score the first `limit` held-out rows, or all of them, and write the scores as metrics."""
@@ -403,6 +466,7 @@ class SweepProgress:
         transfer_lines = []
         if table.best:
             self.sweep.link_best(table.best.member)
+            self._write_adapter(result, table.best.member)
             transfer_lines = self.sweep.write_wide(dict(table.best.setting.knobs))
         self.sweep.record["result"] = result
         self.sweep.write()
@@ -418,6 +482,31 @@ class SweepProgress:
         self._print_results(table, transfer_lines)
         return result
 
+    def _write_adapter(self, result: dict[str, Any], best: int) -> None:
+        """Write the best member's adapters for PEFT, and note their folder in the result.
+
+        A finished sweep that is continued does not write them again.
+
+        Args:
+            result: the object of `--json`.
+            best: the best member's index.
+        """
+        if not has_adapters(self.outcomes[best].run):
+            return
+        earlier = (self.sweep.record.get("result") or {}).get("best") or {}
+        folder = earlier.get("adapter")
+        if earlier.get("member") != best or folder is None or not is_folder(folder):
+            with self.progress.stage("adapter", "the best member's adapters, for PEFT") as stage:
+                written = write_best_adapter(
+                    self.sweep.run.folder, self.outcomes[best].run, self._warn
+                )
+                stage.result = str(written) if written else "none that PEFT could load"
+            folder = str(written) if written else None
+        result["best"]["adapter"] = folder
+
+    def _warn(self, line: str) -> None:
+        self.progress.line("warning", line)
+
     def _print_results(self, table: Table, transfer_lines: Sequence[str]) -> None:
         """Print the table, the best setting, advice, and how long it took.
 
@@ -426,9 +515,11 @@ class SweepProgress:
             transfer_lines: see `Sweep.write_wide`.
         """
         self.progress.gap()
-        table_lines = results.table_lines(table, self._divergences_by_index())
+        table_lines = results.table_lines(table, self.outcomes)
         for number, line in enumerate(table_lines):
             self.progress.line("members" if number == 0 else "", line)
+        if any(setting.stopped for setting in table.settings):
+            self.progress.line("stopped", stop_sentence(self.sweep.record["prune"]))
         self.progress.line("best", results.verdict(table))
         for advice in advise(self.sweep, table):
             self.progress.line("advice", advice.text)

@@ -51,6 +51,7 @@ DISTILLED = "distilled"  # the folder, inside the sweep's, of the run that learn
 # The keys of the scores in a row of metrics that has held-out scores. Every such row has NATS.
 BITS = "eval_bits_per_byte"
 NATS = "eval_loss"
+LEAST_SHOWN = 1e-6  # smaller probabilities are shown as this one
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class Outcome:
         run: the member's run.
         rows: the rows of its metrics.
         diverged: the update after which the member learned nothing more; None if it did not diverge.
+        stopped: the update after which the member was stopped, since it could not win any more
+            (`monograph.sweeps.pruning`); None if it was not stopped.
+        win_probability: a bound of the probability with which the member's setting could have become
+            the best; None if the member was not stopped.
         evaluation: the last row with held-out scores; empty if there is none yet.
         summary: the run's summary; None if it has not finished.
     """
@@ -70,13 +75,15 @@ class Outcome:
     run: Run
     rows: list[dict[str, Any]]
     diverged: int | None
+    stopped: int | None
+    win_probability: float | None
     evaluation: dict[str, Any]
     summary: dict[str, Any] | None
 
     @property
     def is_over(self) -> bool:
         """Return whether the member needs no more training."""
-        return self.summary is not None or self.diverged is not None
+        return any(each is not None for each in (self.summary, self.diverged, self.stopped))
 
     def score(self, key: str) -> float | None:
         """Return the member's last score under `key`; None if it diverged or has no score yet."""
@@ -98,8 +105,18 @@ def read_outcome(sweep: Sweep, member: Member) -> Outcome:
     if run_summary:  # the metrics of a run that has not finished are checked by `Session.restore`
         recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
+    stop: dict[str, Any] = next((row for row in rows if "stopped" in row), {})
     evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
-    return Outcome(member, run, rows, diverged, evaluation, run_summary)
+    return Outcome(
+        member,
+        run,
+        rows,
+        diverged,
+        stop.get("stopped"),
+        stop.get("win_probability"),
+        evaluation,
+        run_summary,
+    )
 
 
 def last_trained_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -139,24 +156,28 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         ranks: the number of processes that train it.
 
     Raises:
-        UsageError: members differ in what a token is or in the length of rows, or the settings or
-            `ranks` exclude --distill.
+        UsageError: members differ in what a token is, in the length of rows or in the base of adapters,
+            or the settings or `ranks` exclude --distill.
     """
     settings = sweep.settings
     axes = {key for point in sweep.points for key in point}
-    token_keys = (
+    shared_keys = (
         "data.tokenizer",
         "data.vocab_size",
         "data.sequence_length",
         "model.vocab_size",
         "model.init",
+        # Adapters teach on one base, by one pass.
+        "lora.base",
+        "lora.targets",
+        "lora.dora",
+        "lora.tokens",
     )
     # What a user would have to leave out, and whether this sweep has it.
     obstacles = {
-        **{f"{key} as an axis": key in axes for key in token_keys},
+        **{f"{key} as an axis": key in axes for key in shared_keys},
         "a model.init that is a Python file": code_named(settings.model.init) is not None,
         objective_of(settings).key: objective_of(settings).has_key,
-        "lora.rank": settings.lora.rank is not None or "lora.rank" in axes,
         "train.memory = stream": settings.train.memory == "stream",
         f"{ranks} processes": ranks > 1,
     }
@@ -212,27 +233,31 @@ def compare_settings(outcomes: Sequence[Outcome]) -> Table:
         key = NATS
         unit = "nats"
     values = [outcome.score(key) for outcome in outcomes]
-    return tabulate(values, [outcome.member.knobs for outcome in outcomes], SEED, unit)
+    knobs = [outcome.member.knobs for outcome in outcomes]
+    stopped = [index for index, outcome in enumerate(outcomes) if outcome.stopped is not None]
+    return tabulate(values, knobs, SEED, unit, stopped)
 
 
-def table_lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
+def table_lines(table: Table, outcomes: Sequence[Outcome]) -> list[str]:
     """Return the table as aligned lines.
 
     Its columns are the knobs, mean ± standard error over seeds, and standing against the best setting.
 
     Args:
         table: the compared settings.
-        diverged: the update after which a member learned nothing more, by the member's number.
+        outcomes: the outcomes of all members.
     """
     keys = list(dict.fromkeys(key for setting in table.settings for key in setting.knobs))
     rows = [[*map(short_key, keys), table.unit, ""]]
     for setting in table.settings:
-        any_diverged = any(member in diverged for member in setting.members.values())
+        any_diverged = any(
+            outcomes[member].diverged is not None for member in setting.members.values()
+        )
         # Without a mean, `mean_text` says that all members diverged.
         is_unscored = setting.mean is None and not any_diverged
         value = "" if is_unscored else mean_text(setting.mean)
         knobs = [value_text(setting.knobs[key]) if key in setting.knobs else "" for key in keys]
-        rows.append([*knobs, value, _standing(table, setting, diverged)])
+        rows.append([*knobs, value, _standing(table, setting, outcomes)])
     column_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -241,16 +266,21 @@ def table_lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
     return lines
 
 
-def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> str:
-    """Return a setting's standing against the best one, or that its members diverged."""
-    updates = [diverged[member] for member in setting.members.values() if member in diverged]
-    divergence = ""
+def _standing(table: Table, setting: Setting, outcomes: Sequence[Outcome]) -> str:
+    """Return a setting's standing against the best one, or what ended its members early."""
+    members = [outcomes[member] for member in setting.members.values()]
+    fates = []
+    updates = [member.diverged for member in members if member.diverged is not None]
     if updates:
         count = ""
-        if len(updates) < len(setting.members):
-            count = f"{len(updates)} of {len(setting.members)} "
-        divergence = f"{count}diverged at update {', '.join(map(str, updates))}"
-    return table.standing(setting, divergence)
+        if len(updates) < len(members):
+            count = f"{len(updates)} of {len(members)} "
+        fates.append(f"{count}diverged at update {', '.join(map(str, updates))}")
+    stop = next((member for member in members if member.stopped is not None), None)
+    if stop is not None and stop.win_probability is not None:
+        probability = max(stop.win_probability, LEAST_SHOWN)
+        fates.append(f"stopped at update {stop.stopped}: best with P < {probability:.1g}")
+    return table.standing(setting, ", ".join(fates))
 
 
 def verdict(table: Table) -> str:
@@ -280,6 +310,8 @@ def results_json(
                 **standard_json(scores),
                 "train_loss": last_trained_row(outcome.rows).get("train_loss"),
                 "diverged": outcome.diverged,
+                "stopped": outcome.stopped,
+                "win_probability": outcome.win_probability,
                 "run": str(outcome.run.folder),
                 "checkpoint": str(checkpoints[0]) if checkpoints else None,
             }
@@ -375,6 +407,8 @@ def chart_settings(table: Table) -> list[dict[str, Any]]:
         standing = "tied" if setting.tied else ""
         if setting is best:
             standing = "best"
+        elif setting.stopped:
+            standing = "stopped"
         chart_entries.append(
             {
                 "knobs": {short_key(key): value for key, value in setting.knobs.items()},

@@ -20,7 +20,7 @@ from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation
-from monograph.graph.lora import compute_alike
+from monograph.graph.shared_base import compute_alike
 from monograph.graph.trial import Trial
 from monograph.loss import Batch
 from monograph.model.llama import Llama
