@@ -19,7 +19,8 @@ import torch
 from monograph import member_rollouts, policy_loss, rollouts
 from monograph.device import default_device
 from monograph.ensemble import Ensemble
-from monograph.graph.lora import Lora, adapt, adapted_layers, copy_with_shared_base
+from monograph.graph.lora import Lora, adapt, adapted_layers
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
@@ -176,6 +177,7 @@ def main() -> None:
             case["case"],
             *(harness.shown(case["seconds"][side], 3) for side in (ONE, AT_ONCE, IN_TURN)),
             harness.shown(case["times_one"]["wall"]),
+            harness.shown(case["times_one"]["cpu"]),
             harness.shown(case["speedup"]["wall"]),
         ]
         for case in result["cases"]
@@ -186,6 +188,7 @@ def main() -> None:
         f"{AT_ONCE}, s",
         f"{IN_TURN}, s",
         "at once / one",
+        "by CPU time",
         "in turn / at once",
     ]
     harness.print_table(headers, rows)
