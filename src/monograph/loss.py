@@ -91,9 +91,15 @@ class TokenLoss:
         targets_N = batch["targets"].flatten()
         # The rows of single tokens that are trained in place of those of a frozen weight, or None.
         rows = trained_rows(lm_head)
-        more = {"in_fp8": True} if isinstance(lm_head, Float8Head) else {}
+        fp8_arguments = {"in_fp8": True} if isinstance(lm_head, Float8Head) else {}
         return self.head(
-            hidden_ND, lm_head.weight, targets_N, impl=self.impl, rows=rows, **teaching, **more
+            hidden_ND,
+            lm_head.weight,
+            targets_N,
+            impl=self.impl,
+            rows=rows,
+            **teaching,
+            **fp8_arguments,
         )
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:

@@ -63,10 +63,14 @@ def built(member: Member, text: Corpus) -> list[BuiltRun]:
 
 
 def mustered(these: list[Member], runs: list[Run], text: Corpus) -> Cohort:
-    made = cohort.with_length(cohort.build_models(these, text, describe()), UPDATES)
+    made = cohort.with_length(cohort.build_models(these, TextTask(text), describe()), UPDATES)
     several = len({m.settings.train.seed for m in these}) > 1
     return cohort.begin_cohort(
-        these, runs, made, text, cohort.make_members_engine(made, several, torch.device("cpu"))
+        these,
+        runs,
+        made,
+        TextTask(text),
+        cohort.make_members_engine(made, several, torch.device("cpu")),
     )
 
 
@@ -94,7 +98,7 @@ def test_a_save_changes_nothing_of_what_a_member_alone_draws_next() -> None:
         plan=SimpleNamespace(job=SimpleNamespace(seed=3)), save=lambda keep: None
     )
     engine = Resident(nn.Linear(3, 2), loss=lambda model, window: (model(window["x"]).sum(), 1))
-    alone: Any = Cohort([], engine, [session], None)  # type: ignore[arg-type]
+    alone: Any = Cohort([], engine, [session], None, [])  # type: ignore[arg-type]
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

@@ -305,6 +305,8 @@ def _train_cohort(
             progress.line(
                 "warning", "no update of which every member has a sound checkpoint: they begin anew"
             )
+    cohort.prepare_reference_scores(resumed_at > 0, progress)
+    if resumed_at == 0:
         cohort.save()  # every run has a checkpoint of its beginning
     if counts_resumed:
         block.resume(state.count_resumed(cohort))

@@ -20,12 +20,15 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph import inspect
 from monograph.graph.experts import ExpertLinear, Int8Experts, NF4Experts
-from monograph.graph.frozen import Int8Linear, NF4Linear
+from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
+from monograph.graph.grouped import product_dtype
 from monograph.graph.lora_base import Base, OptionalDevice, base_weight, quantise_base
 from monograph.graph.lora_targets import ALL_LINEAR, targeted_layers
+from monograph.graph.member_products import adapted_product
 from monograph.graph.mmap_weights import kept_dtype
 from monograph.graph.siblings import families
 from monograph.graph.token_rows import ROWS, add_trained_rows, tables_with_rows
@@ -116,6 +119,8 @@ class Adapted(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N], in the dtype of the base layer's output."""
+        if self._is_one_product(input):
+            return self._product(input)
         output = super().forward(input)
         input_dtype = input.dtype
         has_dropout = self.lora_dropout.p > 0
@@ -150,6 +155,34 @@ class Adapted(nn.Linear):
         # In this order of operations, a new adapter (m is the norm, and B is 0) gives the base's bits, and
         # only one tensor is kept for the backward pass.
         return (output + (gain * (base + adapter_output) - base)).to(output.dtype)
+
+    def _is_one_product(self, input: Tensor) -> bool:
+        """Return whether `_product` computes the output: in eager code inside of a transform, which is where
+        an ensemble calls its members, for an adapter without DoRA and without dropped inputs.
+        """
+        if torch.compiler.is_compiling() or not compat.in_transform():
+            return False
+        is_plain = self.lora_magnitude_vector is None and not (
+            self.lora_dropout.p > 0 and self.training
+        )
+        # A transform wraps tensors of which each member has its own, and they are no parameters then.
+        is_shared_base = isinstance(self._base_tensors()[0], nn.Parameter)
+        has_one_dtype = (
+            torch.is_autocast_enabled(input.device.type) or input.dtype == self.lora_A.weight.dtype
+        )
+        return is_plain and is_shared_base and has_one_dtype
+
+    def _base_tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that store W."""
+        return self.stored_tensors() if isinstance(self, FrozenWeight) else (self.weight,)
+
+    def _product(self, input: Tensor) -> Tensor:
+        """Return the output by `monograph.graph.member_products`, which is fast for many members."""
+        dtype = product_dtype(input)
+        scaled_B = self.lora_B.weight * self.scale
+        factors = self.lora_A.weight.to(dtype), scaled_B.to(dtype)
+        output = adapted_product(input.to(dtype), *factors, self._base_tensors())
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class ExpertFactor(ExpertLinear):
@@ -397,6 +430,13 @@ def _initialise(layer: AnyAdapted, key: str) -> None:
     layer.lora_A.weight.copy_((2 * noise - 1) * bound)
     if layer.lora_magnitude_vector is not None and hasattr(layer, "lora_norms"):
         layer.lora_magnitude_vector.copy_(layer.lora_norms)
+
+
+def remove_adapter(layer: AnyAdapted) -> None:
+    """Remove the tensors of a layer's adapter; the caller changes its class."""
+    for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"):
+        delattr(layer, name)
+    layer._buffers.pop("lora_norms", None)
 
 
 def _seed_key(seed: int, layer_name: str) -> str:

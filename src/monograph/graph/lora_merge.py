@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from monograph.graph import inspect
 from monograph.graph.experts import ExpertLinear
 from monograph.graph.frozen import FrozenWeight
-from monograph.graph.lora import FACTORS, AnyAdapted, adapted_layers
+from monograph.graph.lora import FACTORS, AnyAdapted, adapted_layers, remove_adapter
 from monograph.graph.lora_base import base_weight
 from monograph.graph.mmap_weights import kept_dtype, replace_data, require_finite
 from monograph.graph.token_rows import TableWithRows, merge_rows, tables_with_rows
@@ -37,9 +37,7 @@ def merge(module: nn.Module) -> None:
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     for layer in adapted_layers(module).values():
         weight = merged_weight(layer)
-        for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"):
-            delattr(layer, name)
-        layer._buffers.pop("lora_norms", None)
+        remove_adapter(layer)
         if isinstance(layer, FrozenWeight):
             for name in [name for name in layer._parameters if name != "bias"]:
                 del layer._parameters[name]

@@ -4,12 +4,23 @@
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from monograph.errors import UsageError
-from monograph.graph.lora import Lora, adapted_layers, set_new_adapter, set_scale_and_dropout
+from monograph.graph.experts import ExpertLinear
+from monograph.graph.frozen import FrozenWeight
+from monograph.graph.lora import (
+    Lora,
+    adapted_layers,
+    remove_adapter,
+    set_new_adapter,
+    set_scale_and_dropout,
+)
+from monograph.graph.token_rows import tables_with_rows
 
 
 def frozen_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -69,3 +80,56 @@ def copy_with_shared_base(module: nn.Module, lora: Lora, seed: int | None = None
                 "their values"
             )
     return copied
+
+
+def copy_without_adapters(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose layers have no adapters, and which shares all other parameters
+    and buffers with the module.
+
+    Raises:
+        UsageError: the base is quantised, a layer has experts, or rows of tokens are trained.
+    """
+    shared = (*module.parameters(), *module.buffers())
+    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+    if tables_with_rows(copied):
+        raise UsageError(
+            "rows of tokens are trained (lora.tokens), of which there is no plain form"
+        )
+    for name, layer in adapted_layers(copied).items():
+        if isinstance(layer, (FrozenWeight, ExpertLinear)):
+            raise UsageError(
+                f"{name} has experts or a quantised weight, of which there is no plain form"
+            )
+        remove_adapter(layer)
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+    return copied
+
+
+@torch.no_grad()
+def compute_alike(modules: Sequence[nn.Module]) -> bool:
+    """Return whether modules of one structure have the same outputs in evaluation mode, whatever the
+    seed, rank and scale of their adapters.
+
+    New adapters have no effect, because their B is zero.
+    """
+    return all(_computes_as(modules[0], other) for other in modules[1:])
+
+
+def _computes_as(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two modules of one structure have the same outputs; see `compute_alike`."""
+    factors_of_new = set[str]()
+    layers = zip(adapted_layers(one).items(), adapted_layers(other).values(), strict=True)
+    for (name, layer), other_layer in layers:
+        if not layer.lora_B.weight.any() and not other_layer.lora_B.weight.any():
+            factors_of_new |= {f"{name}.lora_A.weight", f"{name}.lora_B.weight"}
+        elif layer.scale != other_layer.scale:
+            return False
+    tensors = one.state_dict()
+    other_tensors = other.state_dict()
+    return all(
+        # A shared base is not compared with itself.
+        tensor.data_ptr() == other_tensors[name].data_ptr()
+        or torch.equal(tensor, other_tensors[name])
+        for name, tensor in tensors.items()
+        if name not in factors_of_new
+    )

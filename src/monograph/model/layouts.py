@@ -324,7 +324,8 @@ def _take_half(
         part = AxisSlice(begin=half, end=size, step=2, axis=axis)
     else:
         middle = size // 2
-        begin, end = ((0, middle), (middle, size))[half]
+        begin = 0 if half == 0 else middle
+        end = middle if half == 0 else size
         part = AxisSlice(begin, end, step=1, axis=axis)
     return tensor._replace(shape=shape, slice=part)
 

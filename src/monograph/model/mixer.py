@@ -6,7 +6,7 @@ method or an attribute of the kind's class, which `mixer_of` returns. The cache,
 of FLOPs and the exports read it there, so that no other code has to know which kinds there are.
 
 Shape suffixes: B batch, T positions, D hidden size, F rotated pairs of a head, H query heads; 1
-broadcasts.
+an axis of length 1.
 """
 
 from __future__ import annotations

@@ -321,6 +321,15 @@ def _llama_config(model: nn.Module) -> LlamaConfig | None:
     return model.config if isinstance(model, Llama) else None
 
 
+def stop_balancing_(model: nn.Module, loss: Loss) -> None:
+    """Let a model whose loss is not that of texts train without balancing its experts.
+
+    The balance weights experts by each token's share of the loss, which only `TokenLoss` has.
+    """
+    if isinstance(model, Llama) and not isinstance(loss, TokenLoss):
+        model.balance_factor = 0.0
+
+
 def make_engine(built: BuiltRun, device: torch.device, world: World | None = None) -> Engine:
     """Return the engine for a model, with its weights on the device or streamed to it.
 
@@ -335,10 +344,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     plan = built.plan
     model = built.model
     training = plan.training
-    if isinstance(model, Llama) and not isinstance(built.loss, TokenLoss):
-        # The balancing loss weights experts by each token's share of the loss, which only
-        # `TokenLoss` has.
-        model.balance_factor = 0.0
+    stop_balancing_(model, built.loss)
     step_options: StepOptions = {
         "loss": built.loss,
         "optim": training.optim,

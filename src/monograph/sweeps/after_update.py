@@ -86,8 +86,9 @@ class AfterUpdateOfRound:
         member_rate = None  # before the first measurement
         if self.sweep_progress.rate:
             member_rate = self.sweep_progress.rate / len(cohort.members)
+        entries = {"tokens_per_s": member_rate, "wall_s": self.sweep_progress.spent_s}
         were_written = self.logs.add(
-            update, {"tokens_per_s": member_rate, "wall_s": self.sweep_progress.spent_s}
+            update, [{**entries, **figures} for figures in cohort.figures()]
         )
         is_look = done in self.looks.scored
         # At a look, all numbers are shown, as the cohort may end here.

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, default_device, describe
 from monograph.distributed.world import World
 from monograph.evaluation.significance import Table
-from monograph.evaluation.text import evaluate_members
 from monograph.planner import defaults
 from monograph.report.in_progress import PageInProgress
 from monograph.report.knobs import short_key
@@ -26,7 +24,7 @@ from monograph.report.sweep_report import write_page_so_far, write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay, silent
 from monograph.run.started import describe_start
 from monograph.session.brief import CACHED_S, COMPILE_S
-from monograph.session.objectives.texts import open_corpus
+from monograph.session.objective import SweptTask
 from monograph.session.plan import Length
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import resolve
@@ -37,7 +35,7 @@ from monograph.storage.reading import is_folder
 from monograph.sweeps import eager_start, results
 from monograph.sweeps.advice import advise
 from monograph.sweeps.best_adapter import has_adapters, write_best_adapter
-from monograph.sweeps.cohort import Cohort
+from monograph.sweeps.cohort import Cohort, open_swept
 from monograph.sweeps.concurrency import CURVE_ROWS, TimedGroup, choose_updates
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.looks import Looks, looks_of
@@ -197,8 +195,8 @@ class SweepProgress:
         for member in self.members:
             require_possible(member.settings, machine)
             member.plan = resolve(member.settings, machine)
-        pairs = zip(self.groups, self._texts(), strict=True)
-        self.timed_groups = [TimedGroup(group, text, device, machine) for group, text in pairs]
+        pairs = zip(self.groups, self._tasks(), strict=True)
+        self.timed_groups = [TimedGroup(group, task, device, machine) for group, task in pairs]
 
     @property
     def least_tokens(self) -> int:
@@ -222,17 +220,21 @@ class SweepProgress:
     def _saved_groups(self) -> list[dict[str, Any]]:
         return self.sweep.record["groups"]  # type: ignore[no-any-return]
 
-    def _texts(self) -> list[Corpus]:
-        """Return each group's corpus; groups that share a text open it once."""
-        opened: dict[str, Corpus] = {}
-        texts = []
+    def _tasks(self) -> list[SweptTask]:
+        """Return what each group learns from; groups that share their records open them once.
+
+        Raises:
+            InputRefused: no record is held out, so members cannot be compared.
+        """
+        opened: dict[str, SweptTask] = {}
+        tasks = []
         for group in self.groups:
-            reading = group.plan.job.reading
-            key = repr(reading)
+            job = group.plan.job
+            key = repr((job.reading, job.objective))
             if key not in opened:
-                opened[key] = open_corpus(reading, self.progress)
-            texts.append(opened[key])
-        return texts
+                opened[key] = open_swept(group.plan, self.progress)
+            tasks.append(opened[key])
+        return tasks
 
     def _print_time(self) -> None:
         """Print how long a sweep with a given time trains, and how long it will take in all."""
@@ -335,8 +337,7 @@ class SweepProgress:
     def count_trained(self, cohort: Cohort, updates: int, seconds: float) -> None:
         """Record that a round's members were trained for `updates` updates in `seconds`."""
         first = cohort.sessions[0]
-        # Only this share of the positions of an update has a token; the others are padding.
-        targets = first.text.stats.packed_share * first.plan.training.tokens_per_update
+        targets = first.task.tokens_of_last_update(first.batches)
         self.rate = len(cohort.members) * updates * targets / max(seconds, 1e-9)
         self.done += len(cohort.members) * updates
         self._training_s += seconds
@@ -401,24 +402,17 @@ class SweepProgress:
 
     def _score(self, cohort: Cohort, update: int, limit: int | None) -> None:
         """Score the first `limit` held-out rows, or all of them, and write the scores as metrics."""
-        held_out = cohort.sessions[0].text.held_out
-        scores = evaluate_members(
-            cohort.engine, held_out, batch_rows=cohort.engine.micro_batch or 16, limit=limit
+        held_out_rows = cohort.tasks[0].held_out_rows
+        rows = min(limit or held_out_rows, held_out_rows)
+        evaluations = cohort.tasks[0].scores_of_members(
+            cohort.engine, batch_rows=cohort.engine.micro_batch or 16, limit=limit
         )
-        rows = min(limit or len(held_out), len(held_out))
-        tokens = torch.atleast_1d(cohort.engine.step.tokens).tolist()
-        for place, (session, score) in enumerate(zip(cohort.sessions, scores, strict=True)):
+        members = zip(cohort.tasks, cohort.sessions, evaluations, strict=True)
+        for place, (task, session, evaluation) in enumerate(members):
             if place in cohort.divergences:
                 continue
-            session.run.log(
-                {
-                    "update": update,
-                    "tokens": tokens[place],
-                    "eval_loss": score.loss,
-                    "eval_bits_per_byte": score.bits_per_byte,
-                    "eval_rows": rows,
-                }
-            )
+            score = task.held_out_score(evaluation, rows)
+            session.run.log({"update": update, "tokens": score.tokens, **score.figures})
 
     def _refresh_outcomes(self, cohort: Cohort) -> None:
         for member in cohort.members:
@@ -436,6 +430,7 @@ class SweepProgress:
                 "eval_weights": "averaged" if session.plan.averaged else "last",
             }
             rows = self.outcomes[cohort.members[place].index].rows
+            further_entries |= session.task.summary(rows)
             summary = results.make_summary(rows, session.run, further_entries)
             session.run.log({"update": summary["update"], "summary": summary})
         self._refresh_outcomes(cohort)

@@ -15,19 +15,21 @@ import torch
 
 from monograph.checkpointing import candidates
 from monograph.config.axes import SEED
-from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
+from monograph.distributed.world import World
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.significance import Setting, Table, mean_text, tabulate
+from monograph.graph.inspect import buffers_kept
 from monograph.loop import train
 from monograph.report.knobs import short_key, value_text
 from monograph.run import recorded_state
 from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
-from monograph.run.progress import Progress
+from monograph.run.progress import Progress, silent
 from monograph.run.recipe import names_run
 from monograph.schedule import Schedule, constant
+from monograph.session.objective import SweptTask
+from monograph.session.objectives import objective_of
 from monograph.session.objectives.teachers import write_teachers
-from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import RunPlan
 from monograph.session.random_state import seed_all
 from monograph.session.record import write_config
@@ -39,6 +41,7 @@ from monograph.session.warmup import capture_engine
 from monograph.storage.code import code_named
 from monograph.storage.reading import is_folder
 from monograph.sweeps import advice
+from monograph.sweeps.cohort import open_swept
 from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import SCHEMA, Sweep
 from monograph.sweeps.spec import ORIGIN, Member, describe_knobs
@@ -174,6 +177,7 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
     obstacles = {
         **{f"{key} as an axis": key in axes for key in shared_keys},
         "a model.init that is a Python file": code_named(settings.model.init) is not None,
+        objective_of(settings).key: objective_of(settings).has_key,
         "train.memory = stream": settings.train.memory == "stream",
         f"{ranks} processes": ranks > 1,
     }
@@ -463,16 +467,18 @@ def verify_member(
     if not member_losses:
         raise InputRefused(f"{outcome.run.folder} has no updates to compare: train the sweep first")
     plan = resolve(run_settings(outcome.run), describe())
-    text = open_corpus(plan.job.reading, progress)
+    task = open_swept(plan, progress)
     compiled = plan.training.compile != "none" and (
         default_device().type == "cuda" or not compiler_obstacle()
     )
     updates = len(member_losses)
-    losses = train_alone(plan, text, updates, progress, compiled=compiled, eager=eager)
+    losses = train_alone(outcome.run, plan, task, updates, progress, compiled=compiled, eager=eager)
     if not compiled:
         half_size = {"train.micro_batch": max(1, plan.training.rows // 2)}
         plan = resolve(plan.record.settings.resolve(half_size, "verify"), describe())
-    other_losses = train_alone(plan, text, updates, progress, compiled=False, eager=eager)
+    other_losses = train_alone(
+        outcome.run, plan, task, updates, progress, compiled=False, eager=eager
+    )
     difference = largest_difference(member_losses, losses)
     bound = MAX_DIFFERENCE_RATIO * largest_difference(losses, other_losses)
     equal = difference <= bound
@@ -515,8 +521,9 @@ def schedule_after_eager(schedule: Schedule, eager: EagerUpdates) -> Schedule:
 
 
 def train_alone(
+    run: Run,
     plan: RunPlan,
-    text: Corpus,
+    task: SweptTask,
     updates: int,
     progress: Progress,
     *,
@@ -528,24 +535,29 @@ def train_alone(
     Its schedule is that of the member with which it is compared.
 
     Args:
-        plan: the run's plan.
-        text: the corpus that it trains on.
+        run: the run; nothing is written there.
+        plan: its plan.
+        task: what it learns from.
         updates: how many updates to make.
         progress: the display.
         compiled: whether to compile it.
         eager: the member's eager updates.
     """
-    built = build_run(plan, TextTask(text), describe())
+    built = build_run(plan, task, describe())
     engine = make_engine(built, default_device())
     engine.step.schedule = schedule_after_eager(plan.schedule(plan.updates or updates), eager)
-    batches = text.batches(plan.training.tokens_per_update, seed=plan.job.seed)
+    alone = task.for_member()
+    alone.begin(run, engine, World(), lambda: plan)
+    batches = alone.windows(0, None, ())
     seed_all(plan.job.seed)
     way = "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}"
     with progress.stage("alone", way) as stage:
         if compiled:
             by_block = built.plan.training.compile == "blocks"
-            window = first_window([built], text)
-            capture_engine(engine, window, "blocks" if by_block else "whole")
+            window = first_window([built], task)
+            with buffers_kept(engine.model, engine.step.loss):
+                capture_engine(engine, window, "blocks" if by_block else "whole")
+        alone.score_reference(batches.rows_per_window, silent())
         losses = []
         for update in train(engine, batches, updates):
             losses.append(update.loss)  # a tensor on the device, which is read after all updates
