@@ -22,7 +22,7 @@ from monograph.graph.inspect import buffers_kept, modes_kept, write_tensor
 from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
-from monograph.loss import Batch, fill_of
+from monograph.loss import Batch, Loss, fill_of
 from monograph.step import Step, Update, accumulate, update
 from monograph.step.fill import require_nothing_added
 from monograph.step.retries import Retries, rows_text
@@ -85,6 +85,16 @@ class Engine:
         """
         self.step.parameters.wait_for_planes(to_write=False)
         return self.step.model
+
+    @property
+    def loss(self) -> Loss:
+        """Return the loss of the model."""
+        return self.step.loss
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of targets that the model was trained on so far."""
+        return int(self.step.tokens)
 
     @property
     def micro_batch(self) -> int | None:

@@ -251,6 +251,18 @@ class AdapterBank:
         self.slots[name] = slot
         return slot
 
+    def replace(self, name: str, adapter: StoredAdapter) -> None:
+        """Write an adapter to the slot of one that has this name. No request of it may be running.
+
+        Raises:
+            InputRefused: it does not fit, see `require_fits`.
+            UsageError: there is no adapter with this name.
+        """
+        self.require_fits(adapter)
+        slot = self.slot_of(name)
+        self._write(slot, adapter)
+        self._digests[slot] = adapter.digest
+
     def retire(self, name: str) -> int:
         """Remove an adapter's name, so that no new request uses it; return its slot.
 

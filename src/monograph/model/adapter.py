@@ -27,14 +27,14 @@ from monograph.graph.lora import (
     AdaptedExperts,
     AnyAdapted,
     Lora,
-    Plain,
     adapt,
     adapted_layers,
-    round_frozen_weights,
     store_row_norms,
 )
+from monograph.graph.lora_merge import Plain
 from monograph.graph.lora_targets import ALL_LINEAR
 from monograph.graph.precision import Precision
+from monograph.graph.rounded_base import round_frozen_weights
 from monograph.graph.token_rows import ROWS, tables_with_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused
-from monograph.graph.lora import Plain
+from monograph.graph.lora_merge import Plain
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, L2_NORM_EPS, LINEAR_ATTENTION
 from monograph.model.layers import Linear, RMSNorm

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from monograph.errors import InputRefused
-from monograph.graph.lora import plain_parameters
+from monograph.graph.lora_merge import plain_parameters
 from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
 from monograph.model import parameters, sampling_defaults
 from monograph.model.config import LlamaConfig

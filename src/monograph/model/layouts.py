@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from monograph.errors import InputRefused
-from monograph.graph.lora import Plain
+from monograph.graph.lora_merge import Plain
 from monograph.model.config import LlamaConfig
 from monograph.model.files import AxisSlice, StoredTensor
 from monograph.model.parameters import block_shapes

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from monograph.graph.lora import Plain
+from monograph.graph.lora_merge import Plain
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, LAYER_TYPES, LayerType
 from monograph.model.rope import CosSin

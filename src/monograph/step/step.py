@@ -559,16 +559,7 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
             f"a window is a list of micro-batches, and {batches[0]} is not a micro-batch"
         )
 
-    def score(scored_batches: Sequence[object]) -> None:
-        with modes_kept(step.model), torch.no_grad():
-            step.model.train(False)
-            step.parameters.score(scored_batches)
-
-    with (
-        discard_on_failure(step),
-        # For a loss of a row that depends on the update's other rows (`update_of` in `monograph.loss`).
-        loss_update_context(step.loss, step.index, batches, score, step.sum_over_ranks),
-    ):
+    with discard_on_failure(step), prepared_loss(step, batches):
         # The window's targets are counted before its first backward pass. So each loss can be
         # divided by their number at once, and gradients need not be divided later.
         step.count_window(batches)
@@ -577,6 +568,26 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
             step.choose_kept_results(batch)
         step.parts.begin(FORWARD)
         step.parameters.accumulate(batches)
+
+
+@contextmanager
+def prepared_loss(step: Step, batches: Sequence[object]) -> Iterator[None]:
+    """Let the loss prepare for an update whose gradient is computed in the block.
+
+    A loss of a row may depend on the update's other rows (`update_of` in `monograph.loss`).
+
+    Args:
+        step: the step.
+        batches: all micro-batches of the update.
+    """
+
+    def score(scored_batches: Sequence[object]) -> None:
+        with modes_kept(step.model), torch.no_grad():
+            step.model.train(False)
+            step.parameters.score(scored_batches)
+
+    with loss_update_context(step.loss, step.index, batches, score, step.sum_over_ranks):
+        yield
 
 
 def update(step: Step) -> Update:
