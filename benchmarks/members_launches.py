@@ -24,8 +24,8 @@ from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.graph.lora import Lora, adapted_layers
 from monograph.graph.lora_base import Base
-from monograph.graph.shared_base import copy_with_shared_base
 from monograph.graph.precision import Precision
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
