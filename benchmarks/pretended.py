@@ -331,8 +331,8 @@ _KEPT: list[Any] = []
 
 class Products:
     """A `with` block whose matrix products are seen with their shapes: `flops` and `bytes`
-    afterwards, and `fp8_flops`, those of products in fp8, which are not among the others. `operands`
-    are the shape of each factor and the bytes of its elements.
+    afterwards, and `fp8_flops`, those of products in fp8, which are not among the others. `operands` are the
+    shape of each operand and the bytes of an element.
     """
 
     flops = bytes = fp8_flops = 0.0

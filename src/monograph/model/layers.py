@@ -164,7 +164,8 @@ class Attention(Mixer):
             query_BHTE = self.q_norm(query_BHTE)
             key_BKTE = self.k_norm(key_BKTE)
         if cos_sin_B1TF is not None:
-            # What is computed in between is fused with a rotation by operators.
+            # Whether `rotate` gets the results of the projections themselves. If a norm or a clamp is in
+            # between, a compiler fuses it with a rotation that is written in torch's operators.
             of_product = isinstance(self.q_norm, nn.Identity) and self.clip is None
             query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type, of_product=of_product)
             key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type, of_product=of_product)
@@ -195,7 +196,10 @@ class Attention(Mixer):
     def training_flops(
         cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
     ) -> float:
-        """Return 12 · d_attn · P FLOPs per token that attends to P positions on average."""
+        """Return 12 · d_attn · P FLOPs per token that attends to P positions on average.
+
+        d_attn is the width of all heads together.
+        """
         positions = visible_positions(config.window(layer))
         return 12 * config.num_attention_heads * config.head_dim * positions
 
