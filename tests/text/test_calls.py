@@ -137,6 +137,14 @@ def test_letters_of_a_special_token_are_no_call(family: Callable[[str], Family])
     assert read_answer(CallReader(frame, spelling_V), ids)[1] == []
 
 
+def test_a_name_that_is_too_long_is_no_call(family: Callable[[str], Family]) -> None:
+    tokenizer, frame, spelling_V = family("tags")
+    for size, is_call in ((64, True), (65, False)):
+        ids = answer_ids(tokenizer, [("a" * size, {})])
+        said, calls = read_answer(CallReader(frame, spelling_V), ids, range(len(ids)))
+        assert bool(calls) == is_call != bool(said)
+
+
 def test_content_goes_on_before_and_after_calls(family: Callable[[str], Family]) -> None:
     tokenizer, frame, spelling_V = family("tags")
     call = answer_ids(tokenizer, [("add", {"a": 1})])

@@ -28,7 +28,7 @@ NAME, ARGUMENTS, ID = "\u0100", "\u0101", "\u0102"
 _HOLES = {NAME: "name", ARGUMENTS: "arguments", ID: "id"}
 # Templates that write a call's id want this many letters and digits.
 ID_LENGTH = 9
-_NAME_CHARACTERS = re.compile(r"[A-Za-z0-9_-]*")
+_NAME_CHARACTERS = re.compile(r"[A-Za-z0-9_-]{0,64}")
 _ID_CHARACTERS = re.compile(r"[A-Za-z0-9]*")
 _WHITESPACE = " \t\r\n"
 
