@@ -24,7 +24,8 @@ from monograph.automata import Automaton, Calls, call_constraint
 from monograph.automata.calls import calls_expression, pieces_of_calls, text_up_to, text_without
 from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.errors import InputRefused
-from monograph.text.calls import CallFrame, CallReader, find_frame, spellings
+from monograph.text.call_reader import CallReader
+from monograph.text.calls import CallFrame, find_frame, spellings
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
