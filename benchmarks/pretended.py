@@ -238,12 +238,15 @@ def _own_kernel(
         if name in tensors:
             weight = tensors[name]
             sizes[weight.data_ptr()] = weight[0].nbytes * tensors["experts"].numel()
+    if function.fn.__name__ == "_add_scaled":  # writes over what it reads
+        sizes[-1] = tensors["total"].nbytes
     again, instructions = 0, 0.0
-    if function.fn.__name__ == "_replace_row":  # reads the logits twice, and writes over them
+    if function.fn.__name__ == "_replace_row":  # reads a part of the logits twice, and writes over all
         logits = tensors["logits"]
-        again = logits.nbytes
+        kept = keywords["PARTS_KEPT"] * keywords["T"] / logits.shape[-1]
+        again = logits.nbytes * (1 - kept)
         sizes[-1] = logits.nbytes
-        trips = logits.shape[-1] // keywords["T"]
+        trips = logits.shape[-1] // keywords["T"] - keywords["PARTS_KEPT"]
         instructions = issued(compiled.asm["cubin"], trips)
     return Kernel(
         function.fn.__name__,
