@@ -57,7 +57,9 @@ def test_heads_and_their_gradients_are_as_exact_as_by_operators(
         # Attention reads heads by heads, and so do the gradients' strides differ.
         by_heads = [each.transpose(1, 2).flatten() for each in rotated]
         weights = (torch.linspace(-1, 1, len(each)).to(device, dtype) for each in by_heads)
-        sum((each * weight).sum() for each, weight in zip(by_heads, weights, strict=True)).backward()
+        sum(
+            (each * weight).sum() for each, weight in zip(by_heads, weights, strict=True)
+        ).backward()
         assert rounded.grad is not None
         return [each.detach().cpu() for each in (*rotated, rounded.grad)]
 

@@ -239,9 +239,7 @@ def rotate_heads(
     return rotated_query_BHTC, rotate(key_BKTC, cos_sin_B1TF, device_type), value_BKTC
 
 
-def _has_kernels(
-    query_BTX: Tensor, head_dim: int, cos_sin_B1TF: CosSin, device_type: str
-) -> bool:
+def _has_kernels(query_BTX: Tensor, head_dim: int, cos_sin_B1TF: CosSin, device_type: str) -> bool:
     """Return whether kernels rotate these projections."""
     cos_B1TF, _ = cos_sin_B1TF
     on_cuda = (device_type or query_BTX.device.type) == "cuda"
