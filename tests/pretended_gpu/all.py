@@ -1,9 +1,11 @@
 """`make gpu-less`: everything that runs on a pretended card, as a table; with --quick what holds
 three minutes.
 
-    python tests/pretended_gpu/all.py [--quick | --nightly] [--out FILE] [PYTEST ARGUMENT ...]
+    python tests/pretended_gpu/all.py [--quick | --nightly] [--out FILE] [--lines FOLDER]
+                                         [PYTEST ARGUMENT ...]
 
-With arguments for pytest only these tests run, on sm_90. --quick runs nothing, and says so, where
+With arguments for pytest only these tests run, on sm_90. --lines keeps what they execute of the
+package, for reached.py, beside what is there already. --quick runs nothing, and says so, where
 the environment was not made (environment.py), as it downloads 5 GB. --nightly also compiles every
 way to train and decode for every card, which takes more than an hour.
 """
@@ -139,6 +141,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--nightly", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON")
+    parser.add_argument(
+        "--lines", type=Path, metavar="FOLDER", help="keep which lines were executed"
+    )
     asked, more = parser.parse_known_args()
     if asked.quick and not environment.python().exists():
         print(
@@ -153,8 +158,10 @@ def main() -> int:
         else ALL + NIGHTLY * asked.nightly
     )
     with tempfile.TemporaryDirectory() as folder:
-        covered = None if asked.quick or more else Path(folder)
+        covered = asked.lines or (None if asked.quick or more else Path(folder))
         if covered:
+            covered = covered.resolve()
+            covered.mkdir(parents=True, exist_ok=True)
             (covered / "settings").write_text(reached.settings(covered))
         # As many at once as there are cores, the longest first.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -166,7 +173,7 @@ def main() -> int:
                     parts,
                 )
             )
-        lines = of_lines(covered) if covered else None
+        lines = of_lines(covered) if covered and not more else None
     print(f"\n{'part':12} {'card':7} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for row in rows:
         failed = row.get("failed", 0) or row.get("error", 0) or ("?" if row["code"] else 0)
