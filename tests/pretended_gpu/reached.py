@@ -8,8 +8,8 @@ A line is a GPU's if it is
 - in a file that imports Triton when it is imported, or imports such a file: a CPU's torch has none;
 - under a condition that asks for a GPU (`x.is_cuda`, `type == "cuda"`, `torch.cuda.is_available()`),
   or behind a return of everything else. A file may give such a condition a name (`is_on_gpu = ...`),
-  or have a thing that is None elsewhere (`stream = Stream() if cuda else None`). What asks for the
-  device of a plan (`device_type`) is no such condition: a CPU plans for GPUs;
+  or have a thing that is None elsewhere (`stream = Stream() if cuda else None`). Where plans are made,
+  such conditions ask for the device of a plan, and do not count: a CPU plans for GPUs;
 - behind a call of `torch.cuda` that has no condition, in the same block;
 - in a function or class that is named after CUDA, whose constructor is a GPU's, or that only a GPU's
   lines mention.
@@ -30,6 +30,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "monograph"
 # Reasons for lines that no test on a pretended sm_90 executes, by how the line's name begins: its
 # file, its function and its text.
 CANNOT: dict[str, str] = {}
+# Where conditions ask for the device of a plan.
+_OF_PLANS = ("planner/", "predict/", "cards.py", "commands/plan.py")
 # What torch.cuda answers where there is no GPU.
 _ANSWERS_ANYWHERE = ("is_available", "is_initialized", "device_count")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -65,10 +67,13 @@ class Conditions:
         absent: names of what is None where there is no GPU.
     """
 
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, of_plans: bool) -> None:
         """Read the file's assignments."""
         self.signs: dict[str, int] = {}
         self.absent: set[str] = set()
+        self._of_plans = of_plans
+        if of_plans:
+            return
         for node in ast.walk(tree):
             match node:
                 case ast.Assign([target], value) | ast.AnnAssign(target, _, ast.expr() as value):
@@ -83,6 +88,8 @@ class Conditions:
 
     def asks(self, test: ast.expr) -> int:
         """Return 1 if a condition holds on a GPU only, -1 if it fails on a GPU only, else 0."""
+        if self._of_plans:
+            return 0
         match test:
             case ast.UnaryOp(ast.Not(), operand):
                 return -self.asks(operand)
@@ -91,7 +98,7 @@ class Conditions:
                 if isinstance(operator, ast.And):
                     return int(1 in signs and -1 not in signs)
                 return -int(-1 in signs and 1 not in signs)
-            case ast.Call(ast.Attribute(attr="is_available")):
+            case ast.Call(ast.Attribute(ast.Attribute(attr="cuda"), "is_available")):
                 return 1
             case ast.Attribute(attr="is_cuda") | ast.Name("cuda" | "on_cuda"):
                 return 1
@@ -154,9 +161,9 @@ class File:
             condition within this statement leads to it on a GPU only.
     """
 
-    def __init__(self, tree: ast.Module, imports_triton: bool) -> None:
+    def __init__(self, tree: ast.Module, imports_triton: bool, of_plans: bool) -> None:
         """Read a file."""
-        self.conditions = Conditions(tree)
+        self.conditions = Conditions(tree, of_plans)
         self.statements: dict[ast.stmt, str] = {}
         self.gpu: set[ast.stmt] = set()
         self.definitions: list[_Definition] = []
@@ -214,6 +221,8 @@ class File:
         match node:
             case ast.Name(name, ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
                 self.mentions[name].append((statement, behind))
+            case ast.Constant(str() as text) if ":" in text:  # such as "module:Name"
+                self.mentions[text.rpartition(":")[2]].append((statement, behind))
         for part, leads in self.conditions.parts(node):
             self._mentioned(part, statement, behind or leads)
 
@@ -278,7 +287,10 @@ def files(root: Path = PACKAGE) -> dict[Path, File]:
         if more <= triton:
             break
         triton |= more
-    found = {path: File(tree, bool(imports[path] & triton)) for path, tree in trees.items()}
+    found = dict[Path, File]()
+    for path, tree in trees.items():
+        of_plans = path.relative_to(root).as_posix().startswith(_OF_PLANS)
+        found[path] = File(tree, bool(imports[path] & triton), of_plans)
     _add_what_only_a_gpu_mentions(list(found.values()))
     return found
 

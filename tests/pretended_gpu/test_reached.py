@@ -45,6 +45,8 @@ def two(device, gone):
         seventh()
     except Bad:
         eighth()
+
+def three(device):
     if device.type == "cuda" and not torch.cuda.is_available():
         not_ninth()
 """,
@@ -104,6 +106,20 @@ def shared(x):
 
 def unmentioned(x):
     return not_mentioned()
+
+def named(x):
+    if x.is_cuda:
+        return by_name(x)
+
+def by_name(x):
+    return not_by_a_gpu_alone()
+
+TABLE = {"name": "package.mentions:by_name"}
+""",
+    "planner/remedies": """
+def remedy(device):
+    if device.type == "cuda":
+        return not_of_a_card()
 """,
 }
 
@@ -113,7 +129,9 @@ def package(tmp_path: Path) -> Path:
     folder = tmp_path / "package"
     folder.mkdir()
     for name, code in CODE.items():
-        (folder / f"{name}.py").write_text(code, encoding="utf-8")
+        path = folder / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(code, encoding="utf-8")
     return folder
 
 
