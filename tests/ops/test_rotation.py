@@ -90,3 +90,11 @@ def test_only_a_step_s_projections_have_the_kernel(of_product: bool, needs_gradi
         rotated = compiled(turn, backend)(heads)  # type: ignore[arg-type]
     assert seen == [of_product and needs_gradient]
     torch.testing.assert_close(rotated, rotate(heads, (angles.cos(), angles.sin())))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_heads_are_rotated_to_none(device: str) -> None:
+    """A rank may have no row of a window."""
+    heads, angles = torch.empty(0, 5, 3, 8), torch.empty(1, 5, 4)
+    rotated = rotate_heads(heads.to(device), angles.to(device), angles.to(device))
+    assert rotated.shape == heads.shape

@@ -36,6 +36,11 @@ NUMBERS = [
     f"{HERE}/test_{name}.py"
     for name in ("operators", "graphs", "memory", "narrow", "programs", "libdevice", "interpreted")
 ]
+# Their kernels are compiled, and compute nothing.
+WITHOUT_NUMBERS = (
+    *DRIVER,
+    *(f"{HERE}/test_{name}.py" for name in ("machine_code", "planned", "counts")),
+)
 # Tests marked `gpu` that a pretended card cannot pass, with the reason; docs/gpu.md lists them.
 CANNOT = {
     "tests/benchmarks/test_numbers.py::test_a_read_value_is_a_wait_and_a_kernel_is_none":
@@ -97,6 +102,15 @@ NIGHTLY = [
 ]
 
 
+def part_of(arguments: list[str]) -> Part:
+    """Return the part that arguments of pytest ask for: of folders and files of other tests, those
+    marked `gpu`.
+    """
+    numbers = not any(argument.startswith(WITHOUT_NUMBERS) for argument in arguments)
+    marked = "-m" in arguments or any(argument.startswith(HERE) for argument in arguments)
+    return Part("asked", "90", numbers, [] if marked else ["-m", "gpu"])
+
+
 def run(part: Part, more: list[str], covered: Path | None = None) -> dict[str, object]:
     """Run a part; return how many tests passed, failed and were skipped, and how long it took.
 
@@ -150,13 +164,7 @@ def main() -> int:
             "gpu-less: not run, as torch's CUDA build is not installed here (make gpu-less installs it, 5 GB)"
         )
         return 0
-    parts = (
-        [Part("asked", "90", True, [])]
-        if more
-        else QUICK
-        if asked.quick
-        else ALL + NIGHTLY * asked.nightly
-    )
+    parts = [part_of(more)] if more else QUICK if asked.quick else ALL + NIGHTLY * asked.nightly
     with tempfile.TemporaryDirectory() as folder:
         covered = asked.lines or (None if asked.quick or more else Path(folder))
         if covered:

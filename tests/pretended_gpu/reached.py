@@ -156,7 +156,7 @@ class File:
     Attributes:
         statements: all of them, with the function each is in, but those that say nothing at run time.
         gpu: those that are a GPU's.
-        definitions: its functions and classes.
+        definitions: its functions and classes, by the names that `statements` has.
         mentions: for each name that an expression mentions, the statement it is in, and whether a
             condition within this statement leads to it on a GPU only.
     """
@@ -166,23 +166,18 @@ class File:
         self.conditions = Conditions(tree, of_plans)
         self.statements: dict[ast.stmt, str] = {}
         self.gpu: set[ast.stmt] = set()
-        self.definitions: list[_Definition] = []
+        self.definitions: dict[str, _Definition] = {}
         self.mentions: defaultdict[str, list[tuple[ast.stmt, bool]]] = defaultdict(list)
         self._block(tree.body, imports_triton, "")
 
     def _block(self, body: Sequence[ast.stmt], inside: bool, function: str) -> None:
         """Read a block; `inside`: it is a GPU's."""
-        returned = False  # whether a statement so far may have left the block
-        needing = next((each for each in body if self._needs_gpu(each)), None)
-        for statement in body:
-            inside = inside or statement is needing
+        needing = next((at for at, each in enumerate(body) if self._needs_gpu(each)), None)
+        if needing is not None and not any(map(_may_leave, body[:needing])):
+            needing = 0
+        for at, statement in enumerate(body):
+            inside = inside or at == needing
             self._statement(statement, inside, function)
-            returned = returned or any(
-                isinstance(node, ast.Return | ast.Raise | ast.Continue | ast.Break | ast.Yield)
-                for node in ast.walk(statement)
-            )
-            if statement is needing and not returned:
-                self.add(body[: body.index(statement)])
             if isinstance(statement, ast.If) and not statement.orelse:
                 leaves = isinstance(statement.body[-1], ast.Return | ast.Raise | ast.Continue)
                 inside = inside or (leaves and self.conditions.asks(statement.test) == -1)
@@ -207,10 +202,10 @@ class File:
             self._block(each.body, inside, function)
 
     def _definition(self, statement: _Definition, inside: bool, function: str) -> None:
-        self.definitions.append(statement)
+        name = f"{function}.{statement.name}".removeprefix(".")
+        self.definitions[name] = statement
         for node in _expressions(statement):
             self._mentioned(node, statement, False)
-        name = f"{function}.{statement.name}".removeprefix(".")
         self._block(statement.body, inside or "cuda" in statement.name.lower(), name)
         if isinstance(statement, ast.ClassDef):
             made = [each for each in statement.body if _last_defined(each) == "__init__"]
@@ -245,6 +240,12 @@ class File:
     def add(self, body: Iterable[ast.stmt]) -> None:
         """Note that a block and its inner blocks are a GPU's."""
         self.gpu.update(self._within(body))
+
+
+def _may_leave(statement: ast.stmt) -> bool:
+    """Return whether a statement may end its block, or hand something to the caller."""
+    leaving = ast.Return | ast.Raise | ast.Continue | ast.Break | ast.Yield | ast.YieldFrom
+    return any(isinstance(node, leaving) for node in ast.walk(statement))
 
 
 def _last_defined(statement: ast.stmt) -> str:
@@ -307,26 +308,31 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 def _add_what_only_a_gpu_mentions(every: list[File]) -> None:
     """Note functions and classes that are mentioned, and by a GPU's lines alone."""
-    count = Counter(each.name for file in every for each in file.definitions)
+    count = Counter(each.name for file in every for each in file.definitions.values())
     mentions = defaultdict[str, list[tuple[File, ast.stmt, bool]]](list)
     for file in every:
         for name, places in file.mentions.items():
             mentions[name] += [(file, *place) for place in places]
     waiting = [
-        (file, each)
+        (file, name, each)
         for file in every
-        for each in file.definitions
+        for name, each in file.definitions.items()
         if count[each.name] == 1 and mentions[each.name]
     ]
     grows = True
     while grows:
         grows = False
-        for file, each in list(waiting):
-            own = {node for node in ast.walk(each) if isinstance(node, ast.stmt)}
-            outside = [place for place in mentions[each.name] if place[1] not in own]
-            if outside and all(behind or at in where.gpu for where, at, behind in outside):
+        for candidate in list(waiting):
+            file, name, each = candidate
+            outside = [
+                behind or at in where.gpu
+                for where, at, behind in mentions[each.name]
+                if where is not file
+                or not f"{where.statements.get(at, '')}.".startswith(f"{name}.")
+            ]
+            if outside and all(outside):
                 file.add(each.body)
-                waiting.remove((file, each))
+                waiting.remove(candidate)
                 grows = True
 
 

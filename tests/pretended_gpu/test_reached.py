@@ -176,5 +176,7 @@ def test_a_line_that_is_not_reached_needs_a_reason_and_a_reason_such_a_line(pack
 def test_every_reason_is_of_a_line_that_only_a_gpu_reaches() -> None:
     """`make gpu-less` tells whether it is still not reached."""
     mine = reached.lines()
-    assert len(mine) > 2000
-    assert [key for key in reached.CANNOT if not any(line.name.startswith(key) for line in mine)] == []
+    assert len(mine) > 1500
+    assert [
+        key for key in reached.CANNOT if not any(line.name.startswith(key) for line in mine)
+    ] == []
