@@ -35,8 +35,10 @@ from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.device import card_device
 from monograph.graph.capture import compiled as compile_function
-from monograph.graph.lora import Lora, _quantise_base, round_frozen_weights
+from monograph.graph.lora import Lora
+from monograph.graph.lora_base import quantise_base
 from monograph.graph.precision import Precision
+from monograph.graph.rounded_base import round_frozen_weights
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -222,7 +224,7 @@ def frozen(config: LlamaConfig, base: Any, adapts: bool) -> Llama:
         device = torch.device("cuda")
         install_adapters(model, lora, precision=Precision("bf16"), device=device)
     else:
-        _quantise_base(model, base, None)
+        quantise_base(model, base, None)
         round_frozen_weights(model, torch.bfloat16, [model.model.embed_tokens])
     return model
 

@@ -57,6 +57,7 @@ class Kernel:
             it is not known how often its loops run.
         registers: of a thread.
         stack_bytes: of a thread: registers that were spilled, and arrays.
+        addresses: where the tensors lie that it reads or writes.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Kernel:
     warp_instructions: float
     registers: int
     stack_bytes: int
+    addresses: frozenset[int] = frozenset()
 
     @property
     def is_attention(self) -> bool:
@@ -215,6 +217,9 @@ def _kernel(tuner: Any, arguments: tuple[Any, ...]) -> Kernel:
         instructions,
         launcher.n_regs,
         launcher.n_spills * 4 if launcher.n_spills else 0,
+        frozenset(
+            value.data_ptr() for value in tensors.values() if isinstance(value, torch.Tensor)
+        ),
     )
 
 
@@ -326,12 +331,14 @@ _KEPT: list[Any] = []
 
 class Products:
     """A `with` block whose matrix products are seen with their shapes: `flops` and `bytes`
-    afterwards, and `fp8_flops`, those of products in fp8, which are not among the others.
+    afterwards, and `fp8_flops`, those of products in fp8, which are not among the others. `operands` are the shape of each operand
+    and the bytes of an element.
     """
 
     flops = bytes = fp8_flops = 0.0
 
     def __enter__(self) -> Products:
+        self.operands: list[tuple[list[int], int]] = []
         self._profile = profile(
             activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True
         )
@@ -351,7 +358,12 @@ class Products:
                     for shape, kind in zip(event.shapes(), event.dtypes(), strict=True)
                     if shape
                 ]
-                left, right = shapes[-3:-1] if _has_out(event, shapes) else shapes[-2:]
+                pair = slice(-3, -1) if _has_out(event, shapes) else slice(-2, None)
+                left, right = shapes[pair]
+                self.operands += [
+                    (shape, _BYTES[kind])
+                    for shape, kind in zip(shapes[pair], kinds[pair], strict=True)
+                ]
                 self.flops += 2 * math.prod(left) * right[-1]
                 self.bytes += sum(
                     math.prod(s) * _BYTES[k] for s, k in zip(shapes, kinds, strict=True)

@@ -18,7 +18,9 @@ from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
-from monograph.graph.lora import Lora, adapt, adapted_layers, merge, round_frozen_weights
+from monograph.graph.lora import Lora, adapt, adapted_layers
+from monograph.graph.lora_merge import merge
+from monograph.graph.rounded_base import round_frozen_weights
 from monograph.graph.siblings import fuse_known, unfuse_siblings
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION

@@ -351,11 +351,11 @@ def read_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def share_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Generator._reading_of
+    own = Generator._reuse_key_of
     monkeypatch.setattr(
         Generator,
-        "_reading_of",
-        lambda self, request: own(self, request)._replace(adapter=0, contents=0),
+        "_reuse_key_of",
+        lambda self, request: own(self, request)._replace(adapter=0, slot_write=0),
     )
 
 

@@ -43,6 +43,7 @@ _FORMAT_VERSION = 3
 # then made again. Unlike `_FORMAT_VERSION` the number is not in `CorpusRequest.document_values`, which
 # a run compares when it resumes: most conversations still give the same tokens, so a run may go on.
 _CONVERSATION_READER_VERSION = 2
+_LOCK_POLL_S = 0.2  # the time between two attempts to get the lock of a corpus
 
 
 class CorpusRequest(NamedTuple):
@@ -110,9 +111,6 @@ class CorpusRequest(NamedTuple):
         reader_version = [_CONVERSATION_READER_VERSION] if self.reading.answer_options else []
         values = json.dumps([*self.document_values, tokenizer, *reader_version])
         return hashlib.sha256(values.encode()).hexdigest()[:32]
-
-
-_LOCK_POLL_S = 0.2  # the time between two attempts to get the lock
 
 
 class Side(NamedTuple):

@@ -20,7 +20,7 @@ requests need different chains, `Steps` has a step for each chain, and all steps
 same chain.
 
 Shape suffixes: B rows, V vocabulary, M stop ids, T positions of a row, R lines of a ring, N
-log-probabilities, D hidden size; 1 broadcasts.
+log-probabilities, D hidden size; 1 an axis of length 1.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from monograph.loss import SHARES, Batch, check_result, count_tensor, has_count,
 from monograph.optim import Muon, Optimizer, Plane, planes, require_optimizer, trainable
 from monograph.optim.formats import FORMATS
 from monograph.schedule import Schedule, factor_at
-from monograph.step import OnDevice, Step, Update, finish_update
+from monograph.step import OnDevice, Step, Update, finish_update, prepared_loss
 
 
 class StackedParameters(OnDevice):
@@ -100,10 +100,11 @@ class StackedParameters(OnDevice):
         """
         step = self.step
         self.caller.stack.require_views(step.index)
-        step.count_window([batch])
-        lr = step.set_lr()
-        with step.context():
-            grad_norm = self.gradient_and_update(step.with_shares(batch), step.loss_factor)
+        with prepared_loss(step, [batch]):
+            step.count_window([batch])
+            lr = step.set_lr()
+            with step.context():
+                grad_norm = self.gradient_and_update(step.with_shares(batch), step.loss_factor)
         self.caller.draw += 1
         return finish_update(step, lr, grad_norm)
 

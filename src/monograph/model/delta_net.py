@@ -5,8 +5,8 @@ value, and reads it with the token's query (`monograph.ops.delta_rule` has the e
 has the same size for texts of every length, while attention keeps a key and a value for each token.
 
 Shape suffixes: B batch, T positions, D hidden size, C channels of the convolution, K taps of the
-convolution, S positions of the convolution's input, H value heads, G key heads, E key dimension, V value dimension,
-X any number of channels; 1 broadcasts.
+convolution, S positions of the convolution's input, H value heads, G key heads, E key dimension, V
+value dimension, X any number of channels; 1 an axis of length 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused
-from monograph.graph.lora import Plain
+from monograph.graph.lora_merge import Plain
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, L2_NORM_EPS, LINEAR_ATTENTION
 from monograph.model.layers import Linear, RMSNorm

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from monograph.errors import DiskFull, InputRefused, Unreadable
-from monograph.graph.lora import Plain
+from monograph.graph.lora_merge import Plain
 from monograph.graph.mmap_weights import Pieces
 from monograph.storage import tensor_layout
 from monograph.storage.reading import (

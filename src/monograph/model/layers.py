@@ -1,7 +1,7 @@
 """The layers in a block of the decoder: norms, attention and gated feed-forward layers.
 
 Shape suffixes: B batch, T positions, D hidden size, H query heads, K key-value heads, E head
-dimension, F rotated pairs of a head, X any number of channels; 1 broadcasts.
+dimension, F rotated pairs of a head, X any number of channels; 1 an axis of length 1.
 """
 
 import functools

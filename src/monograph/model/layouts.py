@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from monograph.errors import InputRefused
-from monograph.graph.lora import Plain
+from monograph.graph.lora_merge import Plain
 from monograph.model.config import LlamaConfig
 from monograph.model.files import AxisSlice, StoredTensor
 from monograph.model.parameters import block_shapes
@@ -324,7 +324,8 @@ def _take_half(
         part = AxisSlice(begin=half, end=size, step=2, axis=axis)
     else:
         middle = size // 2
-        begin, end = ((0, middle), (middle, size))[half]
+        begin = 0 if half == 0 else middle
+        end = middle if half == 0 else size
         part = AxisSlice(begin, end, step=1, axis=axis)
     return tensor._replace(shape=shape, slice=part)
 

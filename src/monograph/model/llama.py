@@ -11,7 +11,7 @@ sees padding, and each position of padding sees at least itself, so that no row 
 A mask is built once per forward pass, and all blocks with the same window share it.
 
 Shape suffixes: B batch, T positions, N blocks of positions, X positions of a block, D hidden size,
-F rotated pairs of a head, V vocabulary; 1 broadcasts.
+F rotated pairs of a head, V vocabulary; 1 an axis of length 1.
 """
 
 import hashlib
@@ -517,15 +517,12 @@ class Llama(nn.Module):
                 continue
             key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
-            # The values that a mixer gives its own parameter: a list of one entry, which may be None, or
-            # an empty list for a parameter that is in no mixer.
-            own_values = [
-                mixer.initial_values(name, parameter.shape, generator)
-                for mixer in mixers
-                if f".{mixer.name}." in name
-            ]
-            if own_values and own_values[0] is not None:
-                parameter.copy_(own_values[0])
+            mixer = next((mixer for mixer in mixers if f".{mixer.name}." in name), None)
+            own_values = None
+            if mixer is not None:
+                own_values = mixer.initial_values(name, parameter.shape, generator)
+            if own_values is not None:
+                parameter.copy_(own_values)
             elif name.endswith((".bias", ".sinks")):
                 parameter.zero_()
             elif parameter.ndim == 1:  # a norm

@@ -1,7 +1,7 @@
 """A feed-forward layer of experts, of which a router chooses some for each token.
 
 Shape suffixes: B batch, T positions, D hidden size, N = B T tokens, E experts, k experts of a token,
-P = N k pairs of a token and an expert; 1 broadcasts.
+P = N k pairs of a token and an expert; 1 an axis of length 1.
 """
 
 from __future__ import annotations

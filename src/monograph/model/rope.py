@@ -4,7 +4,7 @@ heads.
 A *pair* is two channels of a head that are rotated together, by one frequency.
 
 Shape suffixes: B batch, H heads, T positions, C all channels of a head, D its rotated channels,
-X = C - D its other channels, F = D / 2 pairs; 2 is the two halves of D, and 1 broadcasts.
+X = C - D its other channels, F = D / 2 pairs; 2 is the two halves of D, and 1 an axis of length 1.
 """
 
 import math

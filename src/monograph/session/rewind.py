@@ -108,7 +108,7 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
 
 
 def rewinds_in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
-    """Return the number of the last rewinds that are in a row.
+    """Return how many of the last rewinds were in a row.
 
     Args:
         stretches: the stretch of rows that each rewind passed over, as (begin, end); at least one.

@@ -102,7 +102,7 @@ class Session:
 
     @property
     def text(self) -> Corpus:
-        """Return the text of a run that learns from text, as all members of a sweep do."""
+        """Return the text of a run that learns from text."""
         assert isinstance(self.task.data, Corpus)
         return self.task.data
 
