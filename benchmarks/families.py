@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 import monograph as mono
 from monograph.graph.experts import Router
-from monograph.graph.lora import Plain
+from monograph.graph.lora_merge import Plain
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION

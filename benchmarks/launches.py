@@ -6,12 +6,15 @@ The project's own step and decoder are compiled for sm_90 and run on a pretended
 model's own, since every count is linear in the number of layers; nano, whose own depth is compiled
 as well, checks that. The same code gives the same counts at each run.
 
-Triton's bytes are Inductor's: each of a kernel's arguments counts once. What a loop over a row
-reads a second or third time is listed apart (a cache may have it), and so are attention's kernels,
-whose time is taken from the FLOPs of the pairs of a query and a key of the same document. Times are
-of datasheets: 65 % of the peak for products, 42 % for attention, 80 % of the bandwidth; a kernel
-takes no less time than its instructions (those of loops as often as they run, and branches that are
-hardly taken among them).
+Triton's bytes are Inductor's: each of a kernel's arguments counts once, and twice if it is read and
+written. What a loop over a row reads a second or third time is listed apart (a cache may have it), and
+so are attention's kernels, whose time is taken from the FLOPs of the pairs of a query and a key of the
+same document. Times are of datasheets: 65 % of the peak for products, 42 % for attention, 80 % of the
+bandwidth; a kernel takes no less time than its instructions (those of loops as often as they run, and
+branches that are hardly taken among them).
+
+Two of torch's own kernels move as much as Triton's largest: the norm of the gradients, and the rounding
+of the weights once a window. The MFU is printed without and with their bytes.
 """
 
 from __future__ import annotations
@@ -37,8 +40,10 @@ from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.device import card_device
 from monograph.graph.capture import compiled as compile_function
-from monograph.graph.lora import Lora, _quantise_base, round_frozen_weights
+from monograph.graph.lora import Lora
+from monograph.graph.lora_base import quantise_base
 from monograph.graph.precision import Precision
+from monograph.graph.rounded_base import round_frozen_weights
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -139,6 +144,12 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
         step._micro_step(batch)
     with pretended.Counted() as updated:
         engine.update()
+    if not any("ForeachReduce" in name for _, name in updated.launches):
+        raise SystemExit(
+            "launches.py: the norm of the gradients is not torch's own kernel any more"
+        )
+    planes = step.planes
+    rounded = [(plane.param, plane.rounded) for plane in planes if plane.rounded is not None]
     times = (
         {f"triton_s {name}": part.triton_s(*rates(name)) for name in CARDS}
         for part in (called, updated)
@@ -150,7 +161,12 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
         | {"pairs": pairs, "peak_bytes": peak}
         | next(times),
         "micro-step replayed": replayed.numbers(),
-        "update": updated.numbers() | next(times),
+        "update": updated.numbers()
+        | {
+            "norm_bytes": sum(plane.grad.nbytes for plane in planes),
+            "rounding_bytes": sum(each.nbytes for pair in rounded for each in pair),
+        }
+        | next(times),
     }
 
 
@@ -228,7 +244,7 @@ def frozen(config: LlamaConfig, base: Any, adapts: bool) -> Llama:
         device = torch.device("cuda")
         install_adapters(model, lora, precision=Precision("bf16"), device=device)
     else:
-        _quantise_base(model, base, None)
+        quantise_base(model, base, None)
         round_frozen_weights(model, torch.bfloat16, [model.model.embed_tokens])
     return model
 
@@ -280,7 +296,7 @@ def banked_step(config: LlamaConfig, base: Any, rows: int, by_kernels: bool = Tr
     torch._dynamo.reset()
     model = model_of(config).to(torch.bfloat16)
     if base != "bf16":
-        _quantise_base(model, base, None)
+        quantise_base(model, base, None)
     adapters = {str(seed): random_adapter(model, RANK, seed) for seed in range(ADAPTERS)}
     bank = adapter_bank.install(model, adapters)
     with ExitStack() as stack:
@@ -386,7 +402,9 @@ def rates(name: str) -> tuple[float, float]:
 
 
 def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float]]:
-    """Return by card the milliseconds of a micro-step and its update by cause, and the MFU."""
+    """Return by card the milliseconds of a micro-step and its update by cause, and the MFU, without and
+    with the norm of the gradients and the rounding of the weights.
+    """
     shape, micro, update = shape_of(case), found["micro-step called"], found["update"]
     config, tokens = shape.config, case.rows * case.length
     width = config.num_attention_heads * config.head_dim
@@ -410,6 +428,10 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
         }
         times[name] = {part: 1e3 * seconds for part, seconds in parts.items()}
         times[name]["mfu"] = model_flops / sum(parts.values()) / peak
+        bytes_per_s, _ = rates(name)
+        of_torch_s = (update["norm_bytes"] + update["rounding_bytes"]) / bytes_per_s
+        times[name]["torch"] = 1e3 * of_torch_s
+        times[name]["mfu_with_torch"] = model_flops / (sum(parts.values()) + of_torch_s) / peak
     return times
 
 
@@ -561,10 +583,16 @@ def show(result: dict[str, Any]) -> None:
     print(f"memory of the card that was taken: {peak / 2**30:.1f} GiB")
     parts = ("products", "attention", "triton", "update")
     table = [
-        [card, *(f"{times[part]:.2f}" for part in parts), f"{times['mfu']:.1%}"]
+        [
+            card,
+            *(f"{times[part]:.2f}" for part in parts),
+            f"{times['mfu']:.2%}",
+            f"{times['torch']:.2f}",
+            f"{times['mfu_with_torch']:.2%}",
+        ]
         for card, times in result["roofline"].items()
     ]
-    harness.print_table(["roofline, ms", *parts, "MFU"], table)
+    harness.print_table(["roofline, ms", *parts, "MFU", "torch's own", "MFU with it"], table)
 
 
 def main() -> None:

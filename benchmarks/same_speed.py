@@ -8,10 +8,15 @@ round is some tenths of a second; the ratio of each pair of rounds is taken, so 
 machine does meanwhile hits both alike. Where memory happens to lie makes 4 to 9 % of difference for
 as long as a process lives (measured), so both start many times: a start is one sample, of which the
 interval is computed.
+
+glibc gives a large block pages of its own, or a piece of the heap once some larger block has been
+freed. So a tree whose imports free such a block has its weights elsewhere than a tree whose imports
+do not, in every start (measured: 2 % of a decode step). `PLACES` fixes that size for both.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import sys
@@ -26,6 +31,7 @@ import torch
 from monograph.device import default_device
 
 ROUND_S = 0.3
+PLACES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 27)}
 RESAMPLES = 4000
 
 
@@ -89,7 +95,13 @@ class Tree:
         # The other tree may be older than this script, so it is found after that tree's own
         # benchmarks.
         program = f"import sys; sys.path[:1] = {folders}; import same_speed; same_speed.serve({smoke}, {only})"
-        self.process = Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True)
+        self.process = Popen(
+            [sys.executable, "-c", program],
+            stdin=PIPE,
+            stdout=PIPE,
+            text=True,
+            env=os.environ | PLACES,
+        )
         self.cases = self._answer().split("|")
 
     def __call__(self, name: str, repeats: int) -> float:

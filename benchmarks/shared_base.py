@@ -11,10 +11,13 @@ from typing import Any
 import harness
 from steps import Shape, packed_window
 
+from monograph import compat
+from monograph.allocator import keep_freed_memory
 from monograph.device import default_device
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
-from monograph.graph.lora import Lora, adapt, copy_with_shared_base, frozen_parameters
+from monograph.graph.lora import Lora, adapt
+from monograph.graph.shared_base import copy_with_shared_base, frozen_parameters
 from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -96,6 +99,7 @@ def measure(name: str, shape: Shape, base: str, mode: str, args: Any) -> dict[st
         contest.capture()
     for side in contest.engines:
         contest.update(side, 1)
+    graphs = compat.captured_graphs()
     once = harness.timed(lambda: contest.update("at once", 1), device).wall_s
     count = 1 if args.smoke else max(1, round(ROUND_S / once))
     times = harness.interleaved(
@@ -114,6 +118,7 @@ def measure(name: str, shape: Shape, base: str, mode: str, args: Any) -> dict[st
         "update_of_all_s": {
             side: harness.spread([t.wall_s / count for t in each]) for side, each in times.items()
         },
+        "recompiles": compat.captured_graphs() - graphs,
         "speedup": harness.ratios(times["one by one"], times["at once"]),
     }
 
@@ -133,6 +138,7 @@ def main() -> None:
         "shared_base", {key: getattr(args, key) for key in ("rounds", "members", "smoke")}
     )
     harness.print_machine(result)
+    keep_freed_memory()  # as the command line does
     shapes = SMOKE if args.smoke else SHAPES
     for name, shape in shapes.items():
         if args.only and name not in args.only:
@@ -140,7 +146,7 @@ def main() -> None:
         for base in args.bases:
             for mode in args.modes:
                 result["cases"].append(measure(name, shape, base, mode, args))
-    harness.write(args.out, result)
+                harness.write(args.out, result)
     rows = [
         [
             x["shape"],
@@ -150,10 +156,13 @@ def main() -> None:
             harness.shown(x["update_of_all_s"]["one by one"], 3),
             harness.shown(x["update_of_all_s"]["at once"], 3),
             harness.shown(x["speedup"]["wall"]),
+            harness.shown(x["speedup"]["cpu"]),
+            str(x["recompiles"]),
         ]
         for x in result["cases"]
     ]
     headers = ["shape", "base", "mode", "its bytes, once", "one by one, s", "at once, s", "ratio"]
+    headers += ["in CPU time", "recompiles"]
     harness.print_table(headers, rows)
 
 

@@ -22,7 +22,7 @@ from monograph.graph.inspect import buffers_kept, modes_kept, write_tensor
 from monograph.graph.replay import WARM_UP
 from monograph.graph.trial import Trial, trial
 from monograph.loop import EngineState
-from monograph.loss import Batch, fill_of
+from monograph.loss import Batch, Loss, fill_of
 from monograph.step import Step, Update, accumulate, update
 from monograph.step.fill import require_nothing_added
 from monograph.step.retries import Retries, rows_text
@@ -40,7 +40,7 @@ class Engine:
     loss gets the shorter micro-batch, which needs one more graph if the step is captured.
 
     If device memory runs out, the micro-batch is halved, or at one row the blocks are recomputed,
-    and the window is repeated. By laws 2 and 3 this changes no gradient. `announce` is called with
+    and the window is repeated. By laws 2 and 3 (docs/laws.md) this changes no gradient. `announce` is called with
     a line that describes the change.
 
     Attributes:
@@ -85,6 +85,16 @@ class Engine:
         """
         self.step.parameters.wait_for_planes(to_write=False)
         return self.step.model
+
+    @property
+    def loss(self) -> Loss:
+        """Return the loss of the model."""
+        return self.step.loss
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of targets that the model was trained on so far."""
+        return int(self.step.tokens)
 
     @property
     def micro_batch(self) -> int | None:
@@ -224,11 +234,12 @@ class Engine:
         # spikes and draw the dropout of an ensemble.
         with step.counters_kept():
             if step.recorder:
-                # After these calls the recorder records the next micro-step, for replays.
+                # The recorder waits for WARM_UP calls before it records a micro-step for replays. The
+                # last of these calls is that of `rehearse`.
                 accumulate(step, [batch] * (WARM_UP - 1))
             self.rehearse(batch)
             if step.recorder and step.parameters.replays_update:
-                # After this call the recorder records the next update, for replays.
+                # `rehearse` has called it once. After this second call the recorder records the next update.
                 step.apply()
         self._score(batch)
 
@@ -345,6 +356,7 @@ class Engine:
         if rows < batches_per_rank * size * ranks:
             self._require_fillable(window, size)
         for i in range(batches_per_rank):
+            # A micro-batch that lies beyond the window has no rows; `_padded` fills it.
             start = min((i * ranks + rank) * size, rows)
             host_batch = {
                 name: tensor.narrow(dim, start, min(size, rows - start))

@@ -31,6 +31,7 @@ from monograph.graph.fp8 import Float8Head
 from monograph.graph.token_rows import trained_rows
 from monograph.ops.cross_entropy import linear_cross_entropy, token_log_probabilities
 from monograph.ops.mixture import mixture_cross_entropy
+from monograph.ops.token_rows import with_replaced_rows
 from monograph.ranges import NOT_NEGATIVE
 
 IGNORE = -100  # torch's default ignore_index
@@ -90,9 +91,15 @@ class TokenLoss:
         targets_N = batch["targets"].flatten()
         # The rows of single tokens that are trained in place of those of a frozen weight, or None.
         rows = trained_rows(lm_head)
-        more = {"in_fp8": True} if isinstance(lm_head, Float8Head) else {}
+        fp8_arguments = {"in_fp8": True} if isinstance(lm_head, Float8Head) else {}
         return self.head(
-            hidden_ND, lm_head.weight, targets_N, impl=self.impl, rows=rows, **teaching, **more
+            hidden_ND,
+            lm_head.weight,
+            targets_N,
+            impl=self.impl,
+            rows=rows,
+            **teaching,
+            **fp8_arguments,
         )
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:
@@ -131,10 +138,22 @@ def target_log_probabilities(
     `monograph.ops.cross_entropy.token_log_probabilities`.
     """
     hidden_ND, lm_head = hidden_of(model, batch)
+    return log_probabilities_by_hidden(hidden_ND, lm_head, batch, temperature, among)
+
+
+def log_probabilities_by_hidden(
+    hidden_ND: Tensor,
+    lm_head: nn.Module,
+    batch: Batch,
+    temperature: float = 1.0,
+    among: tuple[Callable[[Tensor], Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return what `target_log_probabilities` does, for the pair that `hidden_of` returns."""
     targets_N = batch["targets"].flatten()
     tokens_N = torch.where(targets_N != IGNORE, targets_N, 0)
+    weight_VD: Any = lm_head.weight
     return token_log_probabilities(
-        hidden_ND, lm_head.weight, tokens_N, temperature, rows=trained_rows(lm_head), among=among
+        hidden_ND, weight_VD, tokens_N, temperature, rows=trained_rows(lm_head), among=among
     )
 
 
@@ -146,32 +165,55 @@ class MixtureLoss(TokenLoss):
 
     q are the model's probabilities, and m is the mean of the teachers' probabilities. If gradients are
     off, as in evaluation, the sum is that of `TokenLoss`, so that the scores of this model can be
-    compared with those of any other. The teachers run one after another, without gradients, in the
-    caller's precision. If the step is compiled block by block (`compile` is "blocks"), the teachers run
-    uncompiled. If it is compiled as a whole ("whole"), they are part of the graph.
+    compared with those of any other. The teachers run without gradients, in the caller's precision. If
+    the step is compiled block by block (`compile` is "blocks"), the teachers run uncompiled. If it is
+    compiled as a whole ("whole"), they are part of the graph.
 
     Attributes:
         teachers: models with the same vocabulary, on the same device.
         share: the targets' share of the loss, 0 to 1; the rest is the teachers'.
     """
 
-    def __init__(self, teachers: Sequence[nn.Module], share: float = 0.5):
-        """Freeze the teachers, and switch them to evaluation mode."""
+    def __init__(
+        self,
+        teachers: Sequence[nn.Module],
+        share: float = 0.5,
+        hidden_of_teachers: Callable[[Batch], list[tuple[Tensor, Any]]] | None = None,
+    ):
+        """Freeze the teachers, and switch them to evaluation mode.
+
+        Args:
+            teachers: see the class.
+            share: see the class.
+            hidden_of_teachers: a function that returns `hidden_of` of each teacher faster than one
+                after another; None: there is none.
+        """
         super().__init__()
         self.teachers = tuple(teacher.requires_grad_(False).train(False) for teacher in teachers)
         self.share = share
         self.head = mixture_cross_entropy
+        self._hidden_of_teachers = hidden_of_teachers or self._hidden_one_by_one
+
+    def _hidden_one_by_one(self, batch: Batch) -> list[tuple[Tensor, Any]]:
+        return [hidden_of(teacher, batch) for teacher in self.teachers]
 
     def teaching_arguments(self, batch: Batch) -> dict[str, Any]:
         """Return the teachers' hidden states and heads, and `share`; {} without gradients."""
         if not torch.is_grad_enabled():
             return {}
         with torch.no_grad():
-            pairs = [hidden_of(teacher, batch) for teacher in self.teachers]
+            pairs = self._hidden_of_teachers(batch)
             return {
-                "teachers": [(hidden_ND, lm_head.weight) for hidden_ND, lm_head in pairs],
+                "teachers": [(hidden_ND, _whole_head(lm_head)) for hidden_ND, lm_head in pairs],
                 "share": self.share,
             }
+
+
+def _whole_head(lm_head: Any) -> Tensor:
+    """Return the weight of a head, with its trained rows of tokens if it has some."""
+    weight_VD: Tensor = lm_head.weight
+    rows = trained_rows(lm_head)
+    return weight_VD if rows is None else with_replaced_rows(weight_VD, rows)
 
 
 def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
@@ -213,9 +255,11 @@ def _holds(dtype: torch.dtype, value: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
         return abs(value) <= torch.finfo(dtype).max
     if dtype == torch.bool:
-        low, high = 0, 1
+        low = 0
+        high = 1
     else:
-        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        low = torch.iinfo(dtype).min
+        high = torch.iinfo(dtype).max
     return low <= value <= high and value == int(value)
 
 

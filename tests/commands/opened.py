@@ -15,8 +15,8 @@ def main() -> None:
     from monograph.session import warmup
     from monograph.session.resolve import resolve
     from monograph.sweeps.cohort import build_models, make_members_engine
-    from monograph.sweeps.concurrency import have_different_seeds
     from monograph.sweeps.progress import SweepProgress
+    from monograph.sweeps.spec import have_own_rows
 
     def stop(*_: object) -> NoReturn:
         raise Stopped("opened")
@@ -24,9 +24,10 @@ def main() -> None:
     def open_members(self: SweepProgress, *_: object) -> NoReturn:
         for member in self.members:
             member.plan = resolve(member.settings, describe())
-        for group, text in zip(self.groups, self._texts(), strict=True):
-            built_runs = build_models(group.members[:2], text, describe())
-            make_members_engine(built_runs, have_different_seeds(built_runs), default_device())
+        for group, task in zip(self.groups, self._tasks(), strict=True):
+            built_runs = build_models(group.members[:2], task, describe())
+            own_rows = have_own_rows([built.plan for built in built_runs])
+            make_members_engine(built_runs, own_rows, default_device())
         raise Stopped("opened")
 
     warmup.CALIBRATION_S = 0.0

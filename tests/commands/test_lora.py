@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from adapted import LINEAR
 from commands.forked import CommandServer
 from commands.inputs import OWN, newest, over, with_texts
-from monograph.graph.lora import Lora, adapt, merge
+from monograph.graph.lora import Lora, adapt
+from monograph.graph.lora_merge import merge
 from monograph.model.adapter import install_adapters, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, save_model

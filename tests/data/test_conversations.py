@@ -101,6 +101,14 @@ def test_a_bad_record_is_named_with_its_field(record: dict[str, Any], detail: st
     assert not isinstance(fault, str) and fault.detail.startswith(detail)
 
 
+def test_a_chat_that_begins_with_a_tool_is_not_said_to_lack_a_call() -> None:
+    fault = conversation_text({"messages": [{"role": "tool", "content": "3"}, USER, ANSWER]})
+    assert (
+        not isinstance(fault, str)
+        and fault.detail == "messages[0]: roles out of order, tool begins"
+    )
+
+
 def test_numbers_stay_as_they_are(tmp_path: Path) -> None:
     chat = [USER, call(a=1, b=2.0, c=10**30)]
     [file] = find_sources(write_chats(tmp_path / "a.jsonl", [chat]), tmp_path).files

@@ -110,9 +110,13 @@ def test_who_is_faster_does_not_show_in_the_bytes(texts, trained, tmp_path, monk
     assert [done for _, done in told] == sorted(done for _, done in told)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _threads_of_earlier_tests_have_ended():
-    """An engine that nothing refers to ends its thread when it is collected."""
+    """An engine that nothing refers to ends its thread when it is collected.
+
+    Only tests that count threads ask for this: a collection takes most of a second in a process that
+    has run many tests.
+    """
     gc.collect()
 
 
@@ -120,6 +124,7 @@ def own_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("monograph")]
 
 
+@pytest.mark.usefixtures("_threads_of_earlier_tests_have_ended")
 @pytest.mark.parametrize("where", ["reading", "tokenizer", "progress"])
 def test_an_error_or_interrupt_anywhere_comes_out_and_leaves_no_thread(
     texts, trained, tmp_path, monkeypatch, where
@@ -151,6 +156,7 @@ def test_an_error_or_interrupt_anywhere_comes_out_and_leaves_no_thread(
     assert len(calls) <= 6 + 2 * encoding._ENCODERS
 
 
+@pytest.mark.usefixtures("_threads_of_earlier_tests_have_ended")
 def test_an_interrupt_ends_the_training_before_anything_is_merged(documents, monkeypatch):
     monkeypatch.setattr(encoding, "_TRAINING_PARTS", 1)
     merged, train_bpe = [], Tokenizer.train_bpe

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode.cache import CacheSizes, KVCache
-from monograph.decode.prompt_reader import MAX_KNOWN_RECURRENCES, Ids, PromptReader, Reading
+from monograph.decode.prompt_reader import MAX_KNOWN_RECURRENCES, Ids, PromptReader, ReuseKey
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 
@@ -132,7 +132,7 @@ def reader_of(
 
 def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
     reader, prompt = reader_of(), tuple(range(1, 30))
-    assert reader.choose_prompts([prompt], reading=Reading("a")) and not reader.is_finished
+    assert reader.choose_prompts([prompt], reuse_key=ReuseKey("a")) and not reader.is_finished
     assert [
         reader.read_chunks(1),
         reader.read_chunks(2),
@@ -146,13 +146,13 @@ def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
         1,
         True,
     ]
-    assert not reader.choose_prompts([prompt], reading=Reading("a")) and not reader.choose_prompts(
-        [(*prompt[:-1], 60)], reading=Reading("a")
-    )
+    assert not reader.choose_prompts(
+        [prompt], reuse_key=ReuseKey("a")
+    ) and not reader.choose_prompts([(*prompt[:-1], 60)], reuse_key=ReuseKey("a"))
     assert reader.is_finished, "the last token is read by the first step"
-    assert reader.choose_prompts([prompt], reading=Reading("b")) and not reader.is_finished
+    assert reader.choose_prompts([prompt], reuse_key=ReuseKey("b")) and not reader.is_finished
     reader.forget()
-    assert reader.choose_prompts([prompt], reading=Reading("b")) and not any(
+    assert reader.choose_prompts([prompt], reuse_key=ReuseKey("b")) and not any(
         tensor.any() for tensor in all_of(reader.cache)
     )
 

@@ -20,14 +20,10 @@ from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
-from monograph.graph.lora import (
-    Lora,
-    _quantise_base,
-    adapt,
-    adapted_layers,
-    merge,
-    round_frozen_weights,
-)
+from monograph.graph.lora import Lora, adapt, adapted_layers
+from monograph.graph.lora_base import quantise_base
+from monograph.graph.lora_merge import merge
+from monograph.graph.rounded_base import round_frozen_weights
 from monograph.graph.siblings import fuse_known, unfuse_siblings
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
@@ -278,7 +274,7 @@ def banked(
     _, stored = many_stored(plain, loras, spread=0.2)
     model = plain.cuda()
     if base != "auto":
-        _quantise_base(model, base, None)
+        quantise_base(model, base, None)
     return model.to(dtype), install(model, stored, capacity=len(stored) + 1)
 
 

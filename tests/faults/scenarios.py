@@ -53,6 +53,7 @@ from monograph.run.run_index import serial_number
 from monograph.run.writing import discard, record_parent, write_tokenizer
 from monograph.session import reporting
 from monograph.session.objectives.teachers import write_teachers
+from monograph.session.objectives.texts import TextTask
 from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.stream import Placement, Streamed
@@ -431,7 +432,7 @@ def text(scratch: Path) -> Corpus:
 
 
 def cohort_of(folder: Path) -> Cohort:
-    these, words = members_of(load(None, MEMBER, {}), POINTS), text(folder.parent)
+    these, words = members_of(load(None, MEMBER, {}), POINTS), TextTask(text(folder.parent))
     for member in these:
         member.plan = resolve(member.settings, describe())
     made = cohorts.with_length(

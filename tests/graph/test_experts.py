@@ -11,7 +11,8 @@ from batches import captured_to_train, ragged, tiny_llama
 from monograph.errors import InputRefused
 from monograph.graph.experts import ExpertLinear, Int8Experts, NF4Experts
 from monograph.graph.frozen import Int8Linear, NF4Linear, parameter_count
-from monograph.graph.lora import Lora, adapt, adapted_layers, merge, merged_weight
+from monograph.graph.lora import Lora, adapt, adapted_layers
+from monograph.graph.lora_merge import merge, merged_weight
 from monograph.graph.precision import Precision
 from monograph.laws.comparisons import relative_error
 from monograph.model.adapter import install_adapters, pack_adapters

@@ -24,10 +24,10 @@ from monograph.graph.lora import (
     adapted_layers,
     checkpoint_state,
     may_start_without_gradient,
-    merge,
-    round_frozen_weights,
 )
+from monograph.graph.lora_merge import merge
 from monograph.graph.precision import Precision
+from monograph.graph.rounded_base import round_frozen_weights
 from monograph.graph.siblings import fuse_siblings, unfuse_siblings
 from monograph.loss import token_loss
 from monograph.model.adapter import install_adapters

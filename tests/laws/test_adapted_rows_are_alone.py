@@ -38,7 +38,8 @@ from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.capture import compiled
-from monograph.graph.lora import Lora, _quantise_base
+from monograph.graph.lora import Lora
+from monograph.graph.lora_base import quantise_base
 from monograph.model.llama import Llama
 
 # Ranks on both sides of 16, other scales, and other targets.
@@ -94,7 +95,7 @@ class Many:
         loras = [replace(lora, base=base) for lora in loras]
         self.alone, self.stored = many_stored(self.base, loras, spread=0.2)
         if base != "auto":
-            _quantise_base(self.base, base, None)
+            quantise_base(self.base, base, None)
         self.alone[BASE] = self.base
         self.model = copy.deepcopy(self.base)
         self.bank = install(self.model, self.stored, capacity=capacity, rank=rank)
@@ -417,11 +418,11 @@ def read_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def share_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Generator._reading_of
+    own = Generator._reuse_key_of
     monkeypatch.setattr(
         Generator,
-        "_reading_of",
-        lambda self, request: own(self, request)._replace(adapter=0, contents=0),
+        "_reuse_key_of",
+        lambda self, request: own(self, request)._replace(adapter=0, slot_write=0),
     )
 
 

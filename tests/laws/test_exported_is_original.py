@@ -21,7 +21,8 @@ from daily import nightly
 from llama_cpp import LlamaCpp
 from monograph.errors import InputRefused
 from monograph.graph.experts import ExpertLinear
-from monograph.graph.lora import Lora, adapt, adapted_layers, merge
+from monograph.graph.lora import Lora, adapt, adapted_layers
+from monograph.graph.lora_merge import merge
 from monograph.laws.comparisons import relative_error
 from monograph.model.adapter import pack_adapters, save_gguf_adapter
 from monograph.model.config import LlamaConfig

@@ -35,7 +35,8 @@ from laws.together import (
 )
 from monograph.config import load
 from monograph.errors import UsageError
-from monograph.graph.lora import adapt, adapted_layers, merge, store_row_norms
+from monograph.graph.lora import adapt, adapted_layers, store_row_norms
+from monograph.graph.lora_merge import merge
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.laws.comparisons import (

@@ -21,7 +21,8 @@ from monograph import compat
 from monograph.ensemble import Ensemble
 from monograph.errors import UsageError
 from monograph.graph.frozen import NF4
-from monograph.graph.lora import Lora, adapt, adapted_layers, copy_with_shared_base
+from monograph.graph.lora import Lora, adapt, adapted_layers
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.laws.comparisons import member_is_alone, outcome
 from monograph.loop import train
 from monograph.loss import token_loss

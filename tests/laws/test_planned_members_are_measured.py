@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from batches import tiny_llama
 from monograph.ensemble import Ensemble
-from monograph.graph.lora import Lora, copy_with_shared_base
+from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama

@@ -110,7 +110,9 @@ def test_products_have_rows_filled_up_whatever_the_lengths(
     counted = Counted()
     with counted:
         window = next(rollouts)
-        made = rollouts.drawer.rollouts(*rollouts._draw_groups(range(len(texts))))
+        wanted = rollouts._wanted_answers(range(len(texts)))
+        completions = rollouts.drawer.draw(*wanted)
+        made = rollouts.drawer.rollouts(wanted.prompts, completions)
         rollouts.drawer.log_probabilities_of(made, rollouts.drawer.model)
     assert window["tokens"].shape[1] == rollouts.drawer.slots
     assert counted.rows and all(rows % 4 == 0 for rows in counted.rows), counted.rows

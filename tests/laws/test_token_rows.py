@@ -23,7 +23,8 @@ from laws.together import (
     members_are_alone,
     separate_gradient,
 )
-from monograph.graph.lora import Lora, adapt, adapted_layers, merge
+from monograph.graph.lora import Lora, adapt, adapted_layers
+from monograph.graph.lora_merge import merge
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.token_rows import tables_with_rows, trained_rows

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from monograph.graph.experts import Router
-from monograph.graph.lora import Plain
+from monograph.graph.lora_merge import Plain
 from monograph.model.families import FAMILIES
 from monograph.model.layer_types import FULL_ATTENTION
 from monograph.model.layouts import FusedExpertsRule, JoinedLayersRule

@@ -21,7 +21,8 @@ from torch import nn
 from adapted import trained
 from batches import tiny_llama
 from monograph.graph.inspect import unique_state
-from monograph.graph.lora import Lora, merge
+from monograph.graph.lora import Lora
+from monograph.graph.lora_merge import merge
 from monograph.graph.mmap_weights import MappedPieces, MappedWeight, materialize_
 from monograph.graph.precision import Precision
 from monograph.model.adapter import install_adapters, pack_adapters, read_adapter, save_adapter

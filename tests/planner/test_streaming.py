@@ -222,6 +222,7 @@ def test_a_host_that_is_too_small_is_refused_with_what_would_fit():
     assert "0.00 GiB may be taken in" in words
 
 
+@pytest.mark.slow
 def test_what_was_said_to_fit_fits():
     limits = Limits(SMALL, GIB, link=LINK)
     state = (

@@ -107,16 +107,16 @@ def runs(tmp_path: Path) -> list[Run]:
 
 def test_each_member_has_rows_of_its_own(runs: list[Run], tmp_path: Path) -> None:
     journals = MetricsLogs(runs, every=2)
-    assert [journals.add(together(i, (0, i, 0), (1.0, 2.0, 3.0)), {"wall_s": 1.0}) for i in range(3)] == [
-        False, True, False,
-    ]  # fmt: skip
+    extras: list[dict[str, Any]] = [{"wall_s": 1.0, "of": number} for number in range(3)]
+    written = [journals.add(together(i, (0, i, 0), (1.0, 2.0, 3.0)), extras) for i in range(3)]
+    assert written == [False, True, False]
     journals.flush()
     journals.flush()
     for index, run in enumerate(runs):
         alone = MetricsLog(Run.create(tmp_path / f"alone-{index}"), every=1)
         for number in range(3):
             alone.add(
-                update_of(together(number, (0, number, 0), (1.0, 2.0, 3.0)), index), {"wall_s": 1.0}
+                update_of(together(number, (0, number, 0), (1.0, 2.0, 3.0)), index), extras[index]
             )
         assert run.rows() == alone.run.rows(), "the rows that it would have written alone"
     assert [row["skipped"] for row in runs[1].rows()] == [False, True, True]
@@ -132,10 +132,10 @@ def update_of(several: Update, index: int) -> Update:
 def test_a_member_that_diverged_is_told_once_and_written_no_more(runs: list[Run]) -> None:
     journals = MetricsLogs(runs, every=1)
     for index in range(5 + PATIENCE):
-        journals.add(together(index, (0, max(0, index - 4), 0), (1.0, 2.0, 3.0)), {})
+        journals.add(together(index, (0, max(0, index - 4), 0), (1.0, 2.0, 3.0)), [{}] * 3)
         assert journals.find_diverged() == ([1] if index == 4 + PATIENCE else [])
     assert journals.divergences == {1: 5}
-    journals.add(together(5 + PATIENCE, (0, 1 + PATIENCE, 0), (1.0, 2.0, 3.0)), {})
+    journals.add(together(5 + PATIENCE, (0, 1 + PATIENCE, 0), (1.0, 2.0, 3.0)), [{}] * 3)
     assert [run.rows()[-1]["update"] for run in runs] == [6 + PATIENCE, 5 + PATIENCE, 6 + PATIENCE]
     assert runs[1].rows()[-1] == {"update": 5 + PATIENCE, "diverged": 5}
     assert (
@@ -159,7 +159,7 @@ def test_at_the_end_of_a_run_there_is_no_more_to_wait_for(
     journals = MetricsLogs(runs[:2], every=1)
     for index in range(12):
         last_ones = max(0, index + 1 - (12 - skips))
-        journals.add(together(index, (last_ones, 0), (loss if index == 11 else 2.0, 2.0)), {})
+        journals.add(together(index, (last_ones, 0), (loss if index == 11 else 2.0, 2.0)), [{}] * 2)
         assert journals.find_diverged() == []
     assert journals.find_diverged(12) == ([0] if lost else []) and journals.find_diverged(12) == []
     assert journals.divergences == ({0: 12 - skips} if lost else {})
@@ -168,4 +168,4 @@ def test_at_the_end_of_a_run_there_is_no_more_to_wait_for(
 
 def test_one_model_is_an_ensemble_of_one(runs: list[Run]) -> None:
     journals = MetricsLogs(runs[:1], every=1)
-    assert journals.add(update(0), {}) and runs[0].rows()[0]["train_loss"] == 2.5
+    assert journals.add(update(0), [{}]) and runs[0].rows()[0]["train_loss"] == 2.5

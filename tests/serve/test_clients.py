@@ -149,7 +149,7 @@ def test_a_form_is_kept(client: openai.OpenAI) -> None:
         ({"logit_bias": {"9999": 1}}, "logit_bias", "below 259, the vocabulary"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "no chat template"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
         ({"extra_body": {"temperture": 1}}, "temperture", "did you mean temperature?"),
         ({"extra_body": {"regex": "("}}, "regex", "regex"),

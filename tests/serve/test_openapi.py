@@ -226,6 +226,9 @@ VALUES: list[Any] = [
     [{"role": "nobody", "content": "a"}], [{"role": "user", "content": "a", "mood": 1}], [{"content": "a"}],
     [{"role": "tool", "content": [{"type": "text", "text": "a"}], "tool_call_id": "a", "name": None}],
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}], "refusal": ""}],
+    [{"type": "function", "function": {"name": "f", "parameters": {}, "strict": None}}], [{"type": "function"}],
+    [{"type": "function", "function": {"name": "f g"}}], [{"type": "x", "function": {"name": "f"}}], [1], [None],
+    [{"type": "function", "function": {"name": "f", "mood": 1}}], {"type": "function", "function": {"name": 1}},
 ]  # fmt: skip
 # Allowed by itself, and refused beside the other fields of the least request, or by this server's
 # number of rows.

@@ -79,7 +79,9 @@ def test_a_command_names_its_place_before_torch_names_one(
         Reached, match=re.escape(str(tmp_path / ".cache" / "monograph" / "compiled"))
     ):
         if command == "sweep":
-            module.run([], samples=None, verify=None, distill=False, out=None, json=False)
+            module.run(
+                [], samples=None, verify=None, distill=False, prune=None, out=None, json=False
+            )
         elif command == "profile":
             module.run(Settings(), out=None, json=False)
         else:

@@ -42,6 +42,7 @@ def test_a_brief_sweep_is_not_compiled_and_goes_on_so(
         verify=None,
         out=Path("s"),
         distill=False,
+        prune=None,
         json=False,
     )
     assert "not compiled: " in capsys.readouterr().err
@@ -98,5 +99,6 @@ def test_a_long_sweep_is_compiled(
             verify=None,
             out=Path("s"),
             distill=False,
+            prune=None,
             json=False,
         )

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from batches import copied
-from commands.inputs import with_texts
 from monograph import compat
 from monograph.config import load
-from monograph.data.corpus import Corpus, corpus
+from monograph.data.corpus import Corpus
 from monograph.device import describe
 from monograph.ensemble import Ensemble
 from monograph.graph.capture import Backend
@@ -46,18 +45,6 @@ POINTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    folder = with_texts(tmp_path_factory.mktemp("crew"))
-    return corpus(
-        folder / "texts",
-        tokenizer="bytes",
-        sequence_length=32,
-        held_out=0.2,
-        cache=folder / "cache",
-    )
-
-
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[list[Run]]:
     yield [Run.create(tmp_path / str(index)) for index in range(len(POINTS))]
@@ -76,10 +63,14 @@ def built(member: Member, text: Corpus) -> list[BuiltRun]:
 
 
 def mustered(these: list[Member], runs: list[Run], text: Corpus) -> Cohort:
-    made = cohort.with_length(cohort.build_models(these, text, describe()), UPDATES)
+    made = cohort.with_length(cohort.build_models(these, TextTask(text), describe()), UPDATES)
     several = len({m.settings.train.seed for m in these}) > 1
     return cohort.begin_cohort(
-        these, runs, made, text, cohort.make_members_engine(made, several, torch.device("cpu"))
+        these,
+        runs,
+        made,
+        TextTask(text),
+        cohort.make_members_engine(made, several, torch.device("cpu")),
     )
 
 
@@ -107,7 +98,7 @@ def test_a_save_changes_nothing_of_what_a_member_alone_draws_next() -> None:
         plan=SimpleNamespace(job=SimpleNamespace(seed=3)), save=lambda keep: None
     )
     engine = Resident(nn.Linear(3, 2), loss=lambda model, window: (model(window["x"]).sum(), 1))
-    alone: Any = Cohort([], engine, [session], None)  # type: ignore[arg-type]
+    alone: Any = Cohort([], engine, [session], None, [])  # type: ignore[arg-type]
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

@@ -16,6 +16,7 @@ from monograph.config import load
 from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory
 from monograph.run.progress import Progress
+from monograph.session.objectives.texts import TextTask
 from monograph.session.resolve import resolve
 from monograph.sweeps import members_memory
 from monograph.sweeps.concurrency import TimedGroup, WidthTime, choose_updates
@@ -23,7 +24,7 @@ from monograph.sweeps.members_memory import MembersMemory
 from monograph.sweeps.spec import MemberGroup, groups_of, members_of
 
 GIB = 2**30
-TEXT = SimpleNamespace(train=SimpleNamespace(per_epoch=10_000), held_out=range(100))
+TEXT: Any = SimpleNamespace(train=SimpleNamespace(per_epoch=10_000), held_out=range(100))
 
 
 def groups(updates: int | None, lr: int, **axes: list[Any]) -> list[MemberGroup]:
@@ -42,7 +43,7 @@ def timed_group(
     group: MemberGroup, seconds: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
 ) -> TimedGroup:
     """One whose times are made up: `seconds(width)` an update, 20 s to compile."""
-    made: Any = TimedGroup(group, TEXT, torch.device("cpu"), describe())  # type: ignore[arg-type]
+    made: Any = TimedGroup(group, TextTask(TEXT), torch.device("cpu"), describe())
 
     def time(width: int, progress: Progress) -> WidthTime:
         made.held_out_row_s[width] = 0.001 * width
@@ -121,7 +122,7 @@ def test_evaluations_take_half_of_the_minutes_at_most(monkeypatch: pytest.Monkey
     """
     [group] = groups(None, 4)
     found = timed_group(group, lambda k: 0.1 * k, monkeypatch)
-    found.text = SimpleNamespace(train=TEXT.train, held_out=range(10**6))
+    found.task = TextTask(SimpleNamespace(train=TEXT.train, held_out=range(10**6)))
     assert choose_updates([found], 0, progress()) == [pytest.approx(0.95 * 60 / 0.4, abs=1)]
 
 

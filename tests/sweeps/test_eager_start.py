@@ -65,7 +65,9 @@ def compiling_for(updates: int, monkeypatch: pytest.MonkeyPatch, end: object = 0
 
 
 def sweep(arguments: list[str], out: str, verify: int | None = None) -> int:
-    return run(arguments, samples=None, verify=verify, out=Path(out), distill=False, json=False)
+    return run(
+        arguments, samples=None, verify=verify, out=Path(out), distill=False, prune=None, json=False
+    )
 
 
 def weights(out: str) -> dict[str, str]:

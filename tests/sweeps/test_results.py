@@ -78,7 +78,7 @@ def test_a_member_that_lost_its_last_checkpoint_is_not_over(tmp_path: Path) -> N
 
 def test_the_table_as_a_person_reads_it(tmp_path: Path) -> None:
     found = outcomes(tmp_path, BITS)
-    lines = results.table_lines(results.compare_settings(found), {4: 31})
+    lines = results.table_lines(results.compare_settings(found), found)
     assert [line.split() for line in lines] == [
         ["lr", "bits/byte"],
         ["0.001", "2.100", "±", "0.100", "tied", "(+0.070)"],
@@ -100,17 +100,16 @@ def test_the_table_as_a_person_reads_it(tmp_path: Path) -> None:
 def test_members_that_have_no_score_yet_are_blank(tmp_path: Path) -> None:
     found = outcomes(tmp_path, [2.0, 2.2, *[math.nan] * 4])
     assert [each.is_over for each in found] == [True, True, False, False, False, False]
-    lines = results.table_lines(results.compare_settings(found), {})
+    lines = results.table_lines(results.compare_settings(found), found)
     assert lines[1].split() == ["0.001", "2.100", "±", "0.100", "best"] and lines[2].split() == [
         "0.002"
     ]
 
 
 def test_every_member_diverged(tmp_path: Path) -> None:
-    table = results.compare_settings(outcomes(tmp_path, [None] * 6))
-    assert results.table_lines(table, dict.fromkeys(range(6), 31))[1].endswith(
-        "diverged at update 31, 31"
-    )
+    found = outcomes(tmp_path, [None] * 6)
+    table = results.compare_settings(found)
+    assert results.table_lines(table, found)[1].endswith("diverged at update 31, 31")
     assert "every member diverged" in results.verdict(table)
 
 

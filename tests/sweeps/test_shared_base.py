@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from commands.inputs import with_texts
 from commands.test_lora import write_base
 from monograph.checkpointing import load_newest
 from monograph.config import load
-from monograph.data.corpus import Corpus, corpus
+from monograph.data.corpus import Corpus
 from monograph.device import describe
 from monograph.ensemble import Ensemble
-from monograph.graph.lora import frozen_parameters
+from monograph.graph.shared_base import frozen_parameters
 from monograph.loop import train
+from monograph.run import recorded_state
 from monograph.run.folder import Run
 from monograph.session.objectives.texts import TextTask
 from monograph.session.resolve import resolve
@@ -41,20 +40,9 @@ POINTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = with_texts(tmp_path_factory.mktemp("shared"))
+    folder = tmp_path_factory.mktemp("shared")
     write_base(folder / "base")
     return folder
-
-
-@pytest.fixture(scope="module")
-def text(folder: Path) -> Iterator[Corpus]:
-    yield corpus(
-        folder / "texts",
-        tokenizer="bytes",
-        sequence_length=32,
-        held_out=0.2,
-        cache=folder / "cache",
-    )
 
 
 def members(folder: Path, points: list[dict[str, Any]]) -> list[Member]:
@@ -82,28 +70,29 @@ def test_adapters_swept_on_one_base_train_and_are_saved_as_alone(
     """Law 5 for ranks, scales, rates and seeds that differ."""
     these = members(folder, POINTS)
     assert len(groups_of(these)) == 1
-    made = cohort.with_length(cohort.build_models(these, text, describe()), UPDATES)
-    engine = cohort.make_members_engine(made, windows_differ=True, device=CPU)
+    made = cohort.with_length(cohort.build_models(these, TextTask(text), describe()), UPDATES)
+    engine = cohort.make_members_engine(made, own_rows=True, device=CPU)
     assert isinstance(engine, Ensemble)
     bases = [[memory_of(p) for p in frozen_parameters(member)] for member in engine.members]
     assert bases[0] == bases[1] == bases[2]
     runs = [Run.create(tmp_path / str(index)) for index in range(len(these))]
-    together = cohort.begin_cohort(these, runs, made, text, engine)
+    together = cohort.begin_cohort(these, runs, made, TextTask(text), engine)
     updates = list(train(engine, together.windows, UPDATES))
     for place, member in enumerate(these):
         losses = [float(update.loss[place]) for update in updates]
         assert losses == pytest.approx(alone(member, text), rel=1e-5), "fp32, five updates"
     together.save()
     together.close()
-    saved = load_newest(runs[2].checkpoints, lambda line: None).model
-    ranks = {tensor.shape[0] for name, tensor in saved.items() if "lora_A" in name}
+    saved = load_newest(runs[2].checkpoints, lambda line: None)
+    ranks = {tensor.shape[0] for name, tensor in saved.model.items() if "lora_A" in name}
     assert ranks == {7}
+    recorded_state.require_valid(saved.state, UPDATES, runs[2])  # its seed is that of its recipe
 
 
 @pytest.mark.parametrize("key", ["lora.rank", "lora.alpha", "lora.dropout"])
 def test_an_engine_is_not_filled_with_other_adapters(folder: Path, text: Corpus, key: str) -> None:
     values = {"lora.rank": (4, 2), "lora.alpha": (8.0, 16.0), "lora.dropout": (0.0, 0.1)}[key]
     these = members(folder, [{"lora.rank": 4, key: value} for value in values])
-    made = cohort.build_models(these, text, describe())
+    made = cohort.build_models(these, TextTask(text), describe())
     engines = [make_engine(built, CPU) for built in cohort.with_length(made, UPDATES)]
     assert not cohort.reuse_engine(engines[0], engines[1])

@@ -8,6 +8,8 @@ imports torch, so that a process that only compiles constraints starts quickly.
 
 from collections.abc import Collection, Iterable, Sequence
 
+from monograph.automata.calls import Calls, calls_expression, pieces_of_calls
+from monograph.automata.counting import Ambiguous
 from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.automata.expression import Alternation, Expression, concatenation, literal
 from monograph.automata.pattern import fullmatch_expression
@@ -19,7 +21,9 @@ __all__ = [
     "KINDS",
     "Automaton",
     "ByteAutomaton",
+    "Calls",
     "acceptor",
+    "call_constraint",
     "constraint",
     "stop_strings",
 ]
@@ -51,6 +55,37 @@ def constraint(
         # automaton is compiled without counters, with a state for each length.
         automaton, where = _compile(kind, value, lead, uses_counters=False)
     return constraint_automaton(automaton, pieces, end_ids, where)
+
+
+def call_constraint(calls: Calls, pieces: Sequence[bytes], end_ids: Collection[int]) -> Automaton:
+    """Return an automaton that allows a token only if the answer can still become an accepted one.
+
+    Args:
+        calls: which calls an answer may or must have.
+        pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
+        end_ids: the tokens that end an answer.
+
+    Raises:
+        InputRefused: the schema of a function is refused as in `constraint`.
+    """
+    where = "the calls of the tools"
+    spelled = pieces_of_calls(calls.frame, pieces)
+    ends = set(end_ids)
+    alphabet = set(b"".join([piece for token, piece in enumerate(spelled) if token not in ends]))
+    try:
+        try:
+            automaton = compile_expression(calls_expression(calls, alphabet), where)
+        except Ambiguous:
+            automaton = compile_expression(
+                calls_expression(calls, alphabet, uses_counters=False), where
+            )
+        if automaton.has_counters and not has_each_byte(automaton, spelled, end_ids):
+            automaton = compile_expression(
+                calls_expression(calls, alphabet, uses_counters=False), where
+            )
+    except RecursionError:
+        raise InputRefused(f"{where} are nested too deep: make them flatter") from None
+    return constraint_automaton(automaton, spelled, end_ids, where)
 
 
 def acceptor(kind: str, value: object) -> ByteAutomaton:

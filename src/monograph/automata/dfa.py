@@ -40,6 +40,7 @@ from monograph.automata.expression import (
     Expression,
     Intersection,
     Repetition,
+    StateMachine,
     WithSource,
 )
 from monograph.errors import InputRefused
@@ -209,6 +210,10 @@ class Positions:
             first = self.first_positions(expression.part, after)
             self.budget.source = outer_source
             return first
+        if isinstance(expression, StateMachine):
+            return self.add_automaton(
+                expression.rows, expression.accepting, expression.symbols_of, after
+            )
         assert isinstance(expression, Repetition)
         return self._repeated_positions(expression, after)
 

@@ -10,7 +10,7 @@ spellings inside a JSON string.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -73,8 +73,30 @@ class WithSource:
     source: str
 
 
+@dataclass(frozen=True, eq=False)
+class StateMachine:
+    """Matches the texts that lead from state 0 of an automaton to an accepting state.
+
+    Attributes:
+        rows: for each state {class of bytes: next state}.
+        accepting: whether a text may end in each state.
+        symbols_of: a bit mask of the bytes of each class.
+    """
+
+    rows: tuple[Mapping[int, int], ...]
+    accepting: tuple[bool, ...]
+    symbols_of: Mapping[int, int]
+
+
 Expression: TypeAlias = (
-    ByteSet | Concatenation | Alternation | Repetition | Intersection | CounterMark | WithSource
+    ByteSet
+    | Concatenation
+    | Alternation
+    | Repetition
+    | Intersection
+    | CounterMark
+    | WithSource
+    | StateMachine
 )
 
 

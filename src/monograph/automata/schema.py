@@ -2,9 +2,9 @@
 
 docs/constraints.md lists the supported keywords.
 
-Every accepted text is compact JSON that the schema validates. Conversely, every valid value is
-accepted in compact form, with the members of its objects in the schema's order, unless it has more
-digits or characters than the defaults allow.
+Every accepted text is JSON that the schema validates, without white space, or with the one that the
+separators have. Conversely, every valid value is accepted in this form, with the members of its objects
+in the schema's order, unless it has more digits or characters than the defaults allow.
 
 The lengths of strings and arrays are counted by counters (`monograph.automata.counting`). In two
 cases lengths are written out instead, which means that the automaton has a state for each length:
@@ -38,6 +38,7 @@ from monograph.automata.expression import (
     optional,
 )
 from monograph.automata.pattern import search_expression
+from monograph.automata.values import COMPACT, Separators
 from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
@@ -100,18 +101,29 @@ def parse_schema(text: str) -> Any:
         raise InputRefused(f"the JSON schema cannot be read as JSON: {json_fault(error)}") from None
 
 
-def schema_expression(schema: object, uses_counters: bool = True) -> Expression:
-    """Return an expression for the compact JSON texts that a schema validates.
+def schema_expression(
+    schema: object,
+    uses_counters: bool = True,
+    separators: Separators = COMPACT,
+    *,
+    is_bounded: bool = True,
+) -> Expression:
+    """Return an expression for the JSON texts that a schema validates.
 
     Args:
         schema: a JSON schema (draft 2020-12) as `json.loads` returns it.
         uses_counters: whether counters count lengths; False: all lengths are written out.
+        separators: what the texts have between members and after their names; no other white space
+            is accepted.
+        is_bounded: whether a string without 'maxLength' has a default one, and an array without
+            'maxItems' is refused; otherwise both may be of any length.
 
     Raises:
         InputRefused: the schema is unbounded, outside the subset, or malformed; the message has the
             place and the key.
     """
-    reader = _SchemaReader(schema, counters_in_use=0 if uses_counters else COUNTERS)
+    counters_in_use = 0 if uses_counters else COUNTERS
+    reader = _SchemaReader(schema, counters_in_use, separators, is_bounded=is_bounded)
     return reader.read(schema, ("#",))
 
 
@@ -122,6 +134,8 @@ class _SchemaReader:
 
     Attributes:
         root: the schema.
+        separators: see `schema_expression`.
+        is_bounded: see `schema_expression`.
         counters_in_use: how many counters the arrays around the schema that is being read use. The
             schema itself uses the next one. COUNTERS: none is free, so lengths are written out.
         expressions: the expression of each referenced schema that was read, by (its identity,
@@ -130,8 +144,17 @@ class _SchemaReader:
         budget: limits the time that reading takes.
     """
 
-    def __init__(self, root: object, counters_in_use: int) -> None:
+    def __init__(
+        self,
+        root: object,
+        counters_in_use: int,
+        separators: Separators = COMPACT,
+        *,
+        is_bounded: bool = True,
+    ) -> None:
         self.root = root
+        self.separators = separators
+        self.is_bounded = is_bounded
         self.counters_in_use = counters_in_use
         self.expressions: dict[tuple[int, int], Expression] = {}
         self.being_read: list[int] = []
@@ -337,7 +360,8 @@ class _SchemaReader:
         if not allowed:
             self.refuse(path, "no value of 'enum' and 'const' is valid")
         return WithSource(
-            Alternation(tuple(map(values.constant, allowed))), f"'enum' at {pointer(path)}"
+            Alternation(tuple(values.constant(value, self.separators) for value in allowed)),
+            f"'enum' at {pointer(path)}",
         )
 
     # ── scalars ───────────────────────────────────────────────────────────────────────────────────
@@ -363,12 +387,18 @@ class _SchemaReader:
         # `_size` returns None if the schema has null, which counts as 0.
         min_length = self._size(schema, "minLength", 0, path) or 0
         default_max = min(min_length + values.STRING_LENGTH, MAX_COUNT)
+        has_limit = self.is_bounded or schema.get("maxLength") is not None
         max_length = self._size(schema, "maxLength", default_max, path) or 0
         if max_length < min_length:
             self.refuse(path, f"maxLength = {max_length} is below minLength = {min_length}")
         # `source` is the keyword that an error blames if the automaton is too large.
         characters: Expression
-        if self.counters_in_use == COUNTERS:
+        if not has_limit:
+            source = "pattern" if "pattern" in schema else "minLength"
+            characters = Repetition(in_json(ANY), min_length, None)
+            if "pattern" in schema:
+                characters = Intersection(self._pattern(schema, path, in_json), characters)
+        elif self.counters_in_use == COUNTERS:
             # No counter is free, so the length is written out.
             source = "maxLength"
             characters = Repetition(in_json(ANY), min_length, max_length)
@@ -463,11 +493,11 @@ class _SchemaReader:
         has_only_prefix = items is False or (bool(prefix) and items is None)
         default_max = len(prefix) if has_only_prefix else None
         max_items = self._size(schema, "maxItems", default_max, path)
-        if max_items is None:
+        if max_items is None and (self.is_bounded or items is None):
             self.refuse(path, "an array without 'maxItems' is not bounded: give 'maxItems'")
-        if items in (None, False):
+        if max_items is not None and items in (None, False):
             max_items = min(max_items, len(prefix))
-        if max_items < min_items:
+        if max_items is not None and max_items < min_items:
             self.refuse(
                 path,
                 f"no array has as many items as minItems = {min_items}: at most {max_items} are valid",
@@ -477,12 +507,12 @@ class _SchemaReader:
             for index, item in enumerate(prefix[:max_items])
         ]
         rest: Expression = concatenation()
-        if max_items > len(first_items):
+        if max_items is None or max_items > len(first_items):
             first_items, rest = self._repeated_items(first_items, items, min_items, max_items, path)
         # The loop goes from the last item to the first. `rest` is everything that may follow the current
         # item; an item that may be missing is optional together with its rest.
         for index in reversed(range(len(first_items))):
-            comma = literal(b",") if index else concatenation()
+            comma = literal(self.separators.item) if index else concatenation()
             rest = concatenation(comma, first_items[index], rest)
             if index >= min_items:
                 rest = optional(rest)
@@ -493,7 +523,7 @@ class _SchemaReader:
         first_items: list[Expression],
         items: object,
         min_items: int,
-        max_items: int,
+        max_items: int | None,
         path: tuple[str, ...],
     ) -> tuple[list[Expression], Expression]:
         """Return expressions for the first items of an array, and for the repeated items after them.
@@ -502,7 +532,7 @@ class _SchemaReader:
             first_items: the expressions of 'prefixItems'.
             items: the schema of the items after them.
             min_items: the smallest number of all items.
-            max_items: the largest number of all items, more than `first_items`.
+            max_items: the largest number of all items, more than `first_items`; None: any number.
             path: the path to the array's schema.
 
         Returns:
@@ -513,16 +543,18 @@ class _SchemaReader:
         if not first_items:
             first_items = [self.read(items, (*path, "items"))]
         minimum = max(min_items - len(first_items), 0)
-        maximum = max_items - len(first_items)
-        if not maximum:
+        maximum = None if max_items is None else max_items - len(first_items)
+        if maximum == 0:
             return first_items, concatenation()
-        if self.counters_in_use == COUNTERS:
-            item = concatenation(literal(b","), self.read(items, (*path, "items")))
+        comma = literal(self.separators.item)
+        if maximum is None or self.counters_in_use == COUNTERS:
+            item = concatenation(comma, self.read(items, (*path, "items")))
             repetition = Repetition(item, minimum, maximum)
-            return first_items, WithSource(repetition, f"'maxItems' at {pointer(path)}")
+            source = "minItems" if maximum is None else "maxItems"
+            return first_items, WithSource(repetition, f"{source!r} at {pointer(path)}")
         count = CounterMark(CounterOperation("count", self.counters_in_use))
         self.counters_in_use += 1
-        item = concatenation(count, literal(b","), self.read(items, (*path, "items")))
+        item = concatenation(count, comma, self.read(items, (*path, "items")))
         self.counters_in_use -= 1
         # The operations of a counter cannot tell that items which match no text are never repeated.
         # One repetition is written out, so that an array that needs such an item matches no text.
@@ -556,13 +588,13 @@ class _SchemaReader:
         options: list[Expression] = []
         for name, member in reversed([*(properties or {}).items()]):
             value = self.read(member, (*path, f"properties/{escape_for_pointer(name)}"))
-            text = concatenation(values.constant(name), literal(b":"), value)
+            text = concatenation(values.constant(name), literal(self.separators.key), value)
             self.budget.spend(len(after))
             # If this member is required, no later member can come first.
             if name in required_names:
                 options = []
             options = [concatenation(text, *after), *options]
-            with_comma = concatenation(literal(b","), text)
+            with_comma = concatenation(literal(self.separators.item), text)
             after = [with_comma if name in required_names else optional(with_comma), *after]
         if not required_names:
             options.append(concatenation())

@@ -7,7 +7,7 @@ members of objects one by one.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from monograph.automata.expression import (
     Alternation,
@@ -34,29 +34,39 @@ _DIGIT = byte_range(0x30, 0x39)
 _QUOTE = literal(b'"')
 
 
-def constant(value: object) -> Expression:
-    """Return an expression for a JSON value in compact form; `in_json` spells its strings."""
+class Separators(NamedTuple):
+    """What stands between two members or items of JSON, and after the name of a member."""
+
+    item: bytes = b","
+    key: bytes = b":"
+
+
+COMPACT = Separators()
+
+
+def constant(value: object, separators: Separators = COMPACT) -> Expression:
+    """Return an expression for a JSON value with these separators; `in_json` spells its strings."""
     if isinstance(value, str):
         characters = [in_json(single(ord(character))) for character in value]
         return concatenation(_QUOTE, *characters, _QUOTE)
     if isinstance(value, list):
-        items = [constant(item) for item in value]
-        return concatenation(literal(b"["), *_with_commas(items), literal(b"]"))
+        items = [constant(item, separators) for item in value]
+        return concatenation(literal(b"["), *_separated(items, separators), literal(b"]"))
     if isinstance(value, Mapping):
         members = [
-            concatenation(constant(name), literal(b":"), constant(member))
+            concatenation(constant(name), literal(separators.key), constant(member, separators))
             for name, member in value.items()
         ]
-        return concatenation(literal(b"{"), *_with_commas(members), literal(b"}"))
+        return concatenation(literal(b"{"), *_separated(members, separators), literal(b"}"))
     return literal(json.dumps(value).encode())
 
 
-def _with_commas(parts: Sequence[Expression]) -> list[Expression]:
-    """Return the parts with a comma between each two."""
+def _separated(parts: Sequence[Expression], separators: Separators) -> list[Expression]:
+    """Return the parts with a separator between each two."""
     separated: list[Expression] = []
     for part in parts:
         if separated:
-            separated.append(literal(b","))
+            separated.append(literal(separators.item))
         separated.append(part)
     return separated
 

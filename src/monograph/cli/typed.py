@@ -415,6 +415,13 @@ def sweep(
             "--distill", "at the end, train one more model on the members' averaged probabilities"
         ),
     ] = False,
+    prune: Annotated[
+        float | None,
+        _option(
+            "P",
+            "stop members early that can hardly win; the best is stopped with a probability of at most P",
+        ),
+    ] = None,
     trust_code: TrustCodeOption = False,
     json: JsonOption = False,
 ) -> int:
@@ -431,7 +438,13 @@ def sweep(
     if minutes is not None:
         all_arguments = [*all_arguments, f"train.minutes={minutes:g}"]
     return interrupts.working(run)(
-        all_arguments, samples=samples, verify=verify, out=out, distill=distill, json=json
+        all_arguments,
+        samples=samples,
+        verify=verify,
+        out=out,
+        distill=distill,
+        prune=prune,
+        json=json,
     )
 
 

@@ -42,7 +42,7 @@ from monograph.session.evaluated_model import (
     answer_questions,
     load_from_folder,
     load_from_run,
-    mixture_of,
+    load_mixture,
     require_finite,
 )
 from monograph.storage.reading import contents, exists, is_file, is_folder, without_links
@@ -194,7 +194,7 @@ def _open_side(name: str) -> _Side:
     runs_by_seed: dict[int, Run] = {}  # empty for a mixture and for a model's folder
     members = mixture_members(name)  # empty if the name is not that of a mixture
     if members:
-        models = [mixture_of([load_from_run(run, warn) for run in members], name)]
+        models = [load_mixture(members, name, warn)]
     elif names_run(name) or not exists(name):
         # A name that does not exist also comes here, since the error of `Run.locate` suggests others.
         folder = Run.locate(name)

@@ -20,7 +20,7 @@ from monograph.session.evaluated_model import (
     answer_questions,
     load_from_folder,
     load_from_run,
-    mixture_of,
+    load_mixture,
     require_finite,
 )
 from monograph.sweeps.results import mixture_members
@@ -83,7 +83,7 @@ def _open_model(name: str, members: Sequence[Run]) -> tuple[EvaluatedModel, bool
         members: the runs of a sweep, if `name` is the sweep's mixture; otherwise empty.
     """
     if members:
-        return mixture_of([load_from_run(member, warn) for member in members], name), True
+        return load_mixture(members, name, warn), True
     named_run = find_run(name)
     if named_run:
         return load_from_run(named_run, warn), True

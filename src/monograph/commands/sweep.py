@@ -25,13 +25,15 @@ from monograph.session import ranks
 from monograph.session.reporting import final_summary
 from monograph.session.setup import make_repeatable
 from monograph.session.shown_commands import show_command
+from monograph.step.retries import empty_cache
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
 from monograph.sweeps import results, spec
 from monograph.sweeps.after_update import AfterUpdateOfRound
 from monograph.sweeps.cohort import Cohort, resume_cohort
 from monograph.sweeps.folder import Sweep
-from monograph.sweeps.progress import SweepProgress
+from monograph.sweeps.progress import Round, SweepProgress
+from monograph.sweeps.pruning import require_prunable
 from monograph.sweeps.results import require_teachers
 
 
@@ -42,6 +44,7 @@ def run(
     verify: int | None,
     out: Path | None,
     distill: bool,
+    prune: float | None,
     json: bool,
 ) -> int:
     """Train or resume the members and compare them; see the command line's help.
@@ -53,6 +56,8 @@ def run(
             none is.
         out: the sweep's folder; None means a new one, or the newest one.
         distill: whether to train a model that learns from all members.
+        prune: the largest probability with which the best setting may be stopped early; None: all
+            members train to the end.
         json: whether to print the results as JSON.
 
     Returns:
@@ -83,6 +88,8 @@ def run(
             require_teachers(sweep, world.size)
             sweep.record["distill"] = True
             sweep.write()
+        if world.leads and prune is not None:
+            _set_prune(sweep, prune)
         state = SweepProgress(sweep, progress, world)
         if not world.broadcast(state.are_over(state.members)):
             _train(state, progress)
@@ -91,6 +98,23 @@ def run(
         world.broadcast(None)  # the other ranks wait until rank 0 has written the results
         world.leave()
     return exit_code
+
+
+def _set_prune(sweep: Sweep, probability: float) -> None:
+    """Record that members are stopped early; see `monograph.sweeps.pruning`.
+
+    Raises:
+        UsageError: nothing can be compared, or the sweep was begun without --prune or with another P.
+    """
+    require_prunable(sweep.points, probability)
+    recorded = sweep.record.get("prune")
+    if "groups" in sweep.record and recorded != probability:
+        begun = "without --prune" if recorded is None else f"with --prune {recorded:g}"
+        raise UsageError(
+            f"--prune {probability:g}: {sweep.run.folder} was begun {begun}, and goes on so: leave it out"
+        )
+    sweep.record["prune"] = probability
+    sweep.write()
 
 
 def _open_or_create(
@@ -198,19 +222,15 @@ def _train(state: SweepProgress, progress: Progress) -> None:
         StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop,
     ):
         try:
-            for timed_group, updates, members in state.rounds:
-                if state.are_over(members):
-                    continue
-                with state.sweep.lock_members(members) as runs:
-                    cohort = timed_group.cohort_of_round(members, runs, updates, progress)
-                    _train_round(cohort, updates, state, block, stop, progress)
+            for round_ in state.rounds:
+                if not state.are_over(round_.members):
+                    _train_round(round_, state, block, stop, progress)
         finally:
             state.record_time()
 
 
 def _train_round(
-    cohort: Cohort,
-    updates: int,
+    round_: Round,
     state: SweepProgress,
     block: SweepDisplay,
     stop: StopSignal,
@@ -218,16 +238,64 @@ def _train_round(
 ) -> None:
     """Train the members of a round together.
 
-    Training begins at the newest update of which all members have a checkpoint, or else at the start.
+    Members that are stopped early leave the graph: the others go on from their checkpoints in a smaller
+    one, exactly as a sweep that is resumed.
 
     Args:
-        cohort: the members of a round, and what trains them.
-        updates: the number of updates of each member.
+        round_: the round.
         state: the sweep.
         block: the live display.
         stop: the user's signals.
         progress: the display's lines.
     """
+    timed_group, updates, members = round_
+    is_over = False
+    counts_resumed = True  # only what earlier processes have done
+    while not is_over:
+        learning = state.learning(members)
+        with state.sweep.lock_members(learning) as runs:
+            # No variable has the cohort, so that its memory is free before the next one is made.
+            is_over = _train_cohort(
+                timed_group.cohort_of_round(learning, runs, updates, progress),
+                round_,
+                state,
+                block,
+                stop,
+                progress,
+                counts_resumed=counts_resumed,
+            )
+        counts_resumed = False
+        empty_cache(timed_group.device)
+
+
+def _train_cohort(
+    cohort: Cohort,
+    round_: Round,
+    state: SweepProgress,
+    block: SweepDisplay,
+    stop: StopSignal,
+    progress: Progress,
+    *,
+    counts_resumed: bool,
+) -> bool:
+    """Train members of a round together, until some are stopped early or the round is over.
+
+    Training begins at the newest update of which all members have a checkpoint, or else at the start.
+
+    Args:
+        cohort: those members of the round that were not stopped early, and what trains them.
+        round_: the round.
+        state: the sweep.
+        block: the live display.
+        stop: the user's signals.
+        progress: the display's lines.
+        counts_resumed: whether the updates before the checkpoint are added to those that are done.
+
+    Returns:
+        Whether the round is over. Otherwise members were stopped, and the others go on without them.
+    """
+    updates = round_.updates
+    looks = state.looks_of(round_)
     # A member that was trained before has rows in its metrics.
     were_trained_before = any(session.run.metrics_offset for session in cohort.sessions)
     divergences = state.divergences_in_round(cohort.members)
@@ -237,9 +305,16 @@ def _train_round(
             progress.line(
                 "warning", "no update of which every member has a sound checkpoint: they begin anew"
             )
+    cohort.prepare_reference_scores(resumed_at > 0, progress)
+    if resumed_at == 0:
         cohort.save()  # every run has a checkpoint of its beginning
-    block.resume(state.count_resumed(cohort))
-    after = AfterUpdateOfRound(cohort, updates, state, block, stop)
+    if counts_resumed:
+        block.resume(state.count_resumed(cohort))
+    # A process may have ended between the checkpoints of a look and its decision.
+    if resumed_at in looks.deciding and state.stop_hopeless(round_, resumed_at):
+        _leave(cohort, state, block, updates - resumed_at)
+        return False
+    after = AfterUpdateOfRound(cohort, updates, looks, state, block, stop)
     for update in train(cohort.engine, cohort.windows, updates):
         round_state = after.note(update)
         with after.since_shown.paused():
@@ -249,7 +324,27 @@ def _train_round(
         if round_state.all_diverged:
             after.shorten_bar(round_state)
             break
+        done = round_state.updates_done
+        if done in looks.deciding and state.stop_hopeless(round_, done):
+            _leave(cohort, state, block, updates - done)
+            return False
     state.write_summaries(cohort)
+    cohort.close()
+    return True
+
+
+def _leave(cohort: Cohort, state: SweepProgress, block: SweepDisplay, remaining: int) -> None:
+    """End a cohort of which members were stopped early.
+
+    Args:
+        cohort: the cohort.
+        state: the sweep.
+        block: the live display, whose bar leaves out what the stopped members will not do.
+        remaining: the number of updates that they will not make.
+    """
+    stopped = len(cohort.members) - len(state.learning(cohort.members))
+    block.shorten_bar(stopped * remaining)
+    block.refresh_table()
     cohort.close()
 
 

@@ -137,18 +137,20 @@ def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, A
         InputRefused: a column is unknown, and has a value somewhere.
     """
     columns = table_columns(path)
-    read = [name for name in columns if keys.is_read(name)]
-    ignored = [name for name in columns if name not in read and keys.is_ignored(name)]
+    read_columns = [name for name in columns if keys.is_read(name)]
+    ignored_columns = [
+        name for name in columns if name not in read_columns and keys.is_ignored(name)
+    ]
     for name in columns:
-        if name in read or name in ignored:
+        if name in read_columns or name in ignored_columns:
             continue
         row = first_row_with_value(path, name)
         if row is not None:
             raise InputRefused(f"{place_of(path, row)}: {keys.unknown_column_error(name, columns)}")
-    for number, record in table_objects(path, read):
+    for number, record in table_objects(path, read_columns):
         yield number, record
         # Ignored columns are not read, so `keys.read` cannot count them in the record.
-        keys.counts.update(ignored)
+        keys.counts.update(ignored_columns)
 
 
 def conversation_text(record: Mapping[str, Any]) -> str | Fault:
@@ -378,7 +380,9 @@ def _require_order(messages: Sequence[Mapping[str, Any]], place_pattern: str) ->
         # follow each other, because an assistant's message may have several calls. So only the first
         # of them must have a call directly before it.
         lacks_call = (
-            role == "tool" and previous != "tool" and not messages[number - 1].get("tool_calls")
+            role == "tool"
+            and previous == "assistant"
+            and not messages[number - 1].get("tool_calls")
         )
         if previous not in _PREVIOUS_ROLES[role] or lacks_call:
             fault = f"follows {previous}" if previous else "begins"

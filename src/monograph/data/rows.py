@@ -9,7 +9,7 @@ So there is no state to store, and the row at any position of the order can be c
 not at all. A *share* is consecutive rows with the same weight.
 
 Shape suffixes: P pieces, R rows, T positions of a row, N inputs of all requested pieces, S shares,
-V visits to a share.
+V visits to a share, L lengths of a piece from 0 to T.
 """
 
 import functools
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 # The id under `targets` at positions without a target: torch's ignore_index.
 IGNORE = -100
 _ROUNDS = 8  # of the Feistel network in `_feistel`
+# Numbers that may overflow are arrays of one element: numpy warns if a scalar overflows, but not if an
+# array does.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: the increment of splitmix64
 
 UInt64 = NDArray[np.uint64]

@@ -8,7 +8,7 @@ padded with zeros, which add nothing.
 Adapters may have magnitudes (DoRA), and rows of the embedding and the head for a few tokens. The bank
 has room for them if one of the adapters has them with which it begins.
 
-A slot is written in place, so that a captured graph needs not be captured again.
+A slot is written in place, so that a captured graph need not be captured again.
 
 Shapes: S slots, B rows, K inputs, N outputs, R the bank's rank, Q an adapter's rank, C tokens with rows
 of their own, D hidden size.
@@ -33,12 +33,13 @@ from monograph.graph.token_rows import TableWithRows
 from monograph.model.llama import Llama
 from monograph.ops.row_norms import row_norms
 
-# The name by which one asks for the model without an adapter.
+# The name that requests use for the model without an adapter.
 BASE = "base"
 BASE_SLOT = 0
-# The rank of a bank is at least this one, unless the user says otherwise.
+# The rank of a bank is at least this, unless the user gives another one.
 LEAST_RANK = 16
-# What to do with an adapter for which a bank has no form.
+# The remedy for an adapter that a bank cannot hold. A folder with an adapter that is given as the model
+# itself is loaded with its adapter merged into the weights.
 MERGE = "give this folder in the place of the model"
 _BEGIN_WITH_IT = "begin with this adapter"
 
@@ -77,9 +78,9 @@ class StoredAdapter(NamedTuple):
     Attributes:
         place: the folder that it was read from, for messages.
         rank: Q.
-        scale: s, by which its output is multiplied.
+        scale: s, the factor of its output.
         factors: the matrices of each layer that it changes, by the layer's name.
-        digest: stands for its numbers.
+        digest: a hash of the matrices, the scale and the rows of tokens.
         token_rows: its rows of tokens, or None.
     """
 
@@ -102,7 +103,7 @@ class StoredAdapter(NamedTuple):
 
 
 def require_rank(rank: int, max_rank: int, place: str) -> None:
-    """Refuse a rank for which there is no room.
+    """Refuse a rank that is too large for a bank.
 
     Raises:
         InputRefused: the rank is above `max_rank`.
@@ -123,7 +124,7 @@ def stored_adapter(module: Llama, lora: Lora, place: str) -> StoredAdapter:
         place: the folder that they were read from.
 
     Raises:
-        InputRefused: a layer has experts, for which a bank has no form.
+        InputRefused: a layer has experts, whose adapters a bank cannot hold.
     """
     sha256 = hashlib.sha256(f"{lora.scale}".encode())
     factors = dict[str, Factors]()
@@ -173,8 +174,8 @@ class AdapterBank:
         scale_S: s of each slot.
         token_ids_SC: the tokens with rows of their own of each slot, padded with -1; None: there is no
             room for them.
-        contents: a number for each slot, which changes whenever the slot is written. What was computed
-            with a slot is valid as long as its number is the same.
+        last_writes: for each slot, the number of the write that filled it, counted over all slots; 0:
+            none. What was computed with a slot is valid as long as this number is the same.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class AdapterBank:
         self.rank = rank
         self.slots = dict[str, int]()
         self.slot_B: Tensor | None = None
-        self.contents = [0] * (capacity + 1)
+        self.last_writes = [0] * (capacity + 1)
         self.layers = dict[str, Banked]()
         self.embedding: BankedEmbedding | None = None
         self.head: BankedHead | None = None
@@ -281,11 +282,11 @@ class AdapterBank:
         return self.slots[name]
 
     def digest(self, slot: int) -> str:
-        """Return what stands for the numbers of the adapter in a slot; "" for the base."""
+        """Return the digest of the adapter in a slot; "" for the base."""
         return self._digests.get(slot, "")
 
     def require_fits(self, adapter: StoredAdapter) -> None:
-        """Refuse an adapter for which the bank has no form.
+        """Refuse an adapter that the bank cannot hold.
 
         Raises:
             InputRefused: its rank is too large, it changes a layer that has no bank, or there is no room
@@ -330,23 +331,34 @@ class AdapterBank:
         self.slots[name] = slot
         return slot
 
-    def retire(self, name: str) -> int:
-        """Take an adapter's name away, so that no new request uses it; return its slot.
+    def replace(self, name: str, adapter: StoredAdapter) -> None:
+        """Write an adapter to the slot of one that has this name. No request of it may be running.
 
-        Requests that have begun still need its slot. `free` is for when they have ended.
+        Raises:
+            InputRefused: it does not fit, see `require_fits`.
+            UsageError: there is no adapter with this name.
+        """
+        self.require_fits(adapter)
+        slot = self.slot_of(name)
+        self._write(slot, adapter)
+        self._digests[slot] = adapter.digest
+
+    def retire(self, name: str) -> int:
+        """Remove an adapter's name, so that no new request uses it; return its slot.
+
+        Requests that have begun still read the slot. Call `free` when they have ended.
         """
         return self.slots.pop(name)
 
     def free(self, slot: int) -> None:
-        """Give a retired adapter's slot to the next one that is added."""
+        """Make a retired adapter's slot free for another adapter."""
         del self._digests[slot]
         self._free.append(slot)
 
     @torch.no_grad()
     def _write(self, slot: int, adapter: StoredAdapter) -> None:
-        # Numbers count up and are never used twice, so that a slot never has an earlier number again.
         self._writes += 1
-        self.contents[slot] = self._writes
+        self.last_writes[slot] = self._writes
         self.scale_S[slot] = adapter.scale
         for name, layer in self.layers.items():
             A_RK = layer.bank_A_SRK[slot].zero_()
@@ -402,8 +414,9 @@ def install(
     Args:
         model: the base, on its device, without adapters.
         adapters: the adapters by name.
-        capacity: for how many adapters there is room; None: for these.
-        rank: the largest rank of an adapter; None: that of these, but at least LEAST_RANK.
+        capacity: the number of adapters that there is room for; None: the number of `adapters`.
+        rank: the largest rank of an adapter that may be added; None: that of `adapters`, but at least
+            LEAST_RANK.
 
     Raises:
         InputRefused: an adapter does not fit.
@@ -476,6 +489,8 @@ def _bank_dtype(layer: nn.Linear) -> torch.dtype:
 
 def _possible_layers(model: Llama) -> dict[str, nn.Linear]:
     """Return the layers that can have a bank, by name."""
+    # A bank gives a layer another class, so the layer must have the forward pass of a plain one. No
+    # adapter changes a weight that several layers share (`monograph.graph.lora_targets`).
     shared = {name for names in shared_parameters(model).values() for name in names}
     return {
         name: layer
@@ -494,11 +509,11 @@ def _require_possible(adapter: StoredAdapter, possible: Iterable[str]) -> None:
 
 @contextmanager
 def rows_with_adapters(bank: AdapterBank | None, slot_B: Tensor) -> Iterator[None]:
-    """Let the rows of the model's passes in this block have the adapters in these slots of its bank.
+    """In the `with` block, each row of a pass of the model has the adapter in its slot of the bank.
 
     Args:
         bank: the model's bank; None: the model has none, and nothing happens.
-        slot_B: the slots, int64.
+        slot_B: the slot of each row, int64.
     """
     if bank is None:
         yield

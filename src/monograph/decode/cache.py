@@ -8,7 +8,7 @@ positions.
 row.
 
 Shapes: N blocks, B rows, K key-value heads, H query heads, C slots of a block, E head dimension, T
-positions of a pass; 1 broadcasts.
+positions of a pass; 1 an axis of length 1.
 """
 
 import math
@@ -150,6 +150,8 @@ class KVCache:
         values_NBKCE = self.values[layer_index]
         # With `pads_products`, texts must have the bits of `cached_attention`.
         kernels = None if self.pads_products else self.kernels
+        # The kernels return None for heads that they cannot compute. `step` also writes the new keys and
+        # values, but `chunk` reads them from the cache.
         if kernels is not None and positions_BT.shape[1] == 1:
             mixed_BHTE = kernels.step(
                 heads,

@@ -18,7 +18,7 @@ If every request of a chain has a small `top_k`, top-k and the stages after it r
 `likeliest_count` likeliest tokens.
 
 Shapes: B rows, V vocabulary, N tokens of each row (all V, or the `likeliest_count` likeliest), W
-tokens of the window, G groups, M members of a group, P pivots; 1 broadcasts.
+tokens of the window, G groups, M members of a group, P pivots; 1 an axis of length 1.
 """
 
 from collections.abc import Callable

@@ -89,11 +89,11 @@ def delta_net_step(
         shape,
     )
     parameters = DeltaNetParameters(
-        delta_net.A_log,
-        delta_net.dt_bias,
-        delta_net.norm.weight,
-        delta_net.norm.eps,
-        L2_NORM_EPS,
+        A_log_H=delta_net.A_log,
+        dt_bias_H=delta_net.dt_bias,
+        gain_V=delta_net.norm.weight,
+        eps=delta_net.norm.eps,
+        l2_eps=L2_NORM_EPS,
     )
     out_BX = delta_rule_token(
         convolved_BC,
@@ -115,9 +115,9 @@ def _projections(delta_net: GatedDeltaNet) -> list[Linear]:
 def _shape(delta_net: GatedDeltaNet) -> DeltaNetShape:
     key_heads = delta_net.qkv_widths[0] // delta_net.key_dim
     return DeltaNetShape(
-        key_heads,
-        key_heads * delta_net.value_heads_per_key_head,
-        delta_net.key_dim,
-        delta_net.value_dim,
-        delta_net.by_key_head,
+        key_heads=key_heads,
+        value_heads=key_heads * delta_net.value_heads_per_key_head,
+        key_dim=delta_net.key_dim,
+        value_dim=delta_net.value_dim,
+        by_key_head=delta_net.by_key_head,
     )

@@ -582,6 +582,7 @@ def sample_few(
     )
     token_B = edited_BV.new_empty(rows, dtype=torch.int64)
     status_B = edited_BV.new_empty(rows, dtype=torch.int32)
+    # The kernel does not read the arguments of stages that are not used, so any tensor serves for them.
     unused = _MAX_STAGES - len(stages)
     _sample[(rows, tiles)](
         edited_BV,

@@ -6,7 +6,7 @@ declares which requests need the stage, and which numbers of a row, its knobs, t
 In the equations x is a score, m is the score of the likeliest token, S is the sum of exp(x - m), and
 p = exp(x - m) / S is the probability of a token among those that are left.
 
-Shapes: B rows, N tokens of each row; 1 broadcasts.
+Shapes: B rows, N tokens of each row; 1 an axis of length 1.
 """
 
 import math

@@ -28,21 +28,22 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Ids = tuple[int, ...]
 
 
-class Reading(NamedTuple):
-    """On what the keys and values of a prompt depend, besides its tokens, and who may reuse them.
+class ReuseKey(NamedTuple):
+    """What two prompts must have in common, in addition to tokens, to share keys and values.
 
     Attributes:
         owner: the owner of the prompt's request.
         adapter: the slot of its adapter in the model's bank; 0: none.
-        contents: the number of what is in this slot (`AdapterBank.contents`).
+        slot_write: the number of the write that filled this slot (`AdapterBank.last_writes`).
     """
 
     owner: str = ""
     adapter: int = 0
-    contents: int = 0
+    slot_write: int = 0
 
 
-OF_NOBODY = Reading()
+# That of a request without an owner and an adapter.
+_DEFAULT_KEY = ReuseKey()
 # A reader keeps the recurrences after the first chunks of prompts, for at most this number of beginnings.
 MAX_KNOWN_RECURRENCES = 8
 
@@ -97,12 +98,12 @@ class PromptReader:
             self.rows, chunk if self.reads_last_token else 0, model.config.hidden_size
         )
         self._passes = Replays(wrap(self._run_pass), recorder)
-        # The recurrences after whole chunks of prompts, by reading and tokens; the least recently used
+        # The recurrences after whole chunks of prompts, by reuse key and tokens; the least recently used
         # ones come first.
-        self._known_recurrences: OrderedDict[tuple[Reading, Ids], list[Tensor]] = OrderedDict()
-        # The tokens to read of each row's prompt, and the reading of these prompts.
+        self._known_recurrences: OrderedDict[tuple[ReuseKey, Ids], list[Tensor]] = OrderedDict()
+        # The tokens to read of each row's prompt, and the reuse key of these prompts.
         self._prompts: list[Ids] = []
-        self._reading = OF_NOBODY
+        self._reuse_key = ReuseKey()
         # Whether an exception has interrupted a pass.
         self._interrupted = False
         # The first positions of the chunks that are not read yet.
@@ -112,24 +113,24 @@ class PromptReader:
         self,
         prompts: Iterable[Ids],
         further: Iterable[Ids] = (),
-        reading: Reading = OF_NOBODY,
+        reuse_key: ReuseKey = _DEFAULT_KEY,
     ) -> bool:
         """Choose the prompts that are read next, unless the cache has the first one already.
 
         Args:
-            prompts: prompts of one reading, at least one. The first one is needed now, and others are
+            prompts: prompts with one reuse key, at least one. The first one is needed now, and others are
                 read with it if the cache has rows for them.
-            further: prompts of the same reading, that are read in rows that would remain empty.
-            reading: their reading.
+            further: prompts with the same reuse key, which are read in rows that would remain empty.
+            reuse_key: their reuse key.
 
         Returns:
             whether prompts were chosen.
         """
         needed = [self.tokens_to_read(prompt) for prompt in prompts]
-        if needed[0] in self._prompts and reading == self._reading:
+        if needed[0] in self._prompts and reuse_key == self._reuse_key:
             return False
-        self._reading = reading
-        self._adapter_R.fill_(reading.adapter)
+        self._reuse_key = reuse_key
+        self._adapter_R.fill_(reuse_key.adapter)
         # A dict, since equal prompts share a row.
         chosen = dict.fromkeys(needed)
         for prompt in further:
@@ -175,7 +176,7 @@ class PromptReader:
         if not self.cache.recurrences:
             return tokens
         for known in range(tokens, 0, -self.chunk):
-            key = (self._reading, self._prompts[0][:known])
+            key = (self._reuse_key, self._prompts[0][:known])
             recurrences = self._known_recurrences.get(key)
             if recurrences:
                 self._known_recurrences.move_to_end(key)
@@ -206,7 +207,7 @@ class PromptReader:
         """Keep the recurrences after the first tokens of a prompt, if prompts are read one by one."""
         if not self.cache.recurrences or self.rows > 1 or tokens > len(self._prompts[0]):
             return
-        key = (self._reading, self._prompts[0][:tokens])
+        key = (self._reuse_key, self._prompts[0][:tokens])
         self._known_recurrences[key] = [
             tensor.clone() for tensor in self.cache.recurrence_tensors()
         ]

@@ -20,7 +20,7 @@ requests need different chains, `Steps` has a step for each chain, and all steps
 same chain.
 
 Shape suffixes: B rows, V vocabulary, M stop ids, T positions of a row, R lines of a ring, N
-log-probabilities, D hidden size; 1 broadcasts.
+log-probabilities, D hidden size; 1 an axis of length 1.
 """
 
 from __future__ import annotations
@@ -399,7 +399,8 @@ class DecodeStep:
             if hidden_BD is None and kernels is not None and kernels.follows_autocast("cuda"):
                 return kernels.logits(state.token_B, state.position_B, self.cache, blocks)
             if hidden_BD is None:
-                tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
+                tokens_B1 = state.token_B[:, None]
+                positions_B1 = state.position_B[:, None]
                 hidden_BD = self.model(
                     tokens_B1, positions=positions_B1, cache=self.cache.with_first_blocks(blocks)
                 )[:, 0]

@@ -57,9 +57,9 @@ class Transcript:
         return self._append(end, final=True)
 
     def _count_certain_bytes(self) -> int:
-        """Return how many of the pending bytes precede whatever is or may become a stop string.
+        """Return how many of the pending bytes come before the first stop string, complete or not.
 
-        What may become one is at their end: the bytes end with the beginning of a stop string.
+        Only the end of the bytes can be the beginning of an incomplete stop string.
         """
         if not self._stop:
             return len(self._pending_bytes)

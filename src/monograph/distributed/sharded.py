@@ -39,8 +39,9 @@ from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.inspect import blocks
-from monograph.graph.lora import checkpoint_state, round_frozen_weights
+from monograph.graph.lora import checkpoint_state
 from monograph.graph.mmap_weights import kept_dtype, materialize_
+from monograph.graph.rounded_base import round_frozen_weights
 from monograph.loss import check_result
 from monograph.optim import Hyperparameters, ParameterKind, Plane, trainable
 from monograph.optim.formats import FORMATS

@@ -92,9 +92,9 @@ def share_largest_numbers(
     """
     # Planes that are updated by the same formula are computed at once.
     by_formula: dict[tuple[object, ...], list[CutPlane]] = {}
-    for plane in planes:
-        kind = plane.plane.kind
-        by_formula.setdefault((kind.rule, kind.betas), []).append(plane)
+    for cut in planes:
+        kind = cut.plane.kind
+        by_formula.setdefault((kind.rule, kind.betas), []).append(cut)
     for same_formula in by_formula.values():
         kind = same_formula[0].plane.kind
         hyper = hyperparameters(kind, same_formula[0].total)
@@ -105,14 +105,14 @@ def share_largest_numbers(
         all_MPWE = row_ranks.sum(all_WMPE).permute(1, 2, 0, 3)
         # The largest number of a block is the largest of those that ranks have found in parts of this
         # block. The second pair of axes, WE, is that of all ranks' parts.
-        blocks_PWE = torch.stack([plane.end_blocks.block_indices_WE for plane in same_formula])
+        blocks_PWE = torch.stack([cut.end_blocks.block_indices_WE for cut in same_formula])
         blocks_PWE = blocks_PWE.to(scale.device)
         own_blocks_PE = blocks_PWE[:, row_ranks.rank]
         is_same_PEWE = own_blocks_PE[:, :, None, None] == blocks_PWE[:, None]
         largest_MPE = torch.where(is_same_PEWE, all_MPWE.unsqueeze(2), 0.0).amax((-1, -2))
         names = [moment.name for moment in kind.rule.moments]
-        for index, plane in enumerate(same_formula):
-            plane.plane.edge_maxima = dict(zip(names, largest_MPE[:, index], strict=True))
+        for index, cut in enumerate(same_formula):
+            cut.plane.edge_maxima = dict(zip(names, largest_MPE[:, index], strict=True))
 
 
 def _own_largest_numbers(
@@ -127,8 +127,8 @@ def _own_largest_numbers(
     rule = planes[0].plane.kind.rule
     # Each end block of each plane becomes a row [block_size] of this rank's elements and then zeros. So
     # there are P · E rows.
-    parts = [(plane, part) for plane in planes for part in plane.end_blocks.slices]
-    grads = _padded_rows([plane.total[part] for plane, part in parts], block_size)
+    parts = [(cut, part) for cut in planes for part in cut.end_blocks.slices]
+    grads = _padded_rows([cut.total[part] for cut, part in parts], block_size)
     grads = grads * scale.to(grads.dtype)
     moments = []
     for moment in rule.moments:
@@ -136,8 +136,8 @@ def _own_largest_numbers(
         for buffer in form.parts:
             name = buffer.buffer_name(moment)
             rows = [
-                plane.plane.state[name][_buffer_slice(buffer, part, plane.plane.block_offset)]
-                for plane, part in parts
+                cut.plane.state[name][_buffer_slice(buffer, part, cut.plane.block_offset)]
+                for cut, part in parts
             ]
             row_elements = block_size // buffer.numbers_per_element
             buffers[name] = _padded_rows(rows, row_elements).view(-1)

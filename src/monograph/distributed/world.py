@@ -286,7 +286,7 @@ class World:
     def broadcast_int(self, value: int) -> int:
         """Return rank 0's whole number on all ranks; a collective.
 
-        So it fails if a rank is gone, which `broadcast` does not notice.
+        As a collective, it fails if a rank is gone. `broadcast` would not notice that.
         """
         return int(self.sum(torch.tensor(value if self.leads else 0)))
 

@@ -72,7 +72,15 @@ class MemberCaller:
             drops other elements in each micro-batch.
     """
 
-    def __init__(self, stack: Stack, seeds: Tensor):
+    def __init__(self, stack: Stack, seeds: Tensor, loss: object = None):
+        """Prepare to call functions of the stack.
+
+        Args:
+            stack: the members.
+            seeds: the seeds of their dropout.
+            loss: what the functions call with a member; if it is a module, its buffers are [N, ...], and
+                a call for a member finds there the member's own.
+        """
         self.stack = stack
         self.seeds = seeds
         self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
@@ -100,7 +108,9 @@ class MemberCaller:
         # call, which takes most of the time of tracing a graph.
         self._module_locations = _tensor_locations(modules)
         seed_location = _TensorLocation(_SEED, self._counter, "_buffers", "seed")
-        self._locations = [*self._module_locations, seed_location]
+        self._loss = loss if isinstance(loss, nn.Module) else nn.Module()
+        self._loss_locations = _loss_locations(self._loss)
+        self._locations = [*self._module_locations, *self._loss_locations, seed_location]
         # The names of the tensors that all members share. vmap gives each member the whole tensor, so a
         # product with a shared weight is one product, of the rows of all members.
         self._shared_names = {
@@ -192,21 +202,38 @@ class MemberCaller:
                 first_inputs = tree_map(
                     lambda leaf: leaf[0] if isinstance(leaf, Tensor) else leaf, inputs
                 )
-            return function(stack.members[0], *first_inputs)
+            with self._loss_of_first_member():
+                return function(stack.members[0], *first_inputs)
 
         return call_all, call_first
 
+    @contextmanager
+    def _loss_of_first_member(self) -> Iterator[None]:
+        """Let the loss have the first member's buffers in the block, and no others."""
+        slots = [(location.dictionary(), location.key) for location in self._loss_locations]
+        stacked = [dictionary[key] for dictionary, key in slots]
+        for (dictionary, key), buffer in zip(slots, stacked, strict=True):
+            dictionary[key] = buffer[0]
+        try:
+            yield
+        finally:
+            for (dictionary, key), buffer in zip(slots, stacked, strict=True):
+                dictionary[key] = buffer
+
     def addresses(self) -> list[int]:
         """Return where the members' tensors lie in memory; 0 stands for one that was taken out."""
-        tensors = [location.dictionary().get(location.key) for location in self._module_locations]
+        locations = (*self._module_locations, *self._loss_locations)
+        tensors = [location.dictionary().get(location.key) for location in locations]
         tensors += [self.seeds, self.draw]
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
     def buffers(self) -> Tensors:
-        """Return the stack's buffers by name, without those that all members share."""
+        """Return the buffers of the stack and of the loss by name, without those that all members
+        share.
+        """
         return {
             location.name: location.dictionary()[location.key]
-            for location in self._module_locations
+            for location in (*self._module_locations, *self._loss_locations)
             if location.kind == "_buffers" and location.name not in self._shared_names
         }
 
@@ -304,7 +331,7 @@ class MemberCaller:
         for as_if_compiling in (False, True):
             observer = PassObserver(module)
             # Gradients stay enabled or disabled, as a module may do other things without them.
-            with buffers_kept(module), observer():
+            with buffers_kept(module, self._loss), observer():
                 try:
                     with compat.as_if_compiling() if as_if_compiling else nullcontext():
                         call_all()
@@ -318,7 +345,7 @@ class MemberCaller:
         # If the first member fails alone, too, the error has nothing to do with batching, and its own
         # message says more. Gradients stay enabled or disabled here, too.
         member = self.stack.members[0]
-        with buffers_kept(member):
+        with buffers_kept(member, self._loss):
             if not isinstance(first_failure, CannotBatch):
                 call_first()
         raise refusal(first_failure, running) from first_failure
@@ -498,6 +525,18 @@ def _tensor_locations(modules: list[tuple[str, nn.Module]]) -> list[_TensorLocat
                     name = names.setdefault(id(tensor), f"{path}.{key}".lstrip("."))
                     locations.append(_TensorLocation(name, owner, kind, key))
     return locations
+
+
+def _loss_locations(loss: nn.Module) -> list[_TensorLocation]:
+    """Return the locations of a loss's buffers. Their names begin with a dot, so that no tensor of
+    the members has the same.
+    """
+    return [
+        _TensorLocation(f".{path}.{key}", owner, "_buffers", key)
+        for path, owner in loss.named_modules()
+        for key, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
 
 
 def _attention_probabilities(

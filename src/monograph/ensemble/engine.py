@@ -20,6 +20,7 @@ from monograph.engine import Engine, require_member_axis
 from monograph.ensemble.call import MemberCaller
 from monograph.ensemble.knobs import Knobs
 from monograph.ensemble.layers import Layers
+from monograph.ensemble.member_losses import loss_of_member, with_member_axis
 from monograph.ensemble.optimizers import dropout_seeds, member_optimizers, require_used_knobs
 from monograph.ensemble.replayed_calls import ReplayedCalls
 from monograph.ensemble.stack import Stack, member_view
@@ -34,6 +35,7 @@ from monograph.graph.remat import Remat
 from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
+from monograph.model.llama import Llama
 from monograph.optim import AdamW, Optimizer
 from monograph.schedule import Schedule, constant
 from monograph.step import Clip, Step, Update
@@ -86,7 +88,8 @@ class Ensemble(Engine):
             knobs: one for each member, as `grid` returns them. `seed` is the seed of its dropout
                 (by default the member's number). `lr`, `betas`, `eps`, `weight_decay` and
                 `momentum` replace those of the optimizer.
-            loss: `loss(model, batch) -> (sum, count)` of one member.
+            loss: `loss(model, batch) -> (sum, count)` of one member. If it is a module with buffers, it
+                stays as it is, and each member gets buffers of its own, see `member_loss`.
             optim: one optimizer or its class, or one optimizer for each member; None: AdamW.
             schedule: factor of the learning rate for each update's index, or one schedule for each
                 member; None: a constant factor of 1.
@@ -110,7 +113,8 @@ class Ensemble(Engine):
         self.stack = Stack(members)
         # Members train on the device that they are on.
         device = next(self.stack.module.parameters()).device
-        self._caller = MemberCaller(self.stack, dropout_seeds(member_knobs, device))
+        loss = with_member_axis(loss, len(members), device)
+        self._caller = MemberCaller(self.stack, dropout_seeds(member_knobs, device), loss)
         optims = member_optimizers(optim or AdamW(), member_knobs)
         # A caller may have read a knob elsewhere to make its members, optimizers, schedules or windows. So
         # a knob that nothing here reads is refused only if the caller gives none of these.
@@ -265,11 +269,14 @@ class Ensemble(Engine):
             )
         compat.allow_recurrent()
         # One graph keeps all activations, as a smaller share can be chosen only between two graphs, of
-        # the forward and of the backward pass. With a recorder, a GPU replays micro-steps instead.
+        # the forward and of the backward pass. With a recorder, a GPU replays micro-steps instead. The
+        # language models of this package are larger, and two graphs are faster (dev/log.md). Their planned
+        # memory is that of two.
         self._updates_in_one_graph = (
             self._is_one_micro_batch(window)
             and self.stacked_parameters.kept_share == 1
             and self.step.recorder is None
+            and not isinstance(self.members[0], Llama)
         )
         reason = super().capture(window, backend, scope)
         # torch may be able to compile as two graphs what it cannot differentiate inside one.
@@ -341,6 +348,16 @@ class Ensemble(Engine):
                 "been updated: resume from a checkpoint, with fewer members or a smaller micro_batch"
             ) from error
 
+    def evaluate_each(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return each member's sum of losses and number of targets on rows of its own, [N] each.
+
+        Args:
+            batch: the members' rows, [N, R, ...].
+        """
+        if not self.stacked_parameters.each:
+            raise UsageError("members that have rows of their own need an ensemble with each=True")
+        return self._score(batch)
+
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each member's sum of losses and number of targets on the same batch, [N] each; see
         `Engine.evaluate`.
@@ -373,6 +390,14 @@ class Ensemble(Engine):
             for name, counter in self.stacked_parameters.member_counters(member).items()
         }
         return EngineState(model, optimizer, {"index": self.index, **counters})
+
+    def member_loss(self, member: int) -> Loss:
+        """Return a member's loss, whose buffers are views of those that the ensemble reads and writes.
+
+        Args:
+            member: the member's number.
+        """
+        return loss_of_member(self.step.loss, member)
 
     def member_buffers(self, member: int) -> dict[str, Tensor]:
         """Return views of a member's part of the optimizer's buffers, by "<buffer>.<parameter>"."""

@@ -12,7 +12,7 @@ from monograph.errors import UsageError
 from monograph.graph.inspect import write_tensor
 from monograph.graph.lora import checkpoint_state
 from monograph.loop import EngineState
-from monograph.loss import Batch
+from monograph.loss import Batch, Loss
 
 _REFUSAL = (
     "the members of an ensemble train together: call the ensemble's own accumulate and update"
@@ -40,6 +40,16 @@ class MemberEngine(Engine):
     def model(self) -> nn.Module:
         """Return the member as an ordinary module."""
         return self._ensemble.members[self._number]
+
+    @property
+    def loss(self) -> Loss:
+        """Return the member's loss."""
+        return self._ensemble.member_loss(self._number)
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of targets that the member was trained on so far."""
+        return int(self.step.tokens[self._number])
 
     def accumulate(self, window: Batch) -> NoReturn:
         """Refuse to train a member alone.

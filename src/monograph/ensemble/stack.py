@@ -45,11 +45,13 @@ class _StackedTensor(NamedTuple):
     Attributes:
         stacked: all members' values, [N, ...]; if they share it, their tensor itself, [...].
         locations: for each member, where it has its view of `stacked`.
+        shapes: for each member, the shape of its view; a lower rank of adapters makes it smaller.
         is_shared: whether the members share one tensor.
     """
 
     stacked: Tensor
     locations: list[_TensorLocation]
+    shapes: list[torch.Size]
     is_shared: bool
 
 
@@ -96,7 +98,8 @@ class Stack:
                 if is_shared
                 else _stack([location.tensor() for location in locations])
             )
-            tensor = _StackedTensor(stacked, locations, is_shared)
+            shapes = [location.tensor().shape for location in locations]
+            tensor = _StackedTensor(stacked, locations, shapes, is_shared)
             self._tensors.append(tensor)
             # This frees the tensor's old memory before the next tensor is stacked.
             self._point_members(tensor)
@@ -173,7 +176,8 @@ class Stack:
             number: the member's number.
             regions: where the stacked tensors lie.
         """
-        for (stacked, locations, is_shared), region in zip(self._tensors, regions, strict=True):
+        for stacked_tensor, region in zip(self._tensors, regions, strict=True):
+            stacked, locations, shapes, is_shared = stacked_tensor
             module, name = locations[number]
             # Read from the dictionaries, since `getattr` of a module searches three of them.
             tensor: Tensor | None = module._parameters.get(name)
@@ -183,7 +187,7 @@ class Stack:
                 isinstance(tensor, type(stacked))
                 and tensor.requires_grad == stacked.requires_grad
                 and memory_of(tensor)
-                == (region if is_shared else _view_memory(region, number, tensor.shape))
+                == (region if is_shared else _view_memory(region, number, shapes[number]))
             )
             if not is_view:
                 for path, part in self.members[number].named_modules():
@@ -197,7 +201,7 @@ class Stack:
             return
         for number, location in enumerate(tensor.locations):
             member_tensor = location.tensor()
-            view = member_view(tensor.stacked.detach(), number, member_tensor.shape)
+            view = member_view(tensor.stacked.detach(), number, tensor.shapes[number])
             if isinstance(member_tensor, nn.Parameter):
                 member_tensor.data = view
                 member_tensor.grad = None

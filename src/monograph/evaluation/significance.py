@@ -7,7 +7,7 @@ seed, only repeats a setting: members that differ in nothing else have the same 
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -60,6 +60,14 @@ def t_quantile(degrees: int) -> float:
         else:
             high = middle
     return high
+
+
+def tail_probability(t: float, degrees: int) -> float:
+    """Return P(T > t) for t >= 0, where T has Student's distribution with `degrees` of freedom.
+
+    It is accurate to about 1e-15, and never negative.
+    """
+    return max(0.0, 0.5 - 0.5 * _probability_within(t, degrees))
 
 
 POWER_QUANTILE = 0.8416  # of the normal distribution, at 80 %
@@ -119,6 +127,7 @@ class Setting:
         difference: this setting's values minus those of the best setting, over the seeds for which
             both have one; None for the best setting itself, and if there is no such seed.
         tied: whether the difference is within the noise; None if it is not known.
+        stopped: the seeds of members that were stopped early, and have the values of that moment.
     """
 
     knobs: Mapping[str, Any]
@@ -127,6 +136,7 @@ class Setting:
     failed: tuple[Hashable, ...] = ()
     difference: Mean | None = None
     tied: bool | None = None
+    stopped: tuple[Hashable, ...] = ()
 
 
 class Best(NamedTuple):
@@ -169,8 +179,10 @@ class Table:
         over = self.over.rpartition(".")[2]  # the key without its section
         if self.best is None:
             return "all diverged"
-        if sum(setting.mean is not None for setting in self.settings) < 2:
-            return "the others diverged: there is nothing to compare the best with"
+        rivals = [s for s in self.settings if s.mean is not None and not s.stopped]
+        if len(rivals) < 2:
+            fate = "stopped early or diverged" if self._any_stopped else "diverged"
+            return f"the others {fate}: there is nothing to compare the best with"
         if self.noise is None:
             return f"one {over}: no error bar, and no difference can be told from chance; give more of them"
         errors = t_quantile(max(1, self.degrees))
@@ -179,6 +191,10 @@ class Table:
             f"tied: the difference to the best, paired over {over}s, is within {errors:.1f} standard "
             f"errors (95 %, {degrees} of freedom, pooled over the better half)"
         )
+
+    @property
+    def _any_stopped(self) -> bool:
+        return any(setting.stopped for setting in self.settings)
 
     def __str__(self) -> str:
         return "\n".join([*map(self.line, self.settings), self.how])
@@ -198,19 +214,19 @@ class Table:
         scored = f"{name or 'all'}: {mean_text(setting.mean)} {self.unit}"
         return f"{scored}   {standing}" if standing else scored
 
-    def standing(self, setting: Setting, divergence: str) -> str:
-        """Return a setting's standing in words: "best" or "tied" or neither, then `divergence`.
+    def standing(self, setting: Setting, fate: str) -> str:
+        """Return a setting's standing in words: "best" or "tied" or neither, then `fate`.
 
         Args:
             setting: the setting.
-            divergence: which of its members diverged, in words; "": none.
+            fate: which of its members diverged or were stopped, in words; "": none.
         """
         standing = ""
         if self.best and setting is self.best.setting:
             standing = "best"
         elif setting.tied and setting.difference:
             standing = f"tied (+{setting.difference.value:.3f})"
-        return ", ".join(filter(None, (standing, divergence)))
+        return ", ".join(filter(None, (standing, fate)))
 
 
 def mean_text(value: Mean | None) -> str:
@@ -227,6 +243,7 @@ def tabulate(
     knobs: Sequence[Mapping[str, Any]],
     over: str = "seed",
     unit: str = "bits/byte",
+    stopped: Collection[int] = (),
 ) -> Table:
     """Compare settings, each of which was repeated with the same seeds (or values of another knob).
 
@@ -240,7 +257,8 @@ def tabulate(
     What a seed contributes (initial weights, order of rows) is in both values of a pair and
     cancels. Two seeds alone say little about noise, so it is pooled over settings. Far from the
     optimum training is noisier, so only the better half of the settings count, and at least two. A
-    setting with a member that diverged is never the best if another setting has no such member.
+    setting with a member that diverged is never the best if another setting has no such member. A
+    setting with a member that was stopped early is compared with no other.
 
     Args:
         values: one for each member, such as its held-out bits per byte; None or not finite if the
@@ -248,10 +266,15 @@ def tabulate(
         knobs: the knobs of each member, by name.
         over: the name of the repeated knob; members without this knob are numbered instead.
         unit: the values' unit.
+        stopped: the members that were stopped early, whose values are those of that moment.
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
-    settings = _group_settings(finite, knobs, over)
-    with_mean = [(setting.mean.value, setting) for setting in settings if setting.mean]
+    settings = _group_settings(finite, knobs, over, stopped)
+    with_mean = [
+        (setting.mean.value, setting)
+        for setting in settings
+        if setting.mean and not setting.stopped
+    ]
     # Settings with a member that diverged come last, and otherwise the lowest mean comes first.
     with_mean.sort(key=lambda pair: (bool(pair[1].failed), pair[0]))
     ranked = [setting for _, setting in with_mean]
@@ -304,7 +327,10 @@ def pooled(settings: int) -> int:
 
 
 def _group_settings(
-    values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]], over: str
+    values: Sequence[float | None],
+    knobs: Sequence[Mapping[str, Any]],
+    over: str,
+    stopped: Collection[int],
 ) -> list[Setting]:
     """Return the settings in the order of their first members, not compared yet."""
     # By the shared knobs as text: these knobs, and the members' indices by seed.
@@ -318,7 +344,16 @@ def _group_settings(
     for shared, members in groups.values():
         measured = [value for member in members.values() if (value := values[member]) is not None]
         failed = tuple(seed for seed, member in members.items() if values[member] is None)
-        settings.append(Setting(shared, members, mean(measured) if measured else None, failed))
+        stopped_seeds = tuple(seed for seed, member in members.items() if member in stopped)
+        settings.append(
+            Setting(
+                shared,
+                members,
+                mean(measured) if measured else None,
+                failed,
+                stopped=stopped_seeds,
+            )
+        )
     return settings
 
 

@@ -84,6 +84,46 @@ def dequantise(
     return codes.float() * scales[..., None]
 
 
+def frozen_product(x: Tensor, shape: tuple[int, ...], *stored: Tensor) -> Tensor:
+    """Return x W^T in the dtype of x, without autograd.
+
+    Args:
+        x: [..., K].
+        shape: the weight's shape, N and K.
+        stored: the dense weight, or `stored_tensors()` of a `FrozenWeight`.
+    """
+    if _scales_product(x.dtype, stored):
+        codes_NK, scale_N = stored
+        return ((x @ codes_NK.to(x.dtype).mT) * scale_N).to(x.dtype)
+    return x @ _dense_weight(x.dtype, shape, stored).mT
+
+
+def frozen_gradient(dy: Tensor, shape: tuple[int, ...], *stored: Tensor) -> Tensor:
+    """Return dy W, the gradient of `frozen_product` with respect to x."""
+    if _scales_product(dy.dtype, stored):
+        codes_NK, scale_N = stored
+        return (dy * scale_N).to(dy.dtype) @ codes_NK.to(dy.dtype)
+    return dy @ _dense_weight(dy.dtype, shape, stored)
+
+
+def _scales_product(dtype: torch.dtype, stored: tuple[Tensor, ...]) -> bool:
+    """Return whether the scales of an `Int8Weight` multiply the product instead of the weight.
+
+    In 16 bits they do: codes are exact there, and scaled codes are not.
+    """
+    return len(stored) == 2 and dtype.itemsize == 2
+
+
+def _dense_weight(dtype: torch.dtype, shape: tuple[int, ...], stored: tuple[Tensor, ...]) -> Tensor:
+    """Return the dense weight in a dtype; `stored` is that of `frozen_product`."""
+    if len(stored) == 1:
+        return stored[0].to(dtype)
+    if len(stored) == 2:
+        codes_NK, scale_N = stored
+        return codes_NK.to(dtype) * scale_N[:, None].to(dtype)
+    return dequantise(shape, *stored).to(dtype)
+
+
 class Int8Weight(FrozenWeight):
     """A layer whose weight is 8-bit integers with a scale for each output: 1 byte a weight.
 

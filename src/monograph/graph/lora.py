@@ -2,9 +2,8 @@
 
 The base is the module's own weights. They are frozen, and keep their names and bits. In the embedding
 and the head, the rows of a few tokens may be trained along with the adapters
-(`monograph.graph.token_rows`). `plain_parameters` yields the weights with the adapters merged in, one
-at a time, for exports. `round_frozen_weights` rounds the base to the 16-bit dtype in which matrix
-products read it.
+(`monograph.graph.token_rows`). Adapters are merged into the base by `monograph.graph.lora_merge`, and
+several sets of them share one base by `monograph.graph.shared_base`.
 
 Sources: Hu et al. 2021, "LoRA", arXiv 2106.09685; Kalajdzievski 2023, "rsLoRA", arXiv 2312.03732;
 Liu et al. 2024, "DoRA", arXiv 2402.09353. The order of operations, initial values and names are
@@ -13,53 +12,28 @@ PEFT's.
 Shapes: N outputs, K inputs, R rank, E experts.
 """
 
-import copy
-import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph import inspect
-from monograph.graph.experts import MATMUL_MODULES, ExpertLinear, Int8Experts, NF4Experts
+from monograph.graph.experts import ExpertLinear, Int8Experts, NF4Experts
 from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
-from monograph.graph.lora_targets import (
-    ALL_LINEAR,
-    expert_layers,
-    linear_layers,
-    targeted_layers,
-)
-from monograph.graph.mmap_weights import (
-    MappedWeight,
-    in_file_order,
-    kept_dtype,
-    replace_data,
-    require_finite,
-)
+from monograph.graph.grouped import product_dtype
+from monograph.graph.lora_base import Base, OptionalDevice, base_weight, quantise_base
+from monograph.graph.lora_targets import ALL_LINEAR, targeted_layers
+from monograph.graph.member_products import adapted_product
+from monograph.graph.mmap_weights import kept_dtype
 from monograph.graph.siblings import families
-from monograph.graph.token_rows import (
-    ROWS,
-    TableWithRows,
-    add_trained_rows,
-    merge_rows,
-    tables_with_rows,
-)
+from monograph.graph.token_rows import ROWS, add_trained_rows, tables_with_rows
 from monograph.ops.row_norms import row_norms, sum_row_norms
-from monograph.ops.token_rows import with_replaced_rows
 from monograph.ranges import ABOVE_0, COUNT, DECAY
-
-OptionalDevice = torch.device | None  # None: the device of the weights
-Base = Literal["auto", "int8", "nf4"]
-# For each format of a quantised base: the class of linear layers, and that of the experts of a mixture.
-BASES: dict[str, tuple[type[FrozenWeight], type[FrozenWeight]]] = {
-    "int8": (Int8Linear, Int8Experts),
-    "nf4": (NF4Linear, NF4Experts),
-}
 
 
 @dataclass(frozen=True)
@@ -145,6 +119,8 @@ class Adapted(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N], in the dtype of the base layer's output."""
+        if self._is_one_product(input):
+            return self._product(input)
         output = super().forward(input)
         input_dtype = input.dtype
         has_dropout = self.lora_dropout.p > 0
@@ -179,6 +155,34 @@ class Adapted(nn.Linear):
         # In this order of operations, a new adapter (m is the norm, and B is 0) gives the base's bits, and
         # only one tensor is kept for the backward pass.
         return (output + (gain * (base + adapter_output) - base)).to(output.dtype)
+
+    def _is_one_product(self, input: Tensor) -> bool:
+        """Return whether `_product` computes the output: in eager code inside of a transform, which is where
+        an ensemble calls its members, for an adapter without DoRA and without dropped inputs.
+        """
+        if torch.compiler.is_compiling() or not compat.in_transform():
+            return False
+        is_plain = self.lora_magnitude_vector is None and not (
+            self.lora_dropout.p > 0 and self.training
+        )
+        # A transform wraps tensors of which each member has its own, and they are no parameters then.
+        is_shared_base = isinstance(self._base_tensors()[0], nn.Parameter)
+        has_one_dtype = (
+            torch.is_autocast_enabled(input.device.type) or input.dtype == self.lora_A.weight.dtype
+        )
+        return is_plain and is_shared_base and has_one_dtype
+
+    def _base_tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that store W."""
+        return self.stored_tensors() if isinstance(self, FrozenWeight) else (self.weight,)
+
+    def _product(self, input: Tensor) -> Tensor:
+        """Return the output by `monograph.graph.member_products`, which is fast for many members."""
+        dtype = product_dtype(input)
+        scaled_B = self.lora_B.weight * self.scale
+        factors = self.lora_A.weight.to(dtype), scaled_B.to(dtype)
+        output = adapted_product(input.to(dtype), *factors, self._base_tensors())
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class ExpertFactor(ExpertLinear):
@@ -284,7 +288,7 @@ def adapt(
     for parameter in module.parameters():
         parameter.requires_grad_(id(parameter) in token_rows)
     if lora.base != "auto":
-        _quantise_base(module, lora.base, device)
+        quantise_base(module, lora.base, device)
     for name, layer in chosen.items():
         _adapt(layer, lora, _seed_key(seed, name), device, dtype)
     store_row_norms(module)
@@ -308,28 +312,6 @@ def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | Expert
     return chosen
 
 
-def _quantise_base(module: nn.Module, base: str, device: OptionalDevice) -> None:
-    """Quantise the weights of experts and of all linear layers except the head.
-
-    Args:
-        module: the module.
-        base: the format, a key of `BASES`.
-        device: where each layer is moved once it is quantised; None: layers are not moved.
-    """
-    linear_class, expert_class = BASES[base]
-    shared = inspect.shared_parameters(module)
-    for layer in (*linear_layers(module).values(), *expert_layers(module).values()):
-        weight = layer.weight
-        # A shared weight stays dense, because another layer reads it, too.
-        if id(weight) in shared:
-            continue
-        layer.__class__ = expert_class if isinstance(layer, ExpertLinear) else linear_class
-        layer.freeze(weight)  # type: ignore[operator]
-        # Layer by layer, so that the device never holds the base before it is quantised.
-        if device is not None:
-            layer.to(device)
-
-
 @torch.no_grad()
 def store_row_norms(module: nn.Module, reset_magnitudes: bool = True) -> None:
     """Store the norms of the rows of W, `lora_norms`, in each layer that is adapted by DoRA.
@@ -345,18 +327,13 @@ def store_row_norms(module: nn.Module, reset_magnitudes: bool = True) -> None:
         magnitude = layer.lora_magnitude_vector
         if magnitude is None:
             continue
-        norms = row_norms(_base_weight(layer))
+        norms = row_norms(base_weight(layer))
         if norms.is_meta and not magnitude.is_meta:
             continue
         norms = norms.to(magnitude.device)
         layer.register_buffer("lora_norms", norms, persistent=False)
         if reset_magnitudes:
             magnitude.copy_(norms)
-
-
-def _base_weight(layer: AnyAdapted) -> Tensor:
-    """Return W, dequantised if the base is quantised."""
-    return layer.dense() if isinstance(layer, FrozenWeight) else layer.weight
 
 
 def adapted_layers(module: nn.Module) -> dict[str, AnyAdapted]:
@@ -416,8 +393,27 @@ def _add_factors(layer: AnyAdapted, lora: Lora, options: dict[str, Any]) -> None
         else:
             factor = Factor(inputs, outputs, bias=False, **options)
         setattr(layer, name, factor)
+    set_scale_and_dropout(layer, lora)
+
+
+def set_scale_and_dropout(layer: AnyAdapted, lora: Lora) -> None:
+    """Give an adapted layer the scale and the dropout of these options."""
     layer.lora_dropout = nn.Dropout(lora.dropout)
     layer.scale = lora.scale
+
+
+def set_new_adapter(layer: AnyAdapted, name: str, lora: Lora, seed: int) -> None:
+    """Give an adapted layer a new adapter, of any rank, in place of its own.
+
+    Args:
+        layer: the layer. It keeps its magnitudes, if it has some.
+        name: its name, which seeds the values together with `seed`.
+        lora: the options of the new adapter.
+        seed: see `adapt`.
+    """
+    A = layer.lora_A.weight
+    _add_factors(layer, lora, {"device": A.device, "dtype": A.dtype})
+    _initialise(layer, _seed_key(seed, name))
 
 
 @torch.no_grad()
@@ -442,104 +438,16 @@ def _initialise(layer: AnyAdapted, key: str) -> None:
         layer.lora_magnitude_vector.copy_(layer.lora_norms)
 
 
-def copy_with_shared_base(module: nn.Module, lora: Lora, seed: int | None = None) -> nn.Module:
-    """Return a copy of a module with adapters that has its own adapters and shares the base.
-
-    The copy holds the same frozen parameters and constants (buffers outside of the state dict), not
-    copies of them, so many sets of adapters take the memory of one base. `monograph.Ensemble` trains
-    such modules together without copying the base.
-
-    Args:
-        module: a module with adapters.
-        lora: the options of the copy's adapters. Only rank, alpha, rslora and dropout may differ from
-            those of the module.
-        seed: the seed of new adapters' values, as in `adapt`; None: the copy has the module's values,
-            and its rank.
-
-    Raises:
-        UsageError: `seed` is None, but the rank is another one.
-    """
-    shared: list[Tensor] = [*frozen_parameters(module)]
-    for part in module.modules():
-        constants = (part._buffers[name] for name in part._non_persistent_buffers_set)
-        shared += [constant for constant in constants if constant is not None]
-    # The memo of copy.deepcopy: by an object's id, what the copy has in its place.
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
-    copied = copy.deepcopy(module, memo)
-    for name, layer in adapted_layers(copied).items():
-        A = layer.lora_A.weight
-        if seed is None and A.shape[-2] != lora.rank:
-            raise UsageError(
-                f"rank = {lora.rank}: these adapters have the rank {A.shape[-2]}; adapters of another rank need a "
-                "seed for their values"
-            )
-        if seed is None:
-            layer.lora_dropout = nn.Dropout(lora.dropout)
-            layer.scale = lora.scale
-        else:
-            _add_factors(layer, lora, {"device": A.device, "dtype": A.dtype})
-            _initialise(layer, _seed_key(seed, name))
-    return copied
-
-
-def frozen_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are not trained; of a module with adapters, the base."""
-    return [parameter for parameter in module.parameters() if not parameter.requires_grad]
+def remove_adapter(layer: AnyAdapted) -> None:
+    """Remove the tensors of a layer's adapter; the caller changes its class."""
+    for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"):
+        delattr(layer, name)
+    layer._buffers.pop("lora_norms", None)
 
 
 def _seed_key(seed: int, layer_name: str) -> str:
     """Return the text that seeds the initial values of a layer's adapter."""
     return f"{seed} {layer_name}.lora_A.weight"
-
-
-@torch.no_grad()
-def merge(module: nn.Module) -> None:
-    """Turn every adapted layer, one after another, into a plain layer that computes the same.
-
-    The new weight is `merged_weight(layer)`. A quantised weight becomes dense. Its dtype is then that of
-    the module's other weights, or fp32 if these have several dtypes. The trained rows of tokens are
-    written into the embedding and the head. Frozen weights stay frozen.
-    """
-    dense_modules = [m for m in module.modules() if not isinstance(m, (*FACTORS, FrozenWeight))]
-    dtypes = {kept_dtype(p) for m in dense_modules for p in m.parameters(recurse=False)}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    for layer in adapted_layers(module).values():
-        weight = merged_weight(layer)
-        for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"):
-            delattr(layer, name)
-        layer._buffers.pop("lora_norms", None)
-        if isinstance(layer, FrozenWeight):
-            for name in [name for name in layer._parameters if name != "bias"]:
-                del layer._parameters[name]
-            layer._buffers.clear()  # NF4's table
-            layer.register_parameter("weight", nn.Parameter(weight.to(dtype), requires_grad=False))
-        else:
-            replace_data(layer.weight, weight)
-        layer.__class__ = ExpertLinear if isinstance(layer, ExpertLinear) else nn.Linear  # type: ignore[assignment]
-    merge_rows(module)
-
-
-@torch.no_grad()
-def merged_weight(layer: AnyAdapted) -> Tensor:
-    """Return a layer's weight with its adapter merged in.
-
-        round(W + s B A),   with DoRA  round(g (W + s B A)),  see `Adapted`
-
-    The sum is fp32, or fp64 if W or B is, and is rounded once to W's dtype.
-
-    Returns:
-        A new tensor, [N, K], or [E, N, K] of experts.
-    """
-    weight = _base_weight(layer)
-    weight_dtype = kept_dtype(weight)
-    adapted_dtype = torch.promote_types(weight_dtype, layer.lora_B.weight.dtype)
-    sum_dtype = torch.promote_types(adapted_dtype, torch.float32)
-    B_A = layer.lora_B.weight.to(sum_dtype) @ layer.lora_A.weight.to(sum_dtype)
-    total = weight.detach().to(sum_dtype, copy=True).add_(B_A, alpha=layer.scale)
-    magnitude = layer.lora_magnitude_vector
-    if magnitude is not None:
-        total *= (magnitude.to(sum_dtype) / row_norms(total).to(magnitude.dtype))[:, None]
-    return total.to(weight_dtype)
 
 
 def checkpoint_state(module: nn.Module) -> dict[str, Tensor]:
@@ -564,112 +472,3 @@ def may_start_without_gradient(name: str) -> bool:
     token is not in the batch.
     """
     return name.endswith((".lora_A.weight", f".{ROWS}"))
-
-
-class Plain(NamedTuple):
-    """The description of a tensor that is exported: a parameter of a plain module, without adapters.
-
-    The tensor's numbers need not be in memory.
-
-    Attributes:
-        name: the tensor's name.
-        like: a meta tensor of its shape and dtype.
-        read: a function that returns the tensor. A merged weight is computed at each call.
-    """
-
-    name: str
-    like: Tensor
-    read: Callable[[], Tensor]
-
-
-def plain_parameters(module: nn.Module) -> Iterator[Plain]:
-    """Yield each parameter that a module would have after `merge`. The module is not changed.
-
-    Adapters must be on dense weights, not on quantised ones. `read` raises InputRefused if a value
-    is NaN or infinite.
-    """
-    module = inspect.unwrapped(module)
-    adapted = adapted_layers(module)
-    row_tables = tables_with_rows(module)
-    trained_ids = {
-        id(p)
-        for child in module.modules()
-        if isinstance(child, FACTORS)
-        for p in child.parameters()
-    }
-    trained_ids |= {id(layer.lora_magnitude_vector) for layer in adapted.values()}
-    trained_ids |= {id(table.token_rows) for table in row_tables.values()}
-    # This reads `named_parameters`, because a tied head appears twice in the state dict.
-    for name, parameter in module.named_parameters():
-        if id(parameter) in trained_ids:
-            continue
-        owner, _, attribute = name.rpartition(".")
-        is_weight = attribute == "weight"
-        layer = adapted.get(owner) if is_weight else None
-        table = row_tables.get(owner) if is_weight else None
-        like = torch.empty(parameter.shape, dtype=kept_dtype(parameter), device="meta")
-        yield Plain(name, like, functools.partial(_read, name, parameter, layer, table))
-
-
-def _read(
-    name: str, parameter: nn.Parameter, layer: AnyAdapted | None, table: TableWithRows | None
-) -> Tensor:
-    """Return the value of a parameter of the merged module.
-
-    Args:
-        name: the parameter's name.
-        parameter: the parameter.
-        layer: the adapted layer whose weight it is, or None.
-        table: the layer with trained rows whose weight it is, or None.
-    """
-    if layer is not None:
-        return require_finite(merged_weight(layer), name)
-    value = parameter.detach().to(kept_dtype(parameter))
-    if table is not None:
-        value = with_replaced_rows(value, table.rows).detach()
-    return require_finite(value, name)
-
-
-def round_frozen_weights(
-    module: nn.Module,
-    dtype: torch.dtype,
-    more: Iterable[nn.Module] = (),
-    device: OptionalDevice = None,
-) -> None:
-    """Round the frozen fp32 weights and biases of linear layers, including the head, in place.
-
-    Autocast would round them to the same bits at each call.
-
-    Args:
-        module: a module with adapters.
-        dtype: autocast's dtype.
-        more: other modules of which the weights may be rounded, because they are read only in
-            `dtype`.
-        device: where these weights are moved, one after another; None: they are not moved.
-    """
-    rounding_modules: set[nn.Module] = {
-        m for m in module.modules() if isinstance(m, MATMUL_MODULES) and not isinstance(m, FACTORS)
-    }
-    rounding_modules |= set(more)
-    # A weight that another module reads as well, such as a tied embedding, keeps its precision.
-    read_elsewhere = {
-        id(p)
-        for m in module.modules()
-        if m not in rounding_modules
-        for p in m.parameters(recurse=False)
-    }
-    parameters = {
-        id(p): p
-        for m in rounding_modules
-        for p in (m._parameters.get("weight"), m._parameters.get("bias"))
-        if p is not None
-    }
-    to_round = [
-        p
-        for key, p in parameters.items()
-        if key not in read_elsewhere and kept_dtype(p) == torch.float32
-    ]
-    for parameter in in_file_order(to_round):
-        is_mapped = isinstance(parameter, MappedWeight)
-        moved = parameter.data.to(device or parameter.device, copy=is_mapped)
-        replace_data(parameter, moved.to(dtype))

@@ -27,14 +27,14 @@ from monograph.graph.lora import (
     AdaptedExperts,
     AnyAdapted,
     Lora,
-    Plain,
     adapt,
     adapted_layers,
-    round_frozen_weights,
     store_row_norms,
 )
+from monograph.graph.lora_merge import Plain
 from monograph.graph.lora_targets import ALL_LINEAR
 from monograph.graph.precision import Precision
+from monograph.graph.rounded_base import round_frozen_weights
 from monograph.graph.token_rows import ROWS, tables_with_rows
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
@@ -191,8 +191,8 @@ def read_adapter(folder: str | Path) -> Adapter:
     dropout = values.get("lora_dropout", 0.0)
     if type(rank) is not int or not 0 < rank <= MAX_RANK:
         raise InputRefused(f"{path}: r = {rank!r}: expected a whole number from 1 to {MAX_RANK}")
-    alpha_is_valid = bool(alpha) and _is_number(alpha)
-    dropout_is_valid = _is_number(dropout) and 0 <= dropout < 1
+    alpha_is_valid = _is_number_in_range(alpha) and alpha != 0
+    dropout_is_valid = _is_number_in_range(dropout) and dropout < 1
     if not alpha_is_valid or not dropout_is_valid:
         expected = "expected a number above 0 and at most 1e9, and one from 0 and below 1"
         raise InputRefused(
@@ -226,7 +226,7 @@ def read_adapter(folder: str | Path) -> Adapter:
     )
 
 
-def _is_number(value: object) -> bool:
+def _is_number_in_range(value: object) -> bool:
     """Return whether a value is a number from 0 to `MAX_ALPHA`."""
     # `isinstance` alone would accept a bool, which is an int in Python.
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -476,6 +476,7 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
         InputRefused: the base is not a folder on this machine (nothing is downloaded), or an
             adapter is, directly or through other adapters, its own base.
     """
+    # A relative path counts from the working directory, as in PEFT, or else from the adapter's folder.
     for path in (Path(adapter.base), adapter.folder / adapter.base):
         if adapter.base and exists(path):
             base = without_links(path)

@@ -480,7 +480,8 @@ class LlamaConfig:
             # transformers does not allow sliding_window = null in these families.
             values["sliding_window"] = self.sliding_window or family.defaults["sliding_window"]
         if "sliding_window" in family.optional_keys and "layer_types" in family.optional_keys:
-            # These two keys are for programs that do not know layer_types.
+            # These two keys are for programs that do not know layer_types. max_window_layers is the number
+            # of layers before the first one with a window.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = (
                 has_windows.index(True) if any(has_windows) else self.num_hidden_layers

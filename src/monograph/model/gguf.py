@@ -27,7 +27,7 @@ from torch import Tensor
 
 from monograph.errors import InputRefused, UsageError
 from monograph.extras import command_for
-from monograph.graph.lora import Plain, plain_parameters
+from monograph.graph.lora_merge import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
 from monograph.model import sampling_defaults
 from monograph.model.config import LlamaConfig

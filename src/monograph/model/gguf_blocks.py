@@ -91,7 +91,12 @@ def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
     x_WN = _groups(blocks, 32)
     highest = 2**bits - 1
     # llama.cpp's constants for the search, see `_search_with_minimum`.
-    first, steps = (-1.0, 20) if bits == 4 else (-0.5, 15)
+    if bits == 4:
+        first = -1.0
+        steps = 20
+    else:
+        first = -0.5
+        steps = 15
     scale_N, minus_minimum_N, searched_q_WN = _search_with_minimum(x_WN, highest, first, steps)
     d_B, scales_BG = _quantize_to_6_bits(scale_N.reshape(-1, 8))
     m_B, minima_BG = _quantize_to_6_bits(minus_minimum_N.reshape(-1, 8))

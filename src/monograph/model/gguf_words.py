@@ -257,6 +257,8 @@ def _should_add_bos(
         warn: called with each line that the user should read.
     """
     post = content["post_processor"] or {}
+    # Either a list of steps, or one step. A step that adds tokens has under "single" what becomes of
+    # one text: a list of special tokens and of the text itself.
     steps = post.get("processors", [post])
     tokenizer_adds_bos = any(
         step.get("single", [{}])[:1] == [{"SpecialToken": {"id": bos, "type_id": 0}}]
@@ -323,16 +325,16 @@ class _NotInGo(Exception):
     """A chat template cannot be written in Go. The message is the reason, for the Modelfile."""
 
 
-def modelfile(weights: str, tokenizer: Tokenizer, stops: Sequence[int]) -> str:
+def modelfile(weights_file: str, tokenizer: Tokenizer, stops: Sequence[int]) -> str:
     """Return the text of a Modelfile, for chats without tools.
 
     Args:
-        weights: the name of the GGUF file in the same folder.
+        weights_file: the name of the GGUF file in the same folder.
         tokenizer: the tokenizer whose chat template is translated.
         stops: ids that end a text.
     """
     text_of = {index: text for text, index in tokenizer.special.items()}
-    lines = [f"FROM ./{weights}"]
+    lines = [f"FROM ./{weights_file}"]
     try:
         go_template = _go_template(tokenizer.config.template, text_of[tokenizer.bos_id])
         lines.append(f'TEMPLATE """{go_template}"""')

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from monograph.errors import InputRefused
-from monograph.graph.lora import plain_parameters
+from monograph.graph.lora_merge import plain_parameters
 from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
 from monograph.model import parameters, sampling_defaults
 from monograph.model.config import LlamaConfig
@@ -34,6 +34,17 @@ from monograph.model.layouts import to_decoder_tensors, to_file_tensors
 from monograph.model.llama import Llama
 from monograph.storage.reading import exists, file_inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
+
+# The largest number of characters of an error about a file, because it may quote a text of any length.
+MAX_ERROR_LENGTH = 400
+# The size at which transformers 4 begins a new file.
+SHARD_BYTES = 5_000_000_000
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
+# A buffer in old exports. It is ignored, because it can be computed from config.json.
+_ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 
 # Keys of a model that contains a text model. They are read from the top of its config.json if they are
 # there, and otherwise from the table `text_config` in it.
@@ -60,12 +71,12 @@ class _Wrapper(NamedTuple):
     tie_word_embeddings: bool = False
 
 
-# `prefixes` and `other_prefixes` of Qwen's models.
-_QWEN = {"model.language_model.": "model."}, ("model.visual.",)
+_QWEN_PREFIXES = {"model.language_model.": "model."}
+_QWEN_OTHER_PREFIXES = ("model.visual.",)
 # By the model_type of the whole model.
 _WRAPPERS = {
-    "qwen3_5": _Wrapper("qwen3_5_text", *_QWEN),
-    "qwen3_5_moe": _Wrapper("qwen3_5_moe_text", *_QWEN),
+    "qwen3_5": _Wrapper("qwen3_5_text", _QWEN_PREFIXES, _QWEN_OTHER_PREFIXES),
+    "qwen3_5_moe": _Wrapper("qwen3_5_moe_text", _QWEN_PREFIXES, _QWEN_OTHER_PREFIXES),
     "gemma3": _Wrapper(
         "gemma3_text",
         {
@@ -132,8 +143,9 @@ def _text_tensors(
         The text model's tensors, by the names that they have in the folder of a text model alone.
         The prefixes of the names of the other tensors, sorted.
     """
-    # The second is for a folder that has nothing but a text model.
-    wrapper = _WRAPPERS.get(str(model_type), _Wrapper("", {}, ()))
+    # In the folder of a text model alone, all tensors belong to it, and keep their names.
+    no_wrapper = _Wrapper("", {}, ())
+    wrapper = _WRAPPERS.get(str(model_type), no_wrapper)
     other_prefixes = wrapper.other_prefixes
     family = FAMILIES.get(wrapper.text_type or str(model_type))
     if family is not None and family.may_have_mtp_layers:
@@ -153,18 +165,6 @@ def _text_tensors(
             )
         text_tensors[text_name] = tensor._replace(name_in_file=name)
     return text_tensors, sorted(seen_prefixes)
-
-
-# The largest number of characters of an error about a file, because it may quote a text of any length.
-MAX_ERROR_LENGTH = 400
-# The size at which transformers 4 begins a new file.
-SHARD_BYTES = 5_000_000_000
-
-_EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
-_LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
-# A buffer in old exports. It is ignored, because it can be computed from config.json.
-_ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 def read_config(folder: str | Path) -> LlamaConfig:
@@ -280,13 +280,13 @@ def assemble(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Lla
         InputRefused: a tied head that differs from the embedding.
     """
     if config.tie_word_embeddings:
-        embedding = state["model.embed_tokens.weight"]
-        if not torch.equal(state.get("lm_head.weight", embedding), embedding):
+        embedding = state[_EMBEDDING]
+        if not torch.equal(state.get(_HEAD, embedding), embedding):
             raise InputRefused(
                 f"{origin}: lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings = true; "
                 "set it to false if the head is meant to be separate"
             )
-        state["lm_head.weight"] = embedding
+        state[_HEAD] = embedding
     # On the meta device, initial weights are neither allocated nor sampled. `state` takes their place.
     with torch.device("meta"):
         model = Llama(config)

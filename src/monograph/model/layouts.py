@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from monograph.errors import InputRefused
-from monograph.graph.lora import Plain
+from monograph.graph.lora_merge import Plain
 from monograph.model.config import LlamaConfig
 from monograph.model.files import AxisSlice, StoredTensor
 from monograph.model.parameters import block_shapes
@@ -160,6 +160,7 @@ class JoinedLayersRule(FileRule):
                     f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected "
                     f"{' + '.join(map(str, row_counts))} rows, those of {', '.join(parts)} by config.json"
                 )
+            # The parts get other names, so the description keeps the name in the file.
             tensor = tensor._replace(name_in_file=tensor.name_in_file or name)
             begin = 0
             for part, rows in zip(parts, row_counts, strict=True):
@@ -324,7 +325,8 @@ def _take_half(
         part = AxisSlice(begin=half, end=size, step=2, axis=axis)
     else:
         middle = size // 2
-        begin, end = ((0, middle), (middle, size))[half]
+        begin = 0 if half == 0 else middle
+        end = middle if half == 0 else size
         part = AxisSlice(begin, end, step=1, axis=axis)
     return tensor._replace(shape=shape, slice=part)
 

@@ -6,7 +6,7 @@ method or an attribute of the kind's class, which `mixer_of` returns. The cache,
 of FLOPs and the exports read it there, so that no other code has to know which kinds there are.
 
 Shape suffixes: B batch, T positions, D hidden size, F rotated pairs of a head, H query heads; 1
-broadcasts.
+an axis of length 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from monograph.graph.lora import Plain
+from monograph.graph.lora_merge import Plain
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, LAYER_TYPES, LayerType
 from monograph.model.rope import CosSin

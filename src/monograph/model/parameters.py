@@ -111,7 +111,9 @@ def axis_keys(config: LlamaConfig, name: str) -> tuple[str, ...]:
         is_product = all(shapes_if_doubled[key][axis] == 2 * length for key in keys)
         if is_product and length % product == 0:
             factor = length // product
-            factors = keys if keys and factor == 1 else [str(factor), *keys]
+            factors = [str(factor), *keys]
+            if keys and factor == 1:
+                factors = keys
             texts.append(" * ".join(factors))
         else:
             texts.append(" and ".join(keys))

@@ -19,8 +19,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from monograph import compat
+from monograph.ops.autograd import VmapInfo
 from monograph.ops.fp8 import Float8Weight
-from monograph.ops.fused_gradients import add_product_, block_rows, fused_gradient_of
+from monograph.ops.fused_gradients import (
+    add_product_,
+    add_scaled_,
+    block_rows,
+    fused_gradient_of,
+    product,
+)
 from monograph.ops.logits_gradient import can_replace_logits, replace_logits_
 from monograph.ops.token_rows import ReplacementRows, row_differences, with_replaced_rows
 
@@ -104,6 +111,10 @@ def linear_cross_entropy(
     if impl != "chunked":
         raise ValueError(f"impl must be 'chunked' or 'reference', not {impl!r}")
     device_type = device_type or hidden_ND.device.type
+    if chunks is None and rows is None and not in_fp8 and _is_frozen_in_members(weight_VD):
+        members = (each[None] for each in (valid_targets_N, mask_N))
+        losses, _ = _MembersLoss.apply(hidden_ND[None], weight_VD, *members, device_type)
+        return losses[0], count
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], device_type)
     if torch.is_grad_enabled():
         # A transform of torch.func wraps the weights that are trained, and `requires_grad` of a wrapped
@@ -132,9 +143,18 @@ def linear_cross_entropy(
 
 def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
     """Return how many chunks keep a chunk's fp32 logits within CHUNK_BYTES; at most MAX_CHUNKS."""
+    return max(1, min(chunk_limit(tokens), needed_chunks(tokens, vocabulary, device_type)))
+
+
+def chunk_limit(tokens: int) -> int:
+    """Return the largest number of chunks."""
+    return min(MAX_CHUNKS, tokens)
+
+
+def needed_chunks(tokens: int, vocabulary: int, device_type: str) -> int:
+    """Return how many chunks keep a chunk's fp32 logits within CHUNK_BYTES."""
     limit_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
-    needed_chunks = -(-tokens * vocabulary * 4 // limit_bytes)  # rounded up
-    return max(1, min(MAX_CHUNKS, tokens, needed_chunks))
+    return -(-tokens * vocabulary * 4 // limit_bytes)  # rounded up
 
 
 def _differences(weight_VD: Tensor, rows: ReplacementRows | None) -> ReplacementRows | None:
@@ -375,10 +395,11 @@ class _ChunkedLoss(torch.autograd.Function):
         differences = None
         if values_KD is not None:
             differences = _differences(weight_VD, ReplacementRows(values_KD, index_K, slot_V))
-        # The gradient of the weight, [V, D], or of the trained rows, [K, D]. For a fused weight and
-        # for trained rows it begins as zeros, otherwise as the first chunk's product.
-        like = total_VD if differences is None else differences.values_KD
-        grad = None if like is None else torch.zeros_like(like, dtype=mask_N.dtype)
+        # The gradient of the weight, [V, D], or of the trained rows, [K, D]. For trained rows it begins
+        # as zeros, for a weight as the first chunk's product.
+        grad = None
+        if differences is not None:
+            grad = torch.zeros_like(differences.values_KD, dtype=mask_N.dtype)
         losses: list[Tensor] = []
         hidden_grads: list[Tensor] = []
         for chunk in _split(hidden_ND, targets_N, mask_N, chunks):
@@ -387,7 +408,9 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             losses.append(loss)
             hidden_grads.append(hidden_grad_CD)
-            if trains_weight and grad is None:
+            if trains_weight and grad is None and fused_VD is not None:
+                grad = product(logits_grad_CV, hidden_CD, mask_N.dtype)
+            elif trains_weight and grad is None:
                 grad = (logits_grad_CV.T @ hidden_CD).to(mask_N.dtype)
             elif trains_weight:
                 add_product_(grad, logits_grad_CV, hidden_CD)
@@ -423,12 +446,93 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_grad_ND, grad = ctx.saved_tensors
         hidden_grad_ND = (hidden_grad_ND * loss_grad).to(hidden_grad_ND.dtype)
         if ctx.total_VD is not None:
-            ctx.total_VD.add_(grad * loss_grad)
+            add_scaled_(ctx.total_VD, grad, loss_grad)
             grad = None
         elif grad is not None:
             grad = (grad * loss_grad).to(ctx.dtype)
         weight_grad, rows_grad = (grad, None) if ctx.trains_weight else (None, grad)
         return hidden_grad_ND, weight_grad, None, None, None, rows_grad, None, None, None, None
+
+
+# ---- many members, one frozen weight --------------------------------------------------------------
+
+
+def _is_frozen_in_members(weight_VD: Tensor) -> bool:
+    """Return whether eager code trains members of an ensemble, which share this frozen weight."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    # A transform wraps weights that are trained, or of which each member has its own. They are no
+    # parameters then.
+    is_frozen = isinstance(weight_VD, nn.Parameter) and not weight_VD.requires_grad
+    return is_frozen and compat.in_transform()
+
+
+class _MembersLoss(torch.autograd.Function):
+    """Compute the losses [M] of M members and the gradient of their hidden states.
+
+    It is `_ChunkedLoss` with a frozen weight, but the tokens of all members are cut into chunks
+    together, so that a chunk is no larger than that of one member.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        hidden_MND, weight_VD, targets_MN, mask_MN, device_type
+    ):
+        members, tokens = targets_MN.shape
+        # As many chunks as the members would have one after another.
+        chunks = min(
+            members * chunk_limit(tokens),
+            needed_chunks(members * tokens, len(weight_VD), device_type),
+        )
+        head = HeadWeight(weight_VD.to(hidden_MND.dtype))
+        block = block_rows(device_type, len(weight_VD))
+        losses: list[Tensor] = []
+        hidden_grads: list[Tensor] = []
+        pieces = _split(
+            hidden_MND.flatten(0, 1), targets_MN.flatten(), mask_MN.flatten(), max(1, chunks)
+        )
+        for hidden_CD, targets_C, mask_C in pieces:
+            losses_C, grad_CV = _eager_gradients(
+                hidden_CD, head, targets_C, mask_C.dtype, None, block
+            )
+            losses.append(losses_C * mask_C)
+            hidden_grad_CD = head.hidden_gradient(grad_CV)
+            hidden_grads.append(hidden_grad_CD.mul_(mask_C[:, None]))
+            del grad_CV  # or it would stay in memory while the next chunk is computed
+        losses_M = torch.cat(losses).view(members, tokens).sum(1)
+        return losses_M, torch.cat(hidden_grads).view_as(hidden_MND)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        _losses, hidden_grad_MND = output
+        ctx.mark_non_differentiable(hidden_grad_MND)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden_grad_MND)
+
+    @staticmethod
+    def backward(ctx, loss_grad_M, _hidden_grad):  # type: ignore[no-untyped-def]
+        if loss_grad_M is None:  # nothing depends on the loss
+            return (None,) * 5
+        (hidden_grad_MND,) = ctx.saved_tensors
+        scaled_MND = (hidden_grad_MND * loss_grad_M[:, None, None]).to(hidden_grad_MND.dtype)
+        return scaled_MND, None, None, None, None
+
+    @staticmethod
+    def vmap(  # type: ignore[no-untyped-def]
+        info: VmapInfo, in_dims, hidden, weight_VD, targets, mask, device_type
+    ):
+        hidden_dim, weight_dim, targets_dim, mask_dim, _ = in_dims
+        if weight_dim is not None:
+            raise RuntimeError("the weight of a loss of members must be one for all")
+        hidden_MND, targets_MN, mask_MN = (
+            (
+                each.expand(info.batch_size, *each.shape) if dim is None else each.movedim(dim, 0)
+            ).flatten(0, 1)
+            for each, dim in ((hidden, hidden_dim), (targets, targets_dim), (mask, mask_dim))
+        )
+        outputs = _MembersLoss.apply(hidden_MND, weight_VD, targets_MN, mask_MN, device_type)
+        losses, hidden_grad = (each.unflatten(0, (info.batch_size, -1)) for each in outputs)
+        return (losses, hidden_grad), (0, 0)
 
 
 def token_log_probabilities(

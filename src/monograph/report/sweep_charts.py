@@ -113,6 +113,10 @@ def _chart_against_knob(
     if diverged:
         values = dict.fromkeys(value_text(setting["knobs"].get(name)) for setting in diverged)
         note += f" Members diverged at {name} {', '.join(values)}."
+    stopped = [setting for setting in settings if setting["standing"] == "stopped"]
+    if stopped:
+        values = dict.fromkeys(value_text(setting["knobs"].get(name)) for setting in stopped)
+        note += f" Stopped early, with the scores of that moment: {', '.join(values)}."
     scores = [value for setting in settings for value in setting["values"] if value is not None]
     return Chart(
         f"against_{name.rpartition('.')[2]}",

@@ -10,7 +10,7 @@ A setting is a mapping with these keys:
 - `values`: the held-out score of each member; None for a member that diverged.
 - `mean`: the mean of the scores; None if there is no score.
 - `standard_error`: the mean's standard error; None for one seed.
-- `standing`: "best", "tied" (with the best) or "".
+- `standing`: "best", "tied" (with the best), "stopped" (early, with the scores of that moment) or "".
 
 The curve of a member is a `MemberCurve`.
 """
@@ -112,12 +112,15 @@ def _draw_against_knob(
     words = "filled: best; blue: tied with it"
     if any(None in setting["values"] for setting in settings):
         words += "; x: a member diverged"
+    if any(setting["standing"] == "stopped" for setting in settings):
+        words += "; square: stopped early"
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED)
 
 
 def _draw_setting(axes: Axes, setting: SettingSummary, place: float) -> None:
     """Draw a setting's members as pale dots, and its mean with an error bar."""
     is_best = setting["standing"] == "best"
+    marker = "s" if setting["standing"] == "stopped" else "o"
     colour = ACCENT if setting["standing"] in ("best", "tied") else MUTED
     values = [value for value in setting["values"] if value is not None]
     axes.plot(
@@ -135,7 +138,7 @@ def _draw_setting(axes: Axes, setting: SettingSummary, place: float) -> None:
         place,
         setting["mean"],
         yerr=setting["standard_error"] or 0.0,
-        fmt="o",
+        fmt=marker,
         color=colour,
         markersize=5 if is_best else 4,
         capsize=3,
@@ -305,6 +308,9 @@ def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (name, text) pairs of the numbers to read first."""
     diverged = sum(member["diverged"] is not None for member in results["members"])
     figures = [("members", str(len(results["members"]))), ("diverged", str(diverged))]
+    stopped = sum(member.get("stopped") is not None for member in results["members"])
+    if stopped:
+        figures.append(("stopped early", str(stopped)))
     if results["wall_s"]:
         figures.append(("time", quantities.duration(results["wall_s"])))
     if results["tokens_per_s"]:
@@ -339,10 +345,18 @@ def _members_table(members: JsonObjects) -> str:
                 number(member.get("eval_loss"), "{:.4f}"),
                 number(member.get("train_loss"), "{:.4f}"),
                 number(member["diverged"], "at update {:,}"),
+                number(member.get("stopped"), "at update {:,}"),
                 member.get("run", ""),
             ]
         )
-    heads = ["bits per byte", "held-out loss, nats", "training loss, nats", "diverged", "run"]
+    heads = [
+        "bits per byte",
+        "held-out loss, nats",
+        "training loss, nats",
+        "diverged",
+        "stopped",
+        "run",
+    ]
     knobs = [member["knobs"] for member in members]
     return _table_with_knobs("Members of the sweep", knobs, heads, rows)
 

@@ -129,7 +129,7 @@ class PreferenceLoss(nn.Module):
         finally:
             self.recording.fill_(False)
             # The figures of this pass are dropped: the weights were compared with themselves.
-            self.take_figures()
+            self.totals.zero_()
 
     @contextmanager
     def update_of(
@@ -148,18 +148,27 @@ class PreferenceLoss(nn.Module):
         """
         # Capturing a step runs updates of index 0 on trial and then restores the buffers, so the
         # reference may be computed more than once.
-        if self.sides and not self.known:
+        if self.sides and not self.known.all():
             if index:
                 raise UsageError(
                     "the weights have changed since the run began, and the loss does not know what they were: keep "
                     "loss.state_dict() beside a run's checkpoints, and load it before you go on"
                 )
             device = self.reference.device
+            # The members of an ensemble may have their own rows. Then all score each of these rows.
+            *members, rows, _ = batches[0]["tokens"].shape
 
             def score_on_device(batch: Batch) -> None:
-                score([{name: tensor.to(device) for name, tensor in batch.items()}])
+                score(
+                    [
+                        {
+                            name: tensor.to(device).expand(*members, *tensor.shape)
+                            for name, tensor in batch.items()
+                        }
+                    ]
+                )
 
-            self.remember(self.sides, score_on_device, len(batches[0]["tokens"]), None)
+            self.remember(self.sides, score_on_device, rows, None)
             self.known.fill_(True)
         if index:
             # In later updates, the test above then ends at `sides`, and the host need not wait for the
@@ -173,7 +182,7 @@ class PreferenceLoss(nn.Module):
             finally:
                 # This pass must not count, because the update itself will count the same pairs.
                 self.totals.copy_(totals_before)
-            gain_sum, count = (sum_over_ranks(value) for value in self.apart.clone().unbind())
+            gain_sum, count = (sum_over_ranks(value) for value in self.apart.clone().unbind(-1))
             self.expected.copy_((gain_sum / count.clamp_min(1)).clamp_min(0))
         try:
             yield

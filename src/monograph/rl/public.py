@@ -13,7 +13,7 @@ has the rows of one update. Here they are the rows of sampled answers:
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ import torch
 from monograph.data.corpus import Corpus
 from monograph.data.options import ReadingOptions
 from monograph.data.progress import ProgressCallback
+from monograph.engine import Engine
+from monograph.ensemble import Ensemble
+from monograph.ensemble.member import MemberEngine
 from monograph.errors import UsageError
 from monograph.model.llama import Llama
 from monograph.ranges import COUNT
@@ -28,10 +31,11 @@ from monograph.resident import Resident
 from monograph.rl.advantages import ADVANTAGES, ratio_of
 from monograph.rl.arrange import RolloutOptions
 from monograph.rl.loss import PolicyLoss, kl_term
+from monograph.rl.members import MembersDrawer, MembersRollouts
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preference_loss import PreferenceLoss
 from monograph.rl.preferences import preference
-from monograph.rl.prompts import prompts_of
+from monograph.rl.prompts import Prompts, prompts_of
 from monograph.rl.rewards import FunctionReward, Reward, TeacherReward, reward_of
 from monograph.rl.rollouts import Drawer, Rollouts
 from monograph.text.tokenizer import Tokenizer
@@ -125,6 +129,130 @@ def rollouts(
         InputRefused: a record has no prompt, a prompt is too long, or a record lacks the keys that
             the reward reads.
     """
+    # Only such engines compute an answer's log-probabilities with the same bits in sampling and in
+    # the loss.
+    exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
+    prepared = _prepare(
+        engine,
+        tokenizer,
+        records,
+        reward,
+        exact=exact,
+        prompts=prompts,
+        group=group,
+        max_new_tokens=max_new_tokens,
+        truncated=truncated,
+        truncation_penalty=truncation_penalty,
+        draws=draws,
+        epochs=epochs,
+        seed=seed,
+        trust_code=trust_code,
+        **parameters,
+    )
+    if exact:
+        prepared.model.use_attention("cached")
+    drawer = prepared.drawer(engine)
+    kl = prepared.options.kl
+    if kl and kl.needs_reference:
+        drawer.reference = [plane.param.clone() for plane in engine.step.planes]
+    return Rollouts(drawer)
+
+
+def member_rollouts(
+    ensemble: Ensemble,
+    tokenizer: Tokenizer,
+    records: Iterable[Mapping[str, Any]],
+    reward: RewardLike,
+    *,
+    seeds: Sequence[int],
+    **options: Any,
+) -> MembersRollouts:
+    """Return windows for `monograph.train`, whose answers the members of an ensemble sample on demand,
+    all in one decoder.
+
+    The members have adapters on one base. Each samples the answers that it would sample alone, up to
+    the rounding of its adapter's products.
+
+    Args:
+        ensemble: an ensemble of language models, with a `policy_loss` and each=True.
+        tokenizer: the members' tokenizer.
+        records: see `rollouts`.
+        reward: see `rollouts`.
+        seeds: for each member, the seed of the order of its prompts and of its sampling.
+        options: the other arguments of `rollouts`.
+
+    Returns:
+        An iterator. Each of its `members` has `numbers`, the figures on the member's answers.
+
+    Raises:
+        UsageError: an argument is out of range, the ensemble has another loss, or its members have no
+            adapters or adapters of a kind that one decoder cannot have; also for a KL term and for
+            teachers, which need further weights.
+        InputRefused: see `rollouts`.
+    """
+    if len(seeds) != ensemble.size:
+        raise UsageError(f"{len(seeds)} seeds for {ensemble.size} members: give one each")
+    if not ensemble.stacked_parameters.each:
+        raise UsageError("members sample answers of their own: make the ensemble with each=True")
+    records = list(records)
+    drawers = []
+    for number, seed in enumerate(seeds):
+        prepared = _prepare(
+            ensemble, tokenizer, records, reward, exact=False, **{**options, "seed": seed}
+        )
+        kl = prepared.options.kl
+        if kl and kl.needs_reference:
+            raise UsageError("kl needs the weights that each member began from: leave it out")
+        if prepared.reward.teacher is not None:
+            raise UsageError("a teacher scores the answers of one model: give another reward")
+        drawers.append(prepared.drawer(MemberEngine(ensemble, number)))
+    return MembersRollouts(MembersDrawer(ensemble, drawers), list(map(Rollouts, drawers)))
+
+
+class _Prepared(NamedTuple):
+    """What sampling needs besides an engine.
+
+    Attributes:
+        model: the language model.
+        prompts: its prompts.
+        reward: scores the answers.
+        options: how they are sampled and weighed.
+    """
+
+    model: Llama
+    prompts: Prompts
+    reward: Reward
+    options: RolloutOptions
+
+    def drawer(self, engine: Engine) -> Drawer:
+        """Return the sampler for an engine."""
+        # The number of updates is unknown here, which 0 stands for.
+        return Drawer(engine, self.prompts, self.reward, self.options, updates=lambda: 0)
+
+
+def _prepare(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    records: Iterable[Mapping[str, Any]],
+    reward: RewardLike,
+    *,
+    exact: bool,
+    seed: int,
+    prompts: int = 16,
+    group: int = 8,
+    max_new_tokens: int = 64,
+    truncated: str = "keep",
+    truncation_penalty: float = 0.0,
+    draws: int = 1,
+    epochs: int | None = None,
+    trust_code: bool = False,
+    **parameters: object,
+) -> _Prepared:
+    """Check the arguments of `rollouts`, and read the records; `exact` is that of `RolloutOptions`.
+
+    Raises:
+        UsageError, InputRefused: see `rollouts`.
+    """
     loss = engine.step.loss
     model = engine.model
     if not isinstance(loss, PolicyLoss) or not isinstance(model, Llama):
@@ -146,9 +274,6 @@ def rollouts(
     scorer.unconfined = scorer.unconfined or trust_code
     max_prompt_tokens = model.config.max_position_embeddings - max_new_tokens
     run_prompts = prompts_of(records, tokenizer, scorer, max_prompt_tokens)
-    # Only such engines compute an answer's log-probabilities with the same bits in sampling and in
-    # the loss.
-    exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     options = RolloutOptions(
         prompts=prompts,
         group=group,
@@ -166,13 +291,7 @@ def rollouts(
         masks_truncated=truncated == "mask",
         truncation_penalty=truncation_penalty,
     )
-    if exact:
-        model.use_attention("cached")
-    # The number of updates is unknown here, which 0 stands for.
-    drawer = Drawer(engine, run_prompts, scorer, options, updates=lambda: 0)
-    if loss.kl and loss.kl.needs_reference:
-        drawer.reference = [plane.param.clone() for plane in engine.step.planes]
-    return Rollouts(drawer)
+    return _Prepared(model, run_prompts, scorer, options)
 
 
 def _require_counts(**counts: int) -> None:

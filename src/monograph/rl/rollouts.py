@@ -16,9 +16,10 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator as GeneratorType
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -87,6 +88,29 @@ def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> 
     if not options.exact:
         return tokens
     return min(padded_count(tokens), config.max_position_embeddings)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Keep the garbage collector off in the block.
+
+    Decoding makes many objects, whose number would start collections, but none of them are in cycles of
+    references, which only the collector can free.
+    """
+    collects_garbage = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects_garbage:
+            gc.enable()
+
+
+def not_finite(prompt: Prompt) -> Diverged:
+    """Return the error for a model that has no finite logits after a prompt."""
+    return Diverged(
+        f"{prompt.where}: the model's logits for an answer are not finite: lower optim.lr"
+    )
 
 
 @dataclass(frozen=True)
@@ -182,67 +206,107 @@ class Drawer:
             OutOfDeviceMemory: the keys and values of one answer take more than half of the free
                 memory.
         """
+        answers = self.options.prompts * self.options.group
+        mode = self.mode_of(answers)
+        if self._cached_generator and self._cached_generator[0] == mode:
+            return self._cached_generator[1]
+        answers_of_rank = math.ceil(answers / self.sharing.ranks)
+        with modes_kept(self.model):
+            generator = self.new_generator(self.model, answers_of_rank, mode)
+        self._cached_generator = mode, generator
+        return generator
+
+    def mode_of(self, answers: int) -> Mode:
+        """Return the mode of decoding that suits the number of steps of the whole run.
+
+        Args:
+            answers: the number of answers of a sample.
+        """
         options = self.options
-        model = self.model
-        prompts = self.prompts
         step = self.engine.step
-        answers = options.prompts * options.group
-        device_type = model.lm_head.weight.device.type
+        device_type = self.model.lm_head.weight.device.type
         # A run that compiles nothing must not compile its decoder: 0 steps are never worth it.
         decode_steps = 0
         if step.scope != "none":
             samples = self.updates() // options.updates
             batches = math.ceil(answers / MAX_DECODED_ROWS)
             decode_steps = samples * batches * options.max_new_tokens
-        mode = mode_for(decode_steps, device_type, is_autocast=step.precision.name != "fp32")
-        if self._cached_generator and self._cached_generator[0] == mode:
-            return self._cached_generator[1]
+        return mode_for(decode_steps, device_type, is_autocast=step.precision.name != "fp32")
+
+    def new_generator(self, model: Llama, answers: int, mode: Mode) -> Generator:
+        """Return a new decoder for this run's prompts and options.
+
+        Args:
+            model: the model that it samples from.
+            answers: the number of answers that it samples at the same time, if the memory allows it.
+            mode: the mode of decoding.
+
+        Raises:
+            OutOfDeviceMemory: see `generator`.
+        """
+        options = self.options
+        prompts = self.prompts
         prefill_prompts = min(options.prompts, MAX_PREFILL_PROMPTS)
         slots = CacheSizes(
             self.slots, block_of(self.slots), prefill_prompts, options.exact, prompts.longest
         )
-        answers_of_rank = math.ceil(answers / self.sharing.ranks)
         # Memory may hold fewer rows than there are answers.
         rows = unpadded_count(
-            rows_that_fit(model, slots, decoded_rows(answers_of_rank), "lower rl.max_new_tokens")
+            rows_that_fit(model, slots, decoded_rows(answers), "lower rl.max_new_tokens")
         )
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.end_ids))
         chain = replace(chain, reports_processed=not self._samples_raw_softmax)
-        with modes_kept(model):
-            generator = Generator(
-                model,
-                chain,
-                rows=rows,
-                slots=slots,
-                vocabulary=prompts.vocab_size,
-                pace=min(BLOCK_STEPS, options.max_new_tokens),
-                mode=mode,
-                automata=[self.form.automaton] if self.form else (),
+        return Generator(
+            model,
+            chain,
+            rows=rows,
+            slots=slots,
+            vocabulary=prompts.vocab_size,
+            pace=min(BLOCK_STEPS, options.max_new_tokens),
+            mode=mode,
+            automata=[self.form.automaton] if self.form else (),
+        )
+
+    def requests(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], adapter: int = 0
+    ) -> list[Request]:
+        """Return the request for an answer to each prompt.
+
+        Args:
+            prompts: the prompts.
+            seeds: the seed of each answer.
+            adapter: the slot of the adapter that writes, if the decoder's model has a bank of them.
+        """
+        sampling = Sampling(temperature=self.options.temperature, logprobs=0)
+        max_tokens = self.options.max_new_tokens
+        automaton = self.form.automaton if self.form else None
+        return [
+            Request(
+                prompt.ids,
+                sampling,
+                max_tokens,
+                self.end_ids,
+                automaton,
+                seed=seed,
+                adapter=adapter,
             )
-        self._cached_generator = mode, generator
-        return generator
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
         """Prepare for decoding: no gradients, the step's precision, and no captured graphs."""
         step = self.engine.step
-        # The garbage collector is off in the block. Decoding makes many objects, whose number would
-        # start collections, but none of them are in cycles of references, which only it can free.
-        collects_garbage = gc.isenabled()
-        gc.disable()
-        try:
-            # The captured graphs of the model's blocks are for training, so decoding must not use them.
-            with (
-                modes_kept(step.model),
-                capture.capture_suspended(step),
-                step.context(),
-                torch.no_grad(),
-            ):
-                step.model.eval()
-                yield
-        finally:
-            if collects_garbage:
-                gc.enable()
+        # The captured graphs of the model's blocks are for training, so decoding must not use them.
+        with (
+            without_collection(),
+            modes_kept(step.model),
+            capture.capture_suspended(step),
+            step.context(),
+            torch.no_grad(),
+        ):
+            step.model.eval()
+            yield
 
     def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         """Sample an answer to each prompt, and return the answers with their log-probabilities.
@@ -279,13 +343,7 @@ class Drawer:
         self, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Completion]:
         """Do what `draw` does, without other ranks."""
-        sampling = Sampling(temperature=self.options.temperature, logprobs=0)
-        max_tokens = self.options.max_new_tokens
-        automaton = self.form.automaton if self.form else None
-        requests = [
-            Request(prompt.ids, sampling, max_tokens, self.end_ids, automaton, seed=seed)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        requests = self.requests(prompts, seeds)
         # The property is read before `_decoding`: it looks whether the step is captured, and in the block
         # the captured graphs are set aside.
         generator = self.generator
@@ -294,9 +352,7 @@ class Drawer:
             completions = list(Generation(generator, requests, self.prompts.tokenizer, ()))
         for prompt, completion in zip(prompts, completions, strict=True):
             if completion.finish_reason == "not_finite":
-                raise Diverged(
-                    f"{prompt.where}: the model's logits for an answer are not finite: lower optim.lr"
-                )
+                raise not_finite(prompt)
         return completions
 
     @property
@@ -494,6 +550,35 @@ class Drawer:
         return {f"eval_{name}": value for name, value in figures.items()}
 
 
+class WantedAnswers(NamedTuple):
+    """The answers that a window needs.
+
+    Attributes:
+        prompts: the prompt of each answer.
+        seeds: the seed of each answer.
+    """
+
+    prompts: Sequence[Prompt]
+    seeds: Sequence[int]
+
+
+class SampledAnswers(NamedTuple):
+    """The answers that a window needed.
+
+    Attributes:
+        completions: the answers, in the order in which they were wanted.
+        seconds: the seconds in which they were sampled.
+    """
+
+    completions: Sequence[Completion]
+    seconds: float
+
+
+# A window that is being made. It yields what answers it needs, is sent these answers, and returns the
+# window; None if no prompts are left. So the answers of several windows can be sampled at once.
+WindowInTheMaking: TypeAlias = GeneratorType[WantedAnswers, SampledAnswers, Batch | None]
+
+
 class Rollouts(Iterator[Batch]):
     """An iterator over the windows of a run. Their answers are sampled when a window is asked for.
 
@@ -528,6 +613,22 @@ class Rollouts(Iterator[Batch]):
 
         `arrange_window` describes the window.
         """
+        making = self.make_window()
+        window: Batch | None = None
+        try:
+            wanted = next(making)
+            while True:
+                began = clock()
+                completions = self.drawer.draw(wanted.prompts, wanted.seeds)
+                wanted = making.send(SampledAnswers(completions, clock() - began))
+        except StopIteration as made:
+            window = made.value
+        if window is None:
+            raise StopIteration
+        return window
+
+    def make_window(self) -> WindowInTheMaking:
+        """Make the next window, or return the last one again; see `WindowInTheMaking`."""
         if self._repeats_left:
             self._repeats_left -= 1
             self.is_fresh = False
@@ -540,17 +641,17 @@ class Rollouts(Iterator[Batch]):
             positions = self._next_positions()
             if not positions:
                 break
+            wanted = self._wanted_answers(positions)
+            sampled = yield wanted
+            drawn_s += sampled.seconds
             began = clock()
-            prompts, completions = self._draw_groups(positions)
-            drawn_s += clock() - began
-            began = clock()
-            groups += self._score_groups(prompts, completions)
+            groups += self._score_groups(wanted.prompts, sampled.completions)
             scored_s += clock() - began
             self.rows_consumed = positions[-1] + 1
             if sum(group.teaches for group in groups) >= wanted_groups:
                 break
         if not groups:
-            raise StopIteration
+            return None
         scores = [score for group in groups for score in group.scores]
         seconds = {"drawn_s": drawn_s, "scored_s": scored_s}
         self.numbers = {
@@ -574,13 +675,8 @@ class Rollouts(Iterator[Batch]):
         """Return whether the next window will have new answers; then a run can resume from `state`."""
         return not self._repeats_left
 
-    def _draw_groups(self, positions: Sequence[int]) -> tuple[list[Prompt], list[Completion]]:
-        """Sample a group of answers to the prompt at each position.
-
-        Returns:
-            The prompt of each answer.
-            The answers, group by group.
-        """
+    def _wanted_answers(self, positions: Sequence[int]) -> WantedAnswers:
+        """Return the prompt and the seed of each answer of the groups at these positions."""
         options = self.drawer.options
         train = self.drawer.prompts.train
         first, last = positions[0], positions[-1]
@@ -589,15 +685,16 @@ class Rollouts(Iterator[Batch]):
         prompts = [
             train[order[position - first]] for position in positions for _ in range(options.group)
         ]
-        seeds = rollout_seeds(options.seed, positions, options.group)
-        return prompts, self.drawer.draw(prompts, seeds)
+        return WantedAnswers(prompts, rollout_seeds(options.seed, positions, options.group))
 
     def _score_groups(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[AnswerGroup]:
         """Score and weigh the answers, and return their groups.
 
-        The arguments are what `_draw_groups` returns.
+        Args:
+            prompts: the prompt of each answer.
+            completions: the answers, group by group.
         """
         drawer = self.drawer
         options = drawer.options

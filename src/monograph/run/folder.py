@@ -88,6 +88,8 @@ _Row = create_model(
     update=(int, 0),
     tokens=(int, 0),
     diverged=(int, 0),
+    stopped=(int, 0),
+    win_probability=(float, 0.0),
     **dict.fromkeys(_NUMBERS, (float | None, None)),  # type: ignore[call-overload]
     summary=(_Summary | None, None),
     sample=(str, ""),

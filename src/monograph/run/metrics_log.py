@@ -9,7 +9,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -17,11 +17,14 @@ from monograph.run.folder import Run
 from monograph.step import Update
 from monograph.step.parts import seconds
 
+Entries: TypeAlias = dict[str, Any]  # of a row
+E = TypeVar("E")
+
 # A run has diverged after this many skipped updates in a row. Fewer may come of a few bad batches.
 PATIENCE = 20
 
 
-class _PendingUpdates(ABC):
+class _PendingUpdates(ABC, Generic[E]):
     """Updates whose numbers are still on the device.
 
     The numbers of `every` updates are read from the device at once, since each read waits for the
@@ -35,14 +38,14 @@ class _PendingUpdates(ABC):
             every: number of updates after which their rows are written.
         """
         self.every = every
-        self.pending: list[tuple[Update, dict[str, Any]]] = []  # with further entries of its row
+        self.pending: list[tuple[Update, E]] = []
 
-    def add(self, update: Update, extra: dict[str, Any]) -> bool:
+    def add(self, update: Update, extra: E) -> bool:
         """Add an update, and write the pending rows if there are `every` of them.
 
         Args:
             update: the update.
-            extra: further entries of its row.
+            extra: further entries of its row, or of each member's row.
 
         Returns:
             Whether the rows were written.
@@ -60,18 +63,16 @@ class _PendingUpdates(ABC):
             self.pending.clear()
 
     @abstractmethod
-    def _write(
-        self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]
-    ) -> None:
+    def _write(self, rows: Sequence[Sequence[Entries]], extras: Sequence[E]) -> None:
         """Write rows to the metrics of all members.
 
         Args:
             rows: for each update, a row for each member.
-            extras: for each update, further entries of its rows.
+            extras: for each update, what `add` was given.
         """
 
 
-class MetricsLog(_PendingUpdates):
+class MetricsLog(_PendingUpdates[Entries]):
     """The log of one run's updates.
 
     Attributes:
@@ -91,9 +92,7 @@ class MetricsLog(_PendingUpdates):
         last_skipped = itertools.takewhile(lambda row: row["skipped"], reversed(rows))
         self.skipped_in_a_row = len(list(last_skipped))
 
-    def _write(
-        self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]
-    ) -> None:
+    def _write(self, rows: Sequence[Sequence[Entries]], extras: Sequence[Entries]) -> None:
         self.write([only_row for [only_row] in rows], extras)
 
     @property
@@ -135,7 +134,7 @@ class MetricsLog(_PendingUpdates):
         return not is_finite or 2 * self.skipped_in_a_row >= updates
 
 
-class MetricsLogs(_PendingUpdates):
+class MetricsLogs(_PendingUpdates[Sequence[Entries]]):
     """The logs of all members of one engine.
 
     Attributes:
@@ -155,12 +154,15 @@ class MetricsLogs(_PendingUpdates):
                     self.divergences[index] = row["diverged"]
 
     def _write(
-        self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]
+        self, rows: Sequence[Sequence[Entries]], extras: Sequence[Sequence[Entries]]
     ) -> None:
         """Write the rows of all members that have not diverged."""
         for index, log in enumerate(self.logs):
             if index not in self.divergences:
-                log.write([member_rows[index] for member_rows in rows], extras)
+                log.write(
+                    [member_rows[index] for member_rows in rows],
+                    [member_extras[index] for member_extras in extras],
+                )
 
     def find_diverged(self, updates: int | None = None) -> list[int]:
         """Record the members that have diverged since the last call, and return their indices.

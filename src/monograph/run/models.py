@@ -17,9 +17,11 @@ from monograph.checkpointing import Checkpoint
 from monograph.errors import InputRefused, UsageError, Warn
 from monograph.graph.frozen import FrozenWeight
 from monograph.graph.inspect import unwrapped, write_tensor
-from monograph.graph.lora import adapt, checkpoint_state, merge
+from monograph.graph.lora import adapt, checkpoint_state
+from monograph.graph.lora_merge import merge
 from monograph.graph.mmap_weights import mapped, materialize_, require_finite
 from monograph.graph.precision import Precision
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import PeftAdapters
@@ -37,6 +39,7 @@ from monograph.run.recipe import (
     compare_tokenizers,
     find_run,
     find_tokenizer,
+    have_one_base,
     is_weight_file,
     module_digest,
     no_tokenizer_error,
@@ -72,6 +75,11 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
     state: Mapping[str, Any]
     averaged: bool
+
+    @property
+    def recipe(self) -> ModelRecipe:
+        """Return what the model was built from."""
+        return ModelRecipe.recorded(self.state["recipe"])
 
 
 def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
@@ -334,7 +342,11 @@ def _load_unmerged(
 
 
 def load_trained(
-    run: Run, warn: Warn, precision: Precision | None = None, code_values: Collection[str] = ()
+    run: Run,
+    warn: Warn,
+    precision: Precision | None = None,
+    code_values: Collection[str] = (),
+    beside: Trained | None = None,
 ) -> Trained:
     """Load a run's newest model of any kind. Its Python file, if there is one, builds the module.
 
@@ -345,6 +357,8 @@ def load_trained(
             base is stored in 16 bits.
         code_values: every value of the run's settings that may name code, such as
             FILE.py:FUNCTION. The mark in config.toml covers all of them (`monograph.run.trust`).
+        beside: the model of another run, loaded in the same precision. If both are adapters on one
+            base, the base is not loaded again, and both models have the same frozen tensors.
 
     Raises:
         InputRefused: the Python file has changed or is not trusted, or the saved weights do not fit
@@ -358,6 +372,11 @@ def load_trained(
         vouched = require_trusted(run.config, code_values, [recipe.init], recipe.sha256)
         recipe = recipe._replace(vouched=vouched)
         require_same_file(recipe, run)
+    if beside is not None and have_one_base(recipe, beside.recipe):
+        loss = beside.loss
+        model = copy_with_shared_base(beside.model, recorded_lora(recipe.lora or {}), seed=0)
+        load_weights(model, weights_of(checkpoint))
+    elif recipe.code or recipe.lora:
         model, loss = build(recipe)
         if recipe.lora:
             require_base_of_run(module_digest(model), recipe.base_sha256, recipe.init, run.folder)
@@ -494,7 +513,7 @@ def save(
     model = unwrapped(model)
     if any(isinstance(part, FrozenWeight) for part in model.modules()):
         raise UsageError(
-            "the model has weights in 8 or 4 bits: call monograph.graph.lora.merge(model) before save"
+            "the model has weights in 8 or 4 bits: call monograph.graph.lora_merge.merge(model) before save"
         )
     if not isinstance(model, Llama):
         raise UsageError(

@@ -12,12 +12,13 @@ import sys
 import types
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monograph.errors import InputRefused, did_you_mean, said_by
 from monograph.graph.inspect import unique_state, unwrap_
@@ -154,6 +155,24 @@ def recorded_lora(saved: Mapping[str, Any]) -> Lora:
         targets = tuple(targets)
     tokens = tuple(saved.get("tokens", ()))
     return Lora(**{**saved, "targets": targets, "tokens": tokens})
+
+
+def have_one_base(one: ModelRecipe, other: ModelRecipe) -> bool:
+    """Return whether the adapters of two recipes can be on one base in memory.
+
+    They can differ in rank, scale, dropout and values.
+    """
+    if one.lora is None or other.lora is None:
+        return False
+    return _without_adapters_of_its_own(one) == _without_adapters_of_its_own(other)
+
+
+def _without_adapters_of_its_own(recipe: ModelRecipe) -> ModelRecipe:
+    """Return a recipe with fixed values in place of those that differ between adapters on one base."""
+    assert recipe.lora is not None
+    of_base = replace(recorded_lora(recipe.lora), rank=1, alpha=1.0, rslora=False, dropout=0.0)
+    # The seed may have made new weights of a base, too; but then its digest differs.
+    return recipe._replace(lora=lora_record(of_base), seed=0, adapter=None, vouched={})
 
 
 def require_same_file(recipe: ModelRecipe, run: Run) -> None:
@@ -435,8 +454,13 @@ def module_digest(module: nn.Module) -> str:
     Numbers of at most 32 bits are hashed as fp32, so that the same numbers in bf16 and in fp32 have
     the same digest.
     """
+    return tensors_digest(unique_state(module))
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the hex SHA-256 of the names, shapes and numbers of tensors; see `module_digest`."""
     sha256 = hashlib.sha256()
-    for name, tensor in sorted(unique_state(module).items()):
+    for name, tensor in sorted(tensors.items()):
         numbers = tensor.detach()
         if tensor.is_floating_point() and tensor.dtype != torch.float64:
             numbers = numbers.float()

@@ -2,6 +2,8 @@
 
 import codecs
 import json
+import secrets
+import string
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,8 @@ from monograph.serve import shapes
 from monograph.serve.owner import ServedText
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.versions import ServedModel
+from monograph.text.call_reader import CallPiece, CallReader
+from monograph.text.calls import ID_LENGTH
 from monograph.text.tokenizer import Tokenizer
 
 _COMMON_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
@@ -112,14 +116,16 @@ class TextPiece(NamedTuple):
         text: the new characters.
         entries: an entry for each new token, if the answer has log-probabilities, else empty.
         finish: how the text ended; None if it has not ended.
-        is_first: whether it comes before all tokens, in the stream of a chat.
+        calls: new pieces of calls of tools.
+        calls_tools: whether the text up to here has a call.
     """
 
     text_index: int
     text: str
     entries: list[ScoredToken]
     finish: shapes.ServedFinish | None
-    is_first: bool = False
+    calls: Sequence[CallPiece] = ()
+    calls_tools: bool = False
 
 
 class TextBuilder:
@@ -140,6 +146,7 @@ class TextBuilder:
         *,
         reports_end: bool = True,
         echo: str = "",
+        call_reader: CallReader | None = None,
     ):
         """Begin an empty text.
 
@@ -150,11 +157,14 @@ class TextBuilder:
                 None: the answer has no log-probabilities.
             reports_end: whether a stop id that ends the text has an entry, too.
             echo: the prompt's characters, if the answer repeats them before the text.
+            call_reader: reads the calls of tools in the text; None: there are none.
         """
         prompt_ids = text.request.prompt_ids
         self._tokenizer = text.version.tokenizer
         self._unreported_ids = () if reports_end else text.request.stop_ids
         self._transcript = Transcript(self._tokenizer, stop, prompt_ids)
+        self._call_reader = call_reader
+        self._stop_ids = text.request.stop_ids
         self._index = text.index
         self._likeliest_count = likeliest_count
         # Entries of tokens whose text is held back, each with the number of bytes before its token.
@@ -167,12 +177,18 @@ class TextBuilder:
         """Add an event's tokens; return the piece of the text that is certain now."""
         self.token_count += len(event.token_ids)
         new_text = self._transcript.add(event.token_ids)
+        if event.finish is not None:
+            new_text += self._transcript.finish()
+        calls = list[CallPiece]()
+        if self._call_reader is not None:
+            new_text, calls = self._read_calls(self._call_reader, event)
+        calls_tools = self._call_reader is not None and self._call_reader.call_count > 0
         if self._likeliest_count is not None:
             for token, logprobs in zip(event.token_ids, event.logprobs, strict=True):
                 self._add_entry(token, logprobs, self._likeliest_count)
         if event.finish is None:
-            return TextPiece(self._index, new_text, self._take_certain_entries(), None)
-        new_text += self._transcript.finish()
+            entries = self._take_certain_entries()
+            return TextPiece(self._index, new_text, entries, None, calls, calls_tools)
         # For finishes that are errors, the request is refused before the event comes here.
         finish: shapes.ServedFinish = "stop" if event.finish == "stop" else "length"
         if finish == "stop" and self._uncertain_entries:
@@ -180,7 +196,20 @@ class TextBuilder:
             _, last = self._uncertain_entries[-1]
             if last.token in self._unreported_ids:
                 self._uncertain_entries.pop()
-        return TextPiece(self._index, new_text, self._take_certain_entries(), finish)
+        entries = self._take_certain_entries()
+        return TextPiece(self._index, new_text, entries, finish, calls, calls_tools)
+
+    def _read_calls(self, reader: CallReader, event: Event) -> tuple[str, list[CallPiece]]:
+        """Return the new characters of the content, and the new pieces of calls."""
+        ids = event.token_ids
+        if ids and ids[-1] in self._stop_ids:  # it only ends the text
+            ids = ids[:-1]
+        content, calls = reader.add(ids)
+        if event.finish is not None:
+            rest = reader.finish()
+            content += rest.content
+            calls = calls + rest.calls
+        return content, calls
 
     def _add_entry(self, token: int, logprobs: LogProbability, likeliest_count: int) -> None:
         token_bytes = self._tokenizer.pieces[token]
@@ -320,6 +349,10 @@ class AnswerBuilder:
         """Return the last event of a stream, if it has a usage; it has no choices."""
         return self._event_json(b"[]", b',"usage":' + as_json(usage))
 
+    def parts(self, piece: TextPiece) -> list[TextPiece]:
+        """Return the pieces for which a stream sends one event each, of one piece of a text."""
+        return [piece]
+
     def first_pieces(self, index: int) -> list[TextPiece]:
         """Return the pieces that a stream sends before the first token of text number `index`."""
         return []
@@ -387,19 +420,42 @@ class ChatAnswerBuilder(AnswerBuilder):
 
     def first_pieces(self, index: int) -> list[TextPiece]:
         """Return one empty piece: `_event_choice` sends the role in place of an empty text."""
-        return [TextPiece(index, "", [], None, is_first=True)]
+        return [TextPiece(index, "", [], None)]
+
+    def parts(self, piece: TextPiece) -> list[TextPiece]:
+        """Return a part for new content and one for each piece of a call; none if nothing is new."""
+        parts = [
+            TextPiece(piece.text_index, "", [], None, [call], piece.calls_tools)
+            for call in piece.calls
+        ]
+        if piece.text or piece.entries or (piece.finish is not None and not parts):
+            content = piece._replace(calls=(), finish=None)
+            parts.insert(0, content)
+        if parts:
+            parts[-1] = parts[-1]._replace(finish=piece.finish)
+        return parts
 
     def _choice(self, piece: TextPiece) -> Mapping[str, Any]:
         message: shapes.ChatMessage = {"role": "assistant", "content": piece.text, "refusal": None}
+        calls: list[shapes.AnsweredCall] = []
+        for _, name, arguments in piece.calls:
+            if name is not None:
+                function: shapes.CalledTool = {"name": name, "arguments": ""}
+                calls.append({"id": _new_call_id(), "type": "function", "function": function})
+            calls[-1]["function"]["arguments"] += arguments
+        if calls:
+            message["tool_calls"] = calls
+            message["content"] = piece.text or None
         return {"index": piece.text_index, "message": message} | self._logprobs_and_finish(piece)
 
     def _event_choice(self, piece: TextPiece) -> Mapping[str, Any]:
-        # It stays empty at the end, and while all of a text's characters are held back.
         delta: shapes.ChatDelta = {}
-        if piece.is_first:
-            delta = {"role": "assistant", "content": ""}
+        if piece.calls:
+            delta = {"tool_calls": [_call_delta(call) for call in piece.calls]}
         elif piece.text:
             delta = {"content": piece.text}
+        elif not piece.entries and piece.finish is None:
+            delta = {"role": "assistant", "content": ""}
         return {"index": piece.text_index, "delta": delta} | self._logprobs_and_finish(piece)
 
     def _logprobs_and_finish(self, piece: TextPiece) -> dict[str, Any]:
@@ -407,7 +463,10 @@ class ChatAnswerBuilder(AnswerBuilder):
         if self._likeliest_count is not None:
             content = [self._sampled_token(entry) for entry in piece.entries]
             logprobs = {"content": content, "refusal": None}
-        return {"logprobs": logprobs, "finish_reason": piece.finish}
+        finish: shapes.ChatFinish | None = piece.finish
+        if piece.finish == "stop" and piece.calls_tools:
+            finish = "tool_calls"
+        return {"logprobs": logprobs, "finish_reason": finish}
 
     def _sampled_token(self, entry: ScoredToken) -> shapes.ChatDrawnToken:
         likeliest = [self._chat_token(token, logprob) for token, logprob in entry.likeliest]
@@ -421,6 +480,24 @@ class ChatAnswerBuilder(AnswerBuilder):
             "logprob": _finite(logprob),
             "bytes": list(self._tokenizer.pieces[token]),
         }
+
+
+def _call_delta(call: CallPiece) -> shapes.CallPiece:
+    """Return a piece of a call in the form of the protocol."""
+    if call.name is None:
+        return {"index": call.number, "function": {"arguments": call.arguments}}
+    return {
+        "index": call.number,
+        "id": _new_call_id(),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _new_call_id() -> str:
+    """Return an id for a call, in the form that all chat templates accept."""
+    characters = string.ascii_letters + string.digits
+    return "".join(secrets.choice(characters) for _ in range(ID_LENGTH))
 
 
 def token_usage(prompt_tokens: int, sampled_tokens: int) -> shapes.Usage:

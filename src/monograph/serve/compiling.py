@@ -1,4 +1,4 @@
-"""Compiles the stop strings and constraints of requests in processes of their own, under limits.
+"""Compiles the stop strings, constraints and tools of requests in processes of their own, under limits.
 
 The compiler limits its own work, but a hostile schema may still need much time or memory. So this
 module is also a program, the compiling process. It imports what compiling needs, gets the vocabulary
@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from monograph.automata import Automaton, constraint, stop_strings
+from monograph.automata import Automaton, Calls, call_constraint, constraint, stop_strings
 from monograph.automata.counting import ALWAYS, COUNTERS, Effect, is_sound
 from monograph.automata.tokens import MAX_EFFECTS
 from monograph.errors import InputRefused
@@ -47,6 +47,7 @@ from monograph.storage.reading import parse_json
 # Limits on the constraint of a request.
 MAX_CONSTRAINT_BYTES = 1 << 16
 MAX_CHOICES = 1_024
+MAX_CALLS_BYTES = 1 << 18  # of all tools of a request
 # Limits on a child. The kernel enforces the first two, and the server the last one.
 PROCESSOR_S = 2
 MEMORY_BYTES = 1 << 29
@@ -61,12 +62,14 @@ MAX_WAITING = 32
 # The process starts in a fraction of a second, but on a busy machine it may take many seconds.
 _START_TIMEOUT_S = 120.0
 _STOP = "stop"  # the kind of a job that compiles stop strings
+_CALLS = "calls"  # and of one that compiles the calls of tools
 # How messages name what is compiled, by kind.
 _NAMES = {
     "choices": "the choices",
     "regex": "the regular expression",
     "json_schema": "the JSON schema",
     _STOP: "the stop strings",
+    _CALLS: "the schemas of the tools",
 }
 # The head of a reply: the child's exit code, or minus the number of the signal that ended it; and the
 # number of bytes of its output.
@@ -166,13 +169,27 @@ class ConstraintCompiler:
         """
         return await self._cached_automaton(_STOP, strings, b"")
 
+    async def calls(self, calls: Calls) -> Automaton:
+        """Return the automaton of answers with calls; see `monograph.automata.call_constraint`.
+
+        Raises:
+            InputRefused, Busy, RuntimeError: see `constraint`.
+        """
+        value = calls._asdict()
+        size = len(json.dumps(value))
+        if size > MAX_CALLS_BYTES:
+            raise InputRefused(
+                f"{_NAMES[_CALLS]}: {size:,} bytes; at most {MAX_CALLS_BYTES:,} are compiled"
+            )
+        return await self._cached_automaton(_CALLS, value, b"")
+
     def close(self) -> None:
         """End the compiling process and its child. Callers that wait get a RuntimeError."""
         self._is_closed = True
         self._end_process()
 
     async def _cached_automaton(
-        self, kind: str, value: str | Sequence[str], lead: bytes
+        self, kind: str, value: str | Sequence[str] | dict[str, Any], lead: bytes
     ) -> Automaton:
         """Return an automaton from the cache, or compile it as soon as no other job runs."""
         key = json.dumps([kind, value, lead.hex()])
@@ -465,6 +482,8 @@ def _result_chunks(
     try:
         if kind == _STOP:
             automaton = stop_strings(value, pieces)
+        elif kind == _CALLS:
+            automaton = call_constraint(Calls(**value), pieces, stop_ids)
         else:
             automaton = constraint(kind, value, pieces, stop_ids, lead)
     except InputRefused as error:

@@ -48,6 +48,7 @@ MAX_MESSAGES = 1024
 MAX_PROMPTS = 1024
 MAX_STOPS = 4  # the texts of `stop`
 MAX_STOP_BYTES = 64  # of each text of `stop`, and of each sequence breaker
+MAX_TOOLS = 128
 MAX_BREAKERS = 64  # the sequence breakers of DRY, each of which is searched for in every token
 # A seed that the server chooses is below this number. Numbers in JavaScript are floats, which are exact
 # up to it.
@@ -412,6 +413,81 @@ class BaseRequest(Body):
     parallel_tool_calls: Ignored = None
 
 
+class FunctionDefinition(Body):
+    """A function that the model may call."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = Field(None, description="What it does, for the model.")
+    parameters: dict[str, Any] | None = Field(
+        None,
+        description="The JSON schema of its arguments, which are an object. If it is missing, there are none.",
+    )
+    strict: bool | None = Field(
+        None,
+        description="Whether every call follows the schema. It must then be one that docs/constraints.md lists, and so "
+        "must those of the request's other tools.",
+    )
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The function that the answer calls."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ToolUse(NamedTuple):
+    """How an answer may use the tools of its request.
+
+    Attributes:
+        shown: the tools, as the chat template reads them.
+        functions: those that may be called.
+        must_call: whether the answer consists of calls.
+        is_strict: whether a call must have the name of a function, and arguments that follow its schema.
+        parallel: whether the answer may have several calls.
+    """
+
+    shown: list[dict[str, Any]]
+    functions: list[FunctionDefinition]
+    must_call: bool
+    is_strict: bool
+    parallel: bool
+
+
+def _check_tools(value: object, info: ValidationInfo) -> list[Tool]:
+    name = str(info.field_name)
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise Refused(400, f"{name}: expected a list of up to {MAX_TOOLS} tools", name)
+    return [_read_inside(Tool, each, f"{name}[{index}]", name) for index, each in enumerate(value)]
+
+
+def _check_tool_choice(value: object, info: ValidationInfo) -> str | NamedTool:
+    name = str(info.field_name)
+    if isinstance(value, str) and value in get_args(_ToolChoice):
+        return value
+    if isinstance(value, dict):
+        return _read_inside(NamedTool, value, name, name)
+    words = ", ".join(get_args(_ToolChoice))
+    named = '{"type": "function", "function": {"name": ...}}'
+    raise Refused(400, f"{name} = {value!r:.80}: expected {words} or {named}", name)
+
+
+_ToolChoice = Literal["none", "auto", "required"]
+
+
 class TokenizeRequest(BaseRequest):
     """A text to be encoded."""
 
@@ -535,10 +611,10 @@ class TextRequest(BaseRequest):
         discriminator="type",
         description="The text is JSON that follows a schema. Excludes regex and choice.",
     )
-    tools: Annotated[Any, not_supported("write what the tools can do into a message")] = None
-    tool_choice: Annotated[Any, not_supported("leave it out")] = None
-    functions: Annotated[Any, not_supported("write what they can do into a message")] = None
-    function_call: Annotated[Any, not_supported("leave it out")] = None
+    tools: Annotated[Any, not_supported("ask /v1/chat/completions")] = None
+    tool_choice: Annotated[Any, not_supported("ask /v1/chat/completions")] = None
+    functions: Annotated[Any, not_supported("give tools")] = None
+    function_call: Annotated[Any, not_supported("give tool_choice")] = None
     reasoning_effort: Annotated[Any, not_supported("leave it out")] = None
     suffix: Annotated[Any, not_supported("leave it out")] = None
     best_of: Annotated[Any, not_supported("ask for n texts")] = None
@@ -750,11 +826,69 @@ class ChatRequest(TextRequest):
     chat_template_kwargs: TemplateOptions = Field(
         TemplateOptions(), description="What the chat template reads in addition to the messages."
     )
+    tools: Annotated[
+        list[Tool],
+        PlainValidator(
+            _check_tools,
+            json_schema_input_type=Annotated[list[Tool], Field(max_length=MAX_TOOLS)],
+        ),
+    ] = Field(
+        [],
+        description="What the model may call. A call is not made here: the client sends its result in a message of "
+        "the role tool.",
+    )
+    tool_choice: Annotated[
+        str | NamedTool | None,
+        PlainValidator(_check_tool_choice, json_schema_input_type=_ToolChoice | NamedTool),
+    ] = Field(
+        None,
+        description="none: the model does not see the tools. auto, which is the default: it may call them. required: "
+        "it does. Or the function that it calls once.",
+    )
+    parallel_tool_calls: bool = Field(
+        True, description="Whether a strict answer may have several calls."
+    )
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template reads in addition to the messages, by name."""
+        """What the chat template reads in addition to the messages and tools, by name."""
         return self.chat_template_kwargs.model_dump(exclude_none=True)
+
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        """How the answer may use tools; None: it has none.
+
+        Raises:
+            Refused: two tools have one name, or the choice needs a tool that is not there.
+        """
+        functions = {tool.function.name: tool.function for tool in self.tools}
+        if len(functions) < len(self.tools):
+            raise Refused(400, "tools: two functions have one name", "tools")
+        choice = self.tool_choice
+        if choice == "required" and not functions:
+            raise Refused(400, "tool_choice = 'required': there are no tools", "tool_choice")
+        callable_functions = list(functions.values())
+        if isinstance(choice, NamedTool):
+            name = choice.function.name
+            if name not in functions:
+                known = ", ".join(functions) or "none"
+                message = f"tool_choice: there is no function {name!r:.80}: expected {known}"
+                raise Refused(400, message, "tool_choice")
+            callable_functions = [functions[name]]
+        if not functions or choice == "none":
+            return None
+        must_call = choice not in (None, "auto")
+        return ToolUse(
+            # What "strict" says is not for the model.
+            shown=[
+                tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+                for tool in self.tools
+            ],
+            functions=callable_functions,
+            must_call=must_call,
+            is_strict=must_call or any(function.strict for function in callable_functions),
+            parallel=self.parallel_tool_calls and not isinstance(choice, NamedTool),
+        )
 
     @property
     def token_limit(self) -> int | None:
@@ -781,6 +915,13 @@ class ChatRequest(TextRequest):
             raise Refused(400, message, "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused(400, "top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.tool_use is not None:
+            # A call is not a text of the constraint, and no stop text may cut one.
+            other = "stop" if self.stop else None
+            if self.constraint is not None:
+                other = self.constraint.field
+            if other is not None:
+                raise Refused(400, f"{other} and tools: give one of them", other)
         return self
 
 
@@ -824,6 +965,32 @@ def read(model: type[_Model], body: dict[str, Any], **context: int) -> _Model:
         return model.model_validate(body, context=context)
     except ValidationError as error:
         raise _refusal(model, error) from None
+
+
+def _read_inside(model: type[_Model], value: object, place: str, field: str) -> _Model:
+    """Return a part of a field's value; an error names its place in the request.
+
+    Args:
+        model: the part's type.
+        value: the part as JSON has it.
+        place: its place, such as "tools[0]".
+        field: the request's field.
+
+    Raises:
+        Refused: the part is wrong.
+    """
+    try:
+        return model.model_validate(value)
+    except Refused as refused:  # there is an unknown field somewhere inside
+        raise Refused(400, f"{place}: {refused}", field) from None
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in fault["loc"]]
+        inner = place + "".join(steps)
+        if fault["type"] == "missing":
+            raise Refused(400, f"{inner} is missing", field) from None
+        words = _TYPE_WORDS.get(fault["type"], fault["msg"])
+        raise Refused(400, f"{inner} = {fault['input']!r:.80}: expected {words}", field) from None
 
 
 def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:

@@ -13,6 +13,7 @@ from monograph.decode.sampling import RANGES
 from monograph.serve.requests import MAX_LOGPROBS, TokenId
 
 ServedFinish = Literal["stop", "length"]
+ChatFinish = Literal["stop", "length", "tool_calls"]
 NaturalCount = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
 Time = Annotated[int, Field(ge=0, description="Seconds since 1970.")]
@@ -32,6 +33,13 @@ FinishReason = Annotated[
 ]
 MaybeFinishReason = Annotated[
     ServedFinish | None, Field(description="Is null, except in the last piece of a text.")
+]
+_CHAT_FINISH = (
+    "stop and length: as for a completion. tool_calls: the answer ended, and calls tools."
+)
+ChatFinishReason = Annotated[ChatFinish, Field(description=_CHAT_FINISH)]
+MaybeChatFinishReason = Annotated[
+    ChatFinish | None, Field(description="Is null, except in the last piece of an answer.")
 ]
 
 
@@ -162,12 +170,50 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class CalledTool(TypedDict):
+    """The function that is called."""
+
+    name: str
+    arguments: Annotated[
+        str,
+        Field(
+            description="The arguments as JSON, as the model wrote them. They may be wrong unless the call is strict, "
+            "and incomplete if finish_reason is length."
+        ),
+    ]
+
+
+class AnsweredCall(TypedDict):
+    """A call of a tool."""
+
+    id: Annotated[str, Field(description="The message with the result has it as tool_call_id.")]
+    type: Literal["function"]
+    function: CalledTool
+
+
+class CalledToolPiece(TypedDict):
+    """The first piece of a call has the function's name, all have further characters of the arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class CallPiece(TypedDict):
+    """A piece of a call."""
+
+    index: Annotated[int, Field(ge=0, description="The number of the call in the answer.")]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledToolPiece
+
+
 class ChatMessage(TypedDict):
     """What the model says."""
 
     role: Literal["assistant"]
-    content: str
+    content: Annotated[str | None, Field(description="Is null if the answer only calls tools.")]
     refusal: None
+    tool_calls: NotRequired[Annotated[list[AnsweredCall], Field(min_length=1)]]
 
 
 class ChatDelta(TypedDict):
@@ -175,6 +221,7 @@ class ChatDelta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    tool_calls: NotRequired[Annotated[list[CallPiece], Field(min_length=1)]]
 
 
 class ChatChoice(TypedDict):
@@ -183,7 +230,7 @@ class ChatChoice(TypedDict):
     index: Index
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatPieceChoice(TypedDict):
@@ -192,7 +239,7 @@ class ChatPieceChoice(TypedDict):
     index: Index
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: MaybeFinishReason
+    finish_reason: MaybeChatFinishReason
 
 
 class ChatAnswer(_Head):

@@ -8,11 +8,12 @@ from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
-from monograph.automata import Automaton
+from monograph.automata import Automaton, Calls
 from monograph.decode.reproducible import continuation_seed
 from monograph.decode.request import Event
 from monograph.decode.request import Request as DecoderRequest
@@ -37,9 +38,17 @@ from monograph.serve.compiling import Busy
 from monograph.serve.gate import MAX_REQUEST_LOGPROBS
 from monograph.serve.owner import Inbox, OwnerEnded, ServedText
 from monograph.serve.refused import Refused, error_body
-from monograph.serve.requests import AnyTextRequest, ChatRequest, CompletionRequest, read
+from monograph.serve.requests import (
+    AnyTextRequest,
+    ChatRequest,
+    CompletionRequest,
+    ToolUse,
+    read,
+)
 from monograph.serve.service import Service
 from monograph.serve.versions import ServedModel, Version
+from monograph.text.call_reader import CallReader
+from monograph.text.calls import CallFrame, with_tools
 from monograph.text.chat import chat_ids
 
 PromptIds = Sequence[Sequence[int]]  # the ids of each prompt
@@ -125,6 +134,7 @@ class TextEndpoint:
         # A chat cannot ask for too many: it has one prompt, and n is at most the number of rows.
         if isinstance(request, CompletionRequest) and not scores_only:
             self._require_few_texts(request)
+        call_frame = await asyncio.to_thread(self._call_frame, request, version)
         prompts = await asyncio.to_thread(self._prompt_ids, request, version)
         logprob_count = 0
         if request.likeliest_count is not None:
@@ -133,7 +143,7 @@ class TextEndpoint:
             with self._service.gate.reserve_logprobs(logprob_count):
                 return await self._send_scored(request, model, prompts, send)
         inbox: Inbox = asyncio.Queue()
-        decoder_requests = await self._decoder_requests(request, model, prompts, client)
+        decoder_requests = await self._decoder_requests(request, model, prompts, call_frame, client)
         texts = [
             ServedText(decoder_request, version, index, inbox, request.stream)
             for index, decoder_request in enumerate(decoder_requests)
@@ -142,9 +152,11 @@ class TextEndpoint:
         answer = answer_class(model, request.sampling.seed, request.likeliest_count)
         async with self._write(texts, began_s) as batches:
             if request.stream:
-                await self._send_stream(request, texts, answer, batches, prompts, send)
+                await self._send_stream(request, texts, call_frame, answer, batches, prompts, send)
             else:
-                await self._send_whole(request, model, texts, answer, batches, prompts, send)
+                await self._send_whole(
+                    request, model, texts, call_frame, answer, batches, prompts, send
+                )
         return None
 
     def _require_few_texts(self, request: CompletionRequest) -> None:
@@ -169,6 +181,20 @@ class TextEndpoint:
         return read(CompletionRequest, fields, rows=rows)
 
     # ── from a client's request to those of the decoder ───────────────────────────────────────
+
+    @staticmethod
+    def _call_frame(request: AnyTextRequest, version: Version) -> CallFrame | None:
+        """Return what the chat template writes around calls; None: the request has no tools.
+
+        Raises:
+            Refused: the model has no chat template, or its template writes no calls that can be read.
+        """
+        if not isinstance(request, ChatRequest) or request.tool_use is None:
+            return None
+        try:
+            return version.call_frame
+        except MonographError as error:
+            raise Refused(400, f"tools: {error}", "tools") from None
 
     def _prompt_ids(self, request: AnyTextRequest, version: Version) -> list[list[int]]:
         """Return the ids of each prompt.
@@ -202,12 +228,10 @@ class TextEndpoint:
             return [self._encode(version, prompt) for prompt in request.prompt]
         if not version.has_template:
             return [self._encode(version, joined_messages(request))]
-        ids = chat_ids(
-            version.tokenizer,
-            request.messages,
-            add_generation_prompt=True,
-            **request.template_variables,
-        )
+        shown = None if request.tool_use is None else request.tool_use.shown
+        messages, variables = with_tools(version.tokenizer, request.messages, shown)
+        variables |= request.template_variables
+        ids = chat_ids(version.tokenizer, messages, add_generation_prompt=True, **variables)
         return [ids]
 
     @staticmethod
@@ -221,7 +245,12 @@ class TextEndpoint:
         return prompt
 
     async def _decoder_requests(
-        self, request: AnyTextRequest, model: ServedModel, prompts: PromptIds, client: str
+        self,
+        request: AnyTextRequest,
+        model: ServedModel,
+        prompts: PromptIds,
+        call_frame: CallFrame | None,
+        client: str,
     ) -> list[DecoderRequest]:
         """Return the decoder's requests, n for each prompt.
 
@@ -251,7 +280,9 @@ class TextEndpoint:
         stop_ids: Sequence[int] = (tokenizer.eos_id,)
         if self._is_chat and version.has_template:
             stop_ids = version.chat_stop_ids
-        constraint, stop_automaton = await self._automata(request, version, stop_ids, lead)
+        constraint, stop_automaton = await self._automata(
+            request, version, call_frame, stop_ids, lead
+        )
         max_tokens = version.context if request.token_limit is None else request.token_limit
         seeds = [continuation_seed(sampling.seed, index) for index in range(request.n)]
         return [
@@ -291,9 +322,16 @@ class TextEndpoint:
             raise Refused(400, str(error), "dry_sequence_breakers") from None
 
     async def _automata(
-        self, request: AnyTextRequest, version: Version, stop_ids: Sequence[int], lead: bytes
+        self,
+        request: AnyTextRequest,
+        version: Version,
+        call_frame: CallFrame | None,
+        stop_ids: Sequence[int],
+        lead: bytes,
     ) -> tuple[Automaton | None, Automaton | None]:
         """Return the automata of the constraint and of the stop strings; None: the request has none.
+
+        Strict tools are a constraint, too.
 
         Raises:
             Refused: an automaton cannot be compiled, or too many wait to be compiled.
@@ -308,6 +346,10 @@ class TextEndpoint:
             if request.constraint is not None:
                 kind, value, field = request.constraint
                 constraint = await compiler.constraint(kind, value, lead)
+            if isinstance(request, ChatRequest) and request.tool_use and call_frame:
+                field = "tools"
+                if request.tool_use.is_strict:
+                    constraint = await compiler.calls(_calls(request.tool_use, call_frame))
         except MonographError as error:
             raise Refused(400, f"{field}: {error}", field) from None
         except Busy:
@@ -360,16 +402,19 @@ class TextEndpoint:
         self,
         request: AnyTextRequest,
         texts: Sequence[ServedText],
+        call_frame: CallFrame | None,
         answer: AnswerBuilder,
         batches: AsyncIterator[EventBatch],
         prompts: PromptIds,
         send: Send,
     ) -> None:
-        builders = {text: self._builder(text, request) for text in texts}
+        builders = {text: self._builder(text, request, call_frame) for text in texts}
         stream = EventStream(send)
         has_begun = False
         async for batch in batches:
-            pieces = [builders[text].add(event) for text, event in batch]
+            pieces = [
+                part for text, event in batch for part in answer.parts(builders[text].add(event))
+            ]
             if not has_begun:
                 # The stream, and with it status 200, does not begin before there is a token or a
                 # ping is due. So most errors are sent with their own status.
@@ -383,7 +428,7 @@ class TextEndpoint:
                 await stream.send(
                     *(answer.piece_json(piece, has_usage=request.wants_usage) for piece in pieces)
                 )
-            else:  # no event came within PING_INTERVAL_S
+            elif not batch:  # no event came within PING_INTERVAL_S
                 await stream.ping()
         if request.wants_usage:
             sampled_tokens = sum(builder.token_count for builder in builders.values())
@@ -396,6 +441,7 @@ class TextEndpoint:
         request: AnyTextRequest,
         model: ServedModel,
         texts: Sequence[ServedText],
+        call_frame: CallFrame | None,
         answer: AnswerBuilder,
         batches: AsyncIterator[EventBatch],
         prompts: PromptIds,
@@ -409,7 +455,7 @@ class TextEndpoint:
         pieces = []
         for text in texts:
             echo = echoes[text.index // request.n]
-            builders.append(self._builder(text, request, echo.text))
+            builders.append(self._builder(text, request, call_frame, echo.text))
             pieces.append(TextPiece(text.index, echo.text, [*echo.entries], None))
         async for batch in batches:
             for text, event in batch:
@@ -420,12 +466,25 @@ class TextEndpoint:
                     earlier.text + added.text,
                     earlier.entries + added.entries,
                     added.finish,
+                    [*earlier.calls, *added.calls],
+                    added.calls_tools,
                 )
         sampled_tokens = sum(builder.token_count for builder in builders)
         usage = token_usage(_count_tokens(prompts), sampled_tokens)
         await _send_answer(answer, pieces, usage, send)
 
-    def _builder(self, text: ServedText, request: AnyTextRequest, echo: str = "") -> TextBuilder:
+    def _builder(
+        self,
+        text: ServedText,
+        request: AnyTextRequest,
+        call_frame: CallFrame | None,
+        echo: str = "",
+    ) -> TextBuilder:
+        call_reader = None
+        if call_frame is not None:
+            version = text.version
+            lead = version.tokenizer.inserted_space(text.request.prompt_ids)
+            call_reader = CallReader(call_frame, version.spelling_V, lead)
         # lm-evaluation-harness expects an entry for each token of a completion, including the one that
         # ends the text. In a chat the protocol has no entry for that one.
         return TextBuilder(
@@ -434,6 +493,7 @@ class TextEndpoint:
             request.likeliest_count,
             reports_end=not self._is_chat,
             echo=echo,
+            call_reader=call_reader,
         )
 
     async def _send_scored(
@@ -469,6 +529,16 @@ class TextEndpoint:
                 entries = prompt_entries(version.tokenizer, ids, scores)
             echoes.append(TextPiece(0, text, entries, None))
         return echoes
+
+
+def _calls(tools: ToolUse, call_frame: CallFrame) -> Calls:
+    """Return which calls an answer may have, for the compiler."""
+    no_arguments: dict[str, Any] = {"type": "object", "properties": {}}
+    functions = [
+        (function.name, no_arguments if function.parameters is None else function.parameters)
+        for function in tools.functions
+    ]
+    return Calls(call_frame.grammar(), functions, tools.must_call, tools.parallel)
 
 
 async def _send_answer(

@@ -29,6 +29,7 @@ from monograph.run.recipe import find_run, module_digest
 from monograph.serve import shapes
 from monograph.session.recorded import run_settings
 from monograph.storage.reading import without_links
+from monograph.text.calls import CallFrame, find_frame, spellings
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
@@ -121,6 +122,20 @@ class Version:
     def chat_stop_ids(self) -> tuple[int, ...]:
         """The ids that end an answer in a chat."""
         return stop_ids(self.tokenizer, self.model.config.eos_token_ids)
+
+    @cached_property
+    def call_frame(self) -> CallFrame:
+        """What the chat template writes around the calls of an answer.
+
+        Raises:
+            InputRefused: it does not write calls, or in a form that cannot be read again.
+        """
+        return find_frame(self.tokenizer, self.chat_stop_ids)
+
+    @cached_property
+    def spelling_V(self) -> list[str]:
+        """How each token is spelled where calls are read."""
+        return spellings(self.tokenizer)
 
     @cached_property
     def longest_token_bytes(self) -> int:

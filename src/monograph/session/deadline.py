@@ -66,7 +66,7 @@ class Deadline:
         session = self.session
         if math.isinf(session.left_s):
             return None
-        row_s = self._row_s(per_update_s)
+        row_s = self._expected_row_s(per_update_s)
         if not row_s:
             return None
         scoring_s = min(session.left_s, self._share_s(SCORING_SHARE))
@@ -95,12 +95,12 @@ class Deadline:
         """Return the seconds between the last update and the report: for the last evaluation, the
         last sample, and the update that measures memory.
         """
-        row_s = self._row_s(per_update_s)
+        row_s = self._expected_row_s(per_update_s)
         all_rows_s = self.session.task.held_out_rows * row_s
         scoring_s = min(all_rows_s, max(self._share_s(SCORING_SHARE), CURVE_ROWS * row_s))
         return scoring_s + self.sample_s + per_update_s
 
-    def _row_s(self, per_update_s: float) -> float:
+    def _expected_row_s(self, per_update_s: float) -> float:
         """Return the seconds of scoring a row: measured, or estimated before the first evaluation."""
         return self.row_s or self.session.scoring_s(1, per_update_s)
 

@@ -5,7 +5,7 @@ Only a run has a text of its own, part of which was held out of its training.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,14 +14,22 @@ from torch import Tensor, nn
 
 from monograph.data.progress import ProgressCallback
 from monograph.device import default_device
+from monograph.ensemble.one_base import OneBase, have_one_base
 from monograph.errors import InputRefused, Warn
 from monograph.evaluation.choices import Accuracy, ChoiceMarks, Question, choose
 from monograph.graph.precision import Precision
-from monograph.loss import IGNORE, Batch, Loss, target_log_probabilities, token_loss
+from monograph.loss import (
+    IGNORE,
+    Batch,
+    Loss,
+    log_probabilities_by_hidden,
+    target_log_probabilities,
+    token_loss,
+)
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.folder import Run
-from monograph.run.models import load_trained, load_with_tokenizer
+from monograph.run.models import Trained, load_trained, load_with_tokenizer
 from monograph.session.objectives import objective_of
 from monograph.session.recorded import copies_of_missing_files, foreign_text_warning, run_settings
 from monograph.text.tokenizer import Tokenizer
@@ -103,12 +111,39 @@ def require_finite(loss: float, name: str, text: str) -> None:
 
 def load_from_run(run: Run, warn: Warn) -> EvaluatedModel:
     """Load the model of a run's newest valid checkpoint; see `load_trained`."""
-    # Of the Python files that a run's settings can name, evaluation runs only the one that builds the
-    # model. A reward function, for example, need not be trusted.
+    return _load_beside(run, warn, None)[0]
+
+
+def load_mixture(runs: Sequence[Run], name: str, warn: Warn) -> EvaluatedModel:
+    """Load the mixture of a sweep's finished runs; see `mixture_of`. Adapters on one base share it.
+
+    Args:
+        runs: the runs.
+        name: what the user typed, SWEEP/mixture, for errors.
+        warn: called with each line that the user should read.
+    """
+    first, trained = _load_beside(runs[0], warn, None)
+    others = [_load_beside(run, warn, (first, trained))[0] for run in runs[1:]]
+    return mixture_of([first, *others], name)
+
+
+def _load_beside(
+    run: Run, warn: Warn, other: tuple[EvaluatedModel, Trained] | None
+) -> tuple[EvaluatedModel, Trained]:
+    """Load a run's model.
+
+    Args:
+        run: the run.
+        warn: called with each line that the user should read.
+        other: the model of another run, whose base this one shares if it can; None: there is none.
+    """
+    # The settings may name Python files that this user does not trust, and are refused then. That holds
+    # here only for `model.init`, the file that builds the model: no other, such as that of a reward, is run.
     settings = run_settings(run, code_keys=("model.init",))
     # In another precision the scores would differ from those of the training.
     precision = Precision(settings.train.precision)
-    # If the run was moved, a recorded path may lead nowhere. Then the run's own copy is read.
+    # If the run was moved, a recorded path may lead nowhere. Then the run's own copy is read. The
+    # origin of a setting says in which config.toml, and so in which folder, it was recorded.
     data_settings = settings.data.model_dump()
     data_settings |= copies_of_missing_files(settings.data, settings.origins)
     objective = objective_of(settings)
@@ -118,19 +153,23 @@ def load_from_run(run: Run, warn: Warn) -> EvaluatedModel:
     # The values that name code, such as FILE.py:FUNCTION. `load_trained` and `foreign_text_warning` need
     # them to tell whether this user began the run.
     programs = settings.programs
-    module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, programs)
-    return EvaluatedModel(
-        module=module,
-        loss=loss,
-        tokenizer=tokenizer,
+    beside = None
+    if other is not None and other[0].precision.name == precision.name:
+        beside = other[1]
+    trained = load_trained(run, warn, precision, programs, beside)
+    evaluated = EvaluatedModel(
+        module=trained.model,
+        loss=trained.loss,
+        tokenizer=trained.tokenizer,
         precision=precision,
         reading={key: data_settings[key] for key in _READING_KEYS},
-        averaged=averaged,
+        averaged=trained.averaged,
         own_text_arguments=own_text_arguments,
-        fingerprint=state["fingerprint"],
+        fingerprint=trained.state["fingerprint"],
         text_warning=foreign_text_warning(run, settings.data.source, programs),
         samples_answers=objective.samples_answers,
     )
+    return evaluated, trained
 
 
 def load_from_folder(folder: str, warn: Warn) -> EvaluatedModel:
@@ -148,7 +187,8 @@ def mixture_of(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
         loss = sum over N targets of ln M - logsumexp over M members of log p(target)
 
     Each member computes in its own precision; the sum is in fp64. In memory are the targets'
-    log-probabilities of all members, and the logits of only one.
+    log-probabilities of all members, and the logits of only one. Members that are adapters on one base
+    in memory have one forward pass, up to the head.
 
     Shapes: M members, N targets of a batch.
 
@@ -167,21 +207,34 @@ def mixture_of(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
             f"{name}: only language models of one tokenizer have probabilities to average: name one of the sweep's runs"
         )
 
+    modules = [member.module for member in members]
+    is_one_precision = len({member.precision.name for member in members}) == 1
+    one_base = OneBase(modules) if is_one_precision and have_one_base(modules) else None
+
+    def log_probabilities(batch: Batch) -> Iterator[Tensor]:
+        """Yield the log-probabilities of the targets for each member, [N]."""
+        device_type = default_device().type
+        if one_base is not None:
+            with members[0].precision.context(device_type):
+                for hidden_ND, lm_head in one_base.hidden(batch):
+                    yield log_probabilities_by_hidden(hidden_ND, lm_head, batch).double()
+            return
+        for member in members:
+            with member.precision.context(device_type):
+                own_log_N = target_log_probabilities(member.module, batch).double()
+            yield own_log_N
+
     def loss(_: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses and the number of targets of a batch."""
-        log_probabilities = []  # of each member, [N]
-        for member in members:
-            with member.precision.context(default_device().type):
-                own_log_N = target_log_probabilities(member.module, batch).double()
-            log_probabilities.append(own_log_N)
-        log_MN = torch.stack(log_probabilities)
+        log_MN = torch.stack(list(log_probabilities(batch)))
         losses_N = math.log(len(members)) - log_MN.logsumexp(0)
         is_target_N = batch["targets"].flatten() != IGNORE
         return torch.where(is_target_N, losses_N, 0.0).sum(), is_target_N.sum()
 
+    # The runs of a sweep have one text, so that of `shortest` and its fingerprint are those of all.
     return replace(
         shortest,
-        module=nn.ModuleList(member.module for member in members),
+        module=nn.ModuleList(modules),
         loss=loss,
         # The loss enters the precision of each member, so the precision around it has no effect.
         precision=Precision("fp32"),
@@ -213,9 +266,9 @@ def answer_questions(
     if not isinstance(subject.module, Llama):
         # The module of a mixture is a ModuleList; see `mixture_of`.
         if isinstance(subject.module, nn.ModuleList):
-            raise InputRefused("a mixture does not say what follows a question: give a text")
+            raise InputRefused("a mixture cannot answer questions: give a text")
         raise InputRefused(
-            "the run holds a module of its own, which does not say what follows a question: give a text"
+            "the run holds a module of its own, which cannot answer questions: give a text"
         )
     answers, accuracy = choose(
         subject.module, subject.tokenizer, questions, subject.precision, report, chat

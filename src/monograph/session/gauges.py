@@ -113,9 +113,9 @@ class Gauges:
         processes = now.get("processes", 0)
         if processes > processes_before:
             reasons.append(f"{processes} processes use the GPU, {processes_before} before")
-        swapped_bytes = now["swapped"] - before["swapped"]
-        if swapped_bytes > MIN_SWAPPED_BYTES:
-            reasons.append(f"{memory(swapped_bytes)} of its memory went to swap")
+        newly_swapped = now["swapped"] - before["swapped"]
+        if newly_swapped > MIN_SWAPPED_BYTES:
+            reasons.append(f"{memory(newly_swapped)} of its memory went to swap")
         # A load below the number of cores leaves some cores free.
         if now["load"] > max(self._cores, before["load"] + MIN_LOAD_INCREASE):
             reasons.append(

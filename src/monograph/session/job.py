@@ -37,7 +37,8 @@ class RequestedTransfer(NamedTuple):
 
     Attributes:
         base: the width at which the learning rate was found; None means the default width.
-        said: the origin of `optim.transfer`, the key and its value, with which an error begins.
+        said: the setting as the user gave it: the key `optim.transfer`, its value, and where it is
+            from. An error begins with it.
         init: `model.init`.
     """
 

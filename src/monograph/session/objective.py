@@ -14,9 +14,10 @@ prompts, that come before a window. *Slots* are positions in the cache of keys a
 each token of a prompt and its answer.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor, nn
 
@@ -187,6 +188,10 @@ class Objective(ABC):
             the device, so weights cannot be streamed.
         skips_spikes: whether an update whose gradient norm is a spike is skipped by default. A way
             to learn whose gradient norms vary widely anyway says False.
+        sweeps: whether a sweep can train runs that learn this way. If so, `open` returns a
+            `SweptTask`.
+        members_have_own_rows: whether the members of a sweep that train at once each have their own
+            rows in a window, even if all have the same seed.
     """
 
     way: ClassVar[WayToLearn] = TEXTS_WAY
@@ -198,6 +203,8 @@ class Objective(ABC):
     has_own_update_size: ClassVar[bool] = False
     samples_answers: ClassVar[bool] = False
     skips_spikes: ClassVar[bool] = True
+    sweeps: ClassVar[bool] = False
+    members_have_own_rows: ClassVar[bool] = False
 
     @property
     def key(self) -> str:
@@ -511,6 +518,15 @@ class Task(ABC):
             DiskFull: there is no room for them.
         """
 
+    def score_reference(self, rows_per_window: int, progress: Progress) -> None:
+        """Score all records with the present weights if the loss needs such scores. This is called
+        before the first update.
+
+        Args:
+            rows_per_window: rows of a window.
+            progress: the display.
+        """
+
     def stop_compiling(self) -> None:
         """Run eagerly what the task itself runs, such as sampling.
 
@@ -629,3 +645,61 @@ class Task(ABC):
     def text_for_compressors(self) -> Corpus | None:
         """Return the text on which compressors can be compared with the model; None if none can."""
         return None
+
+
+class SweptTask(Task):
+    """A task whose runs a sweep can train, several at once, and compare by held-out rows.
+
+    The members of a sweep are its runs. Each has a task of its own, with the same records.
+    """
+
+    def for_member(self) -> Self:
+        """Return a task of the same records for a member of a sweep."""
+        return copy.copy(self)
+
+    @abstractmethod
+    def first_window(self, plan: RunPlan) -> Batch:
+        """Return the first window of a run, which has no session yet.
+
+        Args:
+            plan: the run's plan.
+        """
+
+    def prepare_reference_scores_of(
+        self,
+        members: Sequence[Self],
+        engine: Engine,
+        resumed: bool,
+        rows_per_window: int,
+        progress: Progress,
+    ) -> None:
+        """Do what `prepare_reference_scores` does for members that train at once.
+
+        Args:
+            members: the tasks of the members.
+            engine: the engine of all of them.
+            resumed: whether they are resumed.
+            rows_per_window: rows of a window of one member.
+            progress: the display.
+        """
+
+    @abstractmethod
+    def scores_of_members(
+        self, engine: Engine, batch_rows: int, limit: int | None
+    ) -> list[Evaluation]:
+        """Score held-out rows by each member of an engine.
+
+        Args:
+            engine: the engine of one or more members.
+            batch_rows: rows of a batch.
+            limit: the maximum number of rows to score; None means all.
+        """
+
+    @abstractmethod
+    def held_out_score(self, evaluation: Evaluation, rows: int) -> HeldOutScore:
+        """Return the score of the held-out rows that the engine has just scored.
+
+        Args:
+            evaluation: the losses of the run.
+            rows: the number of rows.
+        """

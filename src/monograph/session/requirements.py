@@ -4,7 +4,7 @@
 made. The `require_` functions refuse what depends on the machine, the model's shape or the command.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -275,10 +275,35 @@ def require_texts(settings: Settings, command: str) -> None:
         UsageError: a key chooses such records, or data.source has them; the message names the
             command.
     """
+    _require_objective(settings, command, "texts alone", lambda objective: objective.is_of_texts)
+
+
+def require_swept(settings: Settings) -> None:
+    """Refuse records from which the runs of a sweep cannot learn.
+
+    Raises:
+        UsageError: a key chooses such records, or data.source has them.
+    """
+    _require_objective(
+        settings, "sweep", "texts and preferences", lambda objective: objective.sweeps
+    )
+
+
+def _require_objective(
+    settings: Settings, command: str, known: str, is_known: Callable[[Objective], bool]
+) -> None:
+    """Refuse an objective that a command does not know.
+
+    Args:
+        settings: the settings.
+        command: the command.
+        known: what it knows, for the message.
+        is_known: whether it knows an objective.
+    """
     # If no key chooses what the run learns from, the form of the records does.
     settings_by_records = with_records(settings)
     objective = objective_of(settings_by_records)
-    if objective.is_of_texts:
+    if is_known(objective):
         return
     key = objective.key
     if key in settings.origins:
@@ -289,7 +314,7 @@ def require_texts(settings: Settings, command: str) -> None:
         remedy = f"its records are {objective.records_noun(settings_by_records)}"
     value = settings_by_records.values()[key]
     raise UsageError(
-        f"{origin}: {key} = {value} is for `monograph train`; `monograph {command}` knows texts alone: {remedy}"
+        f"{origin}: {key} = {value} is for `monograph train`; `monograph {command}` knows {known}: {remedy}"
     )
 
 

@@ -10,6 +10,7 @@ text is read:
 
 A *candidate* is a combination of micro-batch, recomputation, graph scope and memory that the
 planner considers, with its predicted memory and time.
+A choice is *open* if the settings leave it to the planner by "auto".
 """
 
 import math

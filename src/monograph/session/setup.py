@@ -15,10 +15,11 @@ from monograph.distributed.engine import Replicated, Sharded, StepOptions, strea
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.lora import OptionalDevice, copy_with_shared_base
+from monograph.graph.lora_base import OptionalDevice
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import policy_named
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.loss import Loss, TokenLoss
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
@@ -296,7 +297,7 @@ def build_on_base_of(other: BuiltRun, plan: RunPlan, task: Task, machine: Device
     # Adapters that continue stored ones begin with their values, others with values by the seed.
     starts_new = plan.job.source is None or plan.job.source.adapter is None
     model = copy_with_shared_base(other.model, lora, plan.job.seed if starts_new else None)
-    recipe = other.recipe._replace(lora=lora_record(lora))
+    recipe = other.recipe._replace(lora=lora_record(lora), seed=plan.job.recipe.seed)
     return BuiltRun(plan, recipe, model, task.loss(plan, model) or other.loss, other.notes)
 
 
@@ -320,6 +321,15 @@ def _llama_config(model: nn.Module) -> LlamaConfig | None:
     return model.config if isinstance(model, Llama) else None
 
 
+def stop_balancing_(model: nn.Module, loss: Loss) -> None:
+    """Let a model whose loss is not that of texts train without balancing its experts.
+
+    The balance weights experts by each token's share of the loss, which only `TokenLoss` has.
+    """
+    if isinstance(model, Llama) and not isinstance(loss, TokenLoss):
+        model.balance_factor = 0.0
+
+
 def make_engine(built: BuiltRun, device: torch.device, world: World | None = None) -> Engine:
     """Return the engine for a model, with its weights on the device or streamed to it.
 
@@ -334,10 +344,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     plan = built.plan
     model = built.model
     training = plan.training
-    if isinstance(model, Llama) and not isinstance(built.loss, TokenLoss):
-        # The balancing loss weights experts by each token's share of the loss, which only
-        # `TokenLoss` has.
-        model.balance_factor = 0.0
+    stop_balancing_(model, built.loss)
     step_options: StepOptions = {
         "loss": built.loss,
         "optim": training.optim,

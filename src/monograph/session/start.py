@@ -91,6 +91,7 @@ def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Sess
         session.deadline_s = started.at_s + 60 * wall_minutes
         session.reserved_s = defaults.seconds_for_end(started.took_s, 60 * wall_minutes)
     eager_reason = ""
+    # An open choice is an "auto", here of train.compile.
     if "compile" in plan.open_choices and not resumed:
         eager_reason = why_uncompiled(session, window, opening_s)
     if eager_reason:

@@ -3,7 +3,7 @@
 from monograph.step.clip import Clip, Update
 from monograph.step.on_device import OnDevice
 from monograph.step.parameters import Parameters
-from monograph.step.step import Step, accumulate, finish_update, update
+from monograph.step.step import Step, accumulate, finish_update, prepared_loss, update
 
 __all__ = [
     "Clip",
@@ -13,5 +13,6 @@ __all__ = [
     "Update",
     "accumulate",
     "finish_update",
+    "prepared_loss",
     "update",
 ]

@@ -107,10 +107,11 @@ class Step:
         recorder: records a micro-step and replays it on a GPU (`monograph.capture`); None: every
             micro-step is called.
         announce: called with one line, the reason, when a micro-step cannot be replayed.
+        guard: notices that the parameters of the module were changed.
+        parts: times the parts of an update.
+        kept_choice_is_for_capture: whether `choose_kept_results` last chose for a captured step; None
+            before its first choice.
     """
-
-    # Whether `choose_kept_results` last chose for a captured step; None before its first choice.
-    kept_choice_is_for_capture: bool | None
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class Step:
         self.remat: Policy = remat or Remat.Off()
         recompute.apply_policy(self.model, self.remat)
         self.index = 0
-        self.kept_choice_is_for_capture = None
+        self.kept_choice_is_for_capture: bool | None = None
         self.holds_average = False
         self.planes = self.parameters.place(self)
         self.device = self.parameters.device or self.planes[0].param.device
@@ -176,7 +177,7 @@ class Step:
         member_shape = self.planes[0].param.shape[:-1]  # [N] for an ensemble, otherwise []
         zeros = functools.partial(torch.zeros, member_shape, device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation
-        # (dev/log.md).
+        # (dev/log.md). `lr`, `loss_sum` and `count` are written outside of captured functions only.
         self.lr = zeros(dtype=torch.float64)
         # The members' learning rates that `lr` holds; empty before the first update.
         self._rates_on_device: tuple[float, ...] = ()
@@ -324,6 +325,7 @@ class Step:
         """
         if not self.balances:
             return batch
+        # The targets are [rows, positions], or [N, rows, positions] if each of N members has its own.
         factor = self.loss_factor.view(*self.lr.shape, 1, 1)
         return {**batch, SHARES: (batch["targets"] != IGNORE) * factor}
 
@@ -336,14 +338,15 @@ class Step:
     def choose_kept_results(self, batch: object) -> None:
         """Choose which activations the recomputation policy keeps, from the shapes of a micro-batch.
 
-        The choice is made once, and again after a capture or its release.
+        The choice is made once, and again after a capture or its release. It is made from the loss of a
+        copy of the model whose tensors have shapes but no numbers.
         """
         captured = self.scope != "none"
         if self.kept_choice_is_for_capture != captured:
             with unlinked(self.planes), self.context(), buffers_kept(self.loss):
                 recompute.choose_kept_results(
                     self.model,
-                    lambda twin: self.loss(twin, batch),
+                    lambda fake_model: self.loss(fake_model, batch),
                     captured=captured,
                     device=self.device,
                     unsharded=self.parameters.unsharded_module(),
@@ -372,6 +375,8 @@ class Step:
         """
         # The block includes the backward pass, as that may recompute parts of the forward pass.
         with self.parameters.fused_gradients():
+            # torch cannot trace a forward pass of bf16 weights that have fp32 gradients, so `unlinked`
+            # takes these away for it.
             with unlinked(self.planes), self.context():
                 loss, loss_sum, count = self.forward(batch, self.loss_factor)
             self.differentiate(loss, loss_sum, count)
@@ -435,6 +440,8 @@ class Step:
             for sum_of_squares in self.squares(plane, grad)
         ]
         grad_norm, scale, accepted = self.decide(sums_of_squares)
+        # In the block, a rank also has what its update needs of other ranks' rows, such as the
+        # directions of Muon.
         with self.parameters.with_directions(grads, scale):
             for plane, grad in planes_with_grads:
                 self.parameters.update_plane(plane, grad, scale, accepted)
@@ -544,21 +551,15 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
             f"a window is a list of micro-batches, not a {type(window).__name__}: pass [batch]"
         )
     step.parameters.begin()
+    # An engine's window is a generator, which cuts the micro-batches and copies them to the device now.
     batches = list(window)
+    # For example, a comparison was passed by mistake.
     if any(isinstance(batch, bool) for batch in batches):
         raise UsageError(
             f"a window is a list of micro-batches, and {batches[0]} is not a micro-batch"
         )
 
-    def score(scored_batches: Sequence[object]) -> None:
-        with modes_kept(step.model), torch.no_grad():
-            step.model.train(False)
-            step.parameters.score(scored_batches)
-
-    with (
-        discard_on_failure(step),
-        loss_update_context(step.loss, step.index, batches, score, step.sum_over_ranks),
-    ):
+    with discard_on_failure(step), prepared_loss(step, batches):
         # The window's targets are counted before its first backward pass. So each loss can be
         # divided by their number at once, and gradients need not be divided later.
         step.count_window(batches)
@@ -567,6 +568,26 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
             step.choose_kept_results(batch)
         step.parts.begin(FORWARD)
         step.parameters.accumulate(batches)
+
+
+@contextmanager
+def prepared_loss(step: Step, batches: Sequence[object]) -> Iterator[None]:
+    """Let the loss prepare for an update whose gradient is computed in the block.
+
+    A loss of a row may depend on the update's other rows (`update_of` in `monograph.loss`).
+
+    Args:
+        step: the step.
+        batches: all micro-batches of the update.
+    """
+
+    def score(scored_batches: Sequence[object]) -> None:
+        with modes_kept(step.model), torch.no_grad():
+            step.model.train(False)
+            step.parameters.score(scored_batches)
+
+    with loss_update_context(step.loss, step.index, batches, score, step.sum_over_ranks):
+        yield
 
 
 def update(step: Step) -> Update:
@@ -600,13 +621,14 @@ def finish_update(step: Step, lr: LearningRates, grad_norm: Tensor) -> Update:
     """Reset the window's sums and count the update; return the update's numbers."""
     # Stages are updated in turn, so the parts of a staged update overlap and are not timed.
     marks = () if step.parameters.staged else step.parts.end()
+    index = step.index
     loss = step.loss_sum / step.count
     count = step.count.clone()
     step.loss_sum.zero_()
     step.count.zero_()
     step.index += 1
     return Update(
-        index=step.index - 1,
+        index=index,
         loss=loss,
         count=count,
         lr=lr,

@@ -141,6 +141,7 @@ class Streamed(Engine):
         try:
             return super().update()
         finally:
+            # `InStages.begin_again` may have set it for this window.
             self.walk.lanes.host_blocks = False
 
     def ledger(self) -> dict[str, dict[str, int]]:

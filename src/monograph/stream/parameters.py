@@ -1,4 +1,8 @@
-"""Keep a step's parameters on the host, in stages that come to the device one after another."""
+"""Keep a step's parameters on the host, in stages that come to the device one after another.
+
+A weight of a linear layer may be *split*: its fp32 number is stored as two halves, of which the high
+one is the bf16 weight of the passes (`monograph.stream.store`).
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -128,7 +128,8 @@ def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Ad
     half_interval = t_quantile(table.degrees) * nearest.difference.standard_error
     others = "the others"
     if len(rivals) + 1 < len(table.settings):
-        others = "the others that did not diverge"
+        any_stopped = any(setting.stopped for setting in table.settings)
+        others += " that trained to the end" if any_stopped else " that did not diverge"
     yield Advice(
         f"{_name(best)} is better than {others} by more than chance: the next, {_name(nearest)}, is worse by "
         f"{_difference(nearest):.3g} ± {half_interval:.2g} {table.unit} (95 %)."

@@ -13,6 +13,7 @@ from monograph.session.shown_commands import command_line
 from monograph.session.update_clock import UpdateClock
 from monograph.step import Update
 from monograph.sweeps.cohort import Cohort
+from monograph.sweeps.looks import Looks
 from monograph.sweeps.progress import SweepProgress
 
 READ_EVERY = 10  # updates between two reads of losses from the device
@@ -24,12 +25,14 @@ class RoundState(NamedTuple):
     Attributes:
         updates_done: the number of updates so far.
         is_last: whether it is the round's last update.
+        is_look: whether all held-out rows are scored now, to stop members early now or later.
         all_diverged: whether every member has diverged.
         stopping: whether the user asked the sweep to stop.
     """
 
     updates_done: int
     is_last: bool
+    is_look: bool
     all_diverged: bool
     stopping: bool
 
@@ -45,6 +48,7 @@ class AfterUpdateOfRound:
         self,
         cohort: Cohort,
         updates: int,
+        looks: Looks,
         sweep_progress: SweepProgress,
         display: SweepDisplay,
         stop: StopSignal,
@@ -54,12 +58,14 @@ class AfterUpdateOfRound:
         Args:
             cohort: the members of a round, and what trains them.
             updates: the number of updates of each member.
+            looks: when the members are looked at, to stop some of them early.
             sweep_progress: the state of the sweep.
             display: the live bar and table.
             stop: the user's signals.
         """
         self.cohort = cohort
         self.updates = updates
+        self.looks = looks
         self.sweep_progress = sweep_progress
         self.display = display
         self.stop_signal = stop
@@ -80,13 +86,16 @@ class AfterUpdateOfRound:
         member_rate = None  # before the first measurement
         if self.sweep_progress.rate:
             member_rate = self.sweep_progress.rate / len(cohort.members)
+        entries = {"tokens_per_s": member_rate, "wall_s": self.sweep_progress.spent_s}
         were_written = self.logs.add(
-            update, {"tokens_per_s": member_rate, "wall_s": self.sweep_progress.spent_s}
+            update, [{**entries, **figures} for figures in cohort.figures()]
         )
-        if were_written or is_last or stopping:
+        is_look = done in self.looks.scored
+        # At a look, all numbers are shown, as the cohort may end here.
+        if were_written or is_last or is_look or stopping:
             self._show(is_last)
         all_diverged = len(cohort.divergences) == len(cohort.members)
-        return RoundState(done, is_last, all_diverged, stopping)
+        return RoundState(done, is_last, is_look, all_diverged, stopping)
 
     def _show(self, is_last: bool) -> None:
         """Write and show the members' numbers, and freeze members that diverged."""
@@ -105,11 +114,14 @@ class AfterUpdateOfRound:
         if (
             round_state.updates_done % self._intervals.eval_every == 0
             or round_state.is_last
+            or round_state.is_look
             or round_state.all_diverged
         ):
             self.logs.flush()
             self.sweep_progress.evaluate(
-                self.cohort, round_state.updates_done, is_last=round_state.is_last
+                self.cohort,
+                round_state.updates_done,
+                scores_all=round_state.is_last or round_state.is_look,
             )
             self.display.refresh_table()
 
@@ -118,7 +130,11 @@ class AfterUpdateOfRound:
 
         The leading rank also writes the page of the sweep so far.
         """
-        is_due = round_state.updates_done % self._intervals.save_every == 0 or round_state.is_last
+        is_due = (
+            round_state.updates_done % self._intervals.save_every == 0
+            or round_state.is_last
+            or round_state.is_look
+        )
         if is_due or round_state.stopping or self.stop_signal.save_requested:
             self.logs.flush()
             self.stop_signal.save_requested = False

@@ -9,34 +9,40 @@ Shapes: N members, R rows of a window.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
-from monograph.data.corpus import Corpus
 from monograph.device import Device, describe
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.ensemble.member import MemberEngine
-from monograph.errors import NoValidCheckpoint
-from monograph.graph.lora import adapted_layers, frozen_parameters
+from monograph.errors import InputRefused, NoValidCheckpoint
+from monograph.graph.lora import adapted_layers
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.graph.precision import Precision
+from monograph.graph.shared_base import frozen_parameters
 from monograph.loss import Batch
 from monograph.optim.formats import FORMATS
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.writing import write_tokenizer
 from monograph.schedule import Schedule
-from monograph.session import objective
-from monograph.session.objectives.texts import TextTask
-from monograph.session.plan import Length
+from monograph.session.objective import RunWindows, SweptTask
+from monograph.session.plan import Length, RunPlan
 from monograph.session.random_state import seed_all
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import BuiltRun, build_on_base_of, build_run, make_engine
+from monograph.session.setup import (
+    BuiltRun,
+    build_on_base_of,
+    build_run,
+    make_engine,
+    stop_balancing_,
+)
 from monograph.sweeps.spec import Member
 
 EVALUATIONS = 6  # how often each member is evaluated, if the settings give no interval
@@ -45,25 +51,31 @@ EVALUATIONS = 6  # how often each member is evaluated, if the settings give no i
 class MemberWindows(Iterator[Batch]):
     """The windows of a round's members, one for each update.
 
-    If all members have the same seed, they share a window [R, ...]. Otherwise each has its own, and
-    they are stacked to [N, R, ...].
+    They are [R, ...] if all members train on the same rows, and otherwise the windows of all members,
+    stacked to [N, R, ...].
     """
 
-    def __init__(self, sessions: Sequence[Session]):
-        """Take over the sessions' readers of windows; members of the same seed share one."""
-        reader_of_seed: dict[int, objective.RunWindows] = {}
+    def __init__(self, sessions: Sequence[Session], own_rows: bool):
+        """Take over the sessions' readers of windows; members of the same seed share one.
+
+        Args:
+            sessions: the members' sessions.
+            own_rows: whether the engine takes the rows of each member. If not, all have the same seed.
+        """
+        reader_of_seed: dict[int, RunWindows] = {}
         for session in sessions:
             shared = reader_of_seed.setdefault(session.plan.job.seed, session.batches)
             if shared is not session.batches:
                 session.batches.close()
                 session.batches = shared
+        self._own_rows = own_rows
         self._readers = list(reader_of_seed.values())
         seeds = list(reader_of_seed)
         self._reader_indices = [seeds.index(session.plan.job.seed) for session in sessions]
 
     def __next__(self) -> Batch:
         windows = [next(reader) for reader in self._readers]
-        if len(windows) == 1:
+        if not self._own_rows:
             return windows[0]
         return stack_windows(windows, self._reader_indices)
 
@@ -92,6 +104,7 @@ class Cohort:
         engine: the engine of all members; an ordinary engine for a single member.
         sessions: a session for each member, which saves and logs it like any run.
         windows: the windows that the members train on.
+        tasks: what each member learns from.
         divergences: for each diverged member, by its place, the update after which it diverged.
     """
 
@@ -99,6 +112,7 @@ class Cohort:
     engine: Engine
     sessions: list[Session]
     windows: MemberWindows
+    tasks: list[SweptTask]
     divergences: dict[int, int] = field(default_factory=dict)
 
     def save(self) -> None:
@@ -116,6 +130,22 @@ class Cohort:
                 seed_all(session.plan.job.seed)
             session.save(keep=keep)
 
+    def prepare_reference_scores(self, resumed: bool, progress: Progress) -> None:
+        """Score the records with the initial weights if the loss needs such scores; see
+        `Task.prepare_reference_scores`.
+        """
+        rows_per_window = self.sessions[0].batches.rows_per_window
+        self.tasks[0].prepare_reference_scores_of(
+            self.tasks, self.engine, resumed, rows_per_window, progress
+        )
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return what the tasks log of the last update, for each member."""
+        return [
+            task.figures(session.batches)
+            for task, session in zip(self.tasks, self.sessions, strict=True)
+        ]
+
     def freeze(self, divergences: dict[int, int]) -> None:
         """Stop training members that diverged, and add them to the attribute `divergences`."""
         self.divergences |= divergences
@@ -127,8 +157,28 @@ class Cohort:
         self.windows.close()
 
 
+def open_swept(plan: RunPlan, progress: Progress) -> SweptTask:
+    """Read what the members of a sweep learn from, and print how much that is.
+
+    Args:
+        plan: the plan of a member. Its objective is one that a sweep can train.
+        progress: the display.
+
+    Raises:
+        InputRefused: the records cannot be used, or none is held out.
+    """
+    task = plan.job.objective.open(plan, progress)
+    assert isinstance(task, SweptTask), f"{plan.job.objective.key} cannot be swept"
+    if not task.held_out_rows:
+        raise InputRefused(
+            f"{task.data.name}: nothing is held out, and members are compared on that: raise data.held_out = "
+            f"{plan.job.reading.held_out:g}"
+        )
+    return task
+
+
 def build_models(
-    members: Sequence[Member], text: Corpus, machine: Device, base: BuiltRun | None = None
+    members: Sequence[Member], task: SweptTask, machine: Device, base: BuiltRun | None = None
 ) -> list[BuiltRun]:
     """Build the members' models and resolve their plans.
 
@@ -138,7 +188,7 @@ def build_models(
 
     Args:
         members: members with plans.
-        text: the corpus that they train on.
+        task: what they learn from.
         machine: the device that trains them.
         base: the run of `build_base`, on whose base the members' adapters are; None: it is built if
             the members have adapters.
@@ -146,10 +196,9 @@ def build_models(
     Raises:
         OutOfDeviceMemory: not even one member fits.
     """
-    task = TextTask(text)
     plans = [member.plan for member in members if member.plan]  # all have one by now
     if base is None:
-        base = build_base(members[0], text, machine)
+        base = build_base(members[0], task, machine)
     if base is not None:
         return [build_on_base_of(base, plan, task, machine) for plan in plans]
     first = build_run(plans[0], task, machine)
@@ -157,14 +206,14 @@ def build_models(
     return [first, *others]
 
 
-def build_base(member: Member, text: Corpus, machine: Device) -> BuiltRun | None:
+def build_base(member: Member, task: SweptTask, machine: Device) -> BuiltRun | None:
     """Build a run with adapters, whose base all members share; None: they have no adapters.
 
     The run's own adapters are never trained. Members that continue stored adapters get copies of them.
 
     Args:
         member: one of the members, with a plan.
-        text: the corpus that they train on.
+        task: what they learn from.
         machine: the device that trains them.
 
     Raises:
@@ -173,7 +222,7 @@ def build_base(member: Member, text: Corpus, machine: Device) -> BuiltRun | None
     plan = member.plan
     if plan is None or plan.job.adapters() is None:
         return None
-    return build_run(plan, TextTask(text), machine)
+    return build_run(plan, task, machine)
 
 
 def base_bytes(built: BuiltRun) -> int:
@@ -191,13 +240,13 @@ def with_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
 
 
 def make_members_engine(
-    built_runs: Sequence[BuiltRun], windows_differ: bool, device: torch.device
+    built_runs: Sequence[BuiltRun], own_rows: bool, device: torch.device
 ) -> Engine:
     """Return the engine of these models: an ordinary engine for one model, an ensemble for more.
 
     Args:
         built_runs: one model for each member.
-        windows_differ: whether the members train on different windows.
+        own_rows: whether a window has the rows of each member.
         device: the device that trains them.
 
     Raises:
@@ -206,6 +255,8 @@ def make_members_engine(
     if len(built_runs) == 1:
         return make_engine(built_runs[0], device)
     plan = built_runs[0].plan
+    for built in built_runs:
+        stop_balancing_(built.model, built.loss)
     return Ensemble(
         [materialize_(built.model, device).to(device) for built in built_runs],
         [{"seed": built.plan.job.seed} for built in built_runs],
@@ -215,7 +266,7 @@ def make_members_engine(
         clip=plan.training.clip,
         precision=Precision(plan.training.precision),
         micro_batch=plan.training.rows,
-        each=windows_differ,
+        each=own_rows,
     )
 
 
@@ -273,7 +324,7 @@ def begin_cohort(
     members: Sequence[Member],
     runs: Sequence[Run],
     built_runs: Sequence[BuiltRun],
-    text: Corpus,
+    task: SweptTask,
     engine: Engine,
 ) -> Cohort:
     """Return a cohort that trains from the beginning, by the schedules of its members' plans.
@@ -282,7 +333,7 @@ def begin_cohort(
     `open_cohort`.
     """
     set_planned_schedules(engine, built_runs)
-    cohort = open_cohort(members, runs, built_runs, text, engine)
+    cohort = open_cohort(members, runs, built_runs, task, engine)
     for session in cohort.sessions:
         if not session.run.has_begun:
             begin_run(session)
@@ -293,7 +344,7 @@ def open_cohort(
     members: Sequence[Member],
     runs: Sequence[Run],
     built_runs: Sequence[BuiltRun],
-    text: Corpus,
+    task: SweptTask,
     engine: Engine,
 ) -> Cohort:
     """Return a cohort with its sessions at their beginning, without writing anything.
@@ -302,14 +353,22 @@ def open_cohort(
         members: the round's members.
         runs: their runs.
         built_runs: their models.
-        text: the corpus that they train on.
+        task: what they learn from.
         engine: the engine of these models.
     """
     sessions = []
+    tasks = []
     for place, (run, built) in enumerate(zip(runs, built_runs, strict=True)):
         member_engine = MemberEngine(engine, place) if isinstance(engine, Ensemble) else engine
-        sessions.append(Session(run, built.plan, built.recipe, TextTask(text), member_engine))
-    return Cohort(list(members), engine, sessions, MemberWindows(sessions))
+        tasks.append(task.for_member())
+        sessions.append(Session(run, built.plan, built.recipe, tasks[-1], member_engine))
+    windows = MemberWindows(sessions, _takes_own_rows(engine))
+    return Cohort(list(members), engine, sessions, windows, tasks)
+
+
+def _takes_own_rows(engine: Engine) -> bool:
+    """Return whether a window of the engine has the rows of each member."""
+    return isinstance(engine, Ensemble) and engine.stacked_parameters.each
 
 
 def begin_run(session: Session) -> None:
@@ -357,7 +416,7 @@ def resume_cohort(cohort: Cohort, divergences: dict[int, int], progress: Progres
         rows = cohort.sessions[0].batches.rows_per_window
         micro_batches = math.ceil(rows / (cohort.engine.micro_batch or rows))
         cohort.engine.stacked_parameters.caller.draw.fill_(update * micro_batches)
-    cohort.windows = MemberWindows(cohort.sessions)
+    cohort.windows = MemberWindows(cohort.sessions, _takes_own_rows(cohort.engine))
     cohort.freeze(diverged)
     return update
 

@@ -18,12 +18,10 @@ from typing import NamedTuple
 import torch
 
 from monograph import compat, planner
-from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, compiler_obstacle, synchronize
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
-from monograph.evaluation.text import evaluate_members
 from monograph.graph.inspect import buffers_kept
 from monograph.loss import Batch
 from monograph.planner import defaults
@@ -33,6 +31,8 @@ from monograph.run.progress import Progress
 from monograph.session import warmup
 from monograph.session.brief import COMPILE_S, MIN_COMPILE_S
 from monograph.session.eager_start import has_spare_core
+from monograph.session.objective import SweptTask
+from monograph.session.plan import RunPlan
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
 from monograph.sweeps.cohort import (
@@ -47,8 +47,9 @@ from monograph.sweeps.cohort import (
     stack_windows,
     with_length,
 )
+from monograph.sweeps.looks import looks_of
 from monograph.sweeps.members_memory import MembersMemory
-from monograph.sweeps.spec import Member, MemberGroup
+from monograph.sweeps.spec import Member, MemberGroup, have_own_rows
 
 # The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save at
 # least this many times its compile time. It cannot save more than the time of all members one after
@@ -274,7 +275,7 @@ class TimedGroup:
 
     Attributes:
         group: the group.
-        text: the corpus that its members train on.
+        task: what its members learn from.
         device: the device that trains them.
         machine: the description of that device.
         timed: the measurements by width.
@@ -286,10 +287,10 @@ class TimedGroup:
         engines: the captured engine of each timed width.
     """
 
-    def __init__(self, group: MemberGroup, text: Corpus, device: torch.device, machine: Device):
+    def __init__(self, group: MemberGroup, task: SweptTask, device: torch.device, machine: Device):
         """Store the arguments, which are attributes of the class; nothing is built yet."""
         self.group = group
-        self.text = text
+        self.task = task
         self.device = device
         self.machine = machine
         self.timed: dict[int, WidthTime] = {}
@@ -311,8 +312,8 @@ class TimedGroup:
             OutOfDeviceMemory: not even one member fits.
         """
         if self._base is None:
-            self._base = build_base(members[0], self.text, self.machine)
-        return build_models(members, self.text, self.machine, self._base)
+            self._base = build_base(members[0], self.task, self.machine)
+        return build_models(members, self.task, self.machine, self._base)
 
     @property
     def given_updates(self) -> int:
@@ -320,7 +321,7 @@ class TimedGroup:
         plan = self.group.plan
         if plan.updates:
             return plan.updates
-        rows = self.text.train.per_epoch * (plan.job.span.epochs or 0)
+        rows = self.task.records_per_epoch * (plan.job.span.epochs or 0)
         return math.ceil(rows / plan.training.window_rows)
 
     def is_brief(self) -> bool:
@@ -340,8 +341,8 @@ class TimedGroup:
             return 60 * plan.job.span.minutes < compile_s
         began = clock()
         built_runs = self.build(self.group.members[:1])
-        engine = make_members_engine(built_runs, windows_differ=False, device=self.device)
-        window = first_window(built_runs, self.text)
+        engine = make_members_engine(built_runs, own_rows=False, device=self.device)
+        window = first_window(built_runs, self.task)
         building_s = clock() - began
         # A model that takes so long to build also takes long to update, so no update is timed.
         if building_s >= MIN_COMPILE_S:
@@ -405,9 +406,30 @@ class TimedGroup:
         )
         self.group.compile_s = max(0.0, choice.total_s - updates * self.group.update_s)
         self.group.held_out_s = self.held_out_s(self.group.round_sizes)
+        one_by_one = [1] * len(self.group.members)
+        self.group.one_by_one_update_s = len(one_by_one) * self.timed[1].update_s
+        self.group.one_by_one_held_out_s = self.held_out_s(one_by_one)
         unused_widths = self.engines.keys() - set(self.group.round_sizes)
         for width in unused_widths:
             del self.engines[width]
+
+    def looks_worth_it(self, updates: int) -> list[int]:
+        """Return the deciding looks (`monograph.sweeps.pruning`) after which stopping members pays.
+
+        The members that go on need a smaller graph. At best, it makes the remaining updates of a round
+        in no time, so a look is left out if they take less than MIN_SAVING times as long as compiling.
+
+        Args:
+            updates: the number of updates of each member.
+        """
+        largest = max(self.group.round_sizes)
+        nearest = min(self.timed, key=lambda width: abs(width - largest))
+        update_s = predict_update_s(self.timed, largest)
+        return [
+            look
+            for look in looks_of(updates).deciding
+            if (updates - look) * update_s > MIN_SAVING * self.timed[nearest].compile_s
+        ]
 
     def held_out_s(self, rounds: Sequence[int]) -> float:
         """Return the seconds of all evaluations of all members.
@@ -415,7 +437,7 @@ class TimedGroup:
         Args:
             rounds: the number of members of each round.
         """
-        rows = EVALUATIONS * CURVE_ROWS + len(self.text.held_out)
+        rows = EVALUATIONS * CURVE_ROWS + self.task.held_out_rows
         # A width that was not timed counts like one member.
         row_s = sum(self.held_out_row_s.get(size, self.held_out_row_s[1]) for size in rounds)
         return rows * row_s
@@ -430,25 +452,27 @@ class TimedGroup:
         which is fast because of the compiler's cache.
         """
         size = len(members)
-        is_first = members[0] is self.group.members[0]
-        if is_first and size in self.engines:
-            built_runs, engine = self.engines[size]  # captured, so this round need not compile
-            return begin_cohort(members, runs, with_length(built_runs, updates), self.text, engine)
+        first_members = self.group.members[:size]
+        are_first = all(one is other for one, other in zip(members, first_members, strict=True))
+        if are_first and size in self.engines:
+            # Captured, so this round need not compile. Only the engine of one member is used again.
+            built_runs, engine = self.engines[1] if size == 1 else self.engines.pop(size)
+            return begin_cohort(members, runs, with_length(built_runs, updates), self.task, engine)
         built_runs = with_length(self.build(members), updates)
-        engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
+        engine = make_members_engine(built_runs, have_own_rows(plans_of(built_runs)), self.device)
         captured = self.engines.get(1) if size == 1 else None
         if captured and reuse_engine(captured.engine, engine):
             engine = captured.engine
         else:
             capture_or_train_eagerly(
                 engine,
-                first_window(built_runs, self.text),
+                first_window(built_runs, self.task),
                 built_runs[0].plan.training.compile,
                 progress,
             )
             if size == 1:
                 self.engines[1] = CapturedEngine(built_runs, engine)
-        return begin_cohort(members, runs, built_runs, self.text, engine)
+        return begin_cohort(members, runs, built_runs, self.task, engine)
 
     def _time(self, width: int, progress: Progress) -> WidthTime:
         """Build and capture the engine of the first members, keep it, and return its times."""
@@ -465,8 +489,8 @@ class TimedGroup:
                     planner.budget(self.machine),
                 )
                 self.max_at_once = min(self.max_at_once, self._memory.most())
-        window = first_window(built_runs, self.text)
-        engine = make_members_engine(built_runs, have_different_seeds(built_runs), self.device)
+        window = first_window(built_runs, self.task)
+        engine = make_members_engine(built_runs, have_own_rows(plans_of(built_runs)), self.device)
         began = clock()
         cached_before = compat.graphs_from_cache()
         capture_or_train_eagerly(engine, window, built_runs[0].plan.training.compile, progress)
@@ -479,7 +503,7 @@ class TimedGroup:
             update_s = timed_update(engine, window)
             rows = engine.micro_batch or CURVE_ROWS
             began = clock()
-            evaluate_members(engine, self.text.held_out, batch_rows=rows, limit=rows)
+            self.task.scores_of_members(engine, rows, limit=rows)
             self.held_out_row_s[width] = (clock() - began) / rows
         self.engines[width] = CapturedEngine(built_runs, engine)
         return WidthTime(update_s, compile_s)
@@ -526,25 +550,27 @@ def timed_update(engine: Engine, window: Batch) -> float:
     return seconds
 
 
-def have_different_seeds(built_runs: Sequence[BuiltRun]) -> bool:
-    """Return whether the members have different seeds, and therefore different windows."""
-    return len({built.plan.job.seed for built in built_runs}) > 1
+def plans_of(built_runs: Sequence[BuiltRun]) -> list[RunPlan]:
+    """Return the plan of each run."""
+    return [built.plan for built in built_runs]
 
 
-def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
+def first_window(built_runs: Sequence[BuiltRun], task: SweptTask) -> Batch:
     """Return the first window that N members train on, each of whose tensors has R rows.
 
     Returns:
-        [R, ...] if all members have the same seed, and so the same window; else [N, R, ...].
+        [N, R, ...] if each member has its own rows, else [R, ...].
     """
-    windows_differ = have_different_seeds(built_runs)
-    readers = built_runs if windows_differ else built_runs[:1]
-    windows = []
-    for built in readers:
-        batches = text.batches(built.plan.training.tokens_per_update, seed=built.plan.job.seed)
-        windows.append(next(batches))
-        batches.close()
-    return stack_windows(windows, range(len(windows))) if windows_differ else windows[0]
+    if not have_own_rows(plans_of(built_runs)):
+        return task.first_window(built_runs[0].plan)
+    window_of_seed: dict[int, Batch] = {}
+    for built in built_runs:
+        seed = built.plan.job.seed
+        if seed not in window_of_seed:
+            window_of_seed[seed] = task.first_window(built.plan)
+    seeds = list(window_of_seed)
+    indices = [seeds.index(built.plan.job.seed) for built in built_runs]
+    return stack_windows(list(window_of_seed.values()), indices)
 
 
 def choose_updates(
@@ -602,7 +628,7 @@ def choose_updates(
         training = timed_group.group.plan.training
         # A run that is given a time does not read a short text too often.
         max_updates = defaults.most_updates(
-            timed_group.text.train.per_epoch, training.window_rows, training.optim.weight_decay
+            timed_group.task.records_per_epoch, training.window_rows, training.optim.weight_decay
         )
         further_updates = defaults.updates_in_time(
             tokens, _tokens_per_update(timed_group), max_updates

@@ -45,9 +45,10 @@ from monograph.sweeps.cohort import (
     set_schedules,
     with_length,
 )
-from monograph.sweeps.concurrency import TimedGroup, first_window, have_different_seeds
+from monograph.sweeps.concurrency import TimedGroup, first_window, plans_of
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.members_memory import MembersMemory
+from monograph.sweeps.spec import have_own_rows
 
 _COMPILING_PROGRAM = (
     "import sys; from monograph.sweeps.progress import compile_sweep; compile_sweep(sys.argv[1])"
@@ -177,7 +178,7 @@ def _open_cohorts(
         try:
             built_runs = timed_group.build(timed_group.group.members)
             engine = make_members_engine(
-                built_runs, have_different_seeds(built_runs), timed_group.device
+                built_runs, have_own_rows(plans_of(built_runs)), timed_group.device
             )
         except (UsageError, InputRefused, OutOfDeviceMemory):
             # The reason is reported when `TimedGroup` tries fewer members.
@@ -194,7 +195,7 @@ def _open_cohorts(
         )
         needed_bytes += MEMORY_FACTOR * members_memory.planned_bytes(len(built_runs))
         engines.append((built_runs, engine))
-        windows.append(first_window(built_runs, timed_group.text))
+        windows.append(first_window(built_runs, timed_group.task))
     if needed_bytes > timed_groups[0].machine.free_memory_bytes:
         return False
     for timed_group, (built_runs, engine), window in zip(
@@ -202,7 +203,7 @@ def _open_cohorts(
     ):
         members = timed_group.group.members
         runs = resources.enter_context(sweep.lock_members(members))
-        cohort = open_cohort(members, runs, built_runs, timed_group.text, engine)
+        cohort = open_cohort(members, runs, built_runs, timed_group.task, engine)
         resources.callback(cohort.close)
         start.groups.append(_EagerGroup(built_runs, cohort))
         graph_key = compiled_key(cohort.sessions[0], window)
@@ -245,6 +246,8 @@ def _train(
             for built in built_runs
         ]
         set_schedules(cohort.engine, [constant(plan.intervals.warmup_updates) for plan in plans])
+    for cohort in cohorts:
+        cohort.prepare_reference_scores(False, progress)
     logs = [
         MetricsLogs([session.run for session in cohort.sessions], every=1) for cohort in cohorts
     ]
@@ -258,8 +261,9 @@ def _train(
         trainings = [train(cohort.engine, cohort.windows) for cohort in cohorts]
         for updates in zip(*trainings, strict=True):
             spent_s = clock() - began
-            for log, update in zip(logs, updates, strict=True):
-                log.add(update, {"wall_s": spent_s, EAGER_KEY: True})
+            for cohort, log, update in zip(cohorts, logs, updates, strict=True):
+                entries = {"wall_s": spent_s, EAGER_KEY: True}
+                log.add(update, [{**entries, **figures} for figures in cohort.figures()])
             start.updates = updates[0].index + 1
             stage.report("update", start.updates)
             # A short text allows only `max_updates`. Half of them are left for the graphs.
@@ -286,7 +290,7 @@ def _max_updates(timed_groups: Sequence[TimedGroup], start: EagerStart) -> int:
     for timed_group, group in zip(timed_groups, start.groups, strict=True):
         training = group.built_runs[0].plan.training
         max_of_group = defaults.most_updates(
-            timed_group.text.train.per_epoch, training.window_rows, training.optim.weight_decay
+            timed_group.task.records_per_epoch, training.window_rows, training.optim.weight_decay
         )
         max_updates = min(max_updates, max_of_group)
     return max_updates

@@ -48,6 +48,7 @@ class _Group(Strict):
         compile: the compile scope.
         eager_updates: see `monograph.sweeps.eager_start.EagerStart.updates`.
         eager_length: see `monograph.sweeps.eager_start.EagerStart.expected_length`.
+        deciding_looks: the numbers of updates after which members may be stopped early.
     """
 
     rounds: list[Annotated[int, Field(ge=1)]]
@@ -56,6 +57,7 @@ class _Group(Strict):
     compile: str = "auto"
     eager_updates: Natural = 0
     eager_length: Natural = 0
+    deciding_looks: list[Natural] = []
 
 
 class _Record(Strict):
@@ -71,6 +73,8 @@ class _Record(Strict):
         target: the settings of the wide run as TOML, see `Sweep.create`.
         groups: the groups of members, once their rounds are decided.
         distill: whether a model learns from the members at the end.
+        prune: the largest probability with which the best setting may be stopped early; None: no
+            member is stopped.
         elapsed_s: the time spent so far.
         training_s: the time spent on training.
         tokens: the number of tokens that the members trained on.
@@ -83,6 +87,7 @@ class _Record(Strict):
     target: str | None = None
     groups: Annotated[list[_Group], Field(min_length=1)] | None = None
     distill: bool = False
+    prune: Annotated[float, Field(gt=0, lt=1)] | None = None
     elapsed_s: Seconds = 0
     training_s: Seconds = 0
     tokens: Natural = 0

@@ -8,6 +8,7 @@ from monograph.planner import Candidate, StreamCandidate
 from monograph.planner.defaults import MAX_ESTIMATE_ERROR
 from monograph.planner.traces import traced_bytes
 from monograph.session.plan import RunPlan
+from monograph.sweeps.spec import have_own_rows
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class MembersMemory:
         plans = self.plans[:members]
         work = alone.of_members(
             [plan.job.adapters() for plan in plans],
-            own_rows=len({plan.job.seed for plan in plans}) > 1,
+            own_rows=have_own_rows(plans),
             compiled=alone.compile != "none" and not self.eager,
         )
         try:

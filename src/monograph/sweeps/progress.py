@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from monograph.data.corpus import Corpus
 from monograph.device import Device, clock, default_device, describe
 from monograph.distributed.world import World
 from monograph.evaluation.significance import Table
-from monograph.evaluation.text import evaluate_members
 from monograph.planner import defaults
 from monograph.report.in_progress import PageInProgress
 from monograph.report.knobs import short_key
@@ -26,18 +24,22 @@ from monograph.report.sweep_report import write_page_so_far, write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay, silent
 from monograph.run.started import describe_start
 from monograph.session.brief import CACHED_S, COMPILE_S
-from monograph.session.objectives.texts import open_corpus
+from monograph.session.objective import SweptTask
 from monograph.session.plan import Length
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import resolve
 from monograph.session.setup import make_repeatable
 from monograph.session.shown_commands import show_command
 from monograph.storage.cache_dir import keep_compiled
+from monograph.storage.reading import is_folder
 from monograph.sweeps import eager_start, results
 from monograph.sweeps.advice import advise
-from monograph.sweeps.cohort import Cohort
+from monograph.sweeps.best_adapter import has_adapters, write_best_adapter
+from monograph.sweeps.cohort import Cohort, open_swept
 from monograph.sweeps.concurrency import CURVE_ROWS, TimedGroup, choose_updates
 from monograph.sweeps.folder import Sweep
+from monograph.sweeps.looks import Looks, looks_of
+from monograph.sweeps.pruning import hopeless, prune_plan, stop_sentence
 from monograph.sweeps.results import NO_EAGER_UPDATES, EagerUpdates, Outcome
 from monograph.sweeps.spec import Member, groups_of, members_of, spread_rounds
 
@@ -179,6 +181,9 @@ class SweepProgress:
             }
             for group, updates in zip(self.groups, self.updates, strict=True)
         ]
+        if self.sweep.record.get("prune") is not None:
+            for saved, timed_group in zip(self._saved_groups, self.timed_groups, strict=True):
+                saved["deciding_looks"] = timed_group.looks_worth_it(saved["updates"])
         self.sweep.write()
 
     def open(self, device: torch.device, machine: Device) -> None:
@@ -190,8 +195,8 @@ class SweepProgress:
         for member in self.members:
             require_possible(member.settings, machine)
             member.plan = resolve(member.settings, machine)
-        pairs = zip(self.groups, self._texts(), strict=True)
-        self.timed_groups = [TimedGroup(group, text, device, machine) for group, text in pairs]
+        pairs = zip(self.groups, self._tasks(), strict=True)
+        self.timed_groups = [TimedGroup(group, task, device, machine) for group, task in pairs]
 
     @property
     def least_tokens(self) -> int:
@@ -215,17 +220,21 @@ class SweepProgress:
     def _saved_groups(self) -> list[dict[str, Any]]:
         return self.sweep.record["groups"]  # type: ignore[no-any-return]
 
-    def _texts(self) -> list[Corpus]:
-        """Return each group's corpus; groups that share a text open it once."""
-        opened: dict[str, Corpus] = {}
-        texts = []
+    def _tasks(self) -> list[SweptTask]:
+        """Return what each group learns from; groups that share their records open them once.
+
+        Raises:
+            InputRefused: no record is held out, so members cannot be compared.
+        """
+        opened: dict[str, SweptTask] = {}
+        tasks = []
         for group in self.groups:
-            reading = group.plan.job.reading
-            key = repr(reading)
+            job = group.plan.job
+            key = repr((job.reading, job.objective))
             if key not in opened:
-                opened[key] = open_corpus(reading, self.progress)
-            texts.append(opened[key])
-        return texts
+                opened[key] = open_swept(group.plan, self.progress)
+            tasks.append(opened[key])
+        return tasks
 
     def _print_time(self) -> None:
         """Print how long a sweep with a given time trains, and how long it will take in all."""
@@ -252,30 +261,44 @@ class SweepProgress:
             predicted_s = group.compile_s + remaining * group.update_s + group.held_out_s
             name = f"{group.name}: " if group.name else ""
             time = f", about {duration(predicted_s)}" if predicted_s else ""
+            one_by_one_s = remaining * group.one_by_one_update_s + group.one_by_one_held_out_s
+            if predicted_s and max(group.round_sizes) > 1:
+                time += f" instead of {duration(one_by_one_s)}"
             self.progress.line(
                 "plan",
                 f"{name}{counted(updates, 'update')} of {tokens_per_update:,} tokens = "
                 f"{count(updates * tokens_per_update)} each; "
                 f"{group.why}{time}",
             )
+            if self.sweep.record.get("prune") is not None:
+                looks = saved.get("deciding_looks", [])
+                self.progress.line("prune", f"{name}{prune_plan(group, looks)}")
 
     def live_display(self) -> SweepDisplay:
         """Return the live bar and table.
 
-        The bar begins at the updates of the rounds that are over, which are also counted in `done`.
+        The bar begins at the updates of the rounds that are over and of the members that were stopped
+        early, which are also counted in `done`.
         """
         self.done = 0
         total = 0
         for _, updates, members in self.rounds:
-            total += updates * len(members)
+            learning = self.learning(members)
+            updates_of_stopped = sum(
+                self.outcomes[member.index].stopped or 0
+                for member in members
+                if member not in learning
+            )
+            total += updates * len(learning) + updates_of_stopped
+            self.done += updates_of_stopped
             if self.are_over(members):
-                self.done += updates * len(members)
+                self.done += updates * len(learning)
         return SweepDisplay(self.progress.screen, total, self.table, self.done)
 
     def table(self) -> list[str]:
         """Return the table of results so far."""
         table = results.compare_settings(self.outcomes)
-        return results.table_lines(table, self._divergences_by_index())
+        return results.table_lines(table, self.outcomes)
 
     def _divergences_by_index(self) -> dict[int, int]:
         """Return for each diverged member, by its index, the update after which it diverged."""
@@ -286,7 +309,7 @@ class SweepProgress:
         }
 
     def are_over(self, members: Sequence[Member]) -> bool:
-        """Return whether each of these members has finished or diverged."""
+        """Return whether each of these members has finished, has diverged or was stopped."""
         return all(self.outcomes[member.index].is_over for member in members)
 
     def divergences_in_round(self, members: Sequence[Member]) -> dict[int, int]:
@@ -314,45 +337,82 @@ class SweepProgress:
     def count_trained(self, cohort: Cohort, updates: int, seconds: float) -> None:
         """Record that a round's members were trained for `updates` updates in `seconds`."""
         first = cohort.sessions[0]
-        # Only this share of the positions of an update has a token; the others are padding.
-        targets = first.text.stats.packed_share * first.plan.training.tokens_per_update
+        targets = first.task.tokens_of_last_update(first.batches)
         self.rate = len(cohort.members) * updates * targets / max(seconds, 1e-9)
         self.done += len(cohort.members) * updates
         self._training_s += seconds
 
-    def evaluate(self, cohort: Cohort, update: int, *, is_last: bool) -> None:
+    def evaluate(self, cohort: Cohort, update: int, *, scores_all: bool) -> None:
         """Score some held-out rows with every member that still learns, and record the scores.
 
         Args:
             cohort: the members of a round, and what trains them.
             update: the number of updates so far.
-            is_last: whether the round is over. Then all held-out rows are scored, too.
+            scores_all: whether all held-out rows are scored, too.
         """
         self._score(cohort, update, CURVE_ROWS)
-        if is_last:
+        if scores_all:
             self._score(cohort, update, None)
         self._refresh_outcomes(cohort)
 
+    def looks_of(self, round_: Round) -> Looks:
+        """Return when the members of a round are looked at, to stop some of them early."""
+        if self.sweep.record.get("prune") is None:
+            return Looks()
+        group = self.groups.index(round_.timed_group.group)
+        return looks_of(round_.updates, self._saved_groups[group].get("deciding_looks", []))
+
+    def learning(self, members: Sequence[Member]) -> list[Member]:
+        """Return the members that were not stopped early."""
+        return [member for member in members if self.outcomes[member.index].stopped is None]
+
+    def stop_hopeless(self, round_: Round, update: int) -> bool:
+        """Stop members of a round that cannot win any more, and return whether there are any.
+
+        A row of metrics says so of each. What is done is repeated after a crash, since it depends only
+        on metrics.
+
+        Args:
+            round_: the round.
+            update: the number of updates of its members, after which they were scored.
+        """
+        outcomes = [results.read_outcome(self.sweep, member) for member in round_.members]
+        probability = self.sweep.record["prune"]
+        hopeless_members = hopeless(outcomes, round_.updates, update, probability)
+        # An earlier process may have stopped some of them at this look, before it ended.
+        newly_stopped = [
+            outcome
+            for outcome in outcomes
+            if outcome.member.index in hopeless_members and outcome.stopped is None
+        ]
+        for outcome in newly_stopped:
+            index = outcome.member.index
+            bound = hopeless_members[index]
+            outcome.run.log({"update": update, "stopped": update, "win_probability": bound})
+            self.outcomes[index] = results.read_outcome(self.sweep, outcome.member)
+        if not newly_stopped:
+            return False
+        left = len(self.learning(round_.members))
+        self.progress.line(
+            "stopped",
+            f"{counted(len(newly_stopped), 'member')} after update {update}, which can hardly win any more; "
+            f"{left} go on",
+        )
+        return True
+
     def _score(self, cohort: Cohort, update: int, limit: int | None) -> None:
         """Score the first `limit` held-out rows, or all of them, and write the scores as metrics."""
-        held_out = cohort.sessions[0].text.held_out
-        scores = evaluate_members(
-            cohort.engine, held_out, batch_rows=cohort.engine.micro_batch or 16, limit=limit
+        held_out_rows = cohort.tasks[0].held_out_rows
+        rows = min(limit or held_out_rows, held_out_rows)
+        evaluations = cohort.tasks[0].scores_of_members(
+            cohort.engine, batch_rows=cohort.engine.micro_batch or 16, limit=limit
         )
-        rows = min(limit or len(held_out), len(held_out))
-        tokens = torch.atleast_1d(cohort.engine.step.tokens).tolist()
-        for place, (session, score) in enumerate(zip(cohort.sessions, scores, strict=True)):
+        members = zip(cohort.tasks, cohort.sessions, evaluations, strict=True)
+        for place, (task, session, evaluation) in enumerate(members):
             if place in cohort.divergences:
                 continue
-            session.run.log(
-                {
-                    "update": update,
-                    "tokens": tokens[place],
-                    "eval_loss": score.loss,
-                    "eval_bits_per_byte": score.bits_per_byte,
-                    "eval_rows": rows,
-                }
-            )
+            score = task.held_out_score(evaluation, rows)
+            session.run.log({"update": update, "tokens": score.tokens, **score.figures})
 
     def _refresh_outcomes(self, cohort: Cohort) -> None:
         for member in cohort.members:
@@ -370,6 +430,7 @@ class SweepProgress:
                 "eval_weights": "averaged" if session.plan.averaged else "last",
             }
             rows = self.outcomes[cohort.members[place].index].rows
+            further_entries |= session.task.summary(rows)
             summary = results.make_summary(rows, session.run, further_entries)
             session.run.log({"update": summary["update"], "summary": summary})
         self._refresh_outcomes(cohort)
@@ -408,6 +469,7 @@ class SweepProgress:
         transfer_lines = []
         if table.best:
             self.sweep.link_best(table.best.member)
+            self._write_adapter(result, table.best.member)
             transfer_lines = self.sweep.write_wide(dict(table.best.setting.knobs))
         self.sweep.record["result"] = result
         self.sweep.write()
@@ -423,6 +485,31 @@ class SweepProgress:
         self._print_results(table, transfer_lines)
         return result
 
+    def _write_adapter(self, result: dict[str, Any], best: int) -> None:
+        """Write the best member's adapters for PEFT, and note their folder in the result.
+
+        A finished sweep that is continued does not write them again.
+
+        Args:
+            result: the object of `--json`.
+            best: the best member's index.
+        """
+        if not has_adapters(self.outcomes[best].run):
+            return
+        earlier = (self.sweep.record.get("result") or {}).get("best") or {}
+        folder = earlier.get("adapter")
+        if earlier.get("member") != best or folder is None or not is_folder(folder):
+            with self.progress.stage("adapter", "the best member's adapters, for PEFT") as stage:
+                written = write_best_adapter(
+                    self.sweep.run.folder, self.outcomes[best].run, self._warn
+                )
+                stage.result = str(written) if written else "none that PEFT could load"
+            folder = str(written) if written else None
+        result["best"]["adapter"] = folder
+
+    def _warn(self, line: str) -> None:
+        self.progress.line("warning", line)
+
     def _print_results(self, table: Table, transfer_lines: Sequence[str]) -> None:
         """Print the table, the best setting, advice, and how long it took.
 
@@ -431,9 +518,11 @@ class SweepProgress:
             transfer_lines: see `Sweep.write_wide`.
         """
         self.progress.gap()
-        table_lines = results.table_lines(table, self._divergences_by_index())
+        table_lines = results.table_lines(table, self.outcomes)
         for number, line in enumerate(table_lines):
             self.progress.line("members" if number == 0 else "", line)
+        if any(setting.stopped for setting in table.settings):
+            self.progress.line("stopped", stop_sentence(self.sweep.record["prune"]))
         self.progress.line("best", results.verdict(table))
         for advice in advise(self.sweep, table):
             self.progress.line("advice", advice.text)

@@ -15,19 +15,21 @@ import torch
 
 from monograph.checkpointing import candidates
 from monograph.config.axes import SEED
-from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
+from monograph.distributed.world import World
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.significance import Setting, Table, mean_text, tabulate
+from monograph.graph.inspect import buffers_kept
 from monograph.loop import train
 from monograph.report.knobs import short_key, value_text
 from monograph.run import recorded_state
 from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
-from monograph.run.progress import Progress
+from monograph.run.progress import Progress, silent
 from monograph.run.recipe import names_run
 from monograph.schedule import Schedule, constant
+from monograph.session.objective import SweptTask
+from monograph.session.objectives import objective_of
 from monograph.session.objectives.teachers import write_teachers
-from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import RunPlan
 from monograph.session.random_state import seed_all
 from monograph.session.record import write_config
@@ -39,6 +41,7 @@ from monograph.session.warmup import capture_engine
 from monograph.storage.code import code_named
 from monograph.storage.reading import is_folder
 from monograph.sweeps import advice
+from monograph.sweeps.cohort import open_swept
 from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import SCHEMA, Sweep
 from monograph.sweeps.spec import ORIGIN, Member, describe_knobs
@@ -48,6 +51,7 @@ DISTILLED = "distilled"  # the folder, inside the sweep's, of the run that learn
 # The keys of the scores in a row of metrics that has held-out scores. Every such row has NATS.
 BITS = "eval_bits_per_byte"
 NATS = "eval_loss"
+LEAST_SHOWN = 1e-6  # smaller probabilities are shown as this one
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,10 @@ class Outcome:
         run: the member's run.
         rows: the rows of its metrics.
         diverged: the update after which the member learned nothing more; None if it did not diverge.
+        stopped: the update after which the member was stopped, since it could not win any more
+            (`monograph.sweeps.pruning`); None if it was not stopped.
+        win_probability: a bound of the probability with which the member's setting could have become
+            the best; None if the member was not stopped.
         evaluation: the last row with held-out scores; empty if there is none yet.
         summary: the run's summary; None if it has not finished.
     """
@@ -67,13 +75,15 @@ class Outcome:
     run: Run
     rows: list[dict[str, Any]]
     diverged: int | None
+    stopped: int | None
+    win_probability: float | None
     evaluation: dict[str, Any]
     summary: dict[str, Any] | None
 
     @property
     def is_over(self) -> bool:
         """Return whether the member needs no more training."""
-        return self.summary is not None or self.diverged is not None
+        return any(each is not None for each in (self.summary, self.diverged, self.stopped))
 
     def score(self, key: str) -> float | None:
         """Return the member's last score under `key`; None if it diverged or has no score yet."""
@@ -95,8 +105,18 @@ def read_outcome(sweep: Sweep, member: Member) -> Outcome:
     if run_summary:  # the metrics of a run that has not finished are checked by `Session.restore`
         recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
+    stop: dict[str, Any] = next((row for row in rows if "stopped" in row), {})
     evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
-    return Outcome(member, run, rows, diverged, evaluation, run_summary)
+    return Outcome(
+        member,
+        run,
+        rows,
+        diverged,
+        stop.get("stopped"),
+        stop.get("win_probability"),
+        evaluation,
+        run_summary,
+    )
 
 
 def last_trained_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -136,23 +156,28 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         ranks: the number of processes that train it.
 
     Raises:
-        UsageError: members differ in what a token is or in the length of rows, or the settings or
-            `ranks` exclude --distill.
+        UsageError: members differ in what a token is, in the length of rows or in the base of adapters,
+            or the settings or `ranks` exclude --distill.
     """
     settings = sweep.settings
     axes = {key for point in sweep.points for key in point}
-    token_keys = (
+    shared_keys = (
         "data.tokenizer",
         "data.vocab_size",
         "data.sequence_length",
         "model.vocab_size",
         "model.init",
+        # Adapters teach on one base, by one pass.
+        "lora.base",
+        "lora.targets",
+        "lora.dora",
+        "lora.tokens",
     )
     # What a user would have to leave out, and whether this sweep has it.
     obstacles = {
-        **{f"{key} as an axis": key in axes for key in token_keys},
+        **{f"{key} as an axis": key in axes for key in shared_keys},
         "a model.init that is a Python file": code_named(settings.model.init) is not None,
-        "lora.rank": settings.lora.rank is not None or "lora.rank" in axes,
+        objective_of(settings).key: objective_of(settings).has_key,
         "train.memory = stream": settings.train.memory == "stream",
         f"{ranks} processes": ranks > 1,
     }
@@ -208,27 +233,31 @@ def compare_settings(outcomes: Sequence[Outcome]) -> Table:
         key = NATS
         unit = "nats"
     values = [outcome.score(key) for outcome in outcomes]
-    return tabulate(values, [outcome.member.knobs for outcome in outcomes], SEED, unit)
+    knobs = [outcome.member.knobs for outcome in outcomes]
+    stopped = [index for index, outcome in enumerate(outcomes) if outcome.stopped is not None]
+    return tabulate(values, knobs, SEED, unit, stopped)
 
 
-def table_lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
+def table_lines(table: Table, outcomes: Sequence[Outcome]) -> list[str]:
     """Return the table as aligned lines.
 
     Its columns are the knobs, mean ± standard error over seeds, and standing against the best setting.
 
     Args:
         table: the compared settings.
-        diverged: the update after which a member learned nothing more, by the member's number.
+        outcomes: the outcomes of all members.
     """
     keys = list(dict.fromkeys(key for setting in table.settings for key in setting.knobs))
     rows = [[*map(short_key, keys), table.unit, ""]]
     for setting in table.settings:
-        any_diverged = any(member in diverged for member in setting.members.values())
+        any_diverged = any(
+            outcomes[member].diverged is not None for member in setting.members.values()
+        )
         # Without a mean, `mean_text` says that all members diverged.
         is_unscored = setting.mean is None and not any_diverged
         value = "" if is_unscored else mean_text(setting.mean)
         knobs = [value_text(setting.knobs[key]) if key in setting.knobs else "" for key in keys]
-        rows.append([*knobs, value, _standing(table, setting, diverged)])
+        rows.append([*knobs, value, _standing(table, setting, outcomes)])
     column_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -237,16 +266,21 @@ def table_lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
     return lines
 
 
-def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> str:
-    """Return a setting's standing against the best one, or that its members diverged."""
-    updates = [diverged[member] for member in setting.members.values() if member in diverged]
-    divergence = ""
+def _standing(table: Table, setting: Setting, outcomes: Sequence[Outcome]) -> str:
+    """Return a setting's standing against the best one, or what ended its members early."""
+    members = [outcomes[member] for member in setting.members.values()]
+    fates = []
+    updates = [member.diverged for member in members if member.diverged is not None]
     if updates:
         count = ""
-        if len(updates) < len(setting.members):
-            count = f"{len(updates)} of {len(setting.members)} "
-        divergence = f"{count}diverged at update {', '.join(map(str, updates))}"
-    return table.standing(setting, divergence)
+        if len(updates) < len(members):
+            count = f"{len(updates)} of {len(members)} "
+        fates.append(f"{count}diverged at update {', '.join(map(str, updates))}")
+    stop = next((member for member in members if member.stopped is not None), None)
+    if stop is not None and stop.win_probability is not None:
+        probability = max(stop.win_probability, LEAST_SHOWN)
+        fates.append(f"stopped at update {stop.stopped}: best with P < {probability:.1g}")
+    return table.standing(setting, ", ".join(fates))
 
 
 def verdict(table: Table) -> str:
@@ -276,6 +310,8 @@ def results_json(
                 **standard_json(scores),
                 "train_loss": last_trained_row(outcome.rows).get("train_loss"),
                 "diverged": outcome.diverged,
+                "stopped": outcome.stopped,
+                "win_probability": outcome.win_probability,
                 "run": str(outcome.run.folder),
                 "checkpoint": str(checkpoints[0]) if checkpoints else None,
             }
@@ -371,6 +407,8 @@ def chart_settings(table: Table) -> list[dict[str, Any]]:
         standing = "tied" if setting.tied else ""
         if setting is best:
             standing = "best"
+        elif setting.stopped:
+            standing = "stopped"
         chart_entries.append(
             {
                 "knobs": {short_key(key): value for key, value in setting.knobs.items()},
@@ -429,16 +467,18 @@ def verify_member(
     if not member_losses:
         raise InputRefused(f"{outcome.run.folder} has no updates to compare: train the sweep first")
     plan = resolve(run_settings(outcome.run), describe())
-    text = open_corpus(plan.job.reading, progress)
+    task = open_swept(plan, progress)
     compiled = plan.training.compile != "none" and (
         default_device().type == "cuda" or not compiler_obstacle()
     )
     updates = len(member_losses)
-    losses = train_alone(plan, text, updates, progress, compiled=compiled, eager=eager)
+    losses = train_alone(outcome.run, plan, task, updates, progress, compiled=compiled, eager=eager)
     if not compiled:
         half_size = {"train.micro_batch": max(1, plan.training.rows // 2)}
         plan = resolve(plan.record.settings.resolve(half_size, "verify"), describe())
-    other_losses = train_alone(plan, text, updates, progress, compiled=False, eager=eager)
+    other_losses = train_alone(
+        outcome.run, plan, task, updates, progress, compiled=False, eager=eager
+    )
     difference = largest_difference(member_losses, losses)
     bound = MAX_DIFFERENCE_RATIO * largest_difference(losses, other_losses)
     equal = difference <= bound
@@ -481,8 +521,9 @@ def schedule_after_eager(schedule: Schedule, eager: EagerUpdates) -> Schedule:
 
 
 def train_alone(
+    run: Run,
     plan: RunPlan,
-    text: Corpus,
+    task: SweptTask,
     updates: int,
     progress: Progress,
     *,
@@ -494,24 +535,29 @@ def train_alone(
     Its schedule is that of the member with which it is compared.
 
     Args:
-        plan: the run's plan.
-        text: the corpus that it trains on.
+        run: the run; nothing is written there.
+        plan: its plan.
+        task: what it learns from.
         updates: how many updates to make.
         progress: the display.
         compiled: whether to compile it.
         eager: the member's eager updates.
     """
-    built = build_run(plan, TextTask(text), describe())
+    built = build_run(plan, task, describe())
     engine = make_engine(built, default_device())
     engine.step.schedule = schedule_after_eager(plan.schedule(plan.updates or updates), eager)
-    batches = text.batches(plan.training.tokens_per_update, seed=plan.job.seed)
+    alone = task.for_member()
+    alone.begin(run, engine, World(), lambda: plan)
+    batches = alone.windows(0, None, ())
     seed_all(plan.job.seed)
     way = "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}"
     with progress.stage("alone", way) as stage:
         if compiled:
             by_block = built.plan.training.compile == "blocks"
-            window = first_window([built], text)
-            capture_engine(engine, window, "blocks" if by_block else "whole")
+            window = first_window([built], task)
+            with buffers_kept(engine.model, engine.step.loss):
+                capture_engine(engine, window, "blocks" if by_block else "whole")
+        alone.score_reference(batches.rows_per_window, silent())
         losses = []
         for update in train(engine, batches, updates):
             losses.append(update.loss)  # a tensor on the device, which is read after all updates

@@ -33,9 +33,14 @@ from monograph.report.quantities import counted
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.session.door import WIDTH_TRANSFER, transfer_of
+from monograph.session.objectives import objective_of, with_records
 from monograph.session.plan import RunPlan
 from monograph.session.recorded import command_line_settings, refuse_model_as_text, run_settings
-from monograph.session.requirements import require_one_device, require_texts
+from monograph.session.requirements import (
+    require_one_device,
+    require_swept,
+    require_trained_model,
+)
 from monograph.session.resolve import resolve
 from monograph.storage.code import digests
 from monograph.storage.reading import is_file
@@ -75,6 +80,8 @@ class MemberGroup:
         update_s: predicted seconds of an update of all members.
         compile_s: predicted seconds of compiling that is still to do.
         held_out_s: predicted seconds of all evaluations.
+        one_by_one_update_s: predicted seconds of an update of all members, one after another.
+        one_by_one_held_out_s: predicted seconds of all evaluations then.
     """
 
     members: list[Member]
@@ -84,6 +91,8 @@ class MemberGroup:
     update_s: float = 0.0
     compile_s: float = 0.0
     held_out_s: float = 0.0
+    one_by_one_update_s: float = 0.0
+    one_by_one_held_out_s: float = 0.0
 
     @property
     def plan(self) -> RunPlan:
@@ -132,6 +141,20 @@ def groups_of(members: Sequence[Member]) -> list[MemberGroup]:
         shared = {key: value for key, value in member.knobs.items() if key not in IN_ONE_GRAPH}
         groups.setdefault(repr(shared), MemberGroup([], shared)).members.append(member)
     return list(groups.values())
+
+
+def have_own_rows(plans: Sequence[RunPlan]) -> bool:
+    """Return whether members that train at once each have their own rows in a window.
+
+    Members of different seeds read the rows in different orders.
+
+    Args:
+        plans: the members' plans.
+    """
+    if len(plans) == 1:
+        return False
+    seeds = {plan.job.seed for plan in plans}
+    return len(seeds) > 1 or plans[0].job.objective.members_have_own_rows
 
 
 def spread_rounds(groups: Sequence[MemberGroup], ranks: int) -> None:
@@ -204,6 +227,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     """
     settings, axes = _settings_and_axes(arguments)
     _require_comparable(settings)
+    settings = with_records(settings)
     # If the members are proxies, `settings` become the proxy's, and `target` has those of the wide run.
     target: Settings | None = None
     if settings.optim.transfer != "none":
@@ -250,7 +274,8 @@ def _require_comparable(settings: Settings) -> None:
         UsageError: see `spec_of`.
     """
     refuse_model_as_text(settings)
-    require_texts(settings, "sweep")
+    require_swept(settings)
+    require_trained_model(objective_of(with_records(settings)), settings.model.init)
     require_one_device(settings, "sweep")
     if settings.train.wall_minutes is not None:
         raise UsageError(

@@ -223,21 +223,35 @@ def _typed_tokens(tokenizer: Tokenizer, content: object) -> list[str]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield all texts in a JSON value, except the keys of objects."""
+    """Yield all texts in a JSON value, except keys that are words."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for inner in value.values():
+        for key, inner in value.items():
+            if not _is_word(key):
+                yield key
             yield from _texts(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts(inner)
 
 
+def _is_word(key: object) -> bool:
+    """Return whether a key is a word, such as those by which a template finds the parts of a message.
+
+    The keys of a call's arguments may be any texts, also the letters of control tokens.
+    """
+    return not isinstance(key, str) or re.fullmatch(r"\w+", key) is not None
+
+
 def _with_markers(value: object, tokens: Sequence[str], marker: str) -> Any:
     """Return a JSON value, with `marker` after the first letter of each token in its texts."""
     if isinstance(value, dict):
-        return {key: _with_markers(inner, tokens, marker) for key, inner in value.items()}
+        marked = {}
+        for key, inner in value.items():
+            marked_key = key if _is_word(key) else _with_markers(key, tokens, marker)
+            marked[marked_key] = _with_markers(inner, tokens, marker)
+        return marked
     if isinstance(value, list | tuple):
         return [_with_markers(inner, tokens, marker) for inner in value]
     if isinstance(value, str):

@@ -4,9 +4,9 @@ Most losses compare the model with a *reference*, the weights that the run begin
 reference's log-probabilities of all answers are computed once, before the first update.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,9 +16,13 @@ from monograph.config import Settings
 from monograph.config.keys import PREFERENCES_WAY, PreferSection
 from monograph.data.corpus import Corpus
 from monograph.data.forms import RecordSettings
+from monograph.engine import Engine
+from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation
+from monograph.graph.shared_base import compute_alike
 from monograph.graph.trial import Trial
+from monograph.loss import Batch
 from monograph.model.llama import Llama
 from monograph.planner import defaults
 from monograph.predict.footprint import AnswerScoring
@@ -65,8 +69,10 @@ class Preferences(Objective):
     needs_model = True
     is_of_texts = False
     lr_share = defaults.JUDGED_SHARE
+    sweeps = True
+    members_have_own_rows = True  # so that they can share out the rows that the reference scores
     excluded = (
-        (MODEL_FROM_CODE, "a program says no tokenizer: name a run or a folder"),
+        (MODEL_FROM_CODE, "such a model has no tokenizer: name a run or a folder"),
         (STREAMED, "it is not built for streaming: leave it out"),
         (FP8, "it was not tried: take bf16"),
         (
@@ -153,7 +159,8 @@ class PreferenceTask(RowsTask):
             raise InputRefused(
                 f"model.init = {plan.job.recipe.init}: prefer.loss needs a language model, not a {type(model).__name__}"
             )
-        train, held_out = self.data.train, self.data.held_out
+        train = self.data.train
+        held_out = self.data.held_out
         assert isinstance(train, PairRows) and isinstance(held_out, PairRows)
         answers = train.answers + held_out.answers
         max_row_answers = max(train.max_row_answers, held_out.max_row_answers)
@@ -171,9 +178,7 @@ class PreferenceTask(RowsTask):
 
     @property
     def _loss(self) -> PreferenceLoss:
-        loss = self.engine.step.loss
-        assert isinstance(loss, PreferenceLoss)
-        return loss
+        return _preference_loss(self.engine.loss)
 
     def prepare_reference_scores(
         self, resumed: bool, rows_per_window: int, progress: Progress
@@ -181,19 +186,89 @@ class PreferenceTask(RowsTask):
         """Score all answers with the initial weights; see `Task.prepare_reference_scores`."""
         if not self.preference.needs_reference:
             return
-        loss = self._loss
-        tensors = {"log_probabilities": loss.reference}
         if resumed:
-            read_reference(self.run, self.data.fingerprint, tensors)
+            self._read_reference()
             return
+        self.score_reference(rows_per_window, progress)
+        self._write_reference()
+
+    def score_reference(self, rows_per_window: int, progress: Progress) -> None:
+        """Score all answers with the present weights; see `Task.score_reference`."""
+        if self.preference.needs_reference:
+            self._score(self._loss, self.engine.evaluate, rows_per_window, progress)
+
+    def prepare_reference_scores_of(
+        self,
+        members: Sequence[Self],
+        engine: Engine,
+        resumed: bool,
+        rows_per_window: int,
+        progress: Progress,
+    ) -> None:
+        """Score all answers with the initial weights; see `SweptTask.prepare_reference_scores_of`.
+
+        Members usually begin with the same function. Then each of them scores other rows, so all of
+        them together score each answer once.
+        """
+        if not isinstance(engine, Ensemble):
+            [member] = members
+            member.prepare_reference_scores(resumed, rows_per_window, progress)
+            return
+        if not self.preference.needs_reference:
+            return
+        if resumed:
+            for member in members:
+                member._read_reference()
+            return
+        loss = _preference_loss(engine.step.loss)
+        if compute_alike(engine.members):
+
+            def score_shares(batch: Batch) -> None:
+                size = engine.size
+                engine.evaluate_each(
+                    {name: t.unflatten(0, (size, -1)) for name, t in batch.items()}
+                )
+
+            loss.reference.zero_()
+            self._score(loss, score_shares, engine.size * rows_per_window, progress)
+            # Each answer is scored by one member, and is 0 in the others.
+            loss.reference.copy_(loss.reference.sum(0).expand_as(loss.reference))
+        else:
+            self._score(loss, engine.evaluate, rows_per_window, progress)
+        for member in members:
+            member._write_reference()
+
+    def _score(
+        self,
+        loss: PreferenceLoss,
+        score: Callable[[Batch], object],
+        rows: int,
+        progress: Progress,
+    ) -> None:
+        """Write the log-probabilities of all answers under the present weights into a loss.
+
+        Args:
+            loss: the loss, of one model or of all members.
+            score: passes a batch through the loss, without gradients.
+            rows: the number of rows that are scored at the same time.
+            progress: the display.
+        """
         with progress.stage("reference", "log-probabilities under the initial weights") as stage:
-            all_rows = self.data.train, self.data.held_out
-            loss.remember(all_rows, self.engine.evaluate, rows_per_window, stage.report)
+            loss.remember((self.data.train, self.data.held_out), score, rows, stage.report)
             # Each answer is scored by one rank, and is 0 on the others.
             loss.reference.copy_(self.world.sum(loss.reference))
-            answers = len(loss.reference) - 1  # number 0 stands for no answer
+            answers = loss.reference.shape[-1] - 1  # number 0 stands for no answer
             stage.result = f"of {counted(answers, 'answer')}"
-        write_reference(self.run, self.data.fingerprint, tensors, self.world)
+
+    def _read_reference(self) -> None:
+        read_reference(self.run, self.data.fingerprint, self._reference_tensors)
+
+    def _write_reference(self) -> None:
+        write_reference(self.run, self.data.fingerprint, self._reference_tensors, self.world)
+
+    @property
+    def _reference_tensors(self) -> dict[str, torch.Tensor]:
+        return {"log_probabilities": self._loss.reference}
 
     def describe_trial(self, trial: Trial) -> str:
         """Return a text on the result of a trial step.
@@ -208,12 +283,8 @@ class PreferenceTask(RowsTask):
         self.answer_tokens += int(figures["answer_tokens"])
         return {**figures, "tokens": self.answer_tokens}
 
-    def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
+    def held_out_score(self, evaluation: Evaluation, rows: int) -> HeldOutScore:
         """Return the loss, accuracy and margin on held-out answers."""
-        scored = self.score_held_out(rows_per_window, limit)
-        if scored is None:
-            return None
-        evaluation, rows = scored
         figures = self._loss.take_figures(self.world.all_gather)
         entries = {
             "eval_loss": evaluation.loss,
@@ -249,6 +320,11 @@ class PreferenceTask(RowsTask):
         if self.preference.labelled:
             return f"   agrees with the labels of {accuracy:.1%} of the held-out answers"
         return f"   prefers the chosen answer in {accuracy:.1%} of the held-out pairs"
+
+
+def _preference_loss(loss: object) -> PreferenceLoss:
+    assert isinstance(loss, PreferenceLoss)
+    return loss
 
 
 OBJECTIVE = Preferences()

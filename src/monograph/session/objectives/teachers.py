@@ -2,7 +2,8 @@
 
 The loss is a weighted sum of the usual loss on texts and of the KL divergence from the mean of the
 teachers' probabilities (`MixtureLoss`). No key chooses teachers: a run has them if its folder has
-teachers.json, which records them.
+teachers.json, which records them. Teachers that are adapters use the base of the run's own adapters,
+which is in memory once.
 """
 
 import hashlib
@@ -13,14 +14,20 @@ from typing import Annotated
 from pydantic import Field, FiniteFloat
 from torch import nn
 
+from monograph.checkpointing import Checkpoint
 from monograph.data.corpus import Corpus
 from monograph.device import default_device
+from monograph.ensemble.one_base import OneBase, have_one_base
 from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
+from monograph.graph.lora import adapted_layers
+from monograph.graph.mmap_weights import materialize_
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.loss import MixtureLoss
 from monograph.model.llama import Llama
+from monograph.run import recorded_state
 from monograph.run.folder import TEACHERS, Run
-from monograph.run.models import load_run
-from monograph.run.recipe import module_digest
+from monograph.run.models import load_run, load_tokenizer, load_weights, weights_of
+from monograph.run.recipe import ModelRecipe, module_digest, recorded_lora, tensors_digest
 from monograph.run.recorded_state import Digest, Natural, Strict
 from monograph.run.writing import write_atomically
 from monograph.session.objective import Task
@@ -39,7 +46,7 @@ class _Teacher(Strict):
     Attributes:
         member: its folder, relative to the sweep's.
         update: the update after which its checkpoint was saved.
-        sha256: the digest of its weights.
+        sha256: the digest of its weights; of adapters, that of their own weights and their base's.
     """
 
     member: Annotated[str, Field(pattern="^members/[0-9]{3,9}$")]
@@ -73,13 +80,24 @@ def write_teachers(run: Run, members: Sequence[Run]) -> None:
     """
     teachers = []
     for member in members:
-        model, _, update = load_run(member)
+        checkpoint = recorded_state.load_newest(member, lambda line: None)
+        if ModelRecipe.recorded(checkpoint.state["recipe"]).lora:
+            digest = _adapters_digest(checkpoint)
+        else:
+            digest = module_digest(load_run(member)[0])
         path_in_sweep = member.folder.relative_to(run.folder.parent)
         teachers.append(
-            {"member": str(path_in_sweep), "update": update, "sha256": module_digest(model)}
+            {"member": str(path_in_sweep), "update": checkpoint.update, "sha256": digest}
         )
     record = {"schema": "monograph.teachers/1", "share": SHARE, "teachers": teachers}
     write_atomically(run.folder / TEACHERS, json.dumps(record, indent=1) + "\n")
+
+
+def _adapters_digest(checkpoint: Checkpoint) -> str:
+    """Return the digest of a checkpoint of adapters, which includes that of their base's weights."""
+    recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
+    text = f"{recipe.base_sha256} {tensors_digest(weights_of(checkpoint))}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def with_teachers(task: Task, run: Run, ranks: int) -> Task:
@@ -134,35 +152,47 @@ class TaughtTask(TextTask):
         Raises:
             InputRefused: teachers.json is damaged, or a teacher is missing, changed or does not fit
                 the model.
-            UsageError: the run is streamed, has adapters or is trained by several processes.
+            UsageError: the run is streamed or is trained by several processes.
         """
         run = self.student_run
         is_parallel = self.ranks > 1 or plan.job.parallel != "none"
-        if plan.memory == "stream" or plan.training.lora or is_parallel:
+        if plan.memory == "stream" or is_parallel:
             raise UsageError(
                 f"{run.folder} learns from a sweep's members, on one device: leave out "
-                "train.memory = stream, train.parallel and lora.rank"
+                "train.memory = stream and train.parallel"
             )
         record = recorded_teachers(run, self.content)
         teachers = [self._load(each, model).to(default_device()) for each in record.teachers]
-        return MixtureLoss(teachers, record.share)
+        # Compiled as a whole, the teachers are part of the graph, one after another.
+        one_base = None
+        if plan.training.compile != "whole" and have_one_base(teachers):
+            one_base = OneBase(teachers)
+        return MixtureLoss(teachers, record.share, one_base.hidden if one_base else None)
 
     def _load(self, recorded: _Teacher, student: nn.Module) -> Llama:
         """Load a teacher, after checking that it is unchanged and fits the model that it teaches.
 
         Raises:
-            InputRefused: the teacher is missing, has changed or has other tokens.
+            InputRefused: the teacher is missing, has changed, or has other tokens or another base.
         """
         run = self.student_run
         remedy = _REMEDY.format(shell_words(run.folder))
         teacher_run = Run(run.folder.parent / recorded.member, recorded.update)
         try:
-            teacher, tokenizer, _ = load_run(teacher_run)
+            checkpoint = recorded_state.load_newest(teacher_run, lambda line: None)
+            recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
+            tokenizer = load_tokenizer(teacher_run, checkpoint.state)
+            if recipe.lora:
+                digest = _adapters_digest(checkpoint)
+                teacher = _on_base_of(student, recipe, checkpoint)
+            else:
+                teacher, _, _ = load_run(teacher_run)
+                digest = module_digest(teacher)
         except (InputRefused, NoValidCheckpoint) as error:
             raise InputRefused(
                 f"{teacher_run.named_path}, a teacher of {run.folder}: {error}; put it back, or {remedy}"
             ) from None
-        if module_digest(teacher) != recorded.sha256:
+        if digest != recorded.sha256:
             raise InputRefused(
                 f"{teacher_run.named_path}, a teacher of {run.folder}, has changed: put it back, or {remedy}"
             )
@@ -176,6 +206,25 @@ class TaughtTask(TextTask):
                 f"{teacher_run.named_path}: a teacher of other tokens than {run.folder} has: {remedy}"
             )
         return teacher
+
+
+def _on_base_of(student: nn.Module, recipe: ModelRecipe, checkpoint: Checkpoint) -> Llama:
+    """Return a teacher's adapters on the base of the model that it teaches, which both then share.
+
+    Args:
+        student: the model that is taught, with adapters of its own.
+        recipe: the teacher's recipe.
+        checkpoint: the teacher's checkpoint.
+
+    Raises:
+        InputRefused: the model has no adapters, or they are on other layers than the teacher's.
+    """
+    if not isinstance(student, Llama) or not adapted_layers(student) or recipe.lora is None:
+        raise InputRefused("it has adapters, and the model that it teaches has none")
+    teacher = copy_with_shared_base(student, recorded_lora(recipe.lora), seed=0)
+    assert isinstance(teacher, Llama)
+    load_weights(teacher, weights_of(checkpoint))
+    return materialize_(teacher, default_device())
 
 
 def recorded_teachers(run: Run, content: bytes) -> TeacherRecord:

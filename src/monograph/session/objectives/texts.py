@@ -8,9 +8,12 @@ from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus, corpus
 from monograph.data.options import ReadingOptions
 from monograph.data.piece_lengths import PieceLengths
+from monograph.engine import Engine
 from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
+from monograph.evaluation.text import evaluate_members
 from monograph.graph.trial import Trial
+from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.report.quantities import count, counted, megabytes
 from monograph.run.progress import Progress
@@ -19,7 +22,7 @@ from monograph.session.objective import (
     HeldOutScore,
     Objective,
     RunWindows,
-    Task,
+    SweptTask,
 )
 from monograph.session.plan import RunPlan
 from monograph.session.sample_prompt import SamplePrompt, sample_prompt_from_corpus
@@ -27,6 +30,8 @@ from monograph.session.sample_prompt import SamplePrompt, sample_prompt_from_cor
 
 class Texts(Objective):
     """Learn from texts and conversations. This is the way if no key chooses another one."""
+
+    sweeps = True
 
     def open(self, plan: RunPlan, progress: Progress) -> "TextTask":
         """Read the run's text; see `open_corpus`."""
@@ -101,7 +106,7 @@ def _size_of_conversations(data: Corpus) -> str:
     )
 
 
-class RowsTask(Task):
+class RowsTask(SweptTask):
     """The task of records that become rows of tokens: texts, conversations, or pairs of answers."""
 
     data: Corpus
@@ -129,6 +134,13 @@ class RowsTask(Task):
         return self.data.batches(
             tokens_per_update, seed, position, plan.job.span.epochs, pins_memory, skip
         )
+
+    def first_window(self, plan: RunPlan) -> Batch:
+        """Return the first window of a run; see `SweptTask.first_window`."""
+        batches = self.data.batches(plan.training.tokens_per_update, seed=plan.job.seed)
+        window = next(batches)
+        batches.close()
+        return window
 
     @property
     def description(self) -> str:
@@ -195,6 +207,17 @@ class RowsTask(Task):
         evaluation = evaluate(self.engine, rows, batch_rows=rows_per_window, limit=limit)
         return evaluation, min(limit or len(rows), len(rows))
 
+    def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
+        """Return the scores of held-out rows; see `held_out_score`."""
+        scored = self.score_held_out(rows_per_window, limit)
+        return None if scored is None else self.held_out_score(*scored)
+
+    def scores_of_members(
+        self, engine: Engine, batch_rows: int, limit: int | None
+    ) -> list[Evaluation]:
+        """Score held-out rows by each member of an engine."""
+        return evaluate_members(engine, self.data.held_out, batch_rows=batch_rows, limit=limit)
+
     def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
         """Return a prompt from the held-out text, or from the training text if none is held out."""
         return sample_prompt_from_corpus(self.data, config, self.is_chat)
@@ -216,19 +239,14 @@ class TextTask(RowsTask):
         guess_loss = math.log(self.data.vocab_size)
         return f"loss {trial.loss:.2f} (random guess: {guess_loss:.2f}), {trial.gradient_count} gradients, all finite"
 
-    def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
+    def held_out_score(self, evaluation: Evaluation, rows: int) -> HeldOutScore:
         """Return the loss and the bits per byte of held-out rows."""
-        scored = self.score_held_out(rows_per_window, limit)
-        if scored is None:
-            return None
-        evaluation, rows = scored
         entries = {
             "eval_loss": evaluation.loss,
             "eval_bits_per_byte": evaluation.bits_per_byte,
             "eval_rows": rows,
         }
-        tokens = int(self.engine.step.tokens)
-        return HeldOutScore(tokens, entries, evaluation.bits_per_byte, evaluation)
+        return HeldOutScore(self.engine.tokens, entries, evaluation.bits_per_byte, evaluation)
 
     def describe_result(
         self,

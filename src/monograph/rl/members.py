@@ -1,0 +1,214 @@
+"""Sample the answers of all members of an ensemble in one decoder, and arrange their windows.
+
+The members have adapters on one base. The decoder's model is that base with a bank of adapters
+(`monograph.decode.adapter_bank`), in which each member has a slot. A row of the decoder has the
+adapter of the member whose answer it samples, and an answer has the seed that it has in a run of the
+member alone.
+
+Shapes: N members, R rows of a window, T positions.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from monograph.decode.adapter_bank import Factors, StoredAdapter, install
+from monograph.decode.completion import Completion, Generation
+from monograph.decode.generator import Generator, Mode
+from monograph.device import clock
+from monograph.ensemble import Ensemble
+from monograph.errors import UsageError
+from monograph.graph.lora import adapted_layers
+from monograph.graph.shared_base import copy_without_adapters
+from monograph.loss import Batch, fill_of
+from monograph.model.llama import Llama
+from monograph.rl.rollouts import (
+    Drawer,
+    Rollouts,
+    SampledAnswers,
+    WantedAnswers,
+    not_finite,
+    without_collection,
+)
+
+
+class MembersDrawer:
+    """A sampler of answers from the weights of the members of an ensemble.
+
+    Attributes:
+        ensemble: the ensemble.
+        drawers: for each member, what scores its answers. They have the same options but for the seed.
+        model: the members' base, with a bank of their adapters.
+        bank: the bank; the slot of a member has its number as its name.
+        diverged: the members whose logits were not finite. No answers of theirs are sampled any more.
+    """
+
+    def __init__(self, ensemble: Ensemble, drawers: Sequence[Drawer]):
+        """Make the model, which shares the base's weights with the members.
+
+        Raises:
+            UsageError: the members have no adapters, or adapters for which there is no bank.
+        """
+        self.ensemble = ensemble
+        self.drawers = drawers
+        adapters = {
+            str(number): _adapter_of(member) for number, member in enumerate(ensemble.members)
+        }
+        self.model = cast(Llama, copy_without_adapters(ensemble.members[0]))
+        rank = max(adapter.rank for adapter in adapters.values())
+        self.bank = install(self.model, adapters, rank=rank)
+        self.diverged: set[int] = set()
+        # The decoder that `_generator` returned last, and its mode.
+        self._cached_generator: tuple[Mode, Generator] | None = None
+
+    def draw(self, wanted: Mapping[int, WantedAnswers]) -> dict[int, list[Completion]]:
+        """Sample answers of several members at once.
+
+        Args:
+            wanted: by member, the answers that it needs.
+
+        Returns:
+            By member, its answers. A member whose logits are not finite has none, and is added to
+            `diverged`.
+        """
+        # The last update has changed the adapters.
+        for number in wanted:
+            self.bank.replace(str(number), _adapter_of(self.ensemble.members[number]))
+        requests = [
+            request
+            for number, (prompts, seeds) in wanted.items()
+            for request in self.drawers[number].requests(
+                prompts, seeds, adapter=self.bank.slot_of(str(number))
+            )
+        ]
+        generator = self._generator
+        step = self.ensemble.step
+        with without_collection(), step.precision.context(step.device.type), torch.no_grad():
+            generator.forget()
+            tokenizer = self.drawers[0].prompts.tokenizer
+            completions = iter(list(Generation(generator, requests, tokenizer, ())))
+        answers = {}
+        for number, (prompts, _) in wanted.items():
+            of_member = [next(completions) for _ in prompts]
+            if any(completion.finish_reason == "not_finite" for completion in of_member):
+                self.diverged.add(number)
+            else:
+                answers[number] = of_member
+        return answers
+
+    @property
+    def _generator(self) -> Generator:
+        """Return the decoder, in the mode that suits the number of steps of the whole run."""
+        first = self.drawers[0]
+        answers = first.options.prompts * first.options.group * len(self.drawers)
+        mode = first.mode_of(answers)
+        if self._cached_generator and self._cached_generator[0] == mode:
+            return self._cached_generator[1]
+        generator = first.new_generator(self.model, answers, mode)
+        self._cached_generator = mode, generator
+        return generator
+
+
+def _adapter_of(member: nn.Module) -> StoredAdapter:
+    """Return a member's adapter; it shares the member's memory.
+
+    Raises:
+        UsageError: it has none, or one for which there is no bank.
+    """
+    layers = adapted_layers(member)
+    if not layers:
+        raise UsageError(
+            "members without adapters each have weights of their own, which one decoder cannot have"
+        )
+    factors = {}
+    for name, layer in layers.items():
+        if layer.lora_magnitude_vector is not None:
+            raise UsageError(
+                f"{name} has a magnitude (lora.dora), for which one decoder has no form"
+            )
+        factors[name] = Factors(layer.lora_A.weight.detach(), layer.lora_B.weight.detach())
+    first = next(iter(layers.values()))
+    return StoredAdapter(
+        place="a member",
+        rank=first.lora_A.weight.shape[-2],
+        scale=first.scale,
+        factors=factors,
+        digest="",  # it stands for numbers that stay, and these are trained
+    )
+
+
+class MembersRollouts(Iterator[Batch]):
+    """An iterator over the windows of an ensemble, [N, R, T], whose answers are sampled when a window
+    is asked for.
+
+    The window of a member is the one that its own `Rollouts` makes, with empty rows after its rows if
+    other members have more. A member whose logits are not finite gets empty rows alone, so that its
+    updates are skipped, and the others go on.
+
+    Attributes:
+        drawer: samples the answers.
+        members: for each member, what makes its window.
+    """
+
+    def __init__(self, drawer: MembersDrawer, members: Sequence[Rollouts]):
+        self.drawer = drawer
+        self.members = members
+
+    def __next__(self) -> Batch:
+        """Sample, score and weigh the answers of the members' next windows.
+
+        Raises:
+            Diverged: the logits of all members are not finite.
+        """
+        diverged = self.drawer.diverged
+        makings = {
+            number: rollouts.make_window()
+            for number, rollouts in enumerate(self.members)
+            if number not in diverged
+        }
+        windows: dict[int, Batch | None] = {}
+        wanted: dict[int, WantedAnswers] = {}
+
+        def go_on(number: int, sampled: SampledAnswers | None) -> None:
+            """Make a member's window up to the next answers that it needs, or to its end."""
+            try:
+                # A generator that was not begun takes None.
+                wanted[number] = makings[number].send(sampled)  # type: ignore[arg-type]
+            except StopIteration as made:
+                windows[number] = made.value
+
+        for number in makings:
+            go_on(number, None)
+        while wanted:
+            asked = dict(wanted)
+            wanted.clear()
+            began = clock()
+            answers = self.drawer.draw(asked)
+            seconds = clock() - began
+            for number, completions in answers.items():
+                go_on(number, SampledAnswers(completions, seconds))
+        finished = {number: window for number, window in windows.items() if window is not None}
+        if not finished and len(diverged) == len(self.members):
+            raise not_finite(self.members[0].drawer.prompts.train[0])
+        if not finished:
+            raise StopIteration
+        return self._stacked(finished)
+
+    def _stacked(self, windows: Mapping[int, Batch]) -> Batch:
+        """Return the members' windows as one, [N, R, T]."""
+        first = next(iter(windows.values()))
+        rows = max(len(window["targets"]) for window in windows.values())
+        fill = fill_of(self.drawer.ensemble.step.loss, first) or {}
+
+        def padded(name: str, number: int) -> torch.Tensor:
+            like = first[name]
+            tensor = like.new_full((rows, *like.shape[1:]), fill.get(name, 0))
+            if number in windows:
+                of_member = windows[number][name]
+                tensor[: len(of_member)] = of_member
+            return tensor
+
+        numbers = range(len(self.members))
+        return {name: torch.stack([padded(name, number) for number in numbers]) for name in first}

@@ -1,0 +1,135 @@
+"""Stop members of a sweep that cannot win any more (`monograph sweep --prune P`).
+
+Members that train at once are compared after a quarter and after half of their updates, as
+`monograph.evaluation.pruning` says. A setting is stopped as a whole, with all its seeds. What is
+stopped depends only on the metrics that the members have written by then, so a sweep that is resumed
+stops the same members.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from monograph.config.axes import SEED, Point
+from monograph.errors import UsageError
+from monograph.evaluation.pruning import win_probabilities
+from monograph.ranges import Range
+from monograph.sweeps.looks import DECISIONS
+from monograph.sweeps.results import NATS, Outcome
+from monograph.sweeps.spec import Member, MemberGroup
+
+PROBABILITY = Range("a probability, such as 0.05", 0.0, 1.0, excludes_low=True, excludes_high=True)
+
+
+def require_prunable(points: Sequence[Point], probability: float) -> None:
+    """Refuse --prune for a sweep in which nothing can be compared.
+
+    Args:
+        points: each member's varied values.
+        probability: the largest probability with which the best setting may be stopped.
+
+    Raises:
+        UsageError: the probability is none, or there is one setting or one seed.
+    """
+    PROBABILITY.require("--prune", probability)
+    settings = {_setting_text(point) for point in points}
+    if len(settings) < 2:
+        raise UsageError("--prune compares settings, and this sweep has one: give an axis")
+    if len({point.get(SEED) for point in points}) < 2:
+        raise UsageError(
+            "--prune takes its error from the differences of seeds: give at least two, train.seed=0,1"
+        )
+
+
+def prune_plan(group: MemberGroup, looks: Sequence[int]) -> str:
+    """Return what --prune will do in a group, in a few words.
+
+    Args:
+        group: the group, whose rounds are decided.
+        looks: the numbers of updates after which members may be stopped.
+    """
+    if not any(_whole_settings(members) for members in group.rounds()):
+        return "no member is stopped, since the seeds of no two settings train at once"
+    if not looks:
+        return "no member is stopped: that would save less than it takes to compile a smaller graph"
+    return f"members that can hardly win are stopped after update {' or '.join(map(str, looks))}"
+
+
+def stop_sentence(probability: float) -> str:
+    """Return what the stop of members means for the result, in a sentence."""
+    return (
+        f"the best setting is among them with a probability of at most {100 * probability:g} %, if none gains faster "
+        "for each doubling of the updates than it did"
+    )
+
+
+def _whole_settings(members: Sequence[Member]) -> bool:
+    """Return whether at least two settings have equally many seeds among these members, at least 2."""
+    seeds = Counter(_setting_text(member.knobs) for member in members)
+    most = max(seeds.values())
+    return most > 1 and list(seeds.values()).count(most) > 1
+
+
+def hopeless(
+    outcomes: Sequence[Outcome], updates: int, look: int, probability: float
+) -> dict[int, float]:
+    """Return the members to stop, by their index, with the largest probability of their winning.
+
+    Args:
+        outcomes: the outcomes of all members of the round, whether they still train or not.
+        updates: the number of updates of each member.
+        look: the number of updates after which the decision is made, one of `Looks.deciding`.
+        probability: the largest probability with which the best setting may be stopped.
+    """
+    settings: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        settings.setdefault(_setting_text(outcome.member.knobs), []).append(outcome)
+    seeds = {
+        key: sorted(repr(outcome.member.knobs.get(SEED)) for outcome in of_setting)
+        for key, of_setting in settings.items()
+    }
+    # A setting of which some seeds train in another round cannot be compared.
+    all_seeds = max(seeds.values(), key=len)
+    whole = {key: of_setting for key, of_setting in settings.items() if seeds[key] == all_seeds}
+    scores = {key: _scores(of_setting, look) for key, of_setting in whole.items()}
+    compared = {key: found for key, found in scores.items() if found is not None}
+    probabilities = win_probabilities(
+        [before for before, _ in compared.values()],
+        [now for _, now in compared.values()],
+        math.log2(updates / look),
+        DECISIONS * (len(whole) - 1),
+    )
+    return {
+        outcome.member.index: bound
+        for key, bound in zip(compared, probabilities, strict=True)
+        if bound <= probability
+        for outcome in whole[key]
+    }
+
+
+def _scores(outcomes: Sequence[Outcome], look: int) -> tuple[list[float], list[float]] | None:
+    """Return a setting's scores at half of the look's updates and at the look, in the order of seeds.
+
+    It is None if a member was stopped or had diverged before, or has not both scores.
+    """
+    before = list[float]()
+    now = list[float]()
+    for outcome in sorted(outcomes, key=lambda each: repr(each.member.knobs.get(SEED))):
+        if outcome.stopped is not None and outcome.stopped < look:
+            return None
+        rows = [row for row in outcome.rows if row.get("update", 0) <= look]
+        if any("diverged" in row for row in rows):
+            return None
+        # All held-out rows are scored last.
+        by_update = {row["update"]: row[NATS] for row in rows if NATS in row}
+        for scores, update in ((before, look // 2), (now, look)):
+            score = by_update.get(update)
+            if score is None or not math.isfinite(score):
+                return None
+            scores.append(score)
+    return before, now
+
+
+def _setting_text(point: Point) -> str:
+    """Return what members that differ only in the seed have in common, as text."""
+    return repr({key: value for key, value in point.items() if key != SEED})

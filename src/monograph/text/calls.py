@@ -1,0 +1,401 @@
+"""How a model's chat template writes the calls of tools in an answer, and so how they are read again
+(`monograph.text.call_reader`).
+
+What stands around a call is found by trying the template: a chat with known calls is rendered, and the
+names, arguments and ids are searched for in the result. So a new family needs no code of its own, as
+long as its template writes each call's name, and after it the arguments as JSON. A table has the
+families whose templates only describe calls.
+
+Ids are compared by their *spelling*: a string that has one character below 256 for each byte of a
+token, and one character from `SPECIAL` on for a special token. So a special token is never the same as
+its letters in a text.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from monograph.errors import InputRefused
+from monograph.text.chat import template_of
+from monograph.text.messages import CALLS, UnreadKey, for_template
+from monograph.text.template import Message
+from monograph.text.tokenizer import Tokenizer
+
+# The character of special token i is SPECIAL + i. No byte has it, and none of the holes.
+SPECIAL = 1 << 16
+# Characters that stand in a frame for what differs from call to call.
+NAME, ARGUMENTS, ID = "\u0100", "\u0101", "\u0102"
+_HOLES = {NAME: "name", ARGUMENTS: "arguments", ID: "id"}
+# Templates that write a call's id want this many letters and digits.
+ID_LENGTH = 9
+NAME_CHARACTERS = re.compile(r"[A-Za-z0-9_-]{0,64}")
+WHITESPACE = " \t\r\n"
+
+
+class Call(NamedTuple):
+    """A call of a tool: its name, and its arguments as the JSON that the model wrote."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class CallFrame:
+    """What a chat template writes around the calls of an answer, as spellings.
+
+    An answer with the calls c1, c2 and c3 ends with
+
+        opening c1 between c2 between c3 closing
+
+    where each call is written like `call`, with its values in the place of the holes.
+
+    Attributes:
+        opening: what stands before the first call.
+        call: the text from the first to the last hole of a call: NAME, ARGUMENTS and perhaps ID.
+        between: what stands between two calls; None: the template writes one call in an answer.
+        closing: what stands between the last call and the end of the answer.
+        follows_text: whether the answer may have text before the calls; if not, it begins with them.
+        separators: what the template writes between the members of arguments, and after their names.
+    """
+
+    opening: str
+    call: str
+    between: str | None
+    closing: str
+    follows_text: bool
+    separators: tuple[str, str]
+
+    @property
+    def trigger(self) -> str:
+        """The first part of `opening`, by which a call is recognised.
+
+        It is what stands before the JSON of a call, such as <tool_call>; if nothing does, all of the
+        opening.
+        """
+        opening = self.opening.lstrip(WHITESPACE)
+        before_json = re.split(r"[{\[]", opening, maxsplit=1)[0].rstrip(WHITESPACE)
+        return before_json or opening
+
+    def written(self, calls: Sequence[Call]) -> str:
+        """Return the spelling of an answer that has only these calls, without ids."""
+        texts = []
+        for name, arguments in calls:
+            text = self.call.replace(NAME, _bytes_as_characters(name))
+            text = text.replace(ID, "0" * ID_LENGTH)
+            texts.append(text.replace(ARGUMENTS, _bytes_as_characters(arguments)))
+        return self.opening + (self.between or "").join(texts) + self.closing
+
+    def grammar(self) -> dict[str, Any]:
+        """Return the frame as JSON for `monograph.automata.calls`."""
+        return {
+            "trigger": _parts(self.trigger),
+            "after_trigger": _parts(self.opening.lstrip(WHITESPACE)[len(self.trigger) :]),
+            "opening": _parts(self.opening),
+            "call": _parts(self.call),
+            "between": None if self.between is None else _parts(self.between),
+            "closing": _parts(self.closing),
+            "follows_text": self.follows_text,
+            "separators": list(self.separators),
+        }
+
+
+def _bytes_as_characters(text: str) -> str:
+    """Return the spelling of a text without special tokens."""
+    return text.encode().decode("latin-1")
+
+
+def _parts(text: str) -> list[str | int | dict[str, Any]]:
+    """Return the parts of a spelling: texts, ids of special tokens, and holes."""
+    parts: list[str | int | dict[str, Any]] = []
+    for run in re.findall("[\0-\xff]+|.", text, re.DOTALL):
+        if run in _HOLES:
+            parts.append({"hole": _HOLES[run]})
+        elif ord(run[0]) >= SPECIAL:
+            parts.append(ord(run) - SPECIAL)
+        else:
+            parts.append(run)
+    return parts
+
+
+def spellings(tokenizer: Tokenizer) -> list[str]:
+    """Return the spelling of each token of the vocabulary."""
+    return [
+        bytes(piece).decode("latin-1") if piece else chr(SPECIAL + token_id)
+        for token_id, piece in enumerate(tokenizer.pieces)
+    ]
+
+
+# ── templates that write no calls ─────────────────────────────────────────────────────────────────
+
+
+class _Described(NamedTuple):
+    """A family whose chat template tells the model in words how to write calls, and writes none itself.
+
+    Attributes:
+        variable: the template's variable with the functions, which no other family reads.
+        frame: how calls are written, with special tokens as their letters.
+    """
+
+    variable: str
+    frame: CallFrame
+
+
+_DESCRIBED = (
+    # SmolLM3
+    _Described(
+        variable="xml_tools",
+        frame=CallFrame(
+            opening='<tool_call>\n{"name": "',
+            call=f'{NAME}", "arguments": {ARGUMENTS}',
+            between='}\n</tool_call>\n<tool_call>\n{"name": "',
+            closing="}\n</tool_call>",
+            follows_text=True,
+            separators=(", ", ": "),
+        ),
+    ),
+)
+
+
+def with_tools(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[Sequence[Message], dict[str, Any]]:
+    """Return the messages and variables with which the chat template renders a chat with tools.
+
+    If the template writes no calls, they become part of the content.
+
+    Args:
+        tokenizer: the tokenizer, with the chat template.
+        messages: the chat.
+        tools: the tools that the template shows; None: the chat has none.
+    """
+    described = _described(tokenizer)
+    if described is None:
+        return messages, {} if tools is None else {"tools": tools}
+    variables = {}
+    if tools is not None:
+        variables[described.variable] = [tool["function"] for tool in tools]
+    return [_with_calls_in_content(described.frame, message) for message in messages], variables
+
+
+def _described(tokenizer: Tokenizer) -> _Described | None:
+    """Return how calls are described, if the template writes none."""
+    words = template_of(tokenizer).words
+    if CALLS in words:
+        return None
+    return next((each for each in _DESCRIBED if each.variable in words), None)
+
+
+def _with_calls_in_content(frame: CallFrame, message: Message) -> Message:
+    """Return a message, with its calls as they are described in the place of its content's end."""
+    if CALLS not in message:
+        return message
+    calls = []
+    for call in message[CALLS]:
+        function = call.get("function", call)
+        arguments = function.get("arguments", {})
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append(Call(function["name"], arguments))
+    content = message.get("content", "")
+    glue = "\n" if content else ""
+    rest = {key: value for key, value in message.items() if key != CALLS}
+    written = frame.written(calls).encode("latin-1").decode()
+    return {**rest, "content": content + glue + written}
+
+
+def _with_special_tokens(frame: CallFrame, tokenizer: Tokenizer) -> CallFrame:
+    """Return a frame that was written as text, with the tokenizer's special tokens."""
+
+    def spelled(text: str) -> str:
+        for token, token_id in tokenizer.special.items():
+            text = text.replace(token, chr(SPECIAL + token_id))
+        return text
+
+    return replace(
+        frame,
+        opening=spelled(frame.opening),
+        between=None if frame.between is None else spelled(frame.between),
+        closing=spelled(frame.closing),
+    )
+
+
+# ── finding the frame ─────────────────────────────────────────────────────────────────────────────
+
+# What is rendered. No template contains these texts, and none is part of another one.
+_QUESTION = {"role": "user", "content": "Zqa?"}
+_CONTENT = "Zqb."
+_NAMES = ("zqc_first", "zqd_second")
+_IDS = ("zqe000001", "zqf000002")
+_ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {"zqg": "zqh", "zqi": [1, 2]},
+    {"zqj": "zqk", "zql": [3, 4]},
+)
+_SEPARATORS = ((", ", ": "), (",", ":"), (",", ": "), (", ", ":"))
+_UNREADABLE = (
+    "the chat template does not write a call as a name with its arguments in JSON after it"
+)
+
+
+def find_frame(tokenizer: Tokenizer, stop_ids: Iterable[int]) -> CallFrame:
+    """Return what the tokenizer's chat template writes around calls.
+
+    Args:
+        tokenizer: the tokenizer, with the chat template.
+        stop_ids: the ids that end an answer.
+
+    Raises:
+        InputRefused: there is no template, or it does not write tools or calls, or not in this form.
+    """
+    described = _described(tokenizer)
+    if described is not None:
+        return _with_special_tokens(described.frame, tokenizer)
+    return _FrameFinder(tokenizer, stop_ids).find()
+
+
+class _FrameFinder:
+    """Renders chats with known calls, and compares them."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._spellings = spellings(tokenizer)
+        stops = [re.escape(self._spellings[stop]) for stop in stop_ids]
+        self._stop = re.compile("|".join(stops) or r"(?!)")
+        parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+        self._tools = [
+            {
+                "type": "function",
+                "function": {"name": name, "description": "Zqm.", "parameters": parameters},
+            }
+            for name in _NAMES
+        ]
+        self._prompt = self._spelled([_QUESTION], add_generation_prompt=True)
+
+    def find(self) -> CallFrame:
+        """Return the frame; see `find_frame`."""
+        if not any(name in self._prompt for name in _NAMES):
+            raise InputRefused("the chat template does not show tools to the model")
+        alone = self._answer(count=1)
+        separators = next((each for each in _SEPARATORS if _json_of(0, each) in alone), None)
+        if separators is None:
+            raise InputRefused(_UNREADABLE)
+        before, call, closing = _parted(_with_holes(alone, separators))
+        opening, follows_text = self._opening(before, separators)
+        frame = CallFrame(
+            opening=opening,
+            call=call,
+            between=self._between(before, call, closing, separators),
+            closing=closing,
+            follows_text=follows_text,
+            separators=separators,
+        )
+        _require_readable(frame)
+        return frame
+
+    def _spelled(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+    ) -> str:
+        """Return the spelling of a rendered chat with the known tools."""
+        template = template_of(self._tokenizer, self._tools)
+        try:
+            chat = for_template(template, messages, tools=self._tools)
+        except UnreadKey:
+            raise InputRefused("the chat template does not write calls of tools") from None
+        text = template.render(chat, add_generation_prompt, tools=self._tools)
+        return "".join(self._spellings[index] for index in self._tokenizer.encode_rendered(text))
+
+    def _answer(self, count: int, content: str = "") -> str:
+        """Return the spelling of an answer with known calls, up to the id that ends it."""
+        calls = [
+            {
+                "id": _IDS[number],
+                "type": "function",
+                "function": {"name": _NAMES[number], "arguments": json.dumps(_ARGUMENTS[number])},
+            }
+            for number in range(count)
+        ]
+        answer: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
+        if content:
+            answer["content"] = content
+        chat = self._spelled([_QUESTION, answer])
+        if not chat.startswith(self._prompt):
+            raise InputRefused("the chat template writes another prompt once there is an answer")
+        return self._stop.split(chat[len(self._prompt) :], maxsplit=1)[0]
+
+    def _opening(self, before: str, separators: tuple[str, str]) -> tuple[str, bool]:
+        """Return what begins the calls, and whether text may stand before it.
+
+        Args:
+            before: what the template writes before a call that is the whole answer. Some templates
+                begin each answer with empty thoughts, which are not part of the opening.
+            separators: those of the arguments.
+        """
+        try:
+            answer = _with_holes(self._answer(count=1, content=_CONTENT), separators)
+        except InputRefused:  # some templates refuse a call beside a content
+            return before, False
+        after_content = answer.partition(_CONTENT)[2]
+        if not after_content:  # the template leaves the content out
+            return before, False
+        after_content = re.split(f"[{NAME}{ARGUMENTS}{ID}]", after_content, maxsplit=1)[0]
+        size = 0
+        while before[-size - 1 :] == after_content[-size - 1 :] and size < len(before):
+            size += 1
+        opening = before[len(before) - size :].lstrip(WHITESPACE)
+        if not opening:
+            raise InputRefused(
+                "the chat template writes nothing before a call that tells it from text"
+            )
+        # White space at the beginning of an answer belongs to the opening, but not after thoughts.
+        return (before if before.lstrip(WHITESPACE) == opening else opening), True
+
+    def _between(
+        self, before: str, call: str, closing: str, separators: tuple[str, str]
+    ) -> str | None:
+        """Return what stands between two calls; None: the template writes only one."""
+        try:
+            answer = _with_holes(self._answer(count=2), separators)
+        except InputRefused:
+            return None
+        begin, end = before + call, call + closing
+        has_both = answer.startswith(begin) and answer.endswith(end)
+        if not has_both or len(answer) <= len(begin) + len(end):
+            return None
+        between = answer[len(begin) : len(answer) - len(end)]
+        return None if any(hole in between for hole in _HOLES) else between
+
+
+def _json_of(number: int, separators: tuple[str, str]) -> str:
+    return json.dumps(_ARGUMENTS[number], separators=separators)
+
+
+def _with_holes(answer: str, separators: tuple[str, str]) -> str:
+    """Return an answer with holes in the place of the names, arguments and ids."""
+    for number, (name, call_id) in enumerate(zip(_NAMES, _IDS, strict=True)):
+        answer = answer.replace(_json_of(number, separators), ARGUMENTS)
+        answer = answer.replace(name, NAME).replace(call_id, ID)
+    return answer
+
+
+def _parted(answer: str) -> tuple[str, str, str]:
+    """Return what stands before an answer's one call, the call, and what stands after it.
+
+    Raises:
+        InputRefused: the call does not have one name, and after it the arguments.
+    """
+    holes = "".join(character for character in answer if character in _HOLES)
+    if holes.replace(ID, "") != NAME + ARGUMENTS:
+        raise InputRefused(_UNREADABLE)
+    begin = answer.index(holes[0])
+    end = answer.rindex(holes[-1]) + 1
+    return answer[:begin], answer[begin:end], answer[end:]
+
+
+def _require_readable(frame: CallFrame) -> None:
+    """Refuse a frame whose calls cannot be told apart from what stands around them."""
+    after_name = frame.call.partition(NAME)[2][0]
+    if NAME_CHARACTERS.fullmatch(after_name):
+        raise InputRefused("the chat template does not mark the end of a call's name")
+    if not frame.trigger:
+        raise InputRefused("the chat template writes nothing before a call that tells it from text")

@@ -1,0 +1,230 @@
+"""Run: pytest tests/text/test_calls.py
+
+The frame of a family's calls is what its template writes, and what it writes is read again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from calling import (
+    ALONE,
+    CALLS,
+    SINGLE,
+    TEMPLATES,
+    Calls,
+    answer_ids,
+    read_answer,
+    speaking,
+)
+from monograph.errors import InputRefused
+from monograph.text.call_reader import CallReader
+from monograph.text.calls import Call, CallFrame, find_frame, spellings, with_tools
+from monograph.text.chat import stop_ids
+from monograph.text.tokenizer import Tokenizer
+
+CUTS = st.lists(st.integers(0, 60), max_size=5)
+Family = tuple[Tokenizer, CallFrame, list[str]]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """A function that returns a family's tokenizer, frame and spellings."""
+
+    @cache
+    def find(name: str) -> Family:
+        tokenizer = speaking(tmp_path_factory.mktemp(name), name)
+        return tokenizer, find_frame(tokenizer, stop_ids(tokenizer)), spellings(tokenizer)
+
+    return find
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_frame_is_found(name: str, family: Callable[[str], Family]) -> None:
+    _, frame, _ = family(name)
+    assert (frame.between is None) == (name in SINGLE)
+    assert frame.follows_text == (name not in ALONE)
+    assert frame.separators == ((",", ":") if name == "compact" else (", ", ": "))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_the_template_writes_is_the_frame_and_is_read_again(
+    name: str, family: Callable[[str], Family]
+) -> None:
+    tokenizer, frame, spelling_V = family(name)
+
+    # Each example is rendered by another process, which takes time.
+    @settings(max_examples=20)
+    @given(CALLS, st.sampled_from(["", "Let me see.", "é🙂 {", "so\n it <is"]), CUTS)
+    @example([("f", {"a": "</tool_call>"}), ("g", {})], "Text", [1, 2, 3, 4, 5])
+    @example([("f", {"<|im_end|>": "[CALLS]", "é": '"'})], "", [])
+    def check(calls: Calls, content: str, cuts: list[int]) -> None:
+        made = calls[:1] if frame.between is None else calls
+        content = content if frame.follows_text else ""
+        ids = answer_ids(tokenizer, made, content)
+        values = [
+            json.dumps(arguments, ensure_ascii=False, separators=frame.separators)
+            for _, arguments in made
+        ]
+        written = frame.written(
+            [Call(called, text) for (called, _), text in zip(made, values, strict=True)]
+        )
+        spelled = "".join(spelling_V[token] for token in ids)
+        if name == "list":  # the frame's ids are zeros
+            spelled = re.sub(r'"call0000\d"', '"000000000"', spelled)
+        assert spelled.endswith(written.lstrip() if content else written)
+        said, found = read_answer(CallReader(frame, spelling_V), ids)
+        if name in ("copied", "described"):  # as the client had written it
+            values = [json.dumps(arguments, ensure_ascii=False) for _, arguments in made]
+        assert found == [(called, text) for (called, _), text in zip(made, values, strict=True)]
+        for more in (cuts, range(len(ids))):
+            assert read_answer(CallReader(frame, spelling_V), ids, more) == (said, found)
+        # Thoughts and the heads of channels are text that the template wrote beside the content.
+        is_beside = name in ("thoughts", "channels")
+        assert content in said if is_beside else said == content
+
+    check()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_any_ids_are_the_same_answer_in_any_fragments(
+    name: str, family: Callable[[str], Family]
+) -> None:
+    """Also what is nearly a call: calls that are cut, doubled or damaged."""
+    tokenizer, frame, spelling_V = family(name)
+    token = st.integers(0, tokenizer.vocab_size - 1)
+    call = answer_ids(
+        tokenizer, [("add", {"a": [1, {"é": '"}'}], "b": ""}), ("go", {})][: 2 - (name in SINGLE)]
+    )
+
+    @given(st.lists(st.tuples(st.integers(0, 50), st.lists(token, max_size=3)), max_size=3), CUTS)
+    def check(changes: list[tuple[int, list[int]]], cuts: list[int]) -> None:
+        ids = list(call)
+        for place, new in changes:
+            ids[place : place + 1] = new
+        ids += call
+        whole = read_answer(CallReader(frame, spelling_V), ids)
+        assert read_answer(CallReader(frame, spelling_V), ids, cuts) == whole
+        assert read_answer(CallReader(frame, spelling_V), ids, range(len(ids))) == whole
+
+    check()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_without_a_call_is_content(name: str, family: Callable[[str], Family]) -> None:
+    tokenizer, frame, spelling_V = family(name)
+    for text in (" a\n\n", "<tool_cal", '{"name": ', "", "\n", "to=functions", "<tool_call>\n{}"):
+        ids = tokenizer.encode(text)
+        assert read_answer(CallReader(frame, spelling_V), ids, range(len(ids))) == (text, [])
+
+
+def test_letters_of_a_special_token_are_no_call(family: Callable[[str], Family]) -> None:
+    tokenizer, frame, spelling_V = family("marks")
+    ids = tokenizer.encode('[CALLS]add[ARGS]{"a": 1}')
+    assert read_answer(CallReader(frame, spelling_V), ids)[1] == []
+
+
+def test_calls_that_a_template_only_describes_become_content(tmp_path: Path) -> None:
+    tokenizer = speaking(tmp_path, "described")
+    function = {"name": "Übung\u0100", "arguments": '{"\u0101": 1}'}
+    message = {
+        "role": "assistant",
+        "content": "So",
+        "tool_calls": [{"function": function}, function],
+    }
+    [written], variables = with_tools(tokenizer, [message], None)
+    call = '<tool_call>\n{"name": "Übung\u0100", "arguments": {"\u0101": 1}}\n</tool_call>'
+    assert written == {"role": "assistant", "content": f"So\n{call}\n{call}"} and variables == {}
+
+
+def test_a_name_that_is_too_long_is_no_call(family: Callable[[str], Family]) -> None:
+    tokenizer, frame, spelling_V = family("tags")
+    for size, is_call in ((64, True), (65, False)):
+        ids = answer_ids(tokenizer, [("a" * size, {})])
+        said, calls = read_answer(CallReader(frame, spelling_V), ids, range(len(ids)))
+        assert bool(calls) == is_call != bool(said)
+
+
+def test_content_goes_on_before_and_after_calls(family: Callable[[str], Family]) -> None:
+    tokenizer, frame, spelling_V = family("tags")
+    call = answer_ids(tokenizer, [("add", {"a": 1})])
+    ids = [*tokenizer.encode("One. \n\n"), *call, *tokenizer.encode("\n two"), *call]
+    said, calls = read_answer(CallReader(frame, spelling_V), ids)
+    assert said == "One.two" and calls == [("add", '{"a": 1}')] * 2
+
+
+def test_an_answer_that_was_cut_has_the_call_as_far_as_it_goes(
+    family: Callable[[str], Family],
+) -> None:
+    tokenizer, frame, spelling_V = family("tags")
+    ids = answer_ids(tokenizer, [("add", {"a": "é"})])
+    text = b"".join(tokenizer.pieces[token] for token in ids)
+    assert text.endswith(b"}\n</tool_call>")
+    for count in range(len(ids)):
+        said, calls = read_answer(CallReader(frame, spelling_V), ids[:count])
+        assert not (said and calls)
+        if calls:
+            assert calls[0][0] == "add"
+            assert '{"a": "é"}'.startswith(calls[0][1].rstrip("\ufffd"))
+
+
+REFUSED = {
+    "no tools": ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not show tools to the model"),
+    "no calls": (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "does not write calls of tools",
+    ),
+    "no JSON": (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "<f={{ call.function.name }}>{% for key in call.function.arguments.items() %}{{ key }}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "does not write a call as a name with its arguments in JSON after it",
+    ),
+    "no name": (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "<f={{ call.id }}>{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}",
+        "does not write a call as a name with its arguments in JSON after it",
+    ),
+    "arguments first": (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "<f={{ call.function.arguments | tojson }}>{{ call.function.name }}>{% endfor %}{% endfor %}",
+        "does not write a call as a name with its arguments in JSON after it",
+    ),
+    "another prompt": (
+        "{{ tools | tojson }}{% for m in messages %}{{ messages | length }}{{ m.content }}{{ m.tool_calls }}"
+        "{% endfor %}",
+        "writes another prompt once there is an answer",
+    ),
+    "no end of a name": (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "<f={{ call.function.name }}x{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}",
+        "does not mark the end of a call's name",
+    ),
+    "nothing before a call": (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name }}:{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}",
+        "writes nothing before a call that tells it from text",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_found_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    template, message = REFUSED[name]
+    tokenizer = speaking(tmp_path, template)
+    with pytest.raises(InputRefused, match=message):
+        find_frame(tokenizer, stop_ids(tokenizer))
+
+
+def test_without_a_template_there_are_no_calls() -> None:
+    tokenizer = Tokenizer.bytes()
+    with pytest.raises(InputRefused, match="no chat template"):
+        find_frame(tokenizer, stop_ids(tokenizer))
