@@ -129,11 +129,11 @@ def measured(name: str, case: Case, members: int) -> dict[str, Any]:
     layers = case.config.num_hidden_layers
     counts = {}
     for many in (1, members):
-        shallow = [
+        few, more = (
             counted(replace(case.config, num_hidden_layers=depth), case.base, many)
             for depth in DEPTHS
-        ]
-        counts[str(many)] = extrapolated(*shallow, DEPTHS, layers)
+        )
+        counts[str(many)] = extrapolated(few, more, DEPTHS, layers)
     return {
         "case": name,
         "base": case.base,
