@@ -92,9 +92,11 @@ SPECIAL = (
 )  # fmt: skip
 SPOKEN = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are text
 STOPS = {"channels": ["<|call|>", "<|return|>"], "bare": ["<|eot|>"]}
-# Families that write several calls in an answer, and those that write text before calls.
+# Families that write one call in an answer, and those whose calls are the whole answer.
 SINGLE = {"bare", "channels"}
-ALONE = {"bare", "list"}
+ALONE = {"bare"}
+# Families whose template writes no content beside calls.
+CONTENTLESS = {"bare", "list"}
 
 
 def speaking(folder: Path, template: str, *, spoken: Sequence[str] = SPOKEN) -> Tokenizer:

@@ -25,7 +25,7 @@ from monograph.automata.calls import calls_expression, pieces_of_calls, text_up_
 from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.errors import InputRefused
 from monograph.text.call_reader import CallReader
-from monograph.text.calls import CallFrame, find_frame, spellings
+from monograph.text.calls import SPECIAL, CallFrame, find_frame, spellings
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ def frame_of(opening: str, call: str, between: str | None, closing: str, text: b
 def test_a_search_is_that_of_python(needle: str) -> None:
     alphabet = b"abc"
     found = needle.encode()
-    up_to = compile_expression(text_up_to(found, alphabet), "x")
+    up_to = compile_expression(text_up_to(found, alphabet, anywhere=True), "x")
     without = compile_expression(text_without(found, alphabet, anywhere=True), "x")
     otherwise = compile_expression(text_without(found, alphabet, anywhere=False), "x")
     for size in range(8):
@@ -57,6 +57,24 @@ def test_a_search_is_that_of_python(needle: str) -> None:
             assert without.accepts(text.encode()) == (needle not in text)
             assert otherwise.accepts(text.encode()) == (not text.startswith(needle))
     assert not without.accepts(b"d")
+
+
+def test_white_space_and_special_tokens_may_stand_before_a_call_that_begins_an_answer() -> None:
+    special = pieces_of_calls(
+        frame_of("<", "\u0100:\u0101", None, ">", False).grammar(), [b"", b"a"]
+    )[0]
+    alphabet = b"ab \n" + special
+    for needle in (b"ab", b"a b"):
+        begun = compile_expression(text_up_to(needle, alphabet, anywhere=False), "x")
+        otherwise = compile_expression(text_without(needle, alphabet, anywhere=False), "x")
+        for before in (b"", b" ", b"\n\n ", special, special + b" " + special):
+            assert begun.accepts(before + needle) and not otherwise.accepts(before + needle)
+            assert not begun.accepts(before + needle + b"a") and otherwise.accepts(before)
+            assert otherwise.accepts(before + b"b" + needle) and otherwise.accepts(
+                before + needle[:1]
+            )
+            assert not begun.accepts(before + b"b" + needle)
+            assert otherwise.accepts(before + needle[:1] + special + needle)
 
 
 def accepted(automaton: ByteAutomaton, longest: int) -> set[bytes]:
@@ -199,7 +217,7 @@ def test_any_text_may_stand_before_a_call_and_nothing_after_it(name: str, tmp_pa
     assert allowed_ids(automaton, state_after(automaton, text)) == every
     written = frame.written([]).removesuffix(frame.closing).lstrip()
     trigger = tokens(frame.trigger)
-    before = [] if name in ALONE else text
+    before = tokens(" \n" + chr(SPECIAL)) if name in ALONE else text
     assert written.startswith(frame.trigger)
     state = state_after(automaton, [*before, *trigger])
     assert state > 0 and len(allowed_ids(automaton, state)) < 30

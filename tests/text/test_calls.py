@@ -19,6 +19,7 @@ from automata_vocabularies import allowed_ids, state_after
 from calling import (
     ALONE,
     CALLS,
+    CONTENTLESS,
     QUESTION,
     SINGLE,
     TEMPLATES,
@@ -75,7 +76,7 @@ def test_what_the_template_writes_is_the_frame_and_is_read_again(
     @example([("f", {"<|im_end|>": "[CALLS]", "é": '"'})], "", [])
     def check(calls: MadeCalls, content: str, cuts: list[int]) -> None:
         made = calls[:1] if frame.between is None else calls
-        content = content if frame.follows_text else ""
+        content = "" if name in CONTENTLESS else content
         ids = answer_ids(tokenizer, made, content)
         values = [
             json.dumps(arguments, ensure_ascii=False, separators=frame.separators)
@@ -158,6 +159,17 @@ def test_a_name_that_is_too_long_is_no_call(family: Callable[[str], Family]) -> 
         ids = answer_ids(tokenizer, [("a" * size, {})])
         said, calls = read_answer(CallReader(frame, spelling_V), ids, range(len(ids)))
         assert bool(calls) == is_call != bool(said)
+
+
+def test_a_call_that_begins_an_answer_may_follow_a_special_token(
+    family: Callable[[str], Family],
+) -> None:
+    tokenizer, frame, spelling_V = family("bare")
+    call = answer_ids(tokenizer, [("add", {"a": 1})])
+    for before, is_call in (("", True), ("\n ", True), ("So: ", False), ("{", False)):
+        ids = [tokenizer.special["<|header|>"], *tokenizer.encode(before), *call]
+        said, calls = read_answer(CallReader(frame, spelling_V), ids, range(len(ids)))
+        assert bool(calls) == is_call and bool(said) != is_call
 
 
 def test_content_goes_on_before_and_after_calls(family: Callable[[str], Family]) -> None:
