@@ -29,7 +29,7 @@ from monograph.text.calls import SPECIAL, CallFrame, find_frame, spellings
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
-EMPTY = {"type": "object", "properties": {}}
+EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
 ONE = {
     "type": "object",
     "properties": {"a": {"enum": [1, "x"]}, "b": {"type": "boolean"}},
@@ -120,13 +120,18 @@ def test_all_valid_calls_and_no_others_are_accepted() -> None:
 
 
 def grown(
-    automaton: Automaton, ends: Sequence[int], draw: random.Random, limit: int, ending: set[int]
+    automaton: Automaton,
+    ends: Sequence[int],
+    draw: random.Random,
+    limit: int,
+    ending: set[int],
+    state: int = 0,
 ) -> list[int] | None:
     """A random answer that the automaton allows, up to an end; None if it was not over in time.
 
     After some tokens those are preferred that have one of the bytes that end texts and numbers.
     """
-    state, ids = 0, list[int]()
+    ids = list[int]()
     while len(ids) < limit:
         if automaton.stops_S[state & 0xFFFF]:
             return ids
@@ -194,6 +199,59 @@ def random_arguments(draw: random.Random) -> dict[str, Any]:
         schema = random_schema(draw)
         if schema.get("type") == "object":
             return schema
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_call_that_is_read_after_any_text_is_malformed(name: str, tmp_path: Path) -> None:
+    """What the reader takes for a call, the automaton has restricted: also after texts that are nearly calls."""
+    tokenizer = speaking(tmp_path, name)
+    ends = stop_ids(tokenizer)
+    frame = find_frame(tokenizer, ends)
+    spelling_V = spellings(tokenizer)
+    letters = {spelled: token for token, spelled in enumerate(spelling_V) if len(spelled) == 1}
+    ending = {
+        token for token, piece in enumerate(tokenizer.pieces) if piece in (b'"', b"}", b"\n", b"e")
+    }
+    functions = [("add", ONE), ("go", EMPTY)]
+    calls = Calls(frame.grammar(), functions, must_call=False, parallel=True)
+    automaton = call_constraint(calls, tokenizer.pieces, ends)
+    draw = random.Random(name)
+    opening = frame.opening.lstrip()
+    texts = [
+        " ",
+        "\n",
+        "a",
+        chr(SPECIAL),
+        opening,
+        frame.trigger,
+        opening[:-1],
+        opening + "add",
+        opening + "no",
+    ]
+    texts.append(
+        opening + frame.call.replace("\u0100", "no").replace("\u0101", "{}") + frame.closing
+    )
+    read, text_only = 0, 0
+    for _ in range(60):
+        state, ids = 0, list[int]()
+        for character in "".join(draw.choices(texts, k=draw.randrange(1, 4))):
+            after = automaton.after(state, letters.get(character, letters["a"]))
+            if after < 0:
+                break
+            state = after
+            ids.append(letters.get(character, letters["a"]))
+        ids += grown(automaton, ends, draw, 300, ending, state) or []
+        reader = CallReader(frame, spelling_V)
+        made = [piece for each in (reader.add(ids), reader.finish()) for piece in each.calls]
+        text_only += not reader.call_count
+        for number in range(reader.call_count):
+            own = [each for each in made if each.number == number]
+            require_valid(
+                json.loads("".join(each.arguments for each in own)),
+                dict(functions)[own[0].name or ""],
+            )
+            read += 1
+    assert read > 10 and text_only > 3
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
