@@ -22,6 +22,7 @@ from monograph.evaluation.pruning import win_probabilities
 from monograph.loop import train
 from monograph.run.folder import Run
 from monograph.run.progress import silent
+from monograph.session.objectives.texts import TextTask
 from monograph.session.resolve import resolve
 from monograph.sweeps import cohort, pruning, results
 from monograph.sweeps.folder import Sweep
@@ -197,10 +198,10 @@ def built_cohort(
     for member in these:
         if member.index not in runs:
             runs[member.index] = Run.create(folder / str(member.index))
-    made = cohort.with_length(cohort.build_models(these, text, describe()), UPDATES)
-    engine = cohort.make_members_engine(made, windows_differ=True, device=torch.device("cpu"))
+    made = cohort.with_length(cohort.build_models(these, TextTask(text), describe()), UPDATES)
+    engine = cohort.make_members_engine(made, own_rows=True, device=torch.device("cpu"))
     mine = [runs[member.index] for member in these]
-    return cohort.begin_cohort(these, mine, made, text, engine)
+    return cohort.begin_cohort(these, mine, made, TextTask(text), engine)
 
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
