@@ -6,6 +6,7 @@ the modules or operators that they replace, and a row has the same bits alone as
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,3 +256,36 @@ def test_a_projected_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> N
             kernels().project_gated(rows, weight, norm, "silu"),
         )
         assert all(torch.equal(a[order], b) for a, b in zip(of_all, of_some, strict=True))
+
+
+KIB = 1024
+TILES = [  # form, columns, KiB of shared memory; columns and channels of the tile
+    ("dense", 1600, 227, (16, 512)),
+    ("dense", 1601, 227, (32, 256)),
+    ("dense", 6400, 227, (64, 128)),
+    ("dense", 6401, 227, (64, 128)),
+    ("int8", 1601, 227, (32, 256)),
+    ("nf4", 1600, 227, (16, 256)),
+    ("nf4", 6401, 227, (32, 256)),
+    # A consumer card.
+    ("dense", 1600, 99, (16, 256)),
+    ("nf4", 6401, 99, (16, 128)),
+]
+
+
+@pytest.mark.parametrize(("form", "columns", "shared_kib", "expected"), TILES)
+def test_a_tile_is_the_narrowest_whose_programs_run_at_once_if_it_fits(
+    form: str,
+    columns: int,
+    shared_kib: int,
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from monograph.ops.layer_kernels import tile_of  # imports Triton
+
+    card = SimpleNamespace(
+        shared_memory_per_block_optin=shared_kib * KIB, multi_processor_count=100
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    tile = tile_of(form, columns, 16, torch.bfloat16, torch.device("cuda"))
+    assert (tile.columns, tile.channels) == expected
