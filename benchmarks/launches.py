@@ -6,12 +6,15 @@ The project's own step and decoder are compiled for sm_90 and run on a pretended
 model's own, since every count is linear in the number of layers; nano, whose own depth is compiled
 as well, checks that. The same code gives the same counts at each run.
 
-Triton's bytes are Inductor's: each of a kernel's arguments counts once. What a loop over a row
-reads a second or third time is listed apart (a cache may have it), and so are attention's kernels,
-whose time is taken from the FLOPs of the pairs of a query and a key of the same document. Times are
-of datasheets: 65 % of the peak for products, 42 % for attention, 80 % of the bandwidth; a kernel
-takes no less time than its instructions (those of loops as often as they run, and branches that are
-hardly taken among them).
+Triton's bytes are Inductor's: each of a kernel's arguments counts once, and twice if it is read and
+written. What a loop over a row reads a second or third time is listed apart (a cache may have it), and
+so are attention's kernels, whose time is taken from the FLOPs of the pairs of a query and a key of the
+same document. Times are of datasheets: 65 % of the peak for products, 42 % for attention, 80 % of the
+bandwidth; a kernel takes no less time than its instructions (those of loops as often as they run, and
+branches that are hardly taken among them).
+
+Two of torch's own kernels move as much as Triton's largest: the norm of the gradients, and the rounding
+of the weights once a window. The MFU is printed without and with their bytes.
 """
 
 from __future__ import annotations
@@ -135,6 +138,12 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
         step._micro_step(batch)
     with pretended.Counted() as updated:
         engine.update()
+    if not any("ForeachReduce" in name for _, name in updated.launches):
+        raise SystemExit(
+            "launches.py: the norm of the gradients is not torch's own kernel any more"
+        )
+    planes = step.planes
+    rounded = [(plane.param, plane.rounded) for plane in planes if plane.rounded is not None]
     times = (
         {f"triton_s {name}": part.triton_s(*rates(name)) for name in CARDS}
         for part in (called, updated)
@@ -146,7 +155,12 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
         | {"pairs": pairs, "peak_bytes": peak}
         | next(times),
         "micro-step replayed": replayed.numbers(),
-        "update": updated.numbers() | next(times),
+        "update": updated.numbers()
+        | {
+            "norm_bytes": sum(plane.grad.nbytes for plane in planes),
+            "rounding_bytes": sum(each.nbytes for pair in rounded for each in pair),
+        }
+        | next(times),
     }
 
 
@@ -341,7 +355,9 @@ def rates(name: str) -> tuple[float, float]:
 
 
 def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float]]:
-    """Return by card the milliseconds of a micro-step and its update by cause, and the MFU."""
+    """Return by card the milliseconds of a micro-step and its update by cause, and the MFU, without and
+    with the norm of the gradients and the rounding of the weights.
+    """
     shape, micro, update = shape_of(case), found["micro-step called"], found["update"]
     config, tokens = shape.config, case.rows * case.length
     width = config.num_attention_heads * config.head_dim
@@ -365,6 +381,10 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
         }
         times[name] = {part: 1e3 * seconds for part, seconds in parts.items()}
         times[name]["mfu"] = model_flops / sum(parts.values()) / peak
+        bytes_per_s, _ = rates(name)
+        of_torch_s = (update["norm_bytes"] + update["rounding_bytes"]) / bytes_per_s
+        times[name]["torch"] = 1e3 * of_torch_s
+        times[name]["mfu_with_torch"] = model_flops / (sum(parts.values()) + of_torch_s) / peak
     return times
 
 
@@ -492,10 +512,16 @@ def show(result: dict[str, Any]) -> None:
     print(f"memory of the card that was taken: {peak / 2**30:.1f} GiB")
     parts = ("products", "attention", "triton", "update")
     table = [
-        [card, *(f"{times[part]:.2f}" for part in parts), f"{times['mfu']:.1%}"]
+        [
+            card,
+            *(f"{times[part]:.2f}" for part in parts),
+            f"{times['mfu']:.2%}",
+            f"{times['torch']:.2f}",
+            f"{times['mfu_with_torch']:.2%}",
+        ]
         for card, times in result["roofline"].items()
     ]
-    harness.print_table(["roofline, ms", *parts, "MFU"], table)
+    harness.print_table(["roofline, ms", *parts, "MFU", "torch's own", "MFU with it"], table)
 
 
 def main() -> None:

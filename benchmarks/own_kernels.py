@@ -21,8 +21,9 @@ from monograph.decode.knobs import chain_of, new_knobs
 from monograph.model.config import LlamaConfig
 from monograph.ops.attention import BLOCK
 from monograph.ops.cross_entropy import chunk_count
+from monograph.ops.fused_gradients import add_scaled_
 from monograph.ops.logits_gradient import replace_logits_
-from monograph.ops.rotation import rotate_heads
+from monograph.ops.rotation import rotate_projections
 
 ROWS = (1, 64)  # of a decode step
 BLOCKS = (1, 3, 8, 32)  # of the cache
@@ -207,12 +208,22 @@ def _training(config: LlamaConfig, new: Unwritten) -> Calls:
     tokens = rows * length // chunk_count(rows * length, config.vocab_size, "cuda")
     fp32 = torch.float32
 
-    def rotate(count: int) -> Tensor:
+    def rotate(back: bool) -> None:
         angles = [new(rows, length, size // 2, dtype=fp32) for _ in range(2)]
-        return rotate_heads(new(rows, length, count, size), *angles)
+        projections = [
+            new(rows, length, count * size).requires_grad_(back)
+            for count in (heads, key_heads, key_heads)
+        ]
+        rotated = rotate_projections(*projections, *angles)
+        if back:
+            torch.autograd.backward(rotated, [each.detach() for each in rotated])
 
-    yield "rotation of queries", lambda: rotate(heads)
-    yield "rotation of keys", lambda: rotate(key_heads)
+    yield "rotation", lambda: rotate(back=False)
+    yield "rotation of gradients", lambda: rotate(back=True)
+    yield (
+        "gradient of the head",
+        lambda: add_scaled_(new(tokens, dtype=fp32), new(tokens, dtype=fp32), new(dtype=fp32)),
+    )
     yield (
         "loss",
         lambda: replace_logits_(

@@ -202,7 +202,12 @@ def _kernel(tuner: Any, arguments: tuple[Any, ...]) -> Kernel:
     # Template kernels and those written by hand have no estimate: each tensor is read or written
     # once.
     estimate = tuner.inductor_meta.get("kernel_num_gb")
-    once = sum(sizes.values()) if estimate is None else estimate * 1e9
+    if estimate is None:
+        once: float = sum(sizes.values())
+    elif "tl.atomic_add(" in tuner.fn.src:
+        once = _bytes_with_additions(tuner.fn.src, tensors)
+    else:
+        once = estimate * 1e9
     launcher = tuner.launchers[0]
     trips = _trips(tuner, tensors)
     instructions = issued(_cubin(launcher.cache_hash), trips) if trips else 0
@@ -243,12 +248,17 @@ def _own_kernel(
         if name in tensors:
             weight = tensors[name]
             sizes[weight.data_ptr()] = weight[0].nbytes * tensors["experts"].numel()
+    if function.fn.__name__ == "_add_scaled":  # writes over what it reads
+        sizes[-1] = tensors["total"].nbytes
     again, instructions = 0, 0.0
-    if function.fn.__name__ == "_replace_row":  # reads the logits twice, and writes over them
+    if (
+        function.fn.__name__ == "_replace_row"
+    ):  # reads a part of the logits twice, and writes over all
         logits = tensors["logits"]
-        again = logits.nbytes
+        kept = keywords["PARTS_KEPT"] * keywords["T"] / logits.shape[-1]
+        again = logits.nbytes * (1 - kept)
         sizes[-1] = logits.nbytes
-        trips = logits.shape[-1] // keywords["T"]
+        trips = logits.shape[-1] // keywords["T"] - keywords["PARTS_KEPT"]
         instructions = issued(compiled.asm["cubin"], trips)
     return Kernel(
         function.fn.__name__,
@@ -273,6 +283,28 @@ def _cubin(folder: str) -> bytes:
     """Return a kernel's machine code."""
     (file,) = Path(os.environ["TRITON_CACHE_DIR"], folder).glob("*.cubin")
     return file.read_bytes()
+
+
+def _bytes_with_additions(source: str, arguments: dict[str, Any]) -> float:
+    """Return what a pointwise kernel moves that adds at places given by indices, such as an embedding's
+    gradient: each number that it adds is read and written there.
+
+    Inductor's estimate has these numbers once, and not at all if they are added to an argument.
+    """
+    numbers = math.prod(arguments.get(name, 1) for name in ("xnumel", "ynumel"))
+    moved = 0
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            once = min(value.nbytes, numbers * value.itemsize)
+            reads_and_writes = len(re.findall(rf"tl\.(?:load|store)\({name} \+", source))
+            moved += reads_and_writes * once
+            moved += (
+                2
+                * len(re.findall(rf"tl\.atomic_add\({name} \+", source))
+                * numbers
+                * value.itemsize
+            )
+    return moved
 
 
 @functools.cache
@@ -331,8 +363,8 @@ _KEPT: list[Any] = []
 
 class Products:
     """A `with` block whose matrix products are seen with their shapes: `flops` and `bytes`
-    afterwards, and `fp8_flops`, those of products in fp8, which are not among the others. `operands` are the shape of each operand
-    and the bytes of an element.
+    afterwards, and `fp8_flops`, those of products in fp8, which are not among the others. `operands` are the
+    shape of each operand and the bytes of an element.
     """
 
     flops = bytes = fp8_flops = 0.0

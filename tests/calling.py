@@ -10,7 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from monograph.text.calls import CallReader
+from monograph.text.call_reader import CallReader
+from monograph.text.calls import with_tools
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import Tokenizer
 
@@ -34,6 +35,9 @@ def _chatml(answer: str) -> str:
 
 
 TEMPLATES = {
+    # SmolLM3: the template writes no calls, it only says how.
+    "described": "{% if xml_tools %}<|im_start|>system\n{% for tool in xml_tools %}{{ tool | string }}\n"
+    + "{% endfor %}<|im_end|>\n{% endif %}" + _EACH + _IM + _END + _PROMPT,
     # Qwen 2.5, Hermes, Granite 4: tags, which are letters or added tokens.
     "tags": _chatml("{{ m.content or '' }}" + _TAGGED_CALLS),
     # Qwen 3: each answer begins with thoughts, which may be empty.
@@ -159,14 +163,16 @@ def answer_ids(tokenizer: Tokenizer, calls: Calls, content: str = "") -> list[in
         answer["content"] = content
     if made:
         answer["tool_calls"] = made
-    ids = chat_ids(tokenizer, [QUESTION, answer], tools=TOOLS)[len(_prompt(tokenizer)) :]
+    chat, variables = with_tools(tokenizer, [QUESTION, answer], TOOLS)
+    ids = chat_ids(tokenizer, chat, **variables)[len(_prompt(tokenizer)) :]
     stops = stop_ids(tokenizer)
     return ids[: next((place for place, each in enumerate(ids) if each in stops), len(ids))]
 
 
 @cache
 def _prompt(tokenizer: Tokenizer) -> list[int]:
-    return chat_ids(tokenizer, [QUESTION], add_generation_prompt=True, tools=TOOLS)
+    chat, variables = with_tools(tokenizer, [QUESTION], TOOLS)
+    return chat_ids(tokenizer, chat, add_generation_prompt=True, **variables)
 
 
 def read_answer(

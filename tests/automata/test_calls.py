@@ -1,10 +1,12 @@
-"""Run: pytest tests/automata/test_calls.py
+"""Run: pytest tests/automata/test_calls.py    (thousands of sets of functions: -m slow)
 
 An answer with calls has no call that is malformed, and none that is valid is excluded.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import json
 import random
@@ -16,12 +18,14 @@ import pytest
 
 from automata_vocabularies import allowed_ids, state_after
 from calling import ALONE, TEMPLATES, speaking
+from daily import nightly
 from json_schemas import follows, random_schema
 from monograph.automata import Automaton, Calls, call_constraint
 from monograph.automata.calls import calls_expression, pieces_of_calls, text_up_to, text_without
 from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.errors import InputRefused
-from monograph.text.calls import CallFrame, CallReader, find_frame, spellings
+from monograph.text.call_reader import CallReader
+from monograph.text.calls import CallFrame, find_frame, spellings
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
@@ -122,8 +126,9 @@ def grown(
     return None
 
 
+@pytest.mark.parametrize("sets", nightly([10, 250], {10}))
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_no_call_is_malformed(name: str, tmp_path: Path) -> None:
+def test_no_call_is_malformed(name: str, sets: int, tmp_path: Path) -> None:
     """Random walks over tokens, for random sets of functions."""
     tokenizer = speaking(tmp_path, name)
     ends = stop_ids(tokenizer)
@@ -135,7 +140,7 @@ def test_no_call_is_malformed(name: str, tmp_path: Path) -> None:
     }
     draw = random.Random(name)
     read = 0
-    for _ in range(12):
+    for _ in range(sets):
         functions = [
             (each, random_arguments(draw)) for each in draw.sample(["f", "go", "go_on", "a-b"], 2)
         ]
@@ -154,9 +159,16 @@ def test_no_call_is_malformed(name: str, tmp_path: Path) -> None:
             for number in range(reader.call_count):
                 own = [each for each in made if each.number == number]
                 arguments = json.loads("".join(each.arguments for each in own))
-                assert follows(arguments, schemas[own[0].name]), (own, schemas)
+                require_valid(arguments, schemas[own[0].name])
                 read += 1
-    assert read > 20
+    assert read > 2 * sets
+
+
+def require_valid(arguments: Any, schema: dict[str, Any]) -> None:
+    """Require that a function's arguments follow its schema, also in the eyes of jsonschema, if it is installed."""
+    assert follows(arguments, schema), (arguments, schema)
+    if importlib.util.find_spec("jsonschema") is not None:
+        importlib.import_module("jsonschema").validate(arguments, schema)
 
 
 def random_arguments(draw: random.Random) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Run: pytest tests/ops/test_rotation.py
 
-Heads that an operator of a compiled step rotates, and their gradients, are as exact as those that
+Heads that operators of a compiled step rotate, and their gradients, are as exact as those that
 PyTorch's operators rotate.
 """
 
@@ -12,28 +12,30 @@ from torch import Tensor
 
 from monograph.graph.capture import compiled
 from monograph.laws.comparisons import error_within
-from monograph.model.rope import rotate
-from monograph.ops.rotation import can_rotate_heads, rotate_heads
+from monograph.model.rope import rotate, rotate_heads
+from monograph.ops.rotation import can_rotate_projections, rotate_projections
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Rows, positions, heads, channels; sizes that are no powers of two among them.
-SHAPES = [(2, 5, 3, 8), (1, 7, 8, 64), (3, 4, 1, 24)]
+# Rows, positions, heads, key-value heads, channels; sizes that are no powers of two among them.
+SHAPES = [(2, 5, 3, 3, 8), (1, 7, 8, 2, 64), (3, 4, 3, 1, 24)]
+Shape = tuple[int, int, int, int, int]
 
 
-def inputs(shape: tuple[int, int, int, int], table_rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The output of a product in fp64, of which the heads are the first columns; the angles' cosine
-    and sine; and the number of these columns.
-    """
-    rows, positions, heads, channels = shape
+def inputs(shape: Shape, table_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The common product of queries, keys and values in fp64; the angles' cosine and sine."""
+    rows, positions, heads, key_heads, channels = shape
     generator = torch.Generator().manual_seed(heads)
-    product = torch.randn(rows, positions, heads * channels + 16, generator=generator).double()
+    width = (heads + 2 * key_heads) * channels
+    product = torch.randn(rows, positions, width, generator=generator).double()
     angles = 10 * torch.rand(table_rows, positions, channels // 2, generator=generator).double()
-    return product, angles.cos(), angles.sin(), heads * channels
+    return product, angles.cos(), angles.sin()
 
 
-def by_reference(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def by_reference(*arguments: Tensor) -> tuple[Tensor, ...]:
+    *projections, cos, sin = arguments
     tables = cos.unsqueeze(1), sin.unsqueeze(1)
-    return rotate(heads.transpose(1, 2), tables, "cpu").transpose(1, 2)
+    rotated = rotate_heads(*projections, 2 * cos.shape[-1], tables, "cpu")
+    return tuple(heads.transpose(1, 2) for heads in rotated)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -41,60 +43,77 @@ def by_reference(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("shares_table", [False, True])
 def test_heads_and_their_gradients_are_as_exact_as_by_operators(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, shares_table: bool
+    shape: Shape, dtype: torch.dtype, device: str, shares_table: bool
 ) -> None:
-    product, cos, sin, columns = inputs(shape, 1 if shares_table else shape[0])
-    weights = torch.linspace(-1, 1, columns).view(shape[2], shape[3]).double()
+    _, _, heads, key_heads, channels = shape
+    product, cos, sin = inputs(shape, 1 if shares_table else shape[0])
+    sizes = [heads * channels, key_heads * channels, key_heads * channels]
 
-    def found(dtype: torch.dtype, device: str, turn) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    def found(dtype: torch.dtype, device: str, turn) -> list[Tensor]:  # type: ignore[no-untyped-def]
         rounded = product.to(torch_dtype).to(device, dtype).requires_grad_()
         wide = torch.promote_types(dtype, torch.float32)
         tables = cos.float().to(device, wide), sin.float().to(device, wide)
-        heads = rounded[..., :columns].unflatten(-1, (shape[2], shape[3]))
-        rotated = turn(heads, *tables)
-        (rotated * weights.to(device, dtype)).sum().backward()
+        rotated = turn(*rounded.split(sizes, -1), *tables)
+        # Attention reads heads by heads, and so do the gradients' strides differ.
+        by_heads = [each.transpose(1, 2).flatten() for each in rotated]
+        weights = (torch.linspace(-1, 1, len(each)).to(device, dtype) for each in by_heads)
+        sum(
+            (each * weight).sum() for each, weight in zip(by_heads, weights, strict=True)
+        ).backward()
         assert rounded.grad is not None
-        return rotated.detach().cpu(), rounded.grad.cpu()
+        return [each.detach().cpu() for each in (*rotated, rounded.grad)]
 
     torch_dtype = dtype
-    ours = found(dtype, device, rotate_heads)
+    ours = found(dtype, device, rotate_projections)
     naive = found(dtype, "cpu", by_reference)
     exact = found(torch.float64, "cpu", by_reference)
     for mine, theirs, true in zip(ours, naive, exact, strict=True):
         assert mine.shape == true.shape and error_within(mine, theirs, true)
 
 
-def test_what_the_kernel_cannot_compute_is_left_to_operators() -> None:
-    heads, angles = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1)
-    assert can_rotate_heads(heads, angles) and can_rotate_heads(heads.bfloat16(), angles)
-    assert not can_rotate_heads(heads.double(), angles)
-    assert not can_rotate_heads(heads, angles.double())
+def test_what_the_kernels_cannot_compute_is_left_to_operators() -> None:
+    heads, angles = torch.zeros(1, 1, 2), torch.zeros(1, 1, 1)
+    assert can_rotate_projections(heads, angles)
+    assert can_rotate_projections(heads.bfloat16(), angles)
+    assert not can_rotate_projections(heads.double(), angles)
+    assert not can_rotate_projections(heads, angles.double())
 
 
 @pytest.mark.parametrize(
-    ("of_product", "needs_gradient"), [(True, True), (False, True), (True, False)]
+    ("rotated_channels", "needs_gradient", "device_type"),
+    [(8, True, "cuda"), (4, True, "cuda"), (8, False, "cuda"), (8, True, "cpu")],
 )
-def test_only_a_step_s_projections_have_the_kernel(of_product: bool, needs_gradient: bool) -> None:
-    heads = torch.randn(1, 2, 3, 8, requires_grad=needs_gradient)
-    angles = torch.rand(1, 1, 3, 4)
+def test_only_a_gpu_s_step_has_the_kernels(
+    rotated_channels: int, needs_gradient: bool, device_type: str
+) -> None:
+    product = torch.randn(1, 3, 4 * 8, requires_grad=needs_gradient)
+    angles = torch.rand(1, 1, 3, rotated_channels // 2)
+    tables = angles.cos(), angles.sin()
     seen: list[bool] = []
 
-    def turn(heads: Tensor) -> Tensor:
-        return rotate(heads, (angles.cos(), angles.sin()), "cuda", of_product=of_product)
+    def turn(product: Tensor) -> tuple[Tensor, ...]:
+        return rotate_heads(*product.split([16, 8, 8], -1), 8, tables, device_type)
 
     def backend(graph, example):  # type: ignore[no-untyped-def]
-        seen.append("rotate_heads" in str(graph.graph))
+        seen.append("monograph.rotate" in graph.print_readable(print_output=False))
         return graph
 
     with torch.set_grad_enabled(needs_gradient):
-        rotated = compiled(turn, backend)(heads)  # type: ignore[arg-type]
-    assert seen == [of_product and needs_gradient]
-    torch.testing.assert_close(rotated, rotate(heads, (angles.cos(), angles.sin())))
+        rotated = compiled(turn, backend)(product)  # type: ignore[arg-type]
+    assert seen == [rotated_channels == 8 and needs_gradient and device_type == "cuda"]
+    query, key, value = (
+        each.unflatten(-1, (-1, 8)).transpose(1, 2) for each in product.split([16, 8, 8], -1)
+    )
+    expected = rotate(query, tables, "cpu"), rotate(key, tables, "cpu"), value
+    for mine, theirs in zip(rotated, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_heads_are_rotated_to_none(device: str) -> None:
+def test_no_rows_are_rotated_to_none(device: str) -> None:
     """A rank may have no row of a window."""
-    heads, angles = torch.empty(0, 5, 3, 8), torch.empty(1, 5, 4)
-    rotated = rotate_heads(heads.to(device), angles.to(device), angles.to(device))
-    assert rotated.shape == heads.shape
+    projections = [torch.empty(0, 5, channels, device=device) for channels in (24, 8, 8)]
+    angles = torch.empty(1, 5, 4, device=device)
+    query, key, value = rotate_projections(*projections, angles, angles)
+    assert query.shape == (0, 5, 3, 8)
+    assert key.shape == value.shape == (0, 5, 1, 8)

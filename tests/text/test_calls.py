@@ -26,13 +26,8 @@ from calling import (
     speaking,
 )
 from monograph.errors import InputRefused
-from monograph.text.calls import (
-    Call,
-    CallFrame,
-    CallReader,
-    find_frame,
-    spellings,
-)
+from monograph.text.call_reader import CallReader
+from monograph.text.calls import Call, CallFrame, find_frame, spellings, with_tools
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
@@ -87,7 +82,7 @@ def test_what_the_template_writes_is_the_frame_and_is_read_again(
             spelled = re.sub(r'"call0000\d"', '"000000000"', spelled)
         assert spelled.endswith(written.lstrip() if content else written)
         said, found = read_answer(CallReader(frame, spelling_V), ids)
-        if name == "copied":  # as the client had written it
+        if name in ("copied", "described"):  # as the client had written it
             values = [json.dumps(arguments, ensure_ascii=False) for _, arguments in made]
         assert found == [(called, text) for (called, _), text in zip(made, values, strict=True)]
         for more in (cuts, range(len(ids))):
@@ -135,6 +130,27 @@ def test_letters_of_a_special_token_are_no_call(family: Callable[[str], Family])
     tokenizer, frame, spelling_V = family("marks")
     ids = tokenizer.encode('[CALLS]add[ARGS]{"a": 1}')
     assert read_answer(CallReader(frame, spelling_V), ids)[1] == []
+
+
+def test_calls_that_a_template_only_describes_become_content(tmp_path: Path) -> None:
+    tokenizer = speaking(tmp_path, "described")
+    function = {"name": "Übung\u0100", "arguments": '{"\u0101": 1}'}
+    message = {
+        "role": "assistant",
+        "content": "So",
+        "tool_calls": [{"function": function}, function],
+    }
+    [written], variables = with_tools(tokenizer, [message], None)
+    call = '<tool_call>\n{"name": "Übung\u0100", "arguments": {"\u0101": 1}}\n</tool_call>'
+    assert written == {"role": "assistant", "content": f"So\n{call}\n{call}"} and variables == {}
+
+
+def test_a_name_that_is_too_long_is_no_call(family: Callable[[str], Family]) -> None:
+    tokenizer, frame, spelling_V = family("tags")
+    for size, is_call in ((64, True), (65, False)):
+        ids = answer_ids(tokenizer, [("a" * size, {})])
+        said, calls = read_answer(CallReader(frame, spelling_V), ids, range(len(ids)))
+        assert bool(calls) == is_call != bool(said)
 
 
 def test_content_goes_on_before_and_after_calls(family: Callable[[str], Family]) -> None:

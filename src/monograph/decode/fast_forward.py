@@ -388,7 +388,9 @@ class FastForward:
             cos_BF = sin_BF = None
         q_gain_2F = k_gain_2F = None
         if norms is not None:
-            q_gain_2F, k_gain_2F = norms[0].gain_K, norms[1].gain_K
+            query_norm, key_norm = norms
+            q_gain_2F = query_norm.gain_K
+            k_gain_2F = key_norm.gain_K
         mixed_BX: Tensor = attend(
             qkv_BX,
             cache.keys[index],
@@ -418,7 +420,9 @@ class FastForward:
         norm = norm_of(norm_before)
         logits_BE = project(hidden_BD, router.weight, norm, router.bias)
         experts_BC, weights_BC = route(logits_BE, router.top_k, router.normalised)
-        gate, up, down = experts.gate_proj, experts.up_proj, experts.down_proj
+        gate = experts.gate_proj
+        up = experts.up_proj
+        down = experts.down_proj
         biases = None
         if gate.bias is not None and up.bias is not None:
             biases = gate.bias, up.bias

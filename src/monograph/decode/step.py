@@ -398,7 +398,8 @@ class DecodeStep:
         if hidden_BD is None and kernels is not None and kernels.follows_autocast("cuda"):
             return kernels.logits(state.token_B, state.position_B, self.cache, blocks)
         if hidden_BD is None:
-            tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
+            tokens_B1 = state.token_B[:, None]
+            positions_B1 = state.position_B[:, None]
             with rows_with_adapters(self.bank, state.adapter_B):
                 hidden_BD = self.model(
                     tokens_B1, positions=positions_B1, cache=self.cache.with_first_blocks(blocks)

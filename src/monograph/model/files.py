@@ -63,8 +63,8 @@ class StoredTensor(NamedTuple):
             the first piece, and each piece has a path of its own.
         shape: the shape of the tensor, after slicing, transposing or joining.
         dtype: safetensors' name of the dtype.
-        name_in_file: the tensor's name in the file; "": it is the same as its key in the dictionary
-            of descriptions.
+        name_in_file: the tensor's name in the file; "": it is the name by which the dictionary has
+            this description.
         slice: the slice of the file's tensor that this tensor is; None: it is all of it.
         transposed: whether the file has the tensor's last two axes in the other order.
         pieces: the tensors of which this one is made, by name; {}: it is not made of others.
@@ -113,6 +113,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     headers = {
         file: read_header(file_inside(folder, file)) for file in sorted(set(weight_map.values()))
     }
+    # A tensor that is in a file but not in the index is returned, too. `check_headers` of `model.hub` refuses
+    # it if the model has no such tensor.
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise InputRefused(
@@ -250,8 +252,8 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
 
     Args:
         folder: an existing folder.
-        named: the tensors. A `Plain` has the name, shape and dtype of a tensor, and a function that
-            reads its numbers.
+        named: the tensors. A `Plain` has the name of a tensor, its shape and dtype (those of `like`, a
+            tensor on the meta device), and the function `read`, which returns it with its numbers.
         max_shard_bytes: largest number of bytes of tensors in one file. A larger tensor has a file
             of its own.
     """
@@ -359,10 +361,10 @@ def _claimed(partial: Path) -> Iterator[None]:
     Raises:
         FileExistsError: another process holds the folder.
     """
-    # A folder with this name is one that a killed process left, or one that another process is writing.
-    # A killed process holds no lock, so in the first case the lock can be taken and the folder is removed.
-    # In the second case `lock_folder` raises an OSError, the folder stays, and `mkdir` fails. If there is
-    # no folder, `lock_folder` raises an OSError, too, and `mkdir` makes it.
+    # There are three cases:
+    # - No folder: `lock_folder` raises an OSError, and `mkdir` makes the folder.
+    # - A folder that a killed process left: nobody holds its lock, so it is locked and removed, and made anew.
+    # - A folder that another process is writing: `lock_folder` raises an OSError, and `mkdir` fails.
     with suppress(OSError), lock_folder(partial):
         shutil.rmtree(partial)
     partial.mkdir(parents=True)

@@ -18,7 +18,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.families import Family
 from monograph.model.feed_forward import FeedForward
 from monograph.model.mixer import LayerCache, Mixer, VisiblePositions
-from monograph.model.rope import CosSin, rotate
+from monograph.model.rope import CosSin, rotate, rotate_heads
 from monograph.ops.attention import AttentionKernel, Impl, Mask, attention
 from monograph.ops.rms_norm import rms_norm
 
@@ -156,18 +156,24 @@ class Attention(Mixer):
                 each_BTX.clamp(-self.clip, self.clip)
                 for each_BTX in (query_BTX, key_BTX, value_BTX)
             )
-        query_BHTE, key_BKTE, value_BKTE = (
-            each_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for each_BTX in (query_BTX, key_BTX, value_BTX)
-        )
-        if not self.norms_over_all_heads:
-            query_BHTE = self.q_norm(query_BHTE)
-            key_BKTE = self.k_norm(key_BKTE)
-        if cos_sin_B1TF is not None:
-            # What is computed in between is fused with a rotation by operators.
-            of_product = isinstance(self.q_norm, nn.Identity) and self.clip is None
-            query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type, of_product=of_product)
-            key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type, of_product=of_product)
+        # Whether the rotation gets the results of the projections themselves. If a norm or a clamp is in
+        # between, a compiler fuses it with a rotation that is written in torch's operators.
+        rotates_projections = isinstance(self.q_norm, nn.Identity) and self.clip is None
+        if cos_sin_B1TF is not None and rotates_projections:
+            query_BHTE, key_BKTE, value_BKTE = rotate_heads(
+                query_BTX, key_BTX, value_BTX, self.head_dim, cos_sin_B1TF, self.device_type
+            )
+        else:
+            query_BHTE, key_BKTE, value_BKTE = (
+                each_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                for each_BTX in (query_BTX, key_BTX, value_BTX)
+            )
+            if not self.norms_over_all_heads:
+                query_BHTE = self.q_norm(query_BHTE)
+                key_BKTE = self.k_norm(key_BKTE)
+            if cos_sin_B1TF is not None:
+                query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type)
+                key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type)
         heads = self.scale_query(query_BHTE), key_BKTE, value_BKTE
         if cache is None:
             mixed_BHTE = attention(*heads, mask, self.impl, self.kernel, self.sinks)
@@ -195,7 +201,10 @@ class Attention(Mixer):
     def training_flops(
         cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
     ) -> float:
-        """Return 12 · d_attn · P FLOPs per token that attends to P positions on average."""
+        """Return 12 · d_attn · P FLOPs per token that attends to P positions on average.
+
+        d_attn is the width of all heads together.
+        """
         positions = visible_positions(config.window(layer))
         return 12 * config.num_attention_heads * config.head_dim * positions
 

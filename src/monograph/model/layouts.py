@@ -160,6 +160,7 @@ class JoinedLayersRule(FileRule):
                     f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected "
                     f"{' + '.join(map(str, row_counts))} rows, those of {', '.join(parts)} by config.json"
                 )
+            # The parts get other names, so the description keeps the name in the file.
             tensor = tensor._replace(name_in_file=tensor.name_in_file or name)
             begin = 0
             for part, rows in zip(parts, row_counts, strict=True):

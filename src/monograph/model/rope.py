@@ -16,7 +16,11 @@ from monograph import compat
 from monograph.model.config import LlamaConfig
 from monograph.model.scaling import LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 from monograph.ops.materialize import materialize
-from monograph.ops.rotation import can_rotate_heads, rotate_by_operators, rotate_heads
+from monograph.ops.rotation import (
+    can_rotate_projections,
+    rotate_by_operators,
+    rotate_projections,
+)
 
 CosSin = tuple[Tensor, Tensor]  # cosine and sine of the angles, as `cos_sin` returns them
 
@@ -156,9 +160,7 @@ def cos_sin(
     return materialize(cos_B1TF), materialize(sin_B1TF)
 
 
-def rotate(
-    heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "", *, of_product: bool = False
-) -> Tensor:
+def rotate(heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> Tensor:
     """Rotate each pair (x[i], x[i + D/2]) of every head by its angle, position * frequency i.
 
         y[i]       = x[i] cos - x[i + D/2] sin
@@ -173,8 +175,6 @@ def rotate(
         cos_sin_B1TF: cosine and sine of the angles.
         device_type: the type of the device for which operators are chosen. "" is the device of the
             heads. A plan passes "cuda", because it traces a GPU's step on a machine without a GPU.
-        of_product: whether the heads are the output of a matrix product. A GPU's compiled step then
-            rotates them by a kernel of its own.
 
     Returns:
         [B, H, T, C] in the dtype of the heads. The rotation is computed in the cosine's dtype and
@@ -182,6 +182,7 @@ def rotate(
     """
     rotary_dim = 2 * cos_sin_B1TF[0].shape[-1]
     if rotary_dim < heads_BHTC.shape[-1]:
+        # A part of the channels is not the output of a product itself, so `of_product` is not passed on.
         rotary_BHTD, rest_BHTX = heads_BHTC.tensor_split([rotary_dim], dim=-1)
         return torch.cat([rotate(rotary_BHTD, cos_sin_B1TF, device_type), rest_BHTX], dim=-1)
     heads_BHTD = heads_BHTC  # all channels are rotated, so C = D
@@ -190,7 +191,7 @@ def rotate(
         # result of attention has it too, and the projection after attention needs no copy.
         cos_BT1F, sin_BT1F = (tensor.transpose(1, 2) for tensor in cos_sin_B1TF)
         heads_BTHD = heads_BHTD.transpose(1, 2)
-        return _rotate_on_cuda(heads_BTHD, cos_BT1F, sin_BT1F, of_product).transpose(1, 2)
+        return rotate_by_operators(heads_BTHD, cos_BT1F, sin_BT1F).transpose(1, 2)
     cos_B1TF, sin_B1TF = cos_sin_B1TF
     first_BHTF, second_BHTF = heads_BHTD.chunk(2, dim=-1)
     rotated = (
@@ -200,14 +201,51 @@ def rotate(
     return torch.cat(rotated, dim=-1).to(heads_BHTD.dtype)
 
 
-def _rotate_on_cuda(
-    heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor, of_product: bool
-) -> Tensor:
-    """Rotate heads as `rotate` does, in the order of the outputs of projections."""
+def rotate_heads(
+    query_BTX: Tensor,
+    key_BTX: Tensor,
+    value_BTX: Tensor,
+    head_dim: int,
+    cos_sin_B1TF: CosSin,
+    device_type: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the heads of three projections, those of queries and keys rotated as by `rotate`.
+
+    A GPU's compiled step rotates them by kernels of its own. For that the projections must be outputs of
+    matrix products: a compiler fuses what is computed in between with a rotation by operators.
+
+    Args:
+        query_BTX: the query projection of all heads.
+        key_BTX: the key projection of all heads.
+        value_BTX: the value projection of all heads.
+        head_dim: C, the channels of a head.
+        cos_sin_B1TF: see `rotate`.
+        device_type: see `rotate`.
+
+    Returns:
+        Queries, keys and values, [B, heads, T, C].
+    """
+    if _has_kernels(query_BTX, head_dim, cos_sin_B1TF, device_type):
+        cos_B1TF, sin_B1TF = cos_sin_B1TF
+        rotated = rotate_projections(
+            query_BTX, key_BTX, value_BTX, cos_B1TF.squeeze(1), sin_B1TF.squeeze(1)
+        )
+        query_BHTC, key_BKTC, value_BKTC = (each_BTHC.transpose(1, 2) for each_BTHC in rotated)
+        return query_BHTC, key_BKTC, value_BKTC
+    query_BHTC, key_BKTC, value_BKTC = (
+        each_BTX.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        for each_BTX in (query_BTX, key_BTX, value_BTX)
+    )
+    rotated_query_BHTC = rotate(query_BHTC, cos_sin_B1TF, device_type)
+    return rotated_query_BHTC, rotate(key_BKTC, cos_sin_B1TF, device_type), value_BKTC
+
+
+def _has_kernels(query_BTX: Tensor, head_dim: int, cos_sin_B1TF: CosSin, device_type: str) -> bool:
+    """Return whether kernels rotate these projections."""
+    cos_B1TF, _ = cos_sin_B1TF
+    on_cuda = (device_type or query_BTX.device.type) == "cuda"
     # Without gradients, as in decoding, a compiler fuses operators with what reads their result.
     is_in_step = torch.compiler.is_compiling() and torch.is_grad_enabled()
-    has_kernel = can_rotate_heads(heads_BTHD, cos_BT1F) and not compat.in_transform()
-    if of_product and is_in_step and has_kernel:
-        rotated: Tensor = rotate_heads(heads_BTHD, cos_BT1F.squeeze(2), sin_BT1F.squeeze(2))
-        return rotated
-    return rotate_by_operators(heads_BTHD, cos_BT1F, sin_BT1F)
+    rotates_all_channels = 2 * cos_B1TF.shape[-1] == head_dim
+    can_rotate = can_rotate_projections(query_BTX, cos_B1TF) and not compat.in_transform()
+    return on_cuda and is_in_step and rotates_all_channels and can_rotate

@@ -21,7 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from monograph import compat
 from monograph.ops.autograd import VmapInfo
 from monograph.ops.fp8 import Float8Weight
-from monograph.ops.fused_gradients import add_product_, block_rows, fused_gradient_of
+from monograph.ops.fused_gradients import (
+    add_product_,
+    add_scaled_,
+    block_rows,
+    fused_gradient_of,
+    product,
+)
 from monograph.ops.logits_gradient import can_replace_logits, replace_logits_
 from monograph.ops.token_rows import ReplacementRows, row_differences, with_replaced_rows
 
@@ -389,10 +395,11 @@ class _ChunkedLoss(torch.autograd.Function):
         differences = None
         if values_KD is not None:
             differences = _differences(weight_VD, ReplacementRows(values_KD, index_K, slot_V))
-        # The gradient of the weight, [V, D], or of the trained rows, [K, D]. For a fused weight and
-        # for trained rows it begins as zeros, otherwise as the first chunk's product.
-        like = total_VD if differences is None else differences.values_KD
-        grad = None if like is None else torch.zeros_like(like, dtype=mask_N.dtype)
+        # The gradient of the weight, [V, D], or of the trained rows, [K, D]. For trained rows it begins
+        # as zeros, for a weight as the first chunk's product.
+        grad = None
+        if differences is not None:
+            grad = torch.zeros_like(differences.values_KD, dtype=mask_N.dtype)
         losses: list[Tensor] = []
         hidden_grads: list[Tensor] = []
         for chunk in _split(hidden_ND, targets_N, mask_N, chunks):
@@ -401,7 +408,9 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             losses.append(loss)
             hidden_grads.append(hidden_grad_CD)
-            if trains_weight and grad is None:
+            if trains_weight and grad is None and fused_VD is not None:
+                grad = product(logits_grad_CV, hidden_CD, mask_N.dtype)
+            elif trains_weight and grad is None:
                 grad = (logits_grad_CV.T @ hidden_CD).to(mask_N.dtype)
             elif trains_weight:
                 add_product_(grad, logits_grad_CV, hidden_CD)
@@ -437,7 +446,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_grad_ND, grad = ctx.saved_tensors
         hidden_grad_ND = (hidden_grad_ND * loss_grad).to(hidden_grad_ND.dtype)
         if ctx.total_VD is not None:
-            ctx.total_VD.add_(grad * loss_grad)
+            add_scaled_(ctx.total_VD, grad, loss_grad)
             grad = None
         elif grad is not None:
             grad = (grad * loss_grad).to(ctx.dtype)
@@ -479,8 +488,10 @@ class _MembersLoss(torch.autograd.Function):
         block = block_rows(device_type, len(weight_VD))
         losses: list[Tensor] = []
         hidden_grads: list[Tensor] = []
-        flat = (tensor.flatten(0, 1) for tensor in (hidden_MND, targets_MN, mask_MN))
-        for hidden_CD, targets_C, mask_C in _split(*flat, max(1, chunks)):
+        pieces = _split(
+            hidden_MND.flatten(0, 1), targets_MN.flatten(), mask_MN.flatten(), max(1, chunks)
+        )
+        for hidden_CD, targets_C, mask_C in pieces:
             losses_C, grad_CV = _eager_gradients(
                 hidden_CD, head, targets_C, mask_C.dtype, None, block
             )

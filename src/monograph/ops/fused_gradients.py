@@ -227,3 +227,52 @@ def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
     ]
     add_product_(*with_member_axis_first)
     return None, None
+
+
+@torch.library.custom_op("monograph::product", mutates_args=(), tags=[torch.Tag.flexible_layout])
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return left^T @ right, with which a sum of products in `dtype` begins.
+
+    On a GPU, as in `add_product_`, the sum of bf16 products is fp32.
+
+    Args:
+        left: [C, V].
+        right: [C, D].
+        dtype: the dtype of left, or a wider one.
+
+    Returns:
+        [V, D].
+    """
+    if left.is_cuda and left.dtype != dtype:
+        return torch.mm(left.mT, right, out_dtype=dtype)
+    return (left.mT @ right).to(dtype)
+
+
+@product.register_fake
+def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return left.new_empty(left.shape[1], right.shape[1], dtype=dtype)
+
+
+# This is a custom operator, because a compiler would not add to a total that changes again later in the
+# graph, as that of a head that is tied to the embedding does: it would make a new tensor of the sum, and
+# copy the result of all changes to the total.
+@torch.library.custom_op("monograph::add_scaled_", mutates_args=("total",))
+def add_scaled_(total: Tensor, grad: Tensor, factor: Tensor) -> None:
+    """Add factor * grad to `total`.
+
+    Args:
+        total: any shape.
+        grad: of the same shape and dtype.
+        factor: 0-d, of the same dtype.
+    """
+    if total.is_cuda and total.is_contiguous() and grad.is_contiguous():
+        from monograph.ops.scaled_sum_kernel import launch
+
+        launch(total, grad, factor)
+    else:
+        total.add_(grad * factor)
+
+
+@add_scaled_.register_fake
+def _(total: Tensor, grad: Tensor, factor: Tensor) -> None:
+    pass

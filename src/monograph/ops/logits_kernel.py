@@ -1,11 +1,13 @@
 """Replace the logits of a chunk by the gradient of its loss, by one Triton kernel.
 
-It computes what `monograph.ops.logits_gradient.replace_logits_` says. Each row has one program. Its first
-loop reads the logits, and computes their largest value and the sum of exponentials. Its second loop
-reads them again, from the cache, and writes the gradients. PyTorch's compiler makes two loops, too, but
-with about three times as many instructions for each logit, which take longer than reading memory.
+It computes what `monograph.ops.logits_gradient.replace_logits_` says. Each row has one program. It first
+reads the logits, and computes their largest value and the sum of exponentials. Then it computes and
+writes the gradients. What fits into a program's registers is read once; the rest of the row is read
+again, from the cache. PyTorch's compiler makes two loops, too, but reads the whole row twice, with about
+three times as many instructions for each logit.
 
-Shapes: C rows (tokens), V columns (the vocabulary), T columns that a program reads at once.
+Shapes: C rows (tokens), V columns (the vocabulary), T columns of a part of a row, which a program
+computes at once, W = T / 2 words of 32 bits that have two logits of 16 bits each.
 """
 
 from typing import Final
@@ -14,11 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# With 16 columns for each thread, a large vocabulary has 16 warps. The rows that a GPU then computes at the
-# same time fit about into its L2 cache, from which the second loop reads. With 32 columns, registers
-# would be spilled if the vocabulary is odd.
+# With 16 columns for each thread, a large vocabulary has 16 warps. With 32 columns, registers would be
+# spilled if the vocabulary is odd.
 _COLUMNS_PER_THREAD: Final = 16
 _THREADS_PER_WARP: Final = 32
+# The most parts of a row that stay in registers. A part takes 8 registers of a thread, so that with
+# these a thread has at most the 128 that 512 threads can have, and a multiprocessor has one program at a
+# time. Its reads are all under way before the first one is needed: 160 KB, and about 30 KB keep the
+# memory busy. The rows that a GPU then computes at the same time fit into its L2 cache (34 MB of 132
+# rows of 128,256), from which the rest is read again.
+_MOST_PARTS_KEPT: Final = 10
 # exp(x) = 2^(x log2 e): a GPU has an instruction for powers of two.
 _LOG2_E: Final = tl.constexpr(1.4426950408889634)
 _LN_2: Final = tl.constexpr(0.6931471805599453)
@@ -35,28 +42,53 @@ def _add_columns(values_T, largest, total):
 
 
 @triton.jit
-def _gradients(values_T, columns_T, target, largest, mask, factor):
-    """Return mask * (softmax - onehot); `factor` is mask / the sum of exponentials."""
-    powers_T = tl.exp2((values_T - largest) * _LOG2_E)
-    return powers_T * factor - tl.where(columns_T == target, mask, 0.0)
+def _probabilities(values, largest, factor):
+    """Return mask * softmax; `factor` is mask / the sum of exponentials."""
+    return tl.exp2((values - largest) * _LOG2_E) * factor
 
 
 @triton.jit
-def _replace_row(logits, targets, masks, losses, stride, V, T: tl.constexpr):
-    """Replace the logits of one row. `stride` is the number of elements from a row to the next one."""
+def _unpacked(words_W, dtype: tl.constexpr, T: tl.constexpr):
+    """Return the logits in words of 32 bits, in fp32 and in their order in memory.
+
+    Triton has a register for each number of 16 bits, so a row is kept as words.
+    """
+    first_W = (words_W & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    second_W = (words_W >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return tl.reshape(tl.join(first_W, second_W), (T,)).to(tl.float32)
+
+
+@triton.jit
+def _replace_row(
+    logits, targets, masks, losses, stride, V, T: tl.constexpr, PARTS_KEPT: tl.constexpr
+):
+    """Replace the logits of one row by mask * (softmax - onehot).
+
+    `stride` is the number of elements from a row to the next one.
+    """
     row = tl.program_id(0)
     row_logits = logits + row.to(tl.int64) * stride
     column_T = tl.arange(0, T)
     target, mask = tl.load(targets + row).to(tl.int32), tl.load(masks + row)
-    # The second loop overwrites the target's logit. All threads have read it before, since they wait for
-    # each other in the reductions of the first loop.
+    dtype: tl.constexpr = logits.dtype.element_ty
+    # What is written later overwrites the target's logit. All threads have read it before, since they
+    # wait for each other in the reductions.
     target_logit = tl.load(row_logits + target).to(tl.float32)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
+    kept = ()
+    if PARTS_KEPT > 0:
+        words_at_W = row_logits.to(tl.pointer_type(tl.int32)) + tl.arange(0, T // 2)
+        for part in tl.static_range(PARTS_KEPT):
+            words_W = tl.load(words_at_W + part * (T // 2), eviction_policy="evict_first")
+            kept = kept + (words_W,)
+        for part in tl.static_range(PARTS_KEPT):
+            if part * T < V:
+                largest, total = _add_columns(_unpacked(kept[part], dtype, T), largest, total)
     # Only the columns after the last multiple of T need a mask. Without a mask, a thread loads several
     # columns by one instruction.
     masked_begin = V // T * T
-    for begin in range(0, masked_begin, T):
+    for begin in range(PARTS_KEPT * T, masked_begin, T):
         logits_at_T = row_logits + begin + column_T
         # They stay in the cache for the second loop.
         values_T = tl.load(logits_at_T, eviction_policy="evict_last").to(tl.float32)
@@ -69,19 +101,31 @@ def _replace_row(logits, targets, masks, losses, stride, V, T: tl.constexpr):
         largest, total = _add_columns(values_T, largest, total)
     tl.store(losses + row, (tl.log2(total) * _LN_2 + (largest - target_logit)) * mask)
     factor = mask / total
-    dtype = logits.dtype.element_ty
-    for begin in range(0, masked_begin, T):
-        read_column_T = begin + column_T
-        logits_at_T = row_logits + read_column_T
+    # Always 0, but the compiler does not know it. Otherwise it would keep the unpacked logits for here, in
+    # twice the registers, instead of unpacking the words again.
+    zero = (total < 0).to(tl.int32)
+    for part in tl.static_range(PARTS_KEPT):
+        # Always true. The compiler does not know this either, so it does not mix the parts, for which there
+        # are too few registers.
+        if part * T < V:
+            values_T = _unpacked(kept[part] ^ zero, dtype, T)
+            probabilities_T = _probabilities(values_T, largest, factor)
+            tl.store(row_logits + part * T + column_T, probabilities_T.to(dtype))
+    for begin in range(PARTS_KEPT * T, masked_begin, T):
+        logits_at_T = row_logits + begin + column_T
         values_T = tl.load(logits_at_T, eviction_policy="evict_first").to(tl.float32)
-        gradients_T = _gradients(values_T, read_column_T, target, largest, mask, factor)
-        tl.store(logits_at_T, gradients_T.to(dtype))
+        tl.store(logits_at_T, _probabilities(values_T, largest, factor).to(dtype))
     if masked_begin < V:
         is_column_T = last_column_T < V
         logits_at_T = row_logits + last_column_T
         values_T = tl.load(logits_at_T, mask=is_column_T, other=0.0).to(tl.float32)
-        gradients_T = _gradients(values_T, last_column_T, target, largest, mask, factor)
-        tl.store(logits_at_T, gradients_T.to(dtype), mask=is_column_T)
+        probabilities_T = _probabilities(values_T, largest, factor)
+        tl.store(logits_at_T, probabilities_T.to(dtype), mask=is_column_T)
+    # One thread subtracts the one of the target, once the thread that has its column has written it. A
+    # comparison of each column with the target would be a quarter of the second loop's instructions.
+    tl.debug_barrier()
+    target_probability = _probabilities(target_logit, largest, factor)
+    tl.store(row_logits + target, (target_probability - mask).to(dtype))
 
 
 def launch(
@@ -94,7 +138,7 @@ def launch(
         targets_C: see there.
         mask_C: see there.
         losses_C: receives the losses.
-        most_columns: the most columns that a program reads at once; a power of two.
+        most_columns: the most columns that a program computes at once; a power of two.
     """
     rows, columns = logits_CV.shape
     if not rows:
@@ -109,5 +153,16 @@ def launch(
         logits_CV.stride(0),
         columns,
         T=columns_at_once,
+        PARTS_KEPT=parts_kept(logits_CV, columns_at_once),
         num_warps=warps,
     )
+
+
+def parts_kept(logits_CV: Tensor, columns_at_once: int) -> int:
+    """Return how many parts of each row stay in registers, those of 16 bits where words begin."""
+    is_in_words = (
+        logits_CV.element_size() == 2
+        and logits_CV.stride(0) % 2 == 0
+        and logits_CV.data_ptr() % 4 == 0
+    )
+    return min(_MOST_PARTS_KEPT, logits_CV.shape[1] // columns_at_once) if is_in_words else 0

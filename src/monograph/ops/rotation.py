@@ -1,82 +1,197 @@
-"""Rotate the pairs of channels of heads (rotary position embedding) in compiled graphs on a GPU.
+"""Rotate the pairs of channels of queries and keys (rotary position embedding) in compiled graphs on a
+GPU.
 
-The kernel is in `monograph.ops.rotation_kernel`. It is imported only where it runs, because a machine
-without a GPU may have no Triton, but it traces the operator `rotate_heads` to plan for a GPU.
+The kernels are in `monograph.ops.rotation_kernel`. It is imported only where they run, because a machine
+without a GPU may have no Triton, but it traces the operators to plan for a GPU.
 
-Shapes: B rows, T positions, H heads, D = 2 F channels of a head, F pairs of channels: i and i + F.
+Shapes: B rows, T positions, H query heads, K key-value heads, D = 2 F channels of a head, F pairs of
+channels: i and i + F, X channels of all heads of a projection or of several.
 """
 
 import torch
 from torch import Tensor
 
+from monograph.ops.autograd import Context
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def can_rotate_heads(heads: Tensor, angles: Tensor) -> bool:
-    """Return whether `rotate_heads` takes heads, and cosines and sines, of these dtypes."""
+def can_rotate_projections(heads: Tensor, angles: Tensor) -> bool:
+    """Return whether `rotate_projections` takes heads, and cosines and sines, of these dtypes."""
     return heads.dtype in _DTYPES and angles.dtype == torch.float32
 
 
-@torch.library.custom_op(
-    "monograph::rotate_heads", mutates_args=(), tags=[torch.Tag.flexible_layout]
-)
-def rotate_heads(heads_BTHD: Tensor, cos_BTF: Tensor, sin_BTF: Tensor) -> Tensor:
-    """Return the rotated heads, contiguous.
+def rotate_projections(
+    query_BTX: Tensor,
+    key_BTX: Tensor,
+    value_BTX: Tensor,
+    cos_BTF: Tensor,
+    sin_BTF: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rotated queries and keys, and the values, by heads.
 
         y[i] = x[i] cos[i] - x[i + F] sin[i]        y[i + F] = x[i + F] cos[i] + x[i] sin[i]
 
-    It is computed in fp32 and rounded once.
+    It is computed in fp32 and rounded once. The backward pass writes the gradients of the three
+    projections next to each other, as their common product needs them. So if they are parts of one
+    product, a compiler need not join them.
 
     Args:
-        heads_BTHD: x, bf16, fp16 or fp32.
+        query_BTX: the queries of all heads, bf16, fp16 or fp32.
+        key_BTX: the keys of all heads.
+        value_BTX: the values of all heads.
         cos_BTF: [B or 1, T, F] fp32.
         sin_BTF: the same.
+
+    Returns:
+        Queries [B, T, H, D], keys and values [B, T, K, D].
     """
-    # The kernel needs the channels of a head side by side, as in a view of a product's columns. It takes
-    # any other strides.
-    if heads_BTHD.stride(-1) != 1:
-        heads_BTHD = heads_BTHD.contiguous()
-    out_BTHD = torch.empty_like(heads_BTHD, memory_format=torch.contiguous_format)
-    if heads_BTHD.is_cuda:
+    rotated: tuple[Tensor, Tensor, Tensor] = _RotateProjections.apply(
+        query_BTX, key_BTX, value_BTX, cos_BTF, sin_BTF
+    )
+    return rotated
+
+
+class _RotateProjections(torch.autograd.Function):
+    """Compute `rotate_projections`."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        query_BTX: Tensor,
+        key_BTX: Tensor,
+        value_BTX: Tensor,
+        cos_BTF: Tensor,
+        sin_BTF: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos_BTF, sin_BTF)
+        query_BTHD, key_BTKD, value_BTKD = (
+            each_BTX.unflatten(2, (-1, 2 * cos_BTF.shape[2]))
+            for each_BTX in (query_BTX, key_BTX, value_BTX)
+        )
+        return *_rotate(query_BTHD, key_BTKD, cos_BTF, sin_BTF), value_BTKD
+
+    @staticmethod
+    def backward(
+        ctx: Context, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        cos_BTF, sin_BTF = ctx.saved_tensors
+        joined_BTX = _rotate_back(query_BTHD, key_BTKD, value_BTKD, cos_BTF, sin_BTF)
+        widths = [each.shape[2] * each.shape[3] for each in (query_BTHD, key_BTKD, value_BTKD)]
+        # The axis is a number from 0 on, as in the backward pass of the split of a common product. Inductor
+        # sees then that its concatenation undoes this split, and drops both.
+        return *joined_BTX.split(widths, 2), None, None
+
+
+# They have the tag `flexible_layout` because the kernels take any strides of rows, positions and heads; a
+# contiguous layout would need copies of a product's columns.
+@torch.library.custom_op("monograph::rotate", mutates_args=(), tags=[torch.Tag.flexible_layout])
+def _rotate(
+    query_BTHD: Tensor, key_BTKD: Tensor, cos_BTF: Tensor, sin_BTF: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the rotated queries and keys, contiguous; see `rotate_projections`."""
+    query_BTHD, key_BTKD = _with_whole_heads(query_BTHD), _with_whole_heads(key_BTKD)
+    rotated_query_BTHD, rotated_key_BTKD = _contiguous_like(query_BTHD), _contiguous_like(key_BTKD)
+    if query_BTHD.is_cuda:
         from monograph.ops.rotation_kernel import launch
 
-        launch(heads_BTHD, cos_BTF.contiguous(), sin_BTF.contiguous(), out_BTHD)
-        return out_BTHD
+        angles = cos_BTF.contiguous(), sin_BTF.contiguous()
+        launch(query_BTHD, key_BTKD, *angles, rotated_query_BTHD, rotated_key_BTKD)
+        return rotated_query_BTHD, rotated_key_BTKD
+    _rotate_to(query_BTHD, cos_BTF, sin_BTF, rotated_query_BTHD)
+    _rotate_to(key_BTKD, cos_BTF, sin_BTF, rotated_key_BTKD)
+    return rotated_query_BTHD, rotated_key_BTKD
+
+
+@_rotate.register_fake
+def _(
+    query_BTHD: Tensor, key_BTKD: Tensor, cos_BTF: Tensor, sin_BTF: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _contiguous_like(query_BTHD), _contiguous_like(key_BTKD)
+
+
+@torch.library.custom_op(
+    "monograph::rotate_back", mutates_args=(), tags=[torch.Tag.flexible_layout]
+)
+def _rotate_back(
+    query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, cos_BTF: Tensor, sin_BTF: Tensor
+) -> Tensor:
+    """Return the gradients of the projections next to each other, [B, T, X], contiguous.
+
+    The transpose of a rotation is the rotation by the negative angle.
+
+    Args:
+        query_BTHD: the gradients of rotated queries.
+        key_BTKD: the gradients of rotated keys.
+        value_BTKD: the gradients of values.
+        cos_BTF: see `rotate_projections`.
+        sin_BTF: see `rotate_projections`.
+    """
+    query_BTHD, key_BTKD, value_BTKD = (
+        _with_whole_heads(each) for each in (query_BTHD, key_BTKD, value_BTKD)
+    )
+    joined_BTX = _joined_like(query_BTHD, key_BTKD)
+    if query_BTHD.is_cuda:
+        from monograph.ops.rotation_kernel import launch_back
+
+        angles = cos_BTF.contiguous(), sin_BTF.contiguous()
+        launch_back(query_BTHD, key_BTKD, value_BTKD, *angles, joined_BTX)
+        return joined_BTX
+    joined_BTND = joined_BTX.unflatten(2, (-1, query_BTHD.shape[3]))
+    heads, key_heads = query_BTHD.shape[2], key_BTKD.shape[2]
+    to_query_BTHD, to_key_BTKD, to_value_BTKD = joined_BTND.split(
+        [heads, key_heads, key_heads], dim=2
+    )
+    _rotate_to(query_BTHD, cos_BTF, -sin_BTF, to_query_BTHD)
+    _rotate_to(key_BTKD, cos_BTF, -sin_BTF, to_key_BTKD)
+    to_value_BTKD.copy_(value_BTKD)
+    return joined_BTX
+
+
+@_rotate_back.register_fake
+def _(
+    query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor, cos_BTF: Tensor, sin_BTF: Tensor
+) -> Tensor:
+    return _joined_like(query_BTHD, key_BTKD)
+
+
+def _with_whole_heads(heads_BTHD: Tensor) -> Tensor:
+    """Return heads whose channels lie side by side, as those in a product's columns do."""
+    return heads_BTHD if heads_BTHD.stride(3) == 1 else heads_BTHD.contiguous()
+
+
+def _contiguous_like(heads_BTHD: Tensor) -> Tensor:
+    return torch.empty_like(heads_BTHD, memory_format=torch.contiguous_format)
+
+
+def _joined_like(query_BTHD: Tensor, key_BTKD: Tensor) -> Tensor:
+    rows, positions, heads, channels = query_BTHD.shape
+    width = (heads + 2 * key_BTKD.shape[2]) * channels
+    return query_BTHD.new_empty(rows, positions, width)
+
+
+def _rotate_to(heads_BTHD: Tensor, cos_BTF: Tensor, sin_BTF: Tensor, out_BTHD: Tensor) -> None:
+    """Write rotated heads, computed by PyTorch's operators."""
     left_BTHF, right_BTHF = heads_BTHD.float().chunk(2, dim=-1)
     cos_BT1F, sin_BT1F = cos_BTF.unsqueeze(2), sin_BTF.unsqueeze(2)
     rotated = (
         left_BTHF * cos_BT1F - right_BTHF * sin_BT1F,
         right_BTHF * cos_BT1F + left_BTHF * sin_BT1F,
     )
-    return out_BTHD.copy_(torch.cat(rotated, dim=-1))
-
-
-@rotate_heads.register_fake
-def _(heads_BTHD: Tensor, cos_BTF: Tensor, sin_BTF: Tensor) -> Tensor:
-    return torch.empty_like(heads_BTHD, memory_format=torch.contiguous_format)
-
-
-def _save_angles(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, cos_BTF, sin_BTF = inputs
-    ctx.save_for_backward(cos_BTF, sin_BTF)
-
-
-def _rotate_back(ctx, grad_BTHD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
-    cos_BTF, sin_BTF = ctx.saved_tensors
-    # The transpose of a rotation is the rotation by the negative angle.
-    grad_of_heads = rotate_by_operators(grad_BTHD, cos_BTF.unsqueeze(2), -sin_BTF.unsqueeze(2))
-    return grad_of_heads, None, None
-
-
-rotate_heads.register_autograd(_rotate_back, setup_context=_save_angles)
+    out_BTHD.copy_(torch.cat(rotated, dim=-1))
 
 
 def rotate_by_operators(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) -> Tensor:
-    """Return what `rotate_heads` returns, by elementwise operators only.
+    """Return rotated heads, by elementwise operators only.
 
     A compiler can fuse them with the operator that reads their result, in both passes. If the heads were
     split by `chunk`, the backward pass would have a concatenation, which Inductor computes in kernels of
     its own, or in a loop that computes both halves for every element.
+
+    Args:
+        heads_BTHD: x; see `rotate_projections` for the equation.
+        cos_BT1F: the cosines.
+        sin_BT1F: the sines.
     """
     halves_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
     swapped_BTH2F = halves_BTH2F.flip(-2)

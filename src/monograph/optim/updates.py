@@ -75,11 +75,12 @@ def update_(
     )
     rule.update_(tensors[0], tensors[1], tensors[2:], hyper)
     # Each element gets one random word for its weight and one for each moment, because the roundings of
-    # one update must be independent. With fewer than two moments there are words that nothing uses.
+    # one update must be independent.
     words = None
     if state_format.stochastic:
-        count = 1 + max(2, len(moments))
-        words = random_words(param, optim.seed, applied, plane.number, plane.start, count)
+        words = random_words(
+            param, optim.seed, applied, plane.number, plane.start, count=1 + len(moments)
+        )
     for number, (moment, values) in enumerate(zip(rule.moments, moments, strict=True), start=1):
         state_format.write_(
             state,

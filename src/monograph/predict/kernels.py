@@ -8,10 +8,11 @@ compiler calls instead of generating its code, such as a matrix product.
 A buffer here is a value that the compiler writes, or an argument of the graph. An expensive value is
 one that a CPU takes long to compute, so that the compiler avoids computing it twice.
 
-Two extern operators of Monograph change a tensor in place: `add_product_` adds a matrix product to a
-gradient (`monograph.ops.fused_gradients`), and `replace_logits_` replaces logits by their gradient and
-returns the losses (`monograph.ops.logits_gradient`). What an operator returns besides the tensors that
-it changes is called its own result.
+Three extern operators of Monograph change a tensor in place: `add_product_` adds a matrix product to a
+gradient, `add_scaled_` adds a scaled tensor (both in `monograph.ops.fused_gradients`), and
+`replace_logits_` replaces logits by their gradient and returns the losses
+(`monograph.ops.logits_gradient`). What an operator returns besides the tensors that it changes is called
+its own result.
 """
 
 import operator
@@ -149,6 +150,8 @@ def _written_kernels(
             if _is_add_product(node):
                 total = changed_tensors[0]
                 kernels += _add_product_kernels(node, total, buffers, changed_buffer, device_type)
+            elif _is_add_scaled(node):
+                kernels.append(_change_in_place(node, changed_tensors[0], buffers, changed_buffer))
             else:
                 kernels += _replace_logits_kernels(node, buffers, changed_buffer)
             sources[node] = _Sources.of_buffer(node.name)
@@ -196,16 +199,31 @@ def _add_product_kernels(
         fused=False,
         is_workspace=True,
     )
-    addition = PlannedKernel(
+    addition = _change_in_place(node, total, buffers | {product.name}, changed_buffer)
+    return [product, addition]
+
+
+def _change_in_place(
+    node: Node, changed: Node, buffers: frozenset[BufferName], changed_buffer: BufferName
+) -> PlannedKernel:
+    """Return the kernel of a call that changes a tensor and returns nothing else.
+
+    Args:
+        node: the call.
+        changed: the tensor.
+        buffers: the buffers that the call reads.
+        changed_buffer: the buffer of the tensor.
+    """
+    tensor = changed.meta["val"]
+    return PlannedKernel(
         node.name,
-        total_VD,
-        total_VD.numel(),
-        size_bytes=total_VD.nbytes,
-        reads=buffers | {product.name},
+        tensor,
+        tensor.numel(),
+        size_bytes=tensor.nbytes,
+        reads=buffers,
         fused=False,
         changes=changed_buffer,
     )
-    return [product, addition]
 
 
 def _replace_logits_kernels(
@@ -463,8 +481,8 @@ def add_product_workspace_bytes(
 def _changed_in_place(node: Node) -> list[Node]:
     """Return the tensors that a node writes in place; an empty list if it writes none.
 
-    They are the total of `add_product_`, or the logits of `replace_logits_`. In a traced graph such a
-    call is wrapped in a call of `auto_functionalized`.
+    They are the total of `add_product_` or `add_scaled_`, or the logits of `replace_logits_`. In a traced
+    graph such a call is wrapped in a call of `auto_functionalized`.
     """
     if not str(node.target).startswith("auto_functionalized"):
         return []
@@ -474,8 +492,13 @@ def _changed_in_place(node: Node) -> list[Node]:
 
 
 def _is_add_product(call: Node) -> bool:
-    """Return whether a call that changes a tensor is one of `add_product_`, not of `replace_logits_`."""
+    """Return whether a call that changes a tensor is one of `add_product_`."""
     return "left" in call.kwargs
+
+
+def _is_add_scaled(call: Node) -> bool:
+    """Return whether a call that changes a tensor is one of `add_scaled_`."""
+    return "factor" in call.kwargs
 
 
 def _is_own_result(node: Node) -> bool:

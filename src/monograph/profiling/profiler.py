@@ -388,7 +388,7 @@ def has_kernel(name: str) -> bool:
     packet = None  # torch's object for an operator with all its overloads
     if namespace.isidentifier():
         packet = getattr(getattr(torch.ops, namespace, None), operator, None)
-    if packet is None or name == trace.ADDED or operator.startswith(_ALLOCATING):
+    if packet is None or name in trace.BY_PRODUCTS or operator.startswith(_ALLOCATING):
         return False
     overload = getattr(packet, packet.overloads()[0])
     # Operators with a kernel for this key only call other operators.

@@ -31,9 +31,10 @@ STEP = "monograph.step"
 DATA = "monograph.data"
 HEAD = "monograph.head"
 UPDATE = f"monograph.{OPTIMIZER}"
-# An operator that adds a product to a gradient. It counts as part of the loss's head, which calls it
-# in one graph of the step, where the head has no span.
-ADDED = "monograph::add_product_"
+# Operators that compute the gradient of a head or add to it, by products of torch's. They count as part
+# of the loss's head, which calls them in one graph of the step, where the head has no span.
+BY_PRODUCTS = ("monograph::add_product_", "monograph::product")
+ADDED = (*BY_PRODUCTS, "monograph::add_scaled_")
 TraceEvent = Mapping[str, Any]
 # Returns whether the operator with a name computes something itself.
 HasKernel = Callable[[str], bool]
@@ -302,7 +303,7 @@ class _Reader:
             is_backward_of_head = name.startswith(_BACKWARD) and number in self.head_numbers
             if name == UPDATE:
                 span_part = "optimizer"
-            elif name in (HEAD, ADDED) or is_backward_of_head:
+            elif name in (HEAD, *ADDED) or is_backward_of_head:
                 span_part = "loss head"
         kernel_part = outer.kernel_part
         is_operator = event.get("cat") == "cpu_op" and not _WAITS.search(name)

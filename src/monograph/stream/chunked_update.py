@@ -233,7 +233,7 @@ class ChunkedUpdate:
             # Planes that the host has updated are not copied to the slot by `_update`.
             host_planes = [stored for stored in self.stage.stored_planes if stored.on_host]
             in_slot.fetch(self.staging_buffers.lanes, host_planes)
-            in_slot.slot.holds = (self.stage, self.stage.version)
+            in_slot.slot.loaded = (self.stage, self.stage.version)
 
     def _fetch(self, chunk: Chunk) -> None:
         """Copy a chunk to the next staging buffer."""

@@ -135,7 +135,7 @@ class Rewards(Objective):
     is_of_texts = False
     lr_share = defaults.JUDGED_SHARE
     excluded = (
-        (MODEL_FROM_CODE, "a program says no tokenizer: name a run or a folder"),
+        (MODEL_FROM_CODE, "such a model has no tokenizer: name a run or a folder"),
         (STREAMED, "answers are drawn on the device: leave it out"),
         (FP8, "answers are not drawn in fp8: take bf16"),
         (
@@ -146,7 +146,7 @@ class Rewards(Objective):
         ),
         (
             Condition("optim.ema = {ema}", lambda choices: choices.ema != "none", "a number"),
-            "answers are the weights' own: leave it out",
+            "answers are sampled from the weights themselves, not from their average: leave it out",
         ),
     )
     has_own_update_size = True
@@ -793,7 +793,8 @@ class RewardTask(Task):
         if not sampled:
             return {}
         tenth = max(1, len(sampled) // 10)
-        first_rows, last_rows = sampled[:tenth], sampled[-tenth:]
+        first_rows = sampled[:tenth]
+        last_rows = sampled[-tenth:]
         # Not all rewards have "pass_at_1". A reward of several parts logs each as "reward.PART".
         means: dict[str, float | None] = {"pass_at_1": None}
         for name in sampled[-1]:

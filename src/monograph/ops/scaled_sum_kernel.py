@@ -1,0 +1,38 @@
+"""Add a scaled tensor to another one by a Triton kernel; see `monograph.ops.fused_gradients.add_scaled_`.
+
+Shapes: T elements of a program.
+"""
+
+from typing import Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS_AT_ONCE: Final = 2048
+
+
+@triton.jit
+def _add_scaled(total, grad, factor, size, T: tl.constexpr):
+    """Add factor * grad to T elements of the total."""
+    element_T = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    is_element_T = element_T < size
+    total_at_T = total + element_T
+    sum_T = tl.load(total_at_T, mask=is_element_T)
+    grad_T = tl.load(grad + element_T, mask=is_element_T, eviction_policy="evict_first")
+    tl.store(total_at_T, sum_T + grad_T * tl.load(factor), mask=is_element_T)
+
+
+def launch(total: Tensor, grad: Tensor, factor: Tensor) -> None:
+    """Launch the kernel.
+
+    Args:
+        total: contiguous; it is changed.
+        grad: contiguous.
+        factor: 0-d.
+    """
+    size = total.numel()
+    if size:
+        _add_scaled[(triton.cdiv(size, _ELEMENTS_AT_ONCE),)](
+            total, grad, factor, size, T=_ELEMENTS_AT_ONCE
+        )
