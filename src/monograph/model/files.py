@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from monograph.errors import DiskFull, InputRefused, Unreadable
-from monograph.graph.lora_merge import Plain
+from monograph.graph.lora_merge import UnreadTensor
 from monograph.graph.mmap_weights import Pieces
 from monograph.storage import tensor_layout
 from monograph.storage.reading import (
@@ -294,7 +294,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputRefused(f"{path}: damaged, or not a safetensors file: {error}") from None
 
 
-def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) -> None:
+def write_tensors(folder: Path, named: Iterable[UnreadTensor], max_shard_bytes: int) -> None:
     """Write tensors to model.safetensors, or to several shards and their index.
 
     The tensors are first divided into shards by their sizes. Then each tensor is read when it is
@@ -302,12 +302,12 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
 
     Args:
         folder: an existing folder.
-        named: the tensors. A `Plain` has the name of a tensor, its shape and dtype (those of `like`, a
+        named: the tensors. An `UnreadTensor` has the name of a tensor, its shape and dtype (those of `like`, a
             tensor on the meta device), and the function `read`, which returns it with its numbers.
         max_shard_bytes: largest number of bytes of tensors in one file. A larger tensor has a file
             of its own.
     """
-    shards: list[dict[str, Plain]] = [{}]
+    shards: list[dict[str, UnreadTensor]] = [{}]
     shard_bytes = 0
     total_bytes = 0
     for tensor in named:
@@ -333,7 +333,7 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
         write_shard(folder / file, shard)
 
 
-def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
+def write_shard(path: Path, tensors: Mapping[str, UnreadTensor]) -> None:
     """Write tensors to one new safetensors file.
 
     Each tensor is read when its turn comes, so that one at a time is in memory.
