@@ -19,7 +19,7 @@ from typing import Any
 import harness
 import torch
 
-from monograph.automata import Automaton, constraint, stop_strings
+from monograph.automata import Automaton, Calls, call_constraint, constraint, stop_strings
 from monograph.automata.counting import COUNTERS
 from monograph.decode.automaton_tables import AutomatonTables, allowed_tokens, is_over, next_states
 from monograph.device import default_device
@@ -40,6 +40,25 @@ TOOL = {
     "properties": {f"text{number}": {"type": "string", "maxLength": 4000} for number in range(20)}
     | {"rows": {"type": "array", "maxItems": 100, "items": PERSON}},
 }
+# What stands around the calls of an answer.
+FRAME = {
+    "trigger": ["<tool_call>"],
+    "after_trigger": ['\n{"name": "'],
+    "opening": ['<tool_call>\n{"name": "'],
+    "call": [{"hole": "name"}, '", "arguments": ', {"hole": "arguments"}],
+    "between": ['}\n</tool_call>\n<tool_call>\n{"name": "'],
+    "closing": ["}\n</tool_call>"],
+    "follows_text": True,
+    "separators": [", ", ": "],
+}
+
+
+def tools(count: int, pieces: list[bytes]) -> Automaton:
+    """Return the automaton of any text that may end with calls of this many strict tools."""
+    functions = [(f"tool_{number}", PERSON) for number in range(count)]
+    return call_constraint(Calls(FRAME, functions, must_call=False, parallel=True), pieces, [END])
+
+
 CASES: dict[str, Callable[[list[bytes]], Automaton]] = {
     "4 stop strings": lambda pieces: stop_strings(["\n\n", "###", "User:", "</s>"], pieces),
     "choices: yes, no": lambda pieces: constraint("choices", ["yes", "no"], pieces, [END]),
@@ -50,6 +69,8 @@ CASES: dict[str, Callable[[list[bytes]], Automaton]] = {
     ),
     "schema: a person": lambda pieces: constraint("json_schema", PERSON, pieces, [END]),
     "schema: a tool": lambda pieces: constraint("json_schema", TOOL, pieces, [END]),
+    "tools: 2 after any text": lambda pieces: tools(2, pieces),
+    "tools: 20 after any text": lambda pieces: tools(20, pieces),
 }
 
 

@@ -24,8 +24,8 @@ from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.graph.lora import Lora, adapted_layers
 from monograph.graph.lora_base import Base
-from monograph.graph.shared_base import copy_with_shared_base
 from monograph.graph.precision import Precision
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -129,11 +129,11 @@ def measured(name: str, case: Case, members: int) -> dict[str, Any]:
     layers = case.config.num_hidden_layers
     counts = {}
     for many in (1, members):
-        shallow = [
+        few, more = (
             counted(replace(case.config, num_hidden_layers=depth), case.base, many)
             for depth in DEPTHS
-        ]
-        counts[str(many)] = extrapolated(*shallow, DEPTHS, layers)
+        )
+        counts[str(many)] = extrapolated(few, more, DEPTHS, layers)
     return {
         "case": name,
         "base": case.base,

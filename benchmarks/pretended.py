@@ -243,6 +243,12 @@ def _own_kernel(
         for name in ("keys", "values"):
             cache = tensors[name]
             sizes[cache.data_ptr()] = cache[: keywords["BLOCKS"]].nbytes
+    # A row has an adapter of its own, of those in a bank.
+    if keywords.get("BANK"):
+        rows = tensors["slots"].numel()
+        for name, value in tensors.items():
+            if name[:2] in ("a_", "b_") and value.dim() == 3:
+                sizes[value.data_ptr()] = value[0].nbytes * min(rows, len(value) - 1)
     # A kernel of a mixture reads an expert's weights once for each token that has chosen it.
     for name in ("gate_weight", "up_weight", "down_weight"):
         if name in tensors:
@@ -363,8 +369,8 @@ _KEPT: list[Any] = []
 
 class Products:
     """A `with` block whose matrix products are seen with their shapes: `flops` and `bytes`
-    afterwards, and `fp8_flops`, those of products in fp8, which are not among the others. `operands` are the shape of each operand
-    and the bytes of an element.
+    afterwards, and `fp8_flops`, those of products in fp8, which are not among the others. `operands` are the
+    shape of each operand and the bytes of an element.
     """
 
     flops = bytes = fp8_flops = 0.0

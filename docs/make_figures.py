@@ -1,12 +1,13 @@
-"""Draw docs/figures/first-run.svg, a finished run as its terminal showed it, and held-out.svg, its
-curve.
+"""Draw docs/figures/first-run.svg, a finished run as its terminal showed it, held-out.svg, its curve,
+and adapter-sweep.svg, a finished sweep of adapters.
 
-Usage: python docs/make_figures.py [--record RUN TRANSCRIPT]
+Usage: python docs/make_figures.py [--record RUN TRANSCRIPT] [--record-sweep COMMAND TRANSCRIPT]
 
-Both are drawn from docs/figures/first-run.json. With --record this file is written first: RUN is a
-finished run's folder, TRANSCRIPT is what `monograph train` wrote to standard error (2> FILE). The
-picture leaves out lines of the transcript that it has no room for; every figure in it is the run's
-own.
+The first two are drawn from docs/figures/first-run.json. With --record this file is written first: RUN
+is a finished run's folder, TRANSCRIPT is what `monograph train` wrote to standard error (2> FILE). The
+third is drawn from docs/figures/adapter-sweep.json, which --record-sweep writes: COMMAND is what was
+typed. The pictures leave out lines of the transcripts that they have no room for; every figure in them
+is the run's own.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ RECORDING, FIRST_RUN, HELD_OUT = (
     FIGURES / "first-run.svg",
     FIGURES / "held-out.svg",
 )
+SWEEP_RECORDING, SWEEP = FIGURES / "adapter-sweep.json", FIGURES / "adapter-sweep.svg"
 YARDSTICKS = ("trigram", "gzip -9", "order 6", "xz -9")
 # How many lines of the transcript are shown of each label, before the training and after it.
 BEFORE, AFTER = {"data": 1, "tokens": 1, "compile": 1, "plan": 1}, {"done": 3}
+# Of the transcript of a sweep, lines with these labels are shown.
+OF_SWEEP = ("plan", "prune", "stopped", "adapter", "members", "best", "done")
 COLUMNS, CURVE_ROWS = 100, 5
 CELL_WIDTH, LINE_HEIGHT, MARGIN = 7.8, 17.0, 14.0
 BITS = [
@@ -99,11 +103,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--record", nargs=2, type=Path, metavar=("RUN", "TRANSCRIPT"))
+    parser.add_argument("--record-sweep", nargs=2, metavar=("COMMAND", "TRANSCRIPT"))
     given = parser.parse_args()
     if given.record:
         RECORDING.write_text(
             json.dumps(asdict(recorded(*given.record)), indent=1, ensure_ascii=False) + "\n"
         )
+    if given.record_sweep:
+        command, transcript = given.record_sweep
+        lines = Path(transcript).read_text(encoding="utf-8").splitlines()
+        kept = {"command": command, "lines": lines_of_sweep(lines)}
+        SWEEP_RECORDING.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    SWEEP.write_text(adapter_sweep(), encoding="utf-8")
     run = recording()
     FIRST_RUN.write_text(first_run(run), encoding="utf-8")
     HELD_OUT.write_text(held_out(run), encoding="utf-8")
@@ -269,6 +280,34 @@ def samples(screen: Screen, run: Recording) -> None:
             screen.words(0, head, "dim")
             screen.words(len(head), cut_to_width(one_line(row["sample"]), COLUMNS - len(head)))
             screen.row += 1
+
+
+def lines_of_sweep(lines: list[str]) -> list[str]:
+    """Return the lines of a sweep's transcript that are shown, each with the lines that continue it."""
+    kept, label = [], ""
+    for line in lines:
+        label = line[:LABEL_WIDTH].strip() or label
+        if line.strip() and label in OF_SWEEP:
+            kept.append(line)
+    return kept
+
+
+def adapter_sweep() -> str:
+    """Draw the screen at the end of the recorded sweep."""
+    recorded_sweep = json.loads(SWEEP_RECORDING.read_text(encoding="utf-8"))
+    screen = Screen()
+    screen.words(0, f"$ {recorded_sweep['command']}", "bold")
+    screen.row += 1
+    for line in recorded_sweep["lines"]:
+        if line.startswith("members "):
+            screen.words(0, line[:LABEL_WIDTH], "bold")
+            screen.words(LABEL_WIDTH, line[LABEL_WIDTH:], "dim")
+        else:
+            screen.labelled(line, "good" if line.startswith(("best ", "done ")) else "bold")
+        screen.row += 1
+    return screen.svg(
+        "A finished sweep of adapters in a terminal, with the settings that it compared"
+    )
 
 
 def _baseline(row: int) -> float:

@@ -10,7 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from monograph.text.calls import CallReader
+from monograph.text.call_reader import CallReader
+from monograph.text.calls import with_tools
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import Tokenizer
 
@@ -34,6 +35,9 @@ def _chatml(answer: str) -> str:
 
 
 TEMPLATES = {
+    # SmolLM3: the template writes no calls, it only says how.
+    "described": "{% if xml_tools %}<|im_start|>system\n{% for tool in xml_tools %}{{ tool | string }}\n"
+    + "{% endfor %}<|im_end|>\n{% endif %}" + _EACH + _IM + _END + _PROMPT,
     # Qwen 2.5, Hermes, Granite 4: tags, which are letters or added tokens.
     "tags": _chatml("{{ m.content or '' }}" + _TAGGED_CALLS),
     # Qwen 3: each answer begins with thoughts, which may be empty.
@@ -88,9 +92,11 @@ SPECIAL = (
 )  # fmt: skip
 SPOKEN = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are text
 STOPS = {"channels": ["<|call|>", "<|return|>"], "bare": ["<|eot|>"]}
-# Families that write several calls in an answer, and those that write text before calls.
+# Families that write one call in an answer, and those whose calls are the whole answer.
 SINGLE = {"bare", "channels"}
-ALONE = {"bare", "list"}
+ALONE = {"bare"}
+# Families whose template writes no content beside calls.
+CONTENTLESS = {"bare", "list"}
 
 
 def speaking(folder: Path, template: str, *, spoken: Sequence[str] = SPOKEN) -> Tokenizer:
@@ -141,10 +147,10 @@ _VALUES = st.recursive(
 ARGUMENTS = st.dictionaries(_TEXTS, _VALUES, max_size=3)
 NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,12}", fullmatch=True)
 CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
-Calls = Sequence[tuple[str, dict[str, Any]]]
+MadeCalls = Sequence[tuple[str, dict[str, Any]]]
 
 
-def answer_ids(tokenizer: Tokenizer, calls: Calls, content: str = "") -> list[int]:
+def answer_ids(tokenizer: Tokenizer, calls: MadeCalls, content: str = "") -> list[int]:
     """The ids of an answer with these calls, as the template writes it, without the one that ends it."""
     made = [
         {
@@ -159,14 +165,16 @@ def answer_ids(tokenizer: Tokenizer, calls: Calls, content: str = "") -> list[in
         answer["content"] = content
     if made:
         answer["tool_calls"] = made
-    ids = chat_ids(tokenizer, [QUESTION, answer], tools=TOOLS)[len(_prompt(tokenizer)) :]
+    chat, variables = with_tools(tokenizer, [QUESTION, answer], TOOLS)
+    ids = chat_ids(tokenizer, chat, **variables)[len(_prompt(tokenizer)) :]
     stops = stop_ids(tokenizer)
     return ids[: next((place for place, each in enumerate(ids) if each in stops), len(ids))]
 
 
 @cache
 def _prompt(tokenizer: Tokenizer) -> list[int]:
-    return chat_ids(tokenizer, [QUESTION], add_generation_prompt=True, tools=TOOLS)
+    chat, variables = with_tools(tokenizer, [QUESTION], TOOLS)
+    return chat_ids(tokenizer, chat, add_generation_prompt=True, **variables)
 
 
 def read_answer(

@@ -1,7 +1,7 @@
 """Run: pytest tests/test_story.py
 
 Data, sweep, train, kill, stream, two ranks, resume, follow, compare, generate, serve, export; at
-night also finetune, reinforce on two ranks, prefer.
+night also finetune, reinforce on two ranks, prefer, and sweep over what prefers.
 """
 
 from __future__ import annotations
@@ -228,16 +228,27 @@ def by_two(monograph: CommandServer, here: Path, run: Path) -> None:
 
 
 def adapted(monograph: CommandServer, here: Path) -> None:
-    """Sweep adapters of two ranks on one copy of the folder `out`, and export the best for PEFT."""
+    """Sweep adapters of two ranks on one copy of the folder `out`, stop those that cannot win, score
+    the others together, and write with the best.
+    """
     typed = [
         "texts/", "model.init=out", "lora.rank=2,4", "lora.base=nf4", "optim.lr=1e-2", "data.sequence_length=16",
-        "data.held_out=0.3", "train.updates=4", "train.tokens_per_update=128", "train.compile=none",
+        "data.held_out=0.3", "train.updates=8", "train.tokens_per_update=128", "train.compile=none",
+        "train.seed=0,1",
     ]  # fmt: skip
-    swept = monograph.run(here, "sweep", *typed, "--out", "adapters", "--json", figures=0)
+    swept = monograph.run(
+        here, "sweep", *typed, "--prune", "0.05", "--out", "adapters", "--json", figures=0
+    )
     assert swept.code == 0, swept.err
-    groups = json.loads((here / "adapters" / "sweep.json").read_text())["groups"]
-    assert len(groups) == 1
-    assert len(json.loads(swept.out.splitlines()[-1])["members"]) == 2
+    [group] = json.loads((here / "adapters" / "sweep.json").read_text())["groups"]
+    assert group["deciding_looks"] == [2, 4]
+    result = json.loads(swept.out.splitlines()[-1])
+    assert len(result["members"]) == 4 and result["best"]["standard_error"] is not None
+    together = monograph.run(here, "evaluate", "adapters/mixture", "--json")
+    assert together.code == 0 and "members together" in together.out, together.err
+    best = ["--adapter", f"best={result['best']['adapter']}"]
+    written = monograph.run(here, "generate", "out", "alpha ", *best, "--max-tokens", "4")
+    assert written.code == 0, written.err
     done = monograph.run(here, "export", "adapters/best", "--to", "adapted")
     assert done.code == 0, done.err
     assert json.loads((here / "adapted/adapter/adapter_config.json").read_text())["r"] in (2, 4)
@@ -357,6 +368,21 @@ def prefer(monograph: CommandServer, here: Path, reinforced: str) -> None:
     assert first["train_loss"] == pytest.approx(math.log(2), rel=1e-15), (
         "the reference is what it begins from"
     )
+    # which rate prefers best, of adapters on one copy of the model
+    more = [
+        json.dumps({"prompt": f"{word} {number} ", "chosen": "gamma", "rejected": "beta"})
+        for word in words
+        for number in range(6)
+    ]
+    (here / "more.jsonl").write_text("\n".join(more))
+    typed = [
+        "more.jsonl", f"model.init={reinforced}", "prefer.beta=0.5", "data.held_out=0.3", "data.sequence_length=32",
+        "lora.rank=2", "optim.lr=1e-3,1e-2", "train.updates=4", "train.tokens_per_update=64", "train.compile=none",
+    ]  # fmt: skip
+    swept = monograph.run(here, "sweep", *typed, "--out", "rates", "--json", figures=0)
+    assert swept.code == 0, swept.err
+    found = json.loads(swept.out.splitlines()[-1])
+    assert found["best"]["unit"] == "nats" and len(found["members"]) == 2
 
 
 def killed(command: Command, folder: Path, when: str) -> None:

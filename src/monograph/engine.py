@@ -40,7 +40,7 @@ class Engine:
     loss gets the shorter micro-batch, which needs one more graph if the step is captured.
 
     If device memory runs out, the micro-batch is halved, or at one row the blocks are recomputed,
-    and the window is repeated. By laws 2 and 3 this changes no gradient. `announce` is called with
+    and the window is repeated. By laws 2 and 3 (docs/laws.md) this changes no gradient. `announce` is called with
     a line that describes the change.
 
     Attributes:

@@ -255,9 +255,11 @@ def _holds(dtype: torch.dtype, value: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
         return abs(value) <= torch.finfo(dtype).max
     if dtype == torch.bool:
-        low, high = 0, 1
+        low = 0
+        high = 1
     else:
-        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        low = torch.iinfo(dtype).min
+        high = torch.iinfo(dtype).max
     return low <= value <= high and value == int(value)
 
 

@@ -60,3 +60,11 @@ def test_shared_base(script, monkeypatch, tmp_path):
     [case] = smoke(script("shared_base"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["base"] == "nf4" and case["members"] == 2 and case["base_bytes"] > 0
     assert case["speedup"]["wall"]["median"] > 0
+
+
+def test_member_rollouts(script, monkeypatch, tmp_path):
+    [case] = smoke(script("member_rollouts"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert case["members"] == 2 and case["answers_of_a_member"] == 2
+    assert case["tokens"]["all at once"] == case["tokens"]["one after another"]
+    assert case["tokens"]["one member"] < case["tokens"]["all at once"]
+    assert case["times_one"]["wall"]["median"] > 0

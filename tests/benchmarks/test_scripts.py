@@ -34,7 +34,7 @@ def test_each_script_is_tested_here_and_can_be_imported(script):
         assert not hasattr(script(path.stem), "main") or f'"{path.stem}"' in tested
 
 
-@pytest.mark.parametrize("name", ["launches", "machine_code"])
+@pytest.mark.parametrize("name", ["launches", "machine_code", "members_launches"])
 def test_launches_are_counted_on_a_pretended_card_alone(name, script, monkeypatch):
     """What is counted is tested there: test_counts.py and test_machine_code.py of
     tests/pretended_gpu.

@@ -226,6 +226,4 @@ def test_questions_are_asked_of_one_model(place: Path, server: CommandServer) ->
         '{"query": "alpha", "choices": ["beta", "gamma"], "gold": 1}\n'
     )
     done = server.run(place, "evaluate", "s/mixture", "--data", "quiz.jsonl")
-    assert (
-        done.code == 3 and "a mixture does not say what follows a question: give a text" in done.err
-    )
+    assert done.code == 3 and "a mixture cannot answer questions: give a text" in done.err

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from commands.forked import CommandServer
 from commands.inputs import over
 from commands.test_lora import write_base
 from laws.resumed import cut_back, write_inputs
+from monograph.run.folder import Run
 
 RUN = [
     "pairs.jsonl", "model.init=base", "data.sequence_length=32", "data.held_out=0.3", "train.updates=6",
@@ -46,8 +49,9 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *over(RUN, "model.init=own.py:build")], 2, "prefer.loss does not go with model.init = own.py:build"),
     (["train", *over(RUN[1:], "data.source=texts", "prefer.loss=dpo")], 3, "needs records with 'chosen' and"),
     (["train", *over(RUN[1:], "data.source=odd.jsonl")], 3, "odd.jsonl:2: 'chosen' and 'rejected' are equal"),
-    (["sweep", *over(RUN, "optim.lr=1e-3,1e-2")], 2, "prefer.loss = dpo is for `monograph train`"),
     (["sweep", "texts", "prefer.loss=dpo,ipo"], 2, "prefer.loss cannot be an axis"),
+    (["sweep", "pairs.jsonl", "optim.lr=1e-3,1e-2"], 2, "prefer.loss: a new model answers nothing: name one"),
+    (["sweep", *RUN, "train.seed=0,1", "--distill"], 2, "on all members: leave out prefer.loss"),
     (["profile", *RUN], 2, "`monograph profile` knows texts alone"),
     (["data", "show", *RUN], 2, "`monograph data` knows texts alone: its records are pairs of answers"),
     (["data", "show", "labelled.jsonl"], 2, "`monograph data` knows texts alone: its records are labelled answers"),
@@ -165,6 +169,69 @@ def test_answers_that_are_labelled_are_learned_from_as_such(
         and compared[-1]["chosen_gain"] > 0
     )
     assert sum(row["answer_tokens"] for row in compared) == compared[-1]["tokens"]
+
+
+SWEPT = [
+    *over(RUN, "train.updates=12", "train.save_every=4", "optim.lr=1e-3,1e-2"), "lora.rank=4", "train.seed=0,1",
+]  # fmt: skip
+
+
+def test_a_sweep_compares_settings_by_held_out_pairs(here: Path, monograph: CommandServer) -> None:
+    done = monograph.run(here, "sweep", *SWEPT, "--out", "swept", "--verify", "3", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
+    assert found["best"]["unit"] == "nats" and found["best"]["knobs"]["optim.lr"] == 1e-2
+    assert found["verify"]["equal"] and "nats" in done.err
+    scores = [member["eval_loss"] for member in found["members"]]
+    for index, score in enumerate(scores):
+        run = here / "swept" / "members" / f"{index:03d}"
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        compared, held = ([row for row in rows if k in row] for k in ("accuracy", "eval_accuracy"))
+        assert compared[0]["train_loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert len(compared) == 12 and held[-1]["eval_loss"] == score < math.log(2)
+        assert compared[-1]["tokens"] == sum(row["answer_tokens"] for row in compared)
+        summary = rows[-1]["summary"]
+        assert summary["accuracy"] == compared[-1]["accuracy"] and summary["eval_loss"] == score
+        assert (run / "reference.safetensors").is_file()
+    listed = monograph.run(here, "runs", "swept", "--json")
+    assert listed.code == 0 and {each["kind"] for each in json.loads(listed.out)["runs"]} == {
+        "preferences"
+    }
+    followed = monograph.run(
+        here, "train", "--from", "swept/best", "train.updates=2", "--out", "on", figures=0
+    )
+    assert followed.code == 0 and first_row(here / "on")["eval_loss"] == pytest.approx(math.log(2))
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_killed_goes_on_with_the_same_bits(
+    here: Path, monograph: CommandServer
+) -> None:
+    typed = ["sweep", *over(SWEPT, "train.updates=300", "train.save_every=10")]
+    command = monograph.start(here, *typed, "--out", "killed", figures=0)
+    members = here / "killed" / "members"
+    command.until(lambda: any((members / "003" / "checkpoints").glob("step-000000[1-9]*")))
+    command.signal(signal.SIGKILL)
+    assert command.wait().signal == signal.SIGKILL
+    assert monograph.run(here, *typed, "--out", "killed", figures=0).code == 0
+    whole = here / "whole"
+    whole.mkdir()
+    for name in ("sweep.json", "config.toml", "run.lock"):  # so that as many train at once
+        shutil.copy(here / "killed" / name, whole)
+    assert monograph.run(here, "sweep", "--out", "whole", figures=0).code == 0
+    for index in range(4):
+        one, other = (here / name / "members" / f"{index:03d}" for name in ("killed", "whole"))
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            first, second = (
+                (run / "checkpoints" / "step-00000300" / file).read_bytes() for run in (one, other)
+            )
+            assert first == second
+        names = ("update", "train_loss", "accuracy", "margin", "tokens")
+        kept = [
+            [{name: row.get(name) for name in names} for row in Run(run).rows() if "lr" in row]
+            for run in (one, other)
+        ]
+        assert kept[0] == kept[1] and len(kept[0]) == 300
 
 
 @pytest.mark.slow

@@ -27,7 +27,14 @@ SHORT = over(TINY, "train.updates=20", "train.save_every=10", "optim.name=adamw"
 UPDATES = 30
 LONG = [*over(SHORT, f"train.updates={UPDATES}", "train.save_every=10"), *AXES, "--out", "s"]
 RESULT = "schema run members best advice wall_s tokens_per_s"
-MEMBER = "knobs eval_loss eval_bits_per_byte train_loss diverged run checkpoint"
+MEMBER = (
+    "knobs eval_loss eval_bits_per_byte train_loss diverged stopped win_probability run checkpoint"
+)
+PRUNED = [
+    *over(SHORT, "train.updates=24", "train.save_every=9"),
+    "optim.lr=1e-4,2e-2,3e-2",
+    "train.seed=0,1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +254,67 @@ def test_killed_and_gone_on_with_is_uninterrupted(server: CommandServer, here: P
             for run in (one, other)
         ]
         assert files[0] == files[1]
+
+
+def weights_and_losses(member: Path) -> tuple[bytes, list[tuple[int, float]]]:
+    weights = (max((member / "checkpoints").iterdir()) / "model.safetensors").read_bytes()
+    return weights, [(row["update"], row["train_loss"]) for row in rows(member)]
+
+
+def test_members_that_cannot_win_are_stopped_and_change_no_other(
+    server: CommandServer, here: Path
+) -> None:
+    """The others have the bits of a sweep in which none is stopped."""
+    done = server.run(here, "sweep", *PRUNED, "--prune", "0.2", "--out", "s", "--json", figures=0)
+    assert done.code == 0, done.err
+    assert "prune     members that can hardly win are stopped after update 6 or 12" in done.err
+    found = result(done.out)
+    stopped = [member["stopped"] for member in found["members"]]
+    assert stopped[0] == stopped[1] in (6, 12) and None in stopped
+    assert re.search(
+        r"0\.0001 +\d\.\d+ ± \d\.\d+ +stopped at update \d+: best with P < 0\.\d", done.err
+    )
+    assert "is among them with a probability of at most 20 %" in " ".join(done.err.split())
+    assert [row["update"] for row in rows(here / "s/members/000")] == list(range(1, stopped[0] + 1))
+    assert server.run(here, "sweep", *PRUNED, "--out", "whole", figures=0).code == 0
+    for index, update in enumerate(stopped):
+        if update is None:
+            one, other = (here / name / "members" / f"{index:03d}" for name in ("s", "whole"))
+            assert weights_and_losses(one) == weights_and_losses(other)
+    again = server.run(here, "sweep", "--out", "s", "--prune", "0.3", figures=0)
+    assert again.code == 2 and "s was begun with --prune 0.2, and goes on so" in again.err
+    again = server.run(here, "sweep", "--out", "s", "--json", figures=0)
+    assert again.code == 0 and result(again.out)["members"] == found["members"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["stopped", "after"])
+def test_killed_where_members_are_stopped_and_gone_on_with(
+    server: CommandServer, here: Path, moment: str
+) -> None:
+    """Law 10: between the rows that say so, or soon after them."""
+    command = server.start(here, "sweep", *PRUNED, "--prune", "0.2", "--out", "s", figures=0)
+
+    def is_reached() -> bool:
+        if moment == "stopped":
+            metrics = here / "s/members/000/metrics.jsonl"
+            return metrics.exists() and '"stopped"' in metrics.read_text()
+        return any((here / "s/members/005/checkpoints").glob("step-0000001[89]"))
+
+    command.until(is_reached)
+    command.signal(signal.SIGKILL)
+    assert command.wait().signal == signal.SIGKILL
+    done = server.run(here, "sweep", "--out", "s", "--json", figures=0)
+    assert done.code == 0, done.err
+    whole = server.run(
+        here, "sweep", *PRUNED, "--prune", "0.2", "--out", "whole", "--json", figures=0
+    )
+    pairs = zip(result(done.out)["members"], result(whole.out)["members"], strict=True)
+    for index, (ours, theirs) in enumerate(pairs):
+        assert ours["stopped"] == theirs["stopped"]
+        assert ours["win_probability"] == theirs["win_probability"]
+        one, other = (here / name / "members" / f"{index:03d}" for name in ("s", "whole"))
+        assert weights_and_losses(one) == weights_and_losses(other)
 
 
 def test_members_whose_checkpoints_are_gone_begin_anew_and_it_is_said(

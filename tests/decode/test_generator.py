@@ -11,6 +11,7 @@ import torch
 from batches import tiny_llama
 from monograph.automata import stop_strings
 from monograph.decode.automaton_tables import AutomatonTables
+from monograph.decode.cache import CacheSizes
 from monograph.decode.chain import UNDECIDED, SampledTokens
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
@@ -194,6 +195,17 @@ def keys_of(machine: Generator, row: int, slots: int) -> list[torch.Tensor]:
     tensors = (*machine.cache.keys, *machine.cache.values)
     keys = [tensor[:, row].transpose(1, 2).flatten(0, 1)[:slots].clone() for tensor in tensors]
     return [*keys, *(tensor[row].clone() for tensor in machine.cache.recurrence_tensors())]
+
+
+@pytest.mark.parametrize(("owner", "is_read"), [("a", True), ("b", False)])
+def test_the_prompt_of_another_owner_is_not_read_ahead(owner: str, is_read: bool) -> None:
+    """What is read ahead can be reused by the owner of the first prompt alone."""
+    sizes = CacheSizes(24, longest_prompt=8, prompts_at_once=2)
+    machine = generator(rows=1, slots=sizes)
+    machine.submit(request(1, 2, 3, owner="a"))
+    machine.submit(request(4, 5, 6, owner=owner))
+    machine.advance()
+    assert bool(machine.reader.rows_of([(4, 5, 6)])) == is_read
 
 
 @pytest.mark.parametrize(

@@ -155,3 +155,13 @@ def test_other_rows_and_blocks_change_no_bit_of_the_kernels(window: int | None) 
         cache = keys[:blocks].contiguous(), values[:blocks].contiguous()
         among = on_the_card(query, *cache, positions, None, **numbers)
         assert torch.equal(among[0], alone[0])
+
+
+@pytest.mark.gpu
+def test_a_query_whose_channels_are_apart_has_the_same_bits() -> None:
+    query, *rest = inputs(2, 5, 2)
+    apart = query.mT.contiguous().mT
+    assert apart.stride(-1) != 1
+    numbers = {"dtype": torch.float32}
+    expected = on_the_card(query, *rest, None, **numbers)
+    assert torch.equal(on_the_card(apart, *rest, None, **numbers), expected)

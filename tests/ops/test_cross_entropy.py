@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from monograph.laws.comparisons import error_within
+from monograph.ops import cross_entropy
 from monograph.ops.cross_entropy import MAX_CHUNKS, chunk_count, linear_cross_entropy
 from monograph.profiling.memory import LiveBytes
 
@@ -166,6 +167,41 @@ def test_captured_in_bf16_holds_about_what_eager_holds():
             run(function, *args)
         peaks.append(live.peak_bytes)
     assert peaks[1] < 1.5 * peaks[0]  # with all chunks' products alive it is over 3 times as much
+
+
+@pytest.mark.parametrize("has_same_targets", [False, True])
+def test_members_with_one_frozen_weight_equal_each_alone(has_same_targets, monkeypatch):
+    """Their tokens are cut together, into chunks no larger than those of one member."""
+    chunk_tokens = 16
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", 4 * chunk_tokens * V)
+    members = [inputs(torch.float64, seed) for seed in range(3)]
+    weight = torch.nn.Parameter(members[0][1].detach(), requires_grad=False)
+    hidden = torch.stack([each.detach() for each, _, _ in members]).requires_grad_()
+    targets = torch.stack([each for _, _, each in members])
+    if has_same_targets:
+        targets = targets[0]
+    factors = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+    rows = []
+
+    def logits(head, hidden_CD):
+        rows.append(len(hidden_CD))
+        return hidden_CD @ head.weight_VD.T
+
+    monkeypatch.setattr(cross_entropy.HeadWeight, "logits", logits)
+    dims = (0, None if has_same_targets else 0)
+    losses, counts = torch.vmap(lambda h, t: linear_cross_entropy(h, weight, t), dims)(
+        hidden, targets
+    )
+    (grads,) = torch.autograd.grad((losses * factors).sum(), hidden)
+    assert sum(rows) == 3 * N and max(rows) <= chunk_tokens
+    for i in range(3):
+        own = hidden[i].detach().requires_grad_()
+        of_member = targets if has_same_targets else targets[i]
+        loss, count = linear_cross_entropy(own, weight, of_member, impl="reference")
+        (grad,) = torch.autograd.grad(loss * factors[i], own)
+        assert losses[i].item() == pytest.approx(loss.item(), rel=1e-13)
+        assert counts.expand(3)[i] == count
+        assert torch.allclose(grads[i], grad, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow

@@ -248,3 +248,13 @@ def test_one_block_has_two_stages_on_ampere_and_ada_if_it_fits(shared_kib: int) 
     for capability, stages in (((8, 0), 2), ((8, 9), 2), ((9, 0), 1), ((12, 0), 1)):
         form = kernels().attend_form(8, 1, 64 * KIB, shared_kib * KIB, capability)
         assert form == (4, stages if shared_kib > 64 else 1)
+
+
+def test_one_block_of_wide_heads_has_two_stages_where_one_would_spill() -> None:
+    for capability, block_kib, stages in (
+        ((10, 0), 128, 2),
+        ((10, 0), 64, 1),
+        ((9, 0), 128, 1),
+        ((12, 0), 128, 1),
+    ):
+        assert kernels().attend_form(8, 1, block_kib * KIB, 210 * KIB, capability) == (4, stages)

@@ -94,6 +94,32 @@ def test_the_kernels_are_as_exact_as_the_layer(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_with_gelu_are_as_exact_as_the_formula(dtype: torch.dtype) -> None:
+    """No family of today has them."""
+    from monograph.decode.fast_projections import norm_of  # imports Triton
+    from monograph.ops.expert_kernels import expert_inner
+
+    chosen_BC = torch.arange(TOKENS * 2).view(TOKENS, 2) % 6
+
+    def by_formula(norm: RMSNorm, mixture: Mixture, x_BD: Tensor) -> Tensor:
+        gate_EMD, up_EMD = mixture.experts.gate_proj.weight, mixture.experts.up_proj.weight
+        normed_BCD1 = norm(x_BD)[:, None, :, None]
+        gate_BCM, up_BCM = (
+            (weight[chosen_BC] @ normed_BCD1).squeeze(-1) for weight in (gate_EMD, up_EMD)
+        )
+        return nn.functional.gelu(gate_BCM, approximate="tanh") * up_BCM
+
+    case = Case("qwen3_moe")
+    norm, mixture, x_BD = case.to(dtype)
+    experts = mixture.cuda().experts
+    weights = experts.gate_proj.weight, experts.up_proj.weight
+    ours = expert_inner(x_BD.cuda(), norm_of(norm.cuda()), chosen_BC.cuda(), weights, None, "gelu")
+    assert error_within(
+        ours.cpu(), by_formula(*case.to(dtype)), by_formula(*case.to(torch.float64))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_token_has_the_same_bits_alone(dtype: torch.dtype) -> None:
     norm, mixture, x_BD = Case("gpt_oss").to(dtype)
     together, _ = by_kernels(norm, mixture, x_BD)

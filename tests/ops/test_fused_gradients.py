@@ -272,7 +272,7 @@ def test_who_is_fused_on_a_gpu():
 def test_gradients_of_vectors_are_added_at_once_to_where_they_were():
     planes = engine(True).step.planes
     parameters = [
-        slot.parameter for plane in planes if plane.kind.is_vector for slot in plane.slots
+        placed.parameter for plane in planes if plane.kind.is_vector for placed in plane.placed
     ]
     for plane in planes:
         plane.link()

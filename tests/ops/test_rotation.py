@@ -107,3 +107,13 @@ def test_only_a_gpu_s_step_has_the_kernels(
     expected = rotate(query, tables, "cpu"), rotate(key, tables, "cpu"), value
     for mine, theirs in zip(rotated, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_rows_are_rotated_to_none(device: str) -> None:
+    """A rank may have no row of a window."""
+    projections = [torch.empty(0, 5, channels, device=device) for channels in (24, 8, 8)]
+    angles = torch.empty(1, 5, 4, device=device)
+    query, key, value = rotate_projections(*projections, angles, angles)
+    assert query.shape == (0, 5, 3, 8)
+    assert key.shape == value.shape == (0, 5, 1, 8)

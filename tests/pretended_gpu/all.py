@@ -1,9 +1,11 @@
 """`make gpu-less`: everything that runs on a pretended card, as a table; with --quick what holds
 three minutes.
 
-    python tests/pretended_gpu/all.py [--quick | --nightly] [--out FILE] [PYTEST ARGUMENT ...]
+    python tests/pretended_gpu/all.py [--quick | --nightly] [--out FILE] [--lines FOLDER]
+                                         [PYTEST ARGUMENT ...]
 
-With arguments for pytest only these tests run, on sm_90. --quick runs nothing, and says so, where
+With arguments for pytest only these tests run, on sm_90. --lines keeps what they execute of the
+package, for reached.py, beside what is there already. --quick runs nothing, and says so, where
 the environment was not made (environment.py), as it downloads 5 GB. --nightly also compiles every
 way to train and decode for every card, which takes more than an hour.
 """
@@ -34,6 +36,11 @@ NUMBERS = [
     f"{HERE}/test_{name}.py"
     for name in ("operators", "graphs", "memory", "narrow", "programs", "libdevice", "interpreted")
 ]
+# Their kernels are compiled, and compute nothing.
+WITHOUT_NUMBERS = (
+    *DRIVER,
+    *(f"{HERE}/test_{name}.py" for name in ("machine_code", "planned", "counts")),
+)
 # Tests marked `gpu` that a pretended card cannot pass, with the reason; docs/gpu.md lists them.
 CANNOT = {
     "tests/benchmarks/test_numbers.py::test_a_read_value_is_a_wait_and_a_kernel_is_none":
@@ -95,8 +102,19 @@ NIGHTLY = [
 ]
 
 
+def part_of(arguments: list[str]) -> Part:
+    """Return the part that arguments of pytest ask for: of folders and files of other tests, those
+    marked `gpu`.
+    """
+    numbers = not any(argument.startswith(WITHOUT_NUMBERS) for argument in arguments)
+    marked = "-m" in arguments or any(argument.startswith(HERE) for argument in arguments)
+    return Part("asked", "90", numbers, [] if marked else ["-m", "gpu"])
+
+
 def run(part: Part, more: list[str], covered: Path | None = None) -> dict[str, object]:
     """Run a part; return how many tests passed, failed and were skipped, and how long it took.
+
+    On a busy machine the processors' seconds say more than the clock's.
 
     With `covered`, the lines that it executes are written into that folder.
     """
@@ -117,6 +135,8 @@ def run(part: Part, more: list[str], covered: Path | None = None) -> dict[str, o
         for line in process.stdout:
             print(f"{part.name}, sm_{part.sm}: {line}", end="", flush=True)
             last = line.strip() or last
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
     counts = {
         word: int(number)
         for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)
@@ -128,6 +148,7 @@ def run(part: Part, more: list[str], covered: Path | None = None) -> dict[str, o
         "code": process.returncode,
         **counts,
         "wall_s": seconds,
+        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
     }
 
 
@@ -139,22 +160,21 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--nightly", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON")
+    parser.add_argument(
+        "--lines", type=Path, metavar="FOLDER", help="keep which lines were executed"
+    )
     asked, more = parser.parse_known_args()
     if asked.quick and not environment.python().exists():
         print(
             "gpu-less: not run, as torch's CUDA build is not installed here (make gpu-less installs it, 5 GB)"
         )
         return 0
-    parts = (
-        [Part("asked", "90", True, [])]
-        if more
-        else QUICK
-        if asked.quick
-        else ALL + NIGHTLY * asked.nightly
-    )
+    parts = [part_of(more)] if more else QUICK if asked.quick else ALL + NIGHTLY * asked.nightly
     with tempfile.TemporaryDirectory() as folder:
-        covered = None if asked.quick or more else Path(folder)
+        covered = asked.lines or (None if asked.quick or more else Path(folder))
         if covered:
+            covered = covered.resolve()
+            covered.mkdir(parents=True, exist_ok=True)
             (covered / "settings").write_text(reached.settings(covered))
         # As many at once as there are cores, the longest first.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -166,12 +186,14 @@ def main() -> int:
                     parts,
                 )
             )
-        lines = of_lines(covered) if covered else None
-    print(f"\n{'part':12} {'card':7} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
+        lines = of_lines(covered) if covered and not more else None
+    print(
+        f"\n{'part':12} {'card':7} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8} {'CPU s':>8}"
+    )
     for row in rows:
         failed = row.get("failed", 0) or row.get("error", 0) or ("?" if row["code"] else 0)
         print(f"{row['part']:12} sm_{row['sm']:4} {row.get('passed', 0):>7} {failed:>7} {row.get('skipped', 0):>8} "
-              f"{row['wall_s']:>8}")  # fmt: skip
+              f"{row['wall_s']:>8} {row['cpu_s']:>8}")  # fmt: skip
     if lines:
         print(lines["said"])
     for test, reason in CANNOT.items():

@@ -137,3 +137,17 @@ def test_a_replayed_micro_step_is_one_graph_and_nothing_waits(counted) -> None:
     replayed = counted["micro-step replayed"]
     assert (replayed["graphs"], replayed["launches"]) == (1, 0)
     assert not any(part["waits"] or part["waiting_copies"] for part in counted.values())
+
+
+@pytest.mark.parametrize("base", ["auto", "nf4"])
+def test_members_read_their_base_as_often_as_one_and_launch_little_more(launches, base) -> None:
+    import members_launches
+
+    config = LlamaConfig.preset("nano", num_hidden_layers=1)
+    alone, together = (members_launches.counted(config, base, many) for many in (1, 4))
+    for name in ("base_bytes", "base_bytes_by_kernels", "base_bytes_by_products"):
+        assert alone["micro-step"][name] == together["micro-step"][name]
+    assert alone["micro-step"]["base_bytes_by_products"] > 0
+    assert (alone["micro-step"]["base_bytes_by_kernels"] > 0) == (base == "nf4")
+    launched = [sum(part["launches"] for part in each.values()) for each in (alone, together)]
+    assert launched[1] <= 1.3 * launched[0]

@@ -4,16 +4,21 @@ langchain-openai)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
+import calling
+from batches import tiny_llama
 from chats import speaking
 from served import Served, small
 
 langchain = pytest.importorskip("langchain_openai", reason="LangChain's client is not installed")
+messages = pytest.importorskip("langchain_core.messages")
 # What its libraries warn of is not ours to fix.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -53,6 +58,31 @@ def test_a_form_is_kept(chat: Any) -> None:
     assert isinstance(found, Weather)
 
 
-def test_tools_are_refused_and_not_ignored(chat: Any) -> None:
-    with pytest.raises(Exception, match="tools is not supported"):
+def test_tools_that_a_template_does_not_show_are_refused_and_not_ignored(chat: Any) -> None:
+    with pytest.raises(Exception, match="does not show tools to the model"):
         chat.bind_tools([Weather]).invoke("Does it rain?")
+
+
+def test_a_tool_is_called_and_its_result_goes_back(tmp_path: Path) -> None:
+    tokenizer = calling.speaking(tmp_path, "tags")
+    model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=1024)
+    with Served(model, tokenizer) as served:
+        chat = langchain.ChatOpenAI(
+            base_url=f"{served.url}/v1",
+            api_key="none",
+            model="last",
+            max_tokens=200,
+            seed=3,
+            max_retries=0,
+        )
+        bound = chat.bind_tools([Weather], tool_choice="required", strict=True)
+        said: list[Any] = [("human", "Does it rain?")]
+        answer = bound.invoke(said)
+        [call] = answer.tool_calls
+        assert call["name"] == "Weather" and Weather(**call["args"])
+        chunks = list(bound.stream(said))
+        whole = functools.reduce(lambda one, other: one + other, chunks)
+        assert [each["args"] for each in whole.tool_calls] == [call["args"]]
+        result = messages.ToolMessage("It rains.", tool_call_id=call["id"])
+        after = chat.bind_tools([Weather]).invoke([*said, answer, result])
+        assert after.content or after.tool_calls

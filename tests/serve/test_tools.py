@@ -20,7 +20,7 @@ from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served
 
 openai = pytest.importorskip("openai", reason="pip install openai")
-FAMILIES = ("tags", "bare", "list", "marks", "channels")
+FAMILIES = ("tags", "bare", "list", "marks", "channels", "described")
 CHAT = "/v1/chat/completions"
 ADD = {
     "type": "object",

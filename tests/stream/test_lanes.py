@@ -376,7 +376,7 @@ class Poisons:
 
         class Slots(walk.Slots):
             def claim(self, stage: Any) -> Any:
-                held = {slot: slot.holds for pool in self.pools for slot in pool}
+                held = {slot: slot.loaded for pool in self.pools for slot in pool}
                 bound = super().claim(stage)
                 before = held[bound.slot]
                 if before is not None and before[0] is not stage:

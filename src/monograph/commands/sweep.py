@@ -72,7 +72,7 @@ def run(
     # Rank 0 opens or creates the sweep, and tells the other ranks its folder. All ranks must call
     # `broadcast`.
     if world.leads:
-        sweep = _open_or_create(world, arguments, samples, verify, out, prune)
+        sweep = _open_or_create(world, arguments, samples, verify, out)
         world.broadcast(str(sweep.run.folder.absolute()))
     else:
         sweep = Sweep.open(Path(world.broadcast(None)))
@@ -123,7 +123,6 @@ def _open_or_create(
     samples: int | None,
     verify: int | None,
     out: Path | None,
-    prune: float | None,
 ) -> Sweep:
     """Create the sweep that the command line describes, or open the existing one that it names.
 
@@ -141,8 +140,6 @@ def _open_or_create(
     else:
         specified = spec.spec_of(arguments, samples)
         _require_member(verify, len(specified.points))
-        if prune is not None:
-            require_prunable(specified.points, prune)
         sweep = Sweep.create(out, *specified)
     world.remember("sweep", str(sweep.run.folder.absolute()))
     return sweep

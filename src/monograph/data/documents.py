@@ -149,7 +149,7 @@ def _split_buckets(
     order = np.flatnonzero(bucket_bytes).tolist()  # the buckets that have records
     sizes = {bucket: int(bucket_bytes[bucket]) for bucket in order}
     total = sum(sizes.values())
-    notes = tuple[str, ...]()
+    notes: tuple[str, ...] = ()
     held_out, is_enough = _fill_budget(order, sizes, math.floor(fraction * total))
     # If there is only one bucket, it is not held out, because nothing would be left to train on.
     if not is_enough and len(order) > 1:

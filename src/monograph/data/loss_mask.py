@@ -248,6 +248,7 @@ class ConversationConverter:
         try:
             prompt = rendered(template, self._tokenizer, messages[:-1], marker, True, **variables)
             chat = rendered(template, self._tokenizer, messages, marker, False, **variables)
+            # Without a marker, this replaces "" by "", which changes nothing.
             require_system(prompt.replace(marker, ""), messages[:-1])
         except TemplateRefusal as error:
             raise _unusable(error) from None

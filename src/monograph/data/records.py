@@ -35,7 +35,8 @@ class Unusable(Exception):
 
 # A record's number in its file, from 1, and the record's text, or its fault if it is bad.
 NumberedText = tuple[int, str | Fault]
-# A key with one of these values is treated as if the record did not have it.
+# The readers of conversations and of prompts treat a key with one of these values as if the record did
+# not have it. A text may be empty, so the readers of texts do not.
 EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 
 _TOO_LONG = Fault("too long", f"is longer than {MAX_RECORD_BYTES >> 20} MiB")
@@ -113,8 +114,8 @@ def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[st
         if line is None:
             yield number, _TOO_LONG
             continue
-        # A blank line is skipped. (`isspace` is false for an empty line.) The byte order mark is removed
-        # only afterwards, so that a first line of nothing but this mark is refused as no JSON.
+        # A blank line is skipped. (`isspace` is false for an empty line.) A line of nothing but a byte order
+        # mark is no blank line: it is refused as no JSON. So the mark is removed only after this test.
         if not line or line.isspace():
             continue
         if number == 1:
@@ -208,11 +209,12 @@ def _lines(path: Path) -> Iterator[bytes | None]:
         return b"".join(line_parts) if line_bytes <= MAX_RECORD_BYTES else None
 
     for block in decompressed_blocks(path):
-        # The last part of a block has no line feed, so its line continues in the next block.
-        *last_parts, unfinished_part = block.split(b"\n")
-        for last_part in last_parts:
-            line_bytes += len(last_part)
-            line_parts.append(last_part)
+        # Each part ends with a line feed and so completes a line, except the last part of the block, whose
+        # line continues in the next block.
+        *line_ends, unfinished_part = block.split(b"\n")
+        for line_end in line_ends:
+            line_bytes += len(line_end)
+            line_parts.append(line_end)
             yield complete_line()
             line_parts = []
             line_bytes = 0

@@ -39,9 +39,9 @@ from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 _FORMAT_VERSION = 3
-# This number is raised when the code begins to read conversations in another way. Their tokens are
-# then made again. Unlike `_FORMAT_VERSION` the number is not in `CorpusRequest.document_values`, which
-# a run compares when it resumes: most conversations still give the same tokens, so a run may go on.
+# This number is raised when the code begins to read conversations in another way. It is a part of the
+# name of a corpus's folder (`CorpusRequest.key`), so their tokens are made again. Runs do not compare
+# it when they resume, as they compare `_FORMAT_VERSION`: most conversations still give the same tokens.
 _CONVERSATION_READER_VERSION = 2
 _LOCK_POLL_S = 0.2  # the time between two attempts to get the lock of a corpus
 
@@ -76,14 +76,18 @@ class CorpusRequest(NamedTuple):
             reading_values = [self.reading.text_key, self.reading.skip_bad]
             if self.reading.answer_options:
                 reading_values += self._answer_values(self.reading.answer_options)
+            # Of the ignored keys, only those that would say what is trained on.
             if self.reading.ignored_training_keys:
                 reading_values.append(self.reading.ignored_training_keys)
         return [_FORMAT_VERSION, self.sources.sha256, self.held_out, reading_values]
 
     def _answer_values(self, answer_options: AnswerOptions) -> list[Any]:
         """Return the values on which the tokens of conversations depend, beside their messages."""
+        # Prompts and completions without a template are joined as they are. Of the options, only the
+        # largest length then changes tokens. The words below are not a text, but tell this list from others.
         if self.reading.without_template:
             return ["prompt and completion", answer_options.max_inputs]
+        # With a template, the tokenizer is one that has it, and none is trained.
         assert isinstance(self.tokenizer, Tokenizer)
         template = template_of(self.tokenizer)
         values = [
@@ -150,8 +154,8 @@ class Side(NamedTuple):
             return 0
         # Here a document is a row of a conversation, and all rows of a conversation have the same record
         # number. So a conversation begins where the record number changes or a file begins. A file
-        # without documents has the same begin as the next file. If no file with documents follows, this
-        # is the number of documents, which is no begin of a conversation and is dropped.
+        # without documents has the same begin as the next file. If it is the last file, its begin is the
+        # number of documents, at which no conversation begins. Such begins are dropped.
         record_begins = np.flatnonzero(np.diff(self.records)) + 1
         begins = np.concatenate([[0], record_begins, self.first_documents[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
@@ -210,6 +214,7 @@ def open_or_build(
     if exists(folder):
         try:
             return _open(folder, request, progress)
+        # An `Unreadable`, which is no InputRefused, ends the run: the corpus may be undamaged.
         except InputRefused as error:
             damage_notes = (f"{error}: tokenised again",)
     root, root_notes = _writable_root(root, is_chosen)
@@ -296,11 +301,13 @@ def _write(
     """
     files = request.sources.files
     reading = request.reading
-    training_notes = tuple[str, ...]()
+    training_notes: tuple[str, ...] = ()
     documents = Documents(files, reading, request.held_out, progress)
-    tokenizer = request.tokenizer
-    if not isinstance(tokenizer, Tokenizer):
-        tokenizer, training_notes = encoding.train_tokenizer(documents, tokenizer, progress)
+    if isinstance(request.tokenizer, Tokenizer):
+        tokenizer = request.tokenizer
+    else:
+        entries = request.tokenizer
+        tokenizer, training_notes = encoding.train_tokenizer(documents, entries, progress)
     meter = Meter(progress, "bytes tokenised", documents.text_bytes)
     if reading.answer_options:
         encoded = encoding.encode_conversations(documents, files, tokenizer, building, meter)
@@ -317,7 +324,7 @@ def _write(
     digests = {"tokenizer.json": hashlib.sha256(tokenizer_json.encode()).hexdigest()}
     for side_name in encoding.SIDES:
         for path in _shard_paths(building, side_name, reading):
-            digests[path.name] = seal(path)
+            digests[path.name] = seal(path)  # the digest of a shard's checksums
     manifest = {
         "key": request.key,
         "tokenizer": tokenizer.hash,
@@ -376,16 +383,17 @@ def _open(
     paths = {side: _shard_paths(folder, side, request.reading) for side in encoding.SIDES}
     statuses = (status(path) for side in encoding.SIDES for path in paths[side])
     meter = Meter(progress, "verify", sum(each.st_size for each in statuses if each is not None))
-    seals = manifest["files"]
+    digests = manifest["files"]
     sides = {}
     for side in encoding.SIDES:
         tokens_path, *index_paths = paths[side]
         tokens = open_shard(
-            tokens_path, token_dtype(tokenizer.vocab_size), seals[tokens_path.name], meter
+            tokens_path, token_dtype(tokenizer.vocab_size), digests[tokens_path.name], meter
         )
         # `answers` is a list of one array for conversations, and empty for texts.
+        # numpy would turn differences of stored, unsigned numbers and int64 into floats, so they are int64.
         starts, records, *answers = [
-            open_shard(path, INDEX_DTYPE, seals[path.name], meter).view(np.int64)
+            open_shard(path, INDEX_DTYPE, digests[path.name], meter).view(np.int64)
             for path in index_paths
         ]
         counts = manifest["sides"][side]

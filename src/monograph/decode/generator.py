@@ -393,7 +393,7 @@ class Generator:
         further = (
             entry.request.prompt_ids
             for entry in itertools.islice(self._queue, len(self._free_rows), None)
-            if entry.request.adapter == request.adapter
+            if self._reuse_key_of(entry.request) == reuse_key
         )
         is_new = self.reader.choose_prompts(prompts, further, reuse_key)
         # If the reader reads one prompt at a time, it can skip tokens that a row already has.

@@ -44,7 +44,8 @@ def _penalises_counts(sampling: Sampling) -> bool:
 # The stages before the temperature and the filters, in their order. They edit the logits, except for
 # two that change other stages: last_n is the window of the penalties, and min_keep the minimum number
 # of tokens that a filter keeps. The mask of an automaton is applied after min_tokens. bias and
-# min_tokens also have lists of ids as knobs, see `knobs_of`.
+# min_tokens also have lists of ids as knobs, see `knobs_of`. The last entry of a stage is an example of
+# options that need it.
 _EDITS = (
     SamplerStage("bias", lambda s: bool(s.logit_bias), {}, {"logit_bias": {0: 0.0}}),
     SamplerStage(

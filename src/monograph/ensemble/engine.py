@@ -35,6 +35,7 @@ from monograph.graph.remat import Remat
 from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loop import EngineState
 from monograph.loss import Batch, Loss, token_loss
+from monograph.model.llama import Llama
 from monograph.optim import AdamW, Optimizer
 from monograph.schedule import Schedule, constant
 from monograph.step import Clip, Step, Update
@@ -268,11 +269,14 @@ class Ensemble(Engine):
             )
         compat.allow_recurrent()
         # One graph keeps all activations, as a smaller share can be chosen only between two graphs, of
-        # the forward and of the backward pass. With a recorder, a GPU replays micro-steps instead.
+        # the forward and of the backward pass. With a recorder, a GPU replays micro-steps instead. The
+        # language models of this package are larger, and two graphs are faster (dev/log.md). Their planned
+        # memory is that of two.
         self._updates_in_one_graph = (
             self._is_one_micro_batch(window)
             and self.stacked_parameters.kept_share == 1
             and self.step.recorder is None
+            and not isinstance(self.members[0], Llama)
         )
         reason = super().capture(window, backend, scope)
         # torch may be able to compile as two graphs what it cannot differentiate inside one.

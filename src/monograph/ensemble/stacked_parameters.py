@@ -25,6 +25,10 @@ from monograph.optim.formats import FORMATS
 from monograph.schedule import Schedule, factor_at
 from monograph.step import OnDevice, Step, Update, finish_update, prepared_loss
 
+# What a differentiated function returns: the loss, and (sum of losses, count, new buffers). It has a name,
+# since Dynamo cannot trace the definition of a function whose annotation it would have to evaluate.
+_LossAndSums = tuple[Tensor, tuple[Tensor, Tensor, Tensors]]
+
 
 class StackedParameters(OnDevice):
     """The parameters of N members, as a step uses them.
@@ -121,7 +125,7 @@ class StackedParameters(OnDevice):
         # Running means are written by forward passes. But inside torch.func.grad, a tensor from outside
         # cannot be written, so the passes write to clones, which are copied back.
 
-        def loss(parameters: Tensors) -> tuple[Tensor, tuple[Tensor, Tensor, Tensors]]:
+        def loss(parameters: Tensors) -> _LossAndSums:
             clones = {name: buffer.clone() for name, buffer in buffers.items()}
             loss_sum, count = self.sums(batch, parameters | clones)
             return step.scaled_loss(loss_sum, loss_factor), (loss_sum.detach(), count, clones)
@@ -140,7 +144,7 @@ class StackedParameters(OnDevice):
         step.count.copy_(count)
         members = self.caller.stack.size
         plane_grads = [
-            torch.cat([grads[slot.name].reshape(members, -1) for slot in plane.slots], dim=-1)
+            torch.cat([grads[placed.name].reshape(members, -1) for placed in plane.placed], dim=-1)
             for plane in step.planes
         ]
         return step.clip_and_apply(plane_grads)

@@ -41,7 +41,6 @@ def quantise_base(module: nn.Module, base: str, device: OptionalDevice) -> None:
             layer.to(device)
 
 
-def base_weight(layer: nn.Module) -> Tensor:
+def base_weight(layer: nn.Linear | ExpertLinear) -> Tensor:
     """Return W, dequantised if the base is quantised."""
-    weight: Tensor = layer.dense() if isinstance(layer, FrozenWeight) else layer.weight
-    return weight
+    return layer.dense() if isinstance(layer, FrozenWeight) else layer.weight

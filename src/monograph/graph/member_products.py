@@ -37,8 +37,9 @@ def adapted_product(x: Tensor, A: Tensor, B: Tensor, stored: Sequence[Tensor]) -
 
 
 class _MembersProduct(torch.autograd.Function):
-    """Compute y_m = x_m W^T + low_m B_m^T with low_m = x_m A_m^T, and its gradients.
+    """Compute `adapted_product` for M members, and its gradients.
 
+        y_m = x_m W^T + low_m B_m^T        low_m = x_m A_m^T
         dlow_m = dy_m B_m        dx_m = dy_m W + dlow_m A_m
         dA_m = dlow_m^T x_m      dB_m = dy_m^T low_m
 
@@ -101,9 +102,8 @@ class _MembersProduct(torch.autograd.Function):
         if any(dim is not None for dim in stored_dims):
             raise RuntimeError("the frozen weight of a product of members must be one for all")
         A, B = (_with_members(each, dim, info) for each, dim in ((A, A_dim), (B, B_dim)))
-        if x_dim is None and not x.requires_grad and len(x) == 1:
-            pass  # the same rows for all members
-        else:
+        has_same_rows = x_dim is None and len(x) == 1
+        if not has_same_rows or x.requires_grad:
             x = _with_members(x, x_dim, info)
         outputs = _MembersProduct.apply(x, A, B, *stored)
         y, low = (each.unflatten(0, (info.batch_size, -1)) for each in outputs)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused
-from monograph.graph.lora_merge import Plain
+from monograph.graph.lora_merge import UnreadTensor
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, L2_NORM_EPS, LINEAR_ATTENTION
 from monograph.model.layers import Linear, RMSNorm
@@ -171,7 +171,8 @@ class GatedDeltaNet(Mixer):
         wide = torch.float64 if hidden_BTD.dtype == torch.float64 else torch.float32
         # beta and g are computed in float64 for two reasons. Sums of g are subtracted from each other,
         # which magnifies their errors. And in fp32, torch's functions may give the last numbers of a
-        # tensor other bits than the same numbers elsewhere in it.
+        # tensor other bits than the same numbers elsewhere in it. As in transformers, beta is then rounded
+        # to the dtype of the hidden states.
         beta_BTH = b_BTH.double().sigmoid().to(hidden_BTD.dtype).to(wide)
         decay_BTH = -self.A_log.double().exp() * F.softplus(a_BTH.double() + self.dt_bias)
         if cache is None:
@@ -253,13 +254,16 @@ class GatedDeltaNet(Mixer):
         inputs_BSC = torch.cat(
             [recurrence.inputs_BKC, channels_BTC.to(recurrence.inputs_BKC.dtype)], dim=1
         )
-        # For each row, the last K inputs up to its last new token.
+        # For each row, the last K inputs up to its last new token. In `inputs_BSC`, K old inputs come first.
         index_BK = is_new_BT.sum(dim=1)[:, None] + torch.arange(
             recurrence.inputs_BKC.shape[1], device=is_new_BT.device
         )
         inputs_BKC = inputs_BSC.gather(1, index_BK[..., None].expand(-1, -1, inputs_BSC.shape[-1]))
         is_one_token = channels_BTC.shape[1] == 1
-        mixed_BTC = self.conv1d.convolve_inputs(inputs_BKC if is_one_token else inputs_BSC[:, 1:])
+        # Each output needs K inputs, its own and K - 1 earlier ones. So T outputs do not need the oldest of
+        # the K old inputs. A repeated token is in the old inputs already, and `inputs_BKC` ends with it.
+        convolved_BSC = inputs_BKC if is_one_token else inputs_BSC[:, 1:]
+        mixed_BTC = self.conv1d.convolve_inputs(convolved_BSC)
         query_BHTE, key_BHTE, value_BHTV = self._heads(mixed_BTC, recurrence.state_BHEV.dtype)
         # A token with g = 0 (no decay) and beta = 0 does not change the state.
         decay_BHT, beta_BHT = (
@@ -405,7 +409,7 @@ class GatedDeltaNet(Mixer):
     @classmethod
     def llama_cpp_tensor(
         cls, name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig
-    ) -> Plain:
+    ) -> UnreadTensor:
         """Return a tensor of a delta net with llama.cpp's name, order and values.
 
         Each key head has several value heads. Monograph lists all value heads of the first key head, then
@@ -440,7 +444,7 @@ class GatedDeltaNet(Mixer):
             reordered = heads.transpose(axis, axis + 1).flatten(axis, axis + 2)
             return torch.cat([queries_and_keys, reordered], dim=axis)
 
-        return Plain(
+        return UnreadTensor(
             _LLAMA_CPP_NAMES[name],
             _without_middle_axis(like),
             lambda: _without_middle_axis(change(read())),

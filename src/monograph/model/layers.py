@@ -156,7 +156,8 @@ class Attention(Mixer):
                 each_BTX.clamp(-self.clip, self.clip)
                 for each_BTX in (query_BTX, key_BTX, value_BTX)
             )
-        # What is computed between the projections and a rotation is fused with the latter.
+        # Whether the rotation gets the results of the projections themselves. If a norm or a clamp is in
+        # between, a compiler fuses it with a rotation that is written in torch's operators.
         rotates_projections = isinstance(self.q_norm, nn.Identity) and self.clip is None
         if cos_sin_B1TF is not None and rotates_projections:
             query_BHTE, key_BKTE, value_BKTE = rotate_heads(
@@ -200,7 +201,10 @@ class Attention(Mixer):
     def training_flops(
         cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
     ) -> float:
-        """Return 12 · d_attn · P FLOPs per token that attends to P positions on average."""
+        """Return 12 · d_attn · P FLOPs per token that attends to P positions on average.
+
+        d_attn is the width of all heads together.
+        """
         positions = visible_positions(config.window(layer))
         return 12 * config.num_attention_heads * config.head_dim * positions
 

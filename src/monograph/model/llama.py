@@ -126,7 +126,8 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
     if window is not None:
         # A query and a key whose blocks are n blocks apart have a distance from (n - 1) BLOCK + 1 to
         # (n + 1) BLOCK - 1, and a query sees distances below the window. So it sees a part of the block
-        # if the smallest distance is below the window, and all of it if the largest one is.
+        # if the smallest distance is below the window, and all of it if the largest one is. These are the
+        # largest n for which that holds.
         most_apart_in_part = (window + BLOCK - 2) // BLOCK
         most_apart_in_full = window // BLOCK - 1
         overlap_BNN = overlap_BNN.triu(-most_apart_in_part)
@@ -140,8 +141,10 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
 
     # `BlockMask.from_kv_blocks` would derive the lists of blocks of queries by sorting; see
     # `_count_and_list`.
-    partial_keys, partial_queries = _count_and_list(partial_BNN), _count_and_list(partial_BNN.mT)
-    full_keys, full_queries = _count_and_list(full_BNN), _count_and_list(full_BNN.mT)
+    partial_keys = _count_and_list(partial_BNN)
+    partial_queries = _count_and_list(partial_BNN.mT)
+    full_keys = _count_and_list(full_BNN)
+    full_queries = _count_and_list(full_BNN.mT)
     return BlockMask(
         (length, length),
         *partial_keys,
@@ -274,6 +277,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
+        # Given a weight, nn.Embedding does not sample one. `Llama._initialise` does that.
         empty_VD = torch.empty(config.vocab_size, config.hidden_size)
         # As in transformers, the row of pad_token_id gets no gradient from look-ups of the embedding. If
         # the head is tied to the embedding, the row still gets a gradient from the head.
@@ -286,6 +290,7 @@ class Decoder(nn.Module):
         self.norm = make_norm(config, config.hidden_size)
 
 
+# Its forward pass takes no gradients itself, so matrix products may add those of weights to the planes.
 @takes_no_gradients
 class Llama(nn.Module):
     """A language model of one of the families in `monograph.model.families`, such as Llama, Qwen or
@@ -323,7 +328,8 @@ class Llama(nn.Module):
         self.attention = attention
         self.model = Decoder(config, attention)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        # transformers keeps the factor in fp32, so it is rounded to fp32 here.
+        # transformers keeps the factor in fp32, so it is rounded to fp32 here. `device` is given because a
+        # model may be built on the meta device, whose tensors have no numbers.
         self.scale_embedded = make_scale(torch.tensor(config.embedding_scale, device="cpu").item())
         self.scale_last = make_scale(1 / config.logits_scaling)
         self.sampling: Defaults = {}

@@ -92,7 +92,7 @@ class Experts(nn.Module):
         experts_per_token = experts_Nk.shape[1]
         expert_P = experts_Nk.flatten()
         order_P = expert_P.argsort(stable=True)
-        inverse_P = order_P.argsort()
+        inverse_P = order_P.argsort()  # `permute_rows` takes both orders, one for its backward pass
         # Where the pairs of expert e end, in their sorted order: the number of pairs of experts up to e.
         numbers_E1 = torch.arange(self.gate_proj.experts, device=expert_P.device)[:, None]
         ends_E = (expert_P <= numbers_E1).sum(-1, dtype=torch.int32)

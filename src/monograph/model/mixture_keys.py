@@ -43,7 +43,7 @@ def check_and_derive(config: LlamaConfig) -> dict[str, Any]:
     if not family.expert_width_key:
         return {}
     _check_router(config)
-    layers_without_mixture = {*config.mlp_only_layers} & {*range(config.num_hidden_layers)}
+    layers_without_mixture = set(config.mlp_only_layers) & set(range(config.num_hidden_layers))
     changed: dict[str, Any] = {"mlp_only_layers": tuple(sorted(layers_without_mixture))}
     if family.expert_width_key == "moe_intermediate_size":
         default_width = -(-config.intermediate_size // config.num_experts_per_tok)  # rounded up

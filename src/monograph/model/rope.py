@@ -182,6 +182,7 @@ def rotate(heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
     """
     rotary_dim = 2 * cos_sin_B1TF[0].shape[-1]
     if rotary_dim < heads_BHTC.shape[-1]:
+        # A part of the channels is not the output of a product itself, so `of_product` is not passed on.
         rotary_BHTD, rest_BHTX = heads_BHTC.tensor_split([rotary_dim], dim=-1)
         return torch.cat([rotate(rotary_BHTD, cos_sin_B1TF, device_type), rest_BHTX], dim=-1)
     heads_BHTD = heads_BHTC  # all channels are rotated, so C = D

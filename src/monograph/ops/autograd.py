@@ -21,6 +21,12 @@ class Context(Protocol):
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep tensors, which must not change until the backward pass reads them."""
 
+    def mark_non_differentiable(self, *outputs: Tensor) -> None:
+        """Declare outputs that have no gradient."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Set whether the backward pass gets zeros, instead of None, for outputs that nothing uses."""
+
 
 class VmapInfo(Protocol):
     """The first argument of a rule for vmap."""

@@ -488,8 +488,10 @@ class _MembersLoss(torch.autograd.Function):
         block = block_rows(device_type, len(weight_VD))
         losses: list[Tensor] = []
         hidden_grads: list[Tensor] = []
-        flat = (tensor.flatten(0, 1) for tensor in (hidden_MND, targets_MN, mask_MN))
-        for hidden_CD, targets_C, mask_C in _split(*flat, max(1, chunks)):
+        pieces = _split(
+            hidden_MND.flatten(0, 1), targets_MN.flatten(), mask_MN.flatten(), max(1, chunks)
+        )
+        for hidden_CD, targets_C, mask_C in pieces:
             losses_C, grad_CV = _eager_gradients(
                 hidden_CD, head, targets_C, mask_C.dtype, None, block
             )

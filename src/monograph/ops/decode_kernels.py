@@ -400,6 +400,8 @@ class AttendForm(NamedTuple):
 
 # Up to this number of programs, the time is that of memory's latency, and not of its bandwidth.
 _FEW_PROGRAMS = 128
+# A block of 128 slots of heads of 256 channels in 16 bits.
+_BYTES_OF_WIDE_BLOCK = 131_072
 # A constant, because the order in which a block's weights are summed depends on it, and so do the bits.
 _ATTEND_WARPS = 4
 
@@ -423,9 +425,11 @@ def attend_form(
     few_blocks = 4 if is_latency_bound else 8
     stages = 3 if is_latency_bound and blocks <= few_blocks else 2
     if blocks == 1:
-        # Ampere's and Ada's kernels need fewer registers with 2 stages, and spill some of heads of 64
-        # with 1 (counted in machine code, not timed).
-        stages = 2 if capability[0] == 8 else 1
+        # With 1 stage, Ampere's and Ada's kernels spill some registers of heads of 64, and those of
+        # compute capability 10 of heads of 256. With 2 they need fewer (counted in machine code, not
+        # timed).
+        spills = capability[0] == 8 or (capability[0] == 10 and block_bytes >= _BYTES_OF_WIDE_BLOCK)
+        stages = 2 if spills else 1
     # One stage computes from registers, and the other stages' blocks are in shared memory.
     while stages > 1 and (stages - 1) * block_bytes > shared_bytes:
         stages -= 1

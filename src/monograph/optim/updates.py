@@ -75,11 +75,12 @@ def update_(
     )
     rule.update_(tensors[0], tensors[1], tensors[2:], hyper)
     # Each element gets one random word for its weight and one for each moment, because the roundings of
-    # one update must be independent. With fewer than two moments there are words that nothing uses.
+    # one update must be independent.
     words = None
     if state_format.stochastic:
-        count = 1 + max(2, len(moments))
-        words = random_words(param, optim.seed, applied, plane.number, plane.start, count)
+        words = random_words(
+            param, optim.seed, applied, plane.number, plane.start, count=1 + len(moments)
+        )
     for number, (moment, values) in enumerate(zip(rule.moments, moments, strict=True), start=1):
         state_format.write_(
             state,
@@ -109,8 +110,8 @@ def _matrices(flat: Tensor, plane: Plane) -> Tensor:
     All parameters of the plane have this shape. The gaps between them are left out.
     """
     shape = plane.kind.matrix_shape or ()
-    by_slot = flat.unflatten(-1, (len(plane.slots), -1))
-    matrices: Tensor = by_slot[..., : math.prod(shape)].unflatten(-1, shape)
+    by_parameter = flat.unflatten(-1, (len(plane.placed), -1))
+    matrices: Tensor = by_parameter[..., : math.prod(shape)].unflatten(-1, shape)
     return matrices
 
 

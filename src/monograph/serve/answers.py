@@ -18,7 +18,8 @@ from monograph.serve import shapes
 from monograph.serve.owner import ServedText
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.versions import ServedModel
-from monograph.text.calls import ID_LENGTH, CallPiece, CallReader
+from monograph.text.call_reader import CallPiece, CallReader
+from monograph.text.calls import ID_LENGTH
 from monograph.text.tokenizer import Tokenizer
 
 _COMMON_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}

@@ -851,11 +851,8 @@ class ChatRequest(TextRequest):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template reads in addition to the messages, by name."""
-        variables = self.chat_template_kwargs.model_dump(exclude_none=True)
-        if self.tool_use is not None:
-            variables["tools"] = self.tool_use.shown
-        return variables
+        """What the chat template reads in addition to the messages and tools, by name."""
+        return self.chat_template_kwargs.model_dump(exclude_none=True)
 
     @cached_property
     def tool_use(self) -> ToolUse | None:

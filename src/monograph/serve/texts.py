@@ -47,7 +47,8 @@ from monograph.serve.requests import (
 )
 from monograph.serve.service import Service
 from monograph.serve.versions import ServedModel, Version
-from monograph.text.calls import CallFrame, CallReader
+from monograph.text.call_reader import CallReader
+from monograph.text.calls import CallFrame, with_tools
 from monograph.text.chat import chat_ids
 
 PromptIds = Sequence[Sequence[int]]  # the ids of each prompt
@@ -227,12 +228,10 @@ class TextEndpoint:
             return [self._encode(version, prompt) for prompt in request.prompt]
         if not version.has_template:
             return [self._encode(version, joined_messages(request))]
-        ids = chat_ids(
-            version.tokenizer,
-            request.messages,
-            add_generation_prompt=True,
-            **request.template_variables,
-        )
+        shown = None if request.tool_use is None else request.tool_use.shown
+        messages, variables = with_tools(version.tokenizer, request.messages, shown)
+        variables |= request.template_variables
+        ids = chat_ids(version.tokenizer, messages, add_generation_prompt=True, **variables)
         return [ids]
 
     @staticmethod

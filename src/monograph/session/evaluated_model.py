@@ -137,12 +137,13 @@ def _load_beside(
         warn: called with each line that the user should read.
         other: the model of another run, whose base this one shares if it can; None: there is none.
     """
-    # Of the Python files that a run's settings can name, evaluation runs only the one that builds the
-    # model. A reward function, for example, need not be trusted.
+    # The settings may name Python files that this user does not trust, and are refused then. That holds
+    # here only for `model.init`, the file that builds the model: no other, such as that of a reward, is run.
     settings = run_settings(run, code_keys=("model.init",))
     # In another precision the scores would differ from those of the training.
     precision = Precision(settings.train.precision)
-    # If the run was moved, a recorded path may lead nowhere. Then the run's own copy is read.
+    # If the run was moved, a recorded path may lead nowhere. Then the run's own copy is read. The
+    # origin of a setting says in which config.toml, and so in which folder, it was recorded.
     data_settings = settings.data.model_dump()
     data_settings |= copies_of_missing_files(settings.data, settings.origins)
     objective = objective_of(settings)
@@ -230,6 +231,7 @@ def mixture_of(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
         is_target_N = batch["targets"].flatten() != IGNORE
         return torch.where(is_target_N, losses_N, 0.0).sum(), is_target_N.sum()
 
+    # The runs of a sweep have one text, so that of `shortest` and its fingerprint are those of all.
     return replace(
         shortest,
         module=nn.ModuleList(modules),
@@ -264,9 +266,9 @@ def answer_questions(
     if not isinstance(subject.module, Llama):
         # The module of a mixture is a ModuleList; see `mixture_of`.
         if isinstance(subject.module, nn.ModuleList):
-            raise InputRefused("a mixture does not say what follows a question: give a text")
+            raise InputRefused("a mixture cannot answer questions: give a text")
         raise InputRefused(
-            "the run holds a module of its own, which does not say what follows a question: give a text"
+            "the run holds a module of its own, which cannot answer questions: give a text"
         )
     answers, accuracy = choose(
         subject.module, subject.tokenizer, questions, subject.precision, report, chat

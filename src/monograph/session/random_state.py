@@ -34,7 +34,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     # pairs.
     version, words, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002
-    algorithm, state = numpy["bit_generator"], numpy["state"]
+    algorithm = numpy["bit_generator"]
+    state = numpy["state"]
     if algorithm != "MT19937":
         raise InputRefused(
             f"numpy.random uses {algorithm}, whose state cannot be saved: remove set_bit_generator from the model's "

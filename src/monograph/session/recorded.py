@@ -342,6 +342,7 @@ def settings_to_resume(run: Run, given: Settings) -> Settings:
                 changes["train.compile"] = "blocks"
             settings = settings.resolve(changes, origin)
             continue
+        # The first group of keys that exclude one another has those that give a run's length.
         keys_of_length = EXCLUSIVE[0]
         if key not in keys_of_length:
             recorded = settings.values()[key]

@@ -117,7 +117,8 @@ def rewinds_in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
     count = 1
     neighbours = [*itertools.pairwise(stretches)]
     for earlier, later in reversed(neighbours):
-        (_, earlier_end), (later_begin, _) = earlier, later
+        _, earlier_end = earlier
+        later_begin, _ = later
         if later_begin - earlier_end >= IN_A_ROW_UPDATES * rows:
             break
         count += 1

@@ -92,6 +92,7 @@ class Session:
 
     def __post_init__(self) -> None:
         """Give the task its engine, and open the windows at the run's beginning."""
+        # The task asks for the plan each time, because `set_plan` may replace it.
         self.task.begin(self.run, self.engine, self.world, lambda: self.plan)
         self.batches = self.open_batches(0)
 
@@ -196,7 +197,7 @@ class Session:
             "tokenizer_files": self.records.tokenizer.config.digests,
             "settings": self.initial_fingerprint or self.plan.record.fingerprint,
             "recipe": self.recipe.entries(),
-            # Where no kernel was chosen, as on a CPU, there is no entry.
+            # There is no entry if no kernel was chosen, as on a CPU, or if the task keeps no file in the run's folder.
             **({"attention": self.kernel} if self.kernel else {}),
             **({"files": self.task.file_digests} if self.task.file_digests else {}),
             "model_config": self.model_config.to_hf() if self.model_config else None,

@@ -29,7 +29,8 @@ def require_nothing_added(
     """
     count = step.parameters.targets(empty)
     loss_sum = torch.zeros(())
-    grads = tuple[Tensor | None, ...]()
+    grads: tuple[Tensor | None, ...] = ()
+    # `TokenLoss` is known to add nothing. A loss cannot be called on a model that runs stage by stage.
     if not isinstance(step.loss, TokenLoss) and not step.parameters.staged:
         devices = [step.device] if step.device.type == "cuda" else []
         # With gradients enabled, FSDP2's forward pass would wait for a backward pass.

@@ -45,7 +45,8 @@ class OnDevice(Parameters):
             self._fuses_gradients = self._asked_to_fuse
         if self._fuses_gradients:
             siblings.fuse_known(step.model)
-        # Siblings are multiplied as one matrix, so their parameters must lie side by side in a plane.
+        # Siblings are linear layers with the same input, such as q, k and v, and together a family. They are
+        # multiplied as one matrix, so their parameters must lie side by side in a plane.
         ordered_parameters = siblings.in_family_order(step.model, trainable(step.model))
         new_planes = planes(
             ordered_parameters,
@@ -54,6 +55,7 @@ class OnDevice(Parameters):
             master_weights=step.optim.master_weights,
             layers=parameter_blocks(step.model),
         )
+        # Those that do not, as they are updated in different ways, are multiplied separately.
         siblings.split_separated_families(step.model)
         for plane in new_planes:
             step.prepare_plane(plane)

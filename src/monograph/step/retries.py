@@ -1,7 +1,7 @@
 """Repeat a pass that ran out of device memory in a way that needs less; for any engine.
 
-Neither smaller micro-batches nor recomputed blocks change a gradient (laws 2 and 3), so the update
-stays the same.
+Neither smaller micro-batches nor recomputed blocks change a gradient (laws 2 and 3 in docs/laws.md), so
+the update stays the same.
 """
 
 import gc

@@ -177,7 +177,7 @@ class Step:
         member_shape = self.planes[0].param.shape[:-1]  # [N] for an ensemble, otherwise []
         zeros = functools.partial(torch.zeros, member_shape, device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation
-        # (dev/log.md).
+        # (dev/log.md). `lr`, `loss_sum` and `count` are written outside of captured functions only.
         self.lr = zeros(dtype=torch.float64)
         # The members' learning rates that `lr` holds; empty before the first update.
         self._rates_on_device: tuple[float, ...] = ()
@@ -375,7 +375,8 @@ class Step:
         """
         # The block includes the backward pass, as that may recompute parts of the forward pass.
         with self.parameters.fused_gradients():
-            # The forward pass of bf16 weights with fp32 gradients is traced without the gradients.
+            # torch cannot trace a forward pass of bf16 weights that have fp32 gradients, so `unlinked`
+            # takes these away for it.
             with unlinked(self.planes), self.context():
                 loss, loss_sum, count = self.forward(batch, self.loss_factor)
             self.differentiate(loss, loss_sum, count)
@@ -552,6 +553,7 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
     step.parameters.begin()
     # An engine's window is a generator, which cuts the micro-batches and copies them to the device now.
     batches = list(window)
+    # For example, a comparison was passed by mistake.
     if any(isinstance(batch, bool) for batch in batches):
         raise UsageError(
             f"a window is a list of micro-batches, and {batches[0]} is not a micro-batch"
@@ -571,6 +573,8 @@ def accumulate(step: Step, window: Iterable[object]) -> None:
 @contextmanager
 def prepared_loss(step: Step, batches: Sequence[object]) -> Iterator[None]:
     """Let the loss prepare for an update whose gradient is computed in the block.
+
+    A loss of a row may depend on the update's other rows (`update_of` in `monograph.loss`).
 
     Args:
         step: the step.
@@ -617,13 +621,14 @@ def finish_update(step: Step, lr: LearningRates, grad_norm: Tensor) -> Update:
     """Reset the window's sums and count the update; return the update's numbers."""
     # Stages are updated in turn, so the parts of a staged update overlap and are not timed.
     marks = () if step.parameters.staged else step.parts.end()
+    index = step.index
     loss = step.loss_sum / step.count
     count = step.count.clone()
     step.loss_sum.zero_()
     step.count.zero_()
     step.index += 1
     return Update(
-        index=step.index - 1,
+        index=index,
         loss=loss,
         count=count,
         lr=lr,

@@ -101,7 +101,7 @@ class Slot:
     Attributes:
         weights: the memory for weights.
         gradients: the memory for gradients.
-        holds: the stage whose weights are in the slot, and the version of these weights; None:
+        loaded: the stage whose weights are in the slot, and the version of these weights; None:
             no weights were copied to it yet.
     """
 
@@ -113,7 +113,7 @@ class Slot:
         self.gradients = DeviceBuffer(
             f"{name}, gradients", [tensors_to_fetch(stage, GRADIENT) for stage in stages], device
         )
-        self.holds: tuple[Stage, int] | None = None
+        self.loaded: tuple[Stage, int] | None = None
 
 
 class StageOnDevice:
@@ -170,8 +170,9 @@ class StageOnDevice:
 
         Outside the `with` block they are the weights at home.
         """
-        # The slots of a plane are not device memory: they say where each parameter lies in it.
-        weights_at_home = [placed.parameter.data for plane in self.planes for placed in plane.slots]
+        weights_at_home = [
+            placed.parameter.data for plane in self.planes for placed in plane.placed
+        ]
         for plane in self.planes:
             plane.rebind_parameters(plane.param)
             plane.fuse_gradients()
@@ -225,7 +226,8 @@ class Slots:
             for number, stages_in_turn in enumerate(stages_of_ends)
         ]
         # If the model is not tied, both are the same pool.
-        first_pool, last_pool = self.pools[0], self.pools[-1]
+        first_pool = self.pools[0]
+        last_pool = self.pools[-1]
         block_slots = min(BLOCK_SLOTS, len(middle))
         block_pool = [Slot(f"slot {number}", middle, device) for number in range(block_slots)]
         self.pools.append(block_pool)
@@ -242,9 +244,9 @@ class Slots:
     def fetch(self, stage: Stage) -> StageOnDevice:
         """Copy the stage's weights to a slot, unless they are there, and return the stage."""
         stage_on_device = self.claim(stage)
-        if stage_on_device.slot.holds != (stage, stage.version):
+        if stage_on_device.slot.loaded != (stage, stage.version):
             stage_on_device.fetch(self.lanes, stage.stored_planes)
-            stage_on_device.slot.holds = (stage, stage.version)
+            stage_on_device.slot.loaded = (stage, stage.version)
         return stage_on_device
 
     def claim(self, stage: Stage) -> StageOnDevice:
@@ -253,7 +255,7 @@ class Slots:
         slot = pool[0]
         # A stage that is in a slot keeps it, so that its weights are not fetched a second time.
         for occupied in pool:
-            if occupied.holds and occupied.holds[0] is stage:
+            if occupied.loaded and occupied.loaded[0] is stage:
                 slot = occupied
                 break
         # The last slot is the one used most recently.

@@ -123,8 +123,10 @@ class HostUpdate:
         buffers = self._decisions.get(index)
         if buffers is None:
             buffers = self._decisions[index] = self._new_decision(index)
-        source, target = buffers.on_device, buffers.on_host
-        applied, lr = self.step.applied, self.step.lr
+        source = buffers.on_device
+        target = buffers.on_host
+        applied = self.step.applied
+        lr = self.step.lr
 
         def write_numbers() -> None:
             # All four numbers are in one tensor, so that one copy is enough. They are fp64, which

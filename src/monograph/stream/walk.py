@@ -331,7 +331,8 @@ class Walk:
                 of its input.
         """
         planes = [plane for stage in self._needed_stages(stage_on_device) for plane in stage.planes]
-        first, last = self.store.stages[0], self.store.stages[-1]
+        first = self.store.stages[0]
+        last = self.store.stages[-1]
         if stage_on_device.stage is first:
             run_first = functools.partial(self.passes.backward_first, planes, batch, gradients[g])
             self._compute(stage_on_device, run_first, backward=True)
@@ -417,7 +418,8 @@ class Walk:
 
     def _needed_stages(self, stage_on_device: StageOnDevice) -> list[StageOnDevice]:
         """Return the stages on the device whose weights a stage reads: itself, and a tied one."""
-        first, last = self.store.stages[0], self.store.stages[-1]
+        first = self.store.stages[0]
+        last = self.store.stages[-1]
         # Tied weights lie in the first stage's slot, where both stages add to one gradient.
         if self.store.tied and stage_on_device.stage is last:
             return [stage_on_device, self.slots.fetch(first)]

@@ -406,6 +406,9 @@ class TimedGroup:
         )
         self.group.compile_s = max(0.0, choice.total_s - updates * self.group.update_s)
         self.group.held_out_s = self.held_out_s(self.group.round_sizes)
+        one_by_one = [1] * len(self.group.members)
+        self.group.one_by_one_update_s = len(one_by_one) * self.timed[1].update_s
+        self.group.one_by_one_held_out_s = self.held_out_s(one_by_one)
         unused_widths = self.engines.keys() - set(self.group.round_sizes)
         for width in unused_widths:
             del self.engines[width]

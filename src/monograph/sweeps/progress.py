@@ -261,6 +261,9 @@ class SweepProgress:
             predicted_s = group.compile_s + remaining * group.update_s + group.held_out_s
             name = f"{group.name}: " if group.name else ""
             time = f", about {duration(predicted_s)}" if predicted_s else ""
+            one_by_one_s = remaining * group.one_by_one_update_s + group.one_by_one_held_out_s
+            if predicted_s and max(group.round_sizes) > 1:
+                time += f" instead of {duration(one_by_one_s)}"
             self.progress.line(
                 "plan",
                 f"{name}{counted(updates, 'update')} of {tokens_per_update:,} tokens = "

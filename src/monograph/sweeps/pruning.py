@@ -112,8 +112,8 @@ def _scores(outcomes: Sequence[Outcome], look: int) -> tuple[list[float], list[f
 
     It is None if a member was stopped or had diverged before, or has not both scores.
     """
-    before = []
-    now = []
+    before = list[float]()
+    now = list[float]()
     for outcome in sorted(outcomes, key=lambda each: repr(each.member.knobs.get(SEED))):
         if outcome.stopped is not None and outcome.stopped < look:
             return None
@@ -122,11 +122,11 @@ def _scores(outcomes: Sequence[Outcome], look: int) -> tuple[list[float], list[f
             return None
         # All held-out rows are scored last.
         by_update = {row["update"]: row[NATS] for row in rows if NATS in row}
-        pair = (by_update.get(look // 2), by_update.get(look))
-        if not all(score is not None and math.isfinite(score) for score in pair):
-            return None
-        before.append(pair[0])
-        now.append(pair[1])
+        for scores, update in ((before, look // 2), (now, look)):
+            score = by_update.get(update)
+            if score is None or not math.isfinite(score):
+                return None
+            scores.append(score)
     return before, now
 
 

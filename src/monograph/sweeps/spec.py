@@ -80,6 +80,8 @@ class MemberGroup:
         update_s: predicted seconds of an update of all members.
         compile_s: predicted seconds of compiling that is still to do.
         held_out_s: predicted seconds of all evaluations.
+        one_by_one_update_s: predicted seconds of an update of all members, one after another.
+        one_by_one_held_out_s: predicted seconds of all evaluations then.
     """
 
     members: list[Member]
@@ -89,6 +91,8 @@ class MemberGroup:
     update_s: float = 0.0
     compile_s: float = 0.0
     held_out_s: float = 0.0
+    one_by_one_update_s: float = 0.0
+    one_by_one_held_out_s: float = 0.0
 
     @property
     def plan(self) -> RunPlan:

@@ -1,24 +1,26 @@
-"""How a model's chat template writes the calls of tools in an answer, and how calls are read again.
+"""How a model's chat template writes the calls of tools in an answer, and so how they are read again
+(`monograph.text.call_reader`).
 
 What stands around a call is found by trying the template: a chat with known calls is rendered, and the
 names, arguments and ids are searched for in the result. So a new family needs no code of its own, as
-long as its template writes each call's name, and after it the arguments as JSON.
+long as its template writes each call's name, and after it the arguments as JSON. A table has the
+families whose templates only describe calls.
 
 Ids are compared by their *spelling*: a string that has one character below 256 for each byte of a
 token, and one character from `SPECIAL` on for a special token. So a special token is never the same as
 its letters in a text.
 """
 
-import codecs
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from monograph.errors import InputRefused
 from monograph.text.chat import template_of
-from monograph.text.messages import UnreadKey, for_template
+from monograph.text.messages import CALLS, UnreadKey, for_template
+from monograph.text.template import Message
 from monograph.text.tokenizer import Tokenizer
 
 # The character of special token i is SPECIAL + i. No byte has it, and none of the holes.
@@ -28,9 +30,8 @@ NAME, ARGUMENTS, ID = "\u0100", "\u0101", "\u0102"
 _HOLES = {NAME: "name", ARGUMENTS: "arguments", ID: "id"}
 # Templates that write a call's id want this many letters and digits.
 ID_LENGTH = 9
-_NAME_CHARACTERS = re.compile(r"[A-Za-z0-9_-]*")
-_ID_CHARACTERS = re.compile(r"[A-Za-z0-9]*")
-_WHITESPACE = " \t\r\n"
+NAME_CHARACTERS = re.compile(r"[A-Za-z0-9_-]{0,64}")
+WHITESPACE = " \t\r\n"
 
 
 class Call(NamedTuple):
@@ -55,7 +56,8 @@ class CallFrame:
         call: the text from the first to the last hole of a call: NAME, ARGUMENTS and perhaps ID.
         between: what stands between two calls; None: the template writes one call in an answer.
         closing: what stands between the last call and the end of the answer.
-        follows_text: whether the answer may have text before the calls; if not, it begins with them.
+        follows_text: whether the answer may have text before the calls; if not, there may be white space
+            and special tokens.
         separators: what the template writes between the members of arguments, and after their names.
     """
 
@@ -73,23 +75,24 @@ class CallFrame:
         It is what stands before the JSON of a call, such as <tool_call>; if nothing does, all of the
         opening.
         """
-        opening = self.opening.lstrip(_WHITESPACE)
-        before_json = re.split(r"[{\[]", opening, maxsplit=1)[0].rstrip(_WHITESPACE)
+        opening = self.opening.lstrip(WHITESPACE)
+        before_json = re.split(r"[{\[]", opening, maxsplit=1)[0].rstrip(WHITESPACE)
         return before_json or opening
 
     def written(self, calls: Sequence[Call]) -> str:
         """Return the spelling of an answer that has only these calls, without ids."""
         texts = []
         for name, arguments in calls:
-            text = self.call.replace(NAME, name).replace(ID, "0" * ID_LENGTH)
-            texts.append(text.replace(ARGUMENTS, arguments.encode().decode("latin-1")))
+            text = self.call.replace(NAME, _bytes_as_characters(name))
+            text = text.replace(ID, "0" * ID_LENGTH)
+            texts.append(text.replace(ARGUMENTS, _bytes_as_characters(arguments)))
         return self.opening + (self.between or "").join(texts) + self.closing
 
     def grammar(self) -> dict[str, Any]:
         """Return the frame as JSON for `monograph.automata.calls`."""
         return {
             "trigger": _parts(self.trigger),
-            "after_trigger": _parts(self.opening.lstrip(_WHITESPACE)[len(self.trigger) :]),
+            "after_trigger": _parts(self.opening.lstrip(WHITESPACE)[len(self.trigger) :]),
             "opening": _parts(self.opening),
             "call": _parts(self.call),
             "between": None if self.between is None else _parts(self.between),
@@ -97,6 +100,11 @@ class CallFrame:
             "follows_text": self.follows_text,
             "separators": list(self.separators),
         }
+
+
+def _bytes_as_characters(text: str) -> str:
+    """Return the spelling of a text without special tokens."""
+    return text.encode().decode("latin-1")
 
 
 def _parts(text: str) -> list[str | int | dict[str, Any]]:
@@ -118,6 +126,100 @@ def spellings(tokenizer: Tokenizer) -> list[str]:
         bytes(piece).decode("latin-1") if piece else chr(SPECIAL + token_id)
         for token_id, piece in enumerate(tokenizer.pieces)
     ]
+
+
+# ── templates that write no calls ─────────────────────────────────────────────────────────────────
+
+
+class _Described(NamedTuple):
+    """A family whose chat template tells the model in words how to write calls, and writes none itself.
+
+    Attributes:
+        variable: the template's variable with the functions, which no other family reads.
+        frame: how calls are written, with special tokens as their letters.
+    """
+
+    variable: str
+    frame: CallFrame
+
+
+_DESCRIBED = (
+    # SmolLM3
+    _Described(
+        variable="xml_tools",
+        frame=CallFrame(
+            opening='<tool_call>\n{"name": "',
+            call=f'{NAME}", "arguments": {ARGUMENTS}',
+            between='}\n</tool_call>\n<tool_call>\n{"name": "',
+            closing="}\n</tool_call>",
+            follows_text=True,
+            separators=(", ", ": "),
+        ),
+    ),
+)
+
+
+def with_tools(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[Sequence[Message], dict[str, Any]]:
+    """Return the messages and variables with which the chat template renders a chat with tools.
+
+    If the template writes no calls, they become part of the content.
+
+    Args:
+        tokenizer: the tokenizer, with the chat template.
+        messages: the chat.
+        tools: the tools that the template shows; None: the chat has none.
+    """
+    described = _described(tokenizer)
+    if described is None:
+        return messages, {} if tools is None else {"tools": tools}
+    variables = {}
+    if tools is not None:
+        variables[described.variable] = [tool["function"] for tool in tools]
+    return [_with_calls_in_content(described.frame, message) for message in messages], variables
+
+
+def _described(tokenizer: Tokenizer) -> _Described | None:
+    """Return how calls are described, if the template writes none."""
+    words = template_of(tokenizer).words
+    if CALLS in words:
+        return None
+    return next((each for each in _DESCRIBED if each.variable in words), None)
+
+
+def _with_calls_in_content(frame: CallFrame, message: Message) -> Message:
+    """Return a message, with its calls as they are described in the place of its content's end."""
+    if CALLS not in message:
+        return message
+    calls = []
+    for call in message[CALLS]:
+        function = call.get("function", call)
+        arguments = function.get("arguments", {})
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append(Call(function["name"], arguments))
+    content = message.get("content", "")
+    glue = "\n" if content else ""
+    rest = {key: value for key, value in message.items() if key != CALLS}
+    written = frame.written(calls).encode("latin-1").decode()
+    return {**rest, "content": content + glue + written}
+
+
+def _with_special_tokens(frame: CallFrame, tokenizer: Tokenizer) -> CallFrame:
+    """Return a frame that was written as text, with the tokenizer's special tokens."""
+
+    def spelled(text: str) -> str:
+        for token, token_id in tokenizer.special.items():
+            text = text.replace(token, chr(SPECIAL + token_id))
+        return text
+
+    return replace(
+        frame,
+        opening=spelled(frame.opening),
+        between=None if frame.between is None else spelled(frame.between),
+        closing=spelled(frame.closing),
+    )
 
 
 # ── finding the frame ─────────────────────────────────────────────────────────────────────────────
@@ -147,6 +249,9 @@ def find_frame(tokenizer: Tokenizer, stop_ids: Iterable[int]) -> CallFrame:
     Raises:
         InputRefused: there is no template, or it does not write tools or calls, or not in this form.
     """
+    described = _described(tokenizer)
+    if described is not None:
+        return _with_special_tokens(described.frame, tokenizer)
     return _FrameFinder(tokenizer, stop_ids).find()
 
 
@@ -187,7 +292,9 @@ class _FrameFinder:
             separators=separators,
         )
         _require_readable(frame)
-        return frame
+        # A model may write text before calls that are marked, also if its template leaves it out.
+        is_marked = frame.trigger != frame.opening.lstrip(WHITESPACE)
+        return replace(frame, follows_text=follows_text or is_marked)
 
     def _spelled(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
@@ -238,13 +345,13 @@ class _FrameFinder:
         size = 0
         while before[-size - 1 :] == after_content[-size - 1 :] and size < len(before):
             size += 1
-        opening = before[len(before) - size :].lstrip(_WHITESPACE)
+        opening = before[len(before) - size :].lstrip(WHITESPACE)
         if not opening:
             raise InputRefused(
                 "the chat template writes nothing before a call that tells it from text"
             )
         # White space at the beginning of an answer belongs to the opening, but not after thoughts.
-        return (before if before.lstrip(_WHITESPACE) == opening else opening), True
+        return (before if before.lstrip(WHITESPACE) == opening else opening), True
 
     def _between(
         self, before: str, call: str, closing: str, separators: tuple[str, str]
@@ -291,251 +398,7 @@ def _parted(answer: str) -> tuple[str, str, str]:
 def _require_readable(frame: CallFrame) -> None:
     """Refuse a frame whose calls cannot be told apart from what stands around them."""
     after_name = frame.call.partition(NAME)[2][0]
-    if _NAME_CHARACTERS.fullmatch(after_name):
+    if NAME_CHARACTERS.fullmatch(after_name):
         raise InputRefused("the chat template does not mark the end of a call's name")
     if not frame.trigger:
         raise InputRefused("the chat template writes nothing before a call that tells it from text")
-
-
-# ── reading calls ─────────────────────────────────────────────────────────────────────────────────
-
-
-class CallPiece(NamedTuple):
-    """A new piece of a call.
-
-    Attributes:
-        number: the call's number in the answer, from 0.
-        name: the name of the tool, in the first piece of a call; None in the others.
-        arguments: further characters of the arguments.
-    """
-
-    number: int
-    name: str | None
-    arguments: str
-
-
-class AnswerPiece(NamedTuple):
-    """A new piece of an answer: further characters of its content, and pieces of its calls."""
-
-    content: str
-    calls: list[CallPiece]
-
-
-class _Match(NamedTuple):
-    """How a text begins with a pattern.
-
-    Attributes:
-        is_possible: whether the text begins with the pattern, or may still do so when it grows.
-        end: where the pattern ends in the text; None: the text is too short.
-        name: what stands in the place of NAME.
-    """
-
-    is_possible: bool
-    end: int | None = None
-    name: str = ""
-
-
-def _match(pattern: str, text: str, begin: int) -> _Match:
-    """Return how a text has a pattern, which may have the holes NAME and ID, from `begin` on."""
-    position = begin
-    name = ""
-    for character in pattern:
-        if character in (NAME, ID):
-            characters = _NAME_CHARACTERS if character == NAME else _ID_CHARACTERS
-            end = characters.match(text, position).end()  # type: ignore[union-attr]  # matches ""
-            if character == ID:
-                end = min(end, position + ID_LENGTH)
-            is_complete = end < len(text) if character == NAME else end == position + ID_LENGTH
-            if not is_complete:
-                return _Match(is_possible=end == len(text))
-            if end == position:
-                return _Match(is_possible=False)
-            if character == NAME:
-                name = text[position:end]
-            position = end
-        elif position == len(text):
-            return _Match(is_possible=True)
-        elif text[position] != character:
-            return _Match(is_possible=False)
-        else:
-            position += 1
-    return _Match(True, position, name)
-
-
-class CallReader:
-    """Reads the calls in an answer, whose ids are added as they are sampled.
-
-    What is not written like the frame is content. White space between the content and a call is left
-    out.
-
-    Attributes:
-        call_count: how many calls have begun.
-    """
-
-    def __init__(self, frame: CallFrame, spelling_V: Sequence[str], lead: bytes = b"") -> None:
-        """Begin an empty answer.
-
-        Args:
-            frame: how calls are written.
-            spelling_V: the spelling of each token (`spellings`).
-            lead: what the tokenizer inserts before the answer, and what is not part of it.
-        """
-        self.call_count = 0
-        self._frame = frame
-        self._spelling_V = spelling_V
-        self._lead = lead.decode("latin-1")
-        self._opening = frame.opening.lstrip(_WHITESPACE)
-        self._head, self._tail = frame.call.split(ARGUMENTS)
-        self._pending = ""  # the spelling that is not read yet
-        self._content = ""
-        self._calls: list[CallPiece] = []
-        self._has_begun = False  # whether there was anything but white space
-        self._is_after_call = False  # whether there was nothing but white space since a call
-        self._state = self._read_content
-        self._decoder = _decoder()
-        # Within arguments: how many brackets are open, and whether a string is, or an escape in it.
-        self._depth = 0
-        self._is_string = False
-        self._is_escaped = False
-
-    def add(self, ids: Iterable[int]) -> AnswerPiece:
-        """Add ids; return what they make certain."""
-        spelled = "".join([self._spelling_V[token_id] for token_id in ids])
-        if spelled and self._lead:
-            spelled = spelled.removeprefix(self._lead)
-            self._lead = ""
-        self._pending += spelled
-        return self._read(is_final=False)
-
-    def finish(self) -> AnswerPiece:
-        """End the answer; return what was not certain before."""
-        return self._read(is_final=True)
-
-    def _read(self, *, is_final: bool) -> AnswerPiece:
-        self._content = ""
-        self._calls = []
-        while self._state(is_final):
-            pass
-        if is_final:
-            self._say(self._pending)
-            self._pending = ""
-            self._flush()
-        return AnswerPiece(self._content, self._calls)
-
-    def _read_content(self, is_final: bool) -> bool:
-        """Read up to the next call; return whether another state reads on."""
-        if self._is_after_call:
-            self._pending = self._pending.lstrip(_WHITESPACE)
-            self._is_after_call = not self._pending
-        begin = self._pending.find(self._frame.trigger)
-        may_follow = self._frame.follows_text or not self._has_begun
-        if begin > 0 and not self._frame.follows_text and self._pending[:begin].strip(_WHITESPACE):
-            may_follow = False
-        if begin < 0 or not may_follow:
-            kept = self._kept_size() if may_follow and not is_final else 0
-            self._take_content(len(self._pending) - kept)
-            return False
-        match = _match(self._opening + self._head + "{", self._pending, begin)
-        if match.end is not None:
-            self._say(self._pending[:begin].rstrip(_WHITESPACE))
-            self._begin_call(match.name, match.end)
-            return True
-        if match.is_possible and not is_final:
-            self._take_content(len(self._pending[:begin].rstrip(_WHITESPACE)))
-            return False
-        self._take_content(begin + 1)  # it is no call, so it is read as content
-        return True
-
-    def _kept_size(self) -> int:
-        """Return how much of the end of the pending text may belong to a call that follows."""
-        trigger = self._frame.trigger
-        size = min(len(trigger) - 1, len(self._pending))
-        while not trigger.startswith(self._pending[len(self._pending) - size :]):
-            size -= 1
-        before = self._pending[: len(self._pending) - size]
-        return size + len(before) - len(before.rstrip(_WHITESPACE))
-
-    def _begin_call(self, name: str, end: int) -> None:
-        """Begin a call, whose arguments begin with the brace before `end`."""
-        self._flush()
-        self._calls.append(CallPiece(self.call_count, name, ""))
-        self.call_count += 1
-        self._pending = self._pending[end - 1 :]
-        self._depth = 0
-        self._state = self._read_arguments
-
-    def _read_arguments(self, is_final: bool) -> bool:
-        """Read the arguments of a call; return whether another state reads on."""
-        for position, character in enumerate(self._pending):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._is_string:
-                self._is_escaped = character == "\\"
-                self._is_string = character != '"'
-            elif character == '"':
-                self._is_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    self._take_arguments(position + 1)
-                    self._state = self._read_end
-                    return True
-        self._take_arguments(len(self._pending))
-        return False
-
-    def _read_end(self, is_final: bool) -> bool:
-        """Read what follows the arguments of a call; return whether another state reads on."""
-        end = _match(self._tail + self._frame.closing, self._pending, 0)
-        another = _Match(is_possible=False)
-        if self._frame.between is not None:
-            pattern = self._tail + self._frame.between + self._head + "{"
-            another = _match(pattern, self._pending, 0)
-        if another.end is not None:
-            self._begin_call(another.name, another.end)
-            return True
-        if another.is_possible and not is_final:
-            return False
-        if end.end is None and end.is_possible:
-            if is_final:  # the answer was cut off after the arguments
-                self._pending = ""
-            return False
-        if end.end is not None:
-            self._pending = self._pending[end.end :]
-        self._is_after_call = True
-        self._state = self._read_content
-        return True
-
-    def _take_content(self, size: int) -> None:
-        self._say(self._pending[:size])
-        self._pending = self._pending[size:]
-
-    def _say(self, spelled: str) -> None:
-        """Add to the content."""
-        self._has_begun = self._has_begun or bool(spelled.strip(_WHITESPACE))
-        self._content += self._decoder.decode(_bytes_of(spelled))
-
-    def _take_arguments(self, size: int) -> None:
-        text = self._decoder.decode(_bytes_of(self._pending[:size]))
-        self._pending = self._pending[size:]
-        if text:
-            self._calls.append(CallPiece(self.call_count - 1, None, text))
-
-    def _flush(self) -> None:
-        """End an incomplete character, in the arguments of a call or in the content."""
-        text = self._decoder.decode(b"", final=True)
-        if text and self._state == self._read_arguments:
-            self._calls.append(CallPiece(self.call_count - 1, None, text))
-        else:
-            self._content += text
-        self._decoder = _decoder()
-
-
-def _decoder() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-
-def _bytes_of(spelled: str) -> bytes:
-    """Return the bytes of a spelling; special tokens have none."""
-    return "".join(character for character in spelled if ord(character) < 256).encode("latin-1")

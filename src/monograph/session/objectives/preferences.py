@@ -72,7 +72,7 @@ class Preferences(Objective):
     sweeps = True
     members_have_own_rows = True  # so that they can share out the rows that the reference scores
     excluded = (
-        (MODEL_FROM_CODE, "a program says no tokenizer: name a run or a folder"),
+        (MODEL_FROM_CODE, "such a model has no tokenizer: name a run or a folder"),
         (STREAMED, "it is not built for streaming: leave it out"),
         (FP8, "it was not tried: take bf16"),
         (
@@ -159,7 +159,8 @@ class PreferenceTask(RowsTask):
             raise InputRefused(
                 f"model.init = {plan.job.recipe.init}: prefer.loss needs a language model, not a {type(model).__name__}"
             )
-        train, held_out = self.data.train, self.data.held_out
+        train = self.data.train
+        held_out = self.data.held_out
         assert isinstance(train, PairRows) and isinstance(held_out, PairRows)
         answers = train.answers + held_out.answers
         max_row_answers = max(train.max_row_answers, held_out.max_row_answers)

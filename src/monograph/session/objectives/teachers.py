@@ -222,6 +222,7 @@ def _on_base_of(student: nn.Module, recipe: ModelRecipe, checkpoint: Checkpoint)
     if not isinstance(student, Llama) or not adapted_layers(student) or recipe.lora is None:
         raise InputRefused("it has adapters, and the model that it teaches has none")
     teacher = copy_with_shared_base(student, recorded_lora(recipe.lora), seed=0)
+    assert isinstance(teacher, Llama)
     load_weights(teacher, weights_of(checkpoint))
     return materialize_(teacher, default_device())
 
