@@ -201,7 +201,7 @@ def built_cohort(
             runs[member.index] = Run.create(folder / str(member.index))
     task = TextTask(text)
     made = cohort.with_length(cohort.build_models(these, task, describe()), UPDATES)
-    engine = cohort.make_members_engine(made, True, torch.device("cpu"))
+    engine = cohort.make_members_engine(made, own_rows=True, device=torch.device("cpu"))
     if compiled:
         assert engine.capture(first_window(made, task)) is None
     mine = [runs[member.index] for member in these]
