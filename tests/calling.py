@@ -92,9 +92,11 @@ SPECIAL = (
 )  # fmt: skip
 SPOKEN = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are text
 STOPS = {"channels": ["<|call|>", "<|return|>"], "bare": ["<|eot|>"]}
-# Families that write several calls in an answer, and those that write text before calls.
+# Families that write one call in an answer, and those whose calls are the whole answer.
 SINGLE = {"bare", "channels"}
-ALONE = {"bare", "list"}
+ALONE = {"bare"}
+# Families whose template writes no content beside calls.
+CONTENTLESS = {"bare", "list"}
 
 
 def speaking(folder: Path, template: str, *, spoken: Sequence[str] = SPOKEN) -> Tokenizer:
@@ -145,10 +147,10 @@ _VALUES = st.recursive(
 ARGUMENTS = st.dictionaries(_TEXTS, _VALUES, max_size=3)
 NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,12}", fullmatch=True)
 CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
-Calls = Sequence[tuple[str, dict[str, Any]]]
+MadeCalls = Sequence[tuple[str, dict[str, Any]]]
 
 
-def answer_ids(tokenizer: Tokenizer, calls: Calls, content: str = "") -> list[int]:
+def answer_ids(tokenizer: Tokenizer, calls: MadeCalls, content: str = "") -> list[int]:
     """The ids of an answer with these calls, as the template writes it, without the one that ends it."""
     made = [
         {

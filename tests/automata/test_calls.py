@@ -25,11 +25,11 @@ from monograph.automata.calls import calls_expression, pieces_of_calls, text_up_
 from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.errors import InputRefused
 from monograph.text.call_reader import CallReader
-from monograph.text.calls import CallFrame, find_frame, spellings
+from monograph.text.calls import SPECIAL, CallFrame, find_frame, spellings
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
-EMPTY = {"type": "object", "properties": {}}
+EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
 ONE = {
     "type": "object",
     "properties": {"a": {"enum": [1, "x"]}, "b": {"type": "boolean"}},
@@ -46,7 +46,7 @@ def frame_of(opening: str, call: str, between: str | None, closing: str, text: b
 def test_a_search_is_that_of_python(needle: str) -> None:
     alphabet = b"abc"
     found = needle.encode()
-    up_to = compile_expression(text_up_to(found, alphabet), "x")
+    up_to = compile_expression(text_up_to(found, alphabet, anywhere=True), "x")
     without = compile_expression(text_without(found, alphabet, anywhere=True), "x")
     otherwise = compile_expression(text_without(found, alphabet, anywhere=False), "x")
     for size in range(8):
@@ -57,6 +57,24 @@ def test_a_search_is_that_of_python(needle: str) -> None:
             assert without.accepts(text.encode()) == (needle not in text)
             assert otherwise.accepts(text.encode()) == (not text.startswith(needle))
     assert not without.accepts(b"d")
+
+
+def test_white_space_and_special_tokens_may_stand_before_a_call_that_begins_an_answer() -> None:
+    special = pieces_of_calls(
+        frame_of("<", "\u0100:\u0101", None, ">", False).grammar(), [b"", b"a"]
+    )[0]
+    alphabet = b"ab \n" + special
+    for needle in (b"ab", b"a b"):
+        begun = compile_expression(text_up_to(needle, alphabet, anywhere=False), "x")
+        otherwise = compile_expression(text_without(needle, alphabet, anywhere=False), "x")
+        for before in (b"", b" ", b"\n\n ", special, special + b" " + special):
+            assert begun.accepts(before + needle) and not otherwise.accepts(before + needle)
+            assert not begun.accepts(before + needle + b"a") and otherwise.accepts(before)
+            assert otherwise.accepts(before + b"b" + needle) and otherwise.accepts(
+                before + needle[:1]
+            )
+            assert not begun.accepts(before + b"b" + needle)
+            assert otherwise.accepts(before + needle[:1] + special + needle)
 
 
 def accepted(automaton: ByteAutomaton, longest: int) -> set[bytes]:
@@ -102,13 +120,18 @@ def test_all_valid_calls_and_no_others_are_accepted() -> None:
 
 
 def grown(
-    automaton: Automaton, ends: Sequence[int], draw: random.Random, limit: int, ending: set[int]
+    automaton: Automaton,
+    ends: Sequence[int],
+    draw: random.Random,
+    limit: int,
+    ending: set[int],
+    state: int = 0,
 ) -> list[int] | None:
     """A random answer that the automaton allows, up to an end; None if it was not over in time.
 
     After some tokens those are preferred that have one of the bytes that end texts and numbers.
     """
-    state, ids = 0, list[int]()
+    ids = list[int]()
     while len(ids) < limit:
         if automaton.stops_S[state & 0xFFFF]:
             return ids
@@ -179,6 +202,59 @@ def random_arguments(draw: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_no_call_that_is_read_after_any_text_is_malformed(name: str, tmp_path: Path) -> None:
+    """What the reader takes for a call, the automaton has restricted: also after texts that are nearly calls."""
+    tokenizer = speaking(tmp_path, name)
+    ends = stop_ids(tokenizer)
+    frame = find_frame(tokenizer, ends)
+    spelling_V = spellings(tokenizer)
+    letters = {spelled: token for token, spelled in enumerate(spelling_V) if len(spelled) == 1}
+    ending = {
+        token for token, piece in enumerate(tokenizer.pieces) if piece in (b'"', b"}", b"\n", b"e")
+    }
+    functions = [("add", ONE), ("go", EMPTY)]
+    calls = Calls(frame.grammar(), functions, must_call=False, parallel=True)
+    automaton = call_constraint(calls, tokenizer.pieces, ends)
+    draw = random.Random(name)
+    opening = frame.opening.lstrip()
+    texts = [
+        " ",
+        "\n",
+        "a",
+        chr(SPECIAL),
+        opening,
+        frame.trigger,
+        opening[:-1],
+        opening + "add",
+        opening + "no",
+    ]
+    texts.append(
+        opening + frame.call.replace("\u0100", "no").replace("\u0101", "{}") + frame.closing
+    )
+    read, text_only = 0, 0
+    for _ in range(60):
+        state, ids = 0, list[int]()
+        for character in "".join(draw.choices(texts, k=draw.randrange(1, 4))):
+            after = automaton.after(state, letters.get(character, letters["a"]))
+            if after < 0:
+                break
+            state = after
+            ids.append(letters.get(character, letters["a"]))
+        ids += grown(automaton, ends, draw, 300, ending, state) or []
+        reader = CallReader(frame, spelling_V)
+        made = [piece for each in (reader.add(ids), reader.finish()) for piece in each.calls]
+        text_only += not reader.call_count
+        for number in range(reader.call_count):
+            own = [each for each in made if each.number == number]
+            require_valid(
+                json.loads("".join(each.arguments for each in own)),
+                dict(functions)[own[0].name or ""],
+            )
+            read += 1
+    assert read > 10 and text_only > 3
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_any_text_may_stand_before_a_call_and_nothing_after_it(name: str, tmp_path: Path) -> None:
     tokenizer = speaking(tmp_path, name)
     ends = stop_ids(tokenizer)
@@ -199,7 +275,7 @@ def test_any_text_may_stand_before_a_call_and_nothing_after_it(name: str, tmp_pa
     assert allowed_ids(automaton, state_after(automaton, text)) == every
     written = frame.written([]).removesuffix(frame.closing).lstrip()
     trigger = tokens(frame.trigger)
-    before = [] if name in ALONE else text
+    before = tokens(" \n" + chr(SPECIAL)) if name in ALONE else text
     assert written.startswith(frame.trigger)
     state = state_after(automaton, [*before, *trigger])
     assert state > 0 and len(allowed_ids(automaton, state)) < 30

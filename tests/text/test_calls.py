@@ -15,21 +15,29 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from automata_vocabularies import allowed_ids, state_after
 from calling import (
     ALONE,
     CALLS,
+    CONTENTLESS,
+    QUESTION,
     SINGLE,
     TEMPLATES,
-    Calls,
+    TOOLS,
+    MadeCalls,
     answer_ids,
     read_answer,
     speaking,
 )
+from monograph.automata import Calls, call_constraint
 from monograph.errors import InputRefused
 from monograph.text.call_reader import CallReader
 from monograph.text.calls import Call, CallFrame, find_frame, spellings, with_tools
-from monograph.text.chat import stop_ids
+from monograph.text.chat import chat_ids, stop_ids
+from monograph.text.template import ChatTemplate
 from monograph.text.tokenizer import Tokenizer
+from monograph.text.tokenizer_config import TokenizerConfig
+from reference import pieces
 
 CUTS = st.lists(st.integers(0, 60), max_size=5)
 Family = tuple[Tokenizer, CallFrame, list[str]]
@@ -66,9 +74,9 @@ def test_what_the_template_writes_is_the_frame_and_is_read_again(
     @given(CALLS, st.sampled_from(["", "Let me see.", "é🙂 {", "so\n it <is"]), CUTS)
     @example([("f", {"a": "</tool_call>"}), ("g", {})], "Text", [1, 2, 3, 4, 5])
     @example([("f", {"<|im_end|>": "[CALLS]", "é": '"'})], "", [])
-    def check(calls: Calls, content: str, cuts: list[int]) -> None:
+    def check(calls: MadeCalls, content: str, cuts: list[int]) -> None:
         made = calls[:1] if frame.between is None else calls
-        content = content if frame.follows_text else ""
+        content = "" if name in CONTENTLESS else content
         ids = answer_ids(tokenizer, made, content)
         values = [
             json.dumps(arguments, ensure_ascii=False, separators=frame.separators)
@@ -153,6 +161,17 @@ def test_a_name_that_is_too_long_is_no_call(family: Callable[[str], Family]) -> 
         assert bool(calls) == is_call != bool(said)
 
 
+def test_a_call_that_begins_an_answer_may_follow_a_special_token(
+    family: Callable[[str], Family],
+) -> None:
+    tokenizer, frame, spelling_V = family("bare")
+    call = answer_ids(tokenizer, [("add", {"a": 1})])
+    for before, is_call in (("", True), ("\n ", True), ("So: ", False), ("{", False)):
+        ids = [tokenizer.special["<|header|>"], *tokenizer.encode(before), *call]
+        said, calls = read_answer(CallReader(frame, spelling_V), ids, range(len(ids)))
+        assert bool(calls) == is_call and bool(said) != is_call
+
+
 def test_content_goes_on_before_and_after_calls(family: Callable[[str], Family]) -> None:
     tokenizer, frame, spelling_V = family("tags")
     call = answer_ids(tokenizer, [("add", {"a": 1})])
@@ -174,6 +193,40 @@ def test_an_answer_that_was_cut_has_the_call_as_far_as_it_goes(
         if calls:
             assert calls[0][0] == "add"
             assert '{"a": "é"}'.startswith(calls[0][1].rstrip("\ufffd"))
+
+
+# Roles begin with a special token, after which some of these tokenizers insert a space.
+_OPENED = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{{ eos_token }}{% endif %}{% for m in messages %}"
+    "{{ m.role }}{{ bos_token }}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<call>{{ call.function | tojson }}</call>{% endfor %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant{{ bos_token }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("shape", pieces.SHAPES)
+def test_a_space_that_a_tokenizer_inserts_is_not_content(shape: str) -> None:
+    tokenizer = Tokenizer(json.loads(pieces.engine(shape).to_str()), shape, trusted=False)
+    begin, end = (
+        next(name for name, token in tokenizer.special.items() if token == token_id)
+        for token_id in (tokenizer.bos_id, tokenizer.eos_id)
+    )
+    tokens = {"bos_token": begin, "eos_token": end}
+    tokenizer.config = TokenizerConfig(tokens, ChatTemplate(_OPENED, shape, tokens))
+    frame = find_frame(tokenizer, [tokenizer.eos_id])
+    assert frame.follows_text and frame.opening.lstrip() == '<call>{"name": "'
+    prompt = chat_ids(tokenizer, [QUESTION], add_generation_prompt=True, tools=TOOLS)
+    lead = tokenizer.inserted_space(prompt)
+    calls = Calls(frame.grammar(), [("add", {"type": "object", "properties": {}})], True, True)
+    automaton = call_constraint(calls, tokenizer.pieces, [tokenizer.eos_id])
+    for content in ("", "the cat", " sat"):
+        ids = answer_ids(tokenizer, [("add", {}), ("add", {})], content)
+        read = read_answer(CallReader(frame, spellings(tokenizer), lead), ids, range(len(ids)))
+        # Some of these tokenizers lose a space at the beginning of a text.
+        assert read in [(content, [("add", "{}")] * 2), (content.lstrip(), [("add", "{}")] * 2)]
+        if not content:
+            after = state_after(automaton, ids)
+            assert tokenizer.eos_id in allowed_ids(automaton, after)
 
 
 REFUSED = {

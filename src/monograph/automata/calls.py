@@ -34,6 +34,8 @@ from monograph.errors import InputRefused
 # The bytes that UTF-8 never has, which stand for special tokens; the last one for those that no call has.
 _FREE_BYTES = (0xC0, 0xC1, *range(0xF5, 0x100))
 _OTHER_SPECIAL = _FREE_BYTES[-1]
+# What may stand before calls that begin an answer: white space and special tokens.
+_BLANK = frozenset((*b" \t\n\r\v\f", _OTHER_SPECIAL))
 # As many letters and digits as a template that writes a call's id wants.
 _ID_LENGTH = 9
 _ID_CHARACTER = Alternation(
@@ -96,9 +98,7 @@ def calls_expression(
         return concatenation(builder.parts(frame["opening"]), *all_calls)
     trigger = builder.bytes_of(frame["trigger"])
     text = text_without(trigger, alphabet, anywhere=frame["follows_text"])
-    text_before: Expression = literal(trigger)
-    if frame["follows_text"]:
-        text_before = text_up_to(trigger, alphabet)
+    text_before = text_up_to(trigger, alphabet, anywhere=frame["follows_text"])
     return Alternation(
         (text, concatenation(text_before, builder.parts(frame["after_trigger"]), *all_calls))
     )
@@ -176,7 +176,8 @@ def _bytes_of_specials(frame: Mapping[str, Any]) -> dict[int, int]:
 def text_without(needle: bytes, alphabet: Collection[int], *, anywhere: bool) -> StateMachine:
     """Return an expression for any bytes of an alphabet in which the needle does not occur.
 
-    If not `anywhere`, for any bytes that do not begin with it.
+    If not `anywhere`, for any bytes in which the needle is not at the beginning, apart from white space and
+    special tokens that no call has.
     """
     rows, symbols_of = _search(needle, alphabet, anywhere=anywhere)
     end = len(needle)
@@ -185,9 +186,12 @@ def text_without(needle: bytes, alphabet: Collection[int], *, anywhere: bool) ->
     return StateMachine(tuple(without_end), tuple(accepting), symbols_of)
 
 
-def text_up_to(needle: bytes, alphabet: Collection[int]) -> StateMachine:
-    """Return an expression for any bytes of an alphabet that end with the first occurrence of the needle."""
-    rows, symbols_of = _search(needle, alphabet, anywhere=True)
+def text_up_to(needle: bytes, alphabet: Collection[int], *, anywhere: bool) -> StateMachine:
+    """Return an expression for any bytes of an alphabet that end with the first occurrence of the needle.
+
+    If not `anywhere`, only white space and special tokens that no call has may stand before it.
+    """
+    rows, symbols_of = _search(needle, alphabet, anywhere=anywhere)
     accepting = [state == len(needle) for state in range(len(rows))]
     return StateMachine(tuple(rows), tuple(accepting), symbols_of)
 
@@ -202,20 +206,27 @@ def _search(
     `anywhere`, but at the beginning, a last state is that of a text that begins otherwise.
     """
     distinct = sorted(set(needle))
-    rest = len(distinct)  # the class of all other bytes
     symbols_of = {symbol: 1 << byte for symbol, byte in enumerate(distinct)}
-    symbols_of[rest] = sum(1 << byte for byte in set(alphabet) - set(distinct))
+    # The classes of all other bytes: those that may stand before the beginning, and the rest.
+    blank = len(distinct)
+    rest = blank + 1
+    others = set(alphabet) - set(distinct)
+    symbols_of[blank] = sum(1 << byte for byte in others & _BLANK)
+    symbols_of[rest] = sum(1 << byte for byte in others - _BLANK)
     size = len(needle)
     otherwise = size + 1
     rows = []
     for state in range(size):
-        row = {rest: 0 if anywhere else otherwise}
+        other = 0 if anywhere else otherwise
+        row = {rest: other, blank: other if state else 0}
         for symbol, byte in enumerate(distinct):
             text = needle[:state] + bytes([byte])
             if anywhere:
                 row[symbol] = _longest_end(text, needle)
+            elif needle.startswith(text):
+                row[symbol] = state + 1
             else:
-                row[symbol] = state + 1 if needle.startswith(text) else otherwise
+                row[symbol] = 0 if state == 0 and byte in _BLANK else otherwise
         rows.append(row)
     rows.append({})
     if not anywhere:

@@ -107,7 +107,7 @@ class CallReader:
         self._pending = ""  # the spelling that is not read yet
         self._content = ""
         self._calls: list[CallPiece] = []
-        self._has_begun = False  # whether there was anything but white space
+        self._has_begun = False  # whether there was any text but white space
         self._is_after_call = False  # whether there was nothing but white space since a call
         self._state = self._read_content
         self._decoder = _decoder()
@@ -147,7 +147,7 @@ class CallReader:
             self._is_after_call = not self._pending
         begin = self._pending.find(self._frame.trigger)
         may_follow = self._frame.follows_text or not self._has_begun
-        if begin > 0 and not self._frame.follows_text and self._pending[:begin].strip(WHITESPACE):
+        if begin > 0 and not self._frame.follows_text and _has_text(self._pending[:begin]):
             may_follow = False
         if begin < 0 or not may_follow:
             kept = self._kept_size() if may_follow and not is_final else 0
@@ -231,7 +231,7 @@ class CallReader:
 
     def _say(self, spelled: str) -> None:
         """Add to the content."""
-        self._has_begun = self._has_begun or bool(spelled.strip(WHITESPACE))
+        self._has_begun = self._has_begun or _has_text(spelled)
         self._content += self._decoder.decode(_bytes_of(spelled))
 
     def _take_arguments(self, size: int) -> None:
@@ -252,6 +252,11 @@ class CallReader:
 
 def _decoder() -> codecs.IncrementalDecoder:
     return codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+
+def _has_text(spelled: str) -> bool:
+    """Return whether a spelling has more than white space and special tokens."""
+    return bool(_bytes_of(spelled).strip())
 
 
 def _bytes_of(spelled: str) -> bytes:

@@ -56,7 +56,8 @@ class CallFrame:
         call: the text from the first to the last hole of a call: NAME, ARGUMENTS and perhaps ID.
         between: what stands between two calls; None: the template writes one call in an answer.
         closing: what stands between the last call and the end of the answer.
-        follows_text: whether the answer may have text before the calls; if not, it begins with them.
+        follows_text: whether the answer may have text before the calls; if not, there may be white space
+            and special tokens.
         separators: what the template writes between the members of arguments, and after their names.
     """
 
@@ -291,7 +292,9 @@ class _FrameFinder:
             separators=separators,
         )
         _require_readable(frame)
-        return frame
+        # A model may write text before calls that are marked, also if its template leaves it out.
+        is_marked = frame.trigger != frame.opening.lstrip(WHITESPACE)
+        return replace(frame, follows_text=follows_text or is_marked)
 
     def _spelled(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
