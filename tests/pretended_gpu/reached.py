@@ -20,11 +20,13 @@ So a line that is on the list may be reached by a CPU, too; it is reached on a G
 from __future__ import annotations
 
 import ast
+import functools
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "monograph"
 # Reasons for lines that no test on a pretended sm_90 executes, by how the line's name begins: its
@@ -370,6 +372,26 @@ data_file = {folder}/coverage
 source = {PACKAGE}
 patch = subprocess, _exit
 """
+
+
+def trace_backward() -> None:
+    """Let coverage see backward passes, too, which torch computes in a thread of its own for a GPU.
+
+    Python tells coverage of new threads, but not of those that it did not begin.
+    """
+    from torch.autograd.function import BackwardCFunction
+
+    if (trace := threading.gettrace()) is None:
+        return
+    apply = BackwardCFunction.apply
+
+    @functools.wraps(apply)
+    def traced(self: Any, *arguments: Any) -> Any:
+        if sys.gettrace() is None:
+            sys.settrace(trace)  # of what is called from here on
+        return apply(self, *arguments)
+
+    BackwardCFunction.apply = traced  # type: ignore[method-assign]
 
 
 def executed(folder: Path) -> dict[str, set[int]]:
