@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 import monograph as mono
 from monograph.graph.experts import Router
-from monograph.graph.lora_merge import Plain
+from monograph.graph.lora_merge import UnreadTensor
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
@@ -224,9 +224,11 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
         their_logits = theirs(tokens, use_cache=False).logits
     named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
     found = dict(zip(named, gradients_of(logits, list(named.values())), strict=True))
-    plain = (Plain(name, gradient.to("meta"), gradient.clone) for name, gradient in found.items())
+    unread = (
+        UnreadTensor(name, gradient.to("meta"), gradient.clone) for name, gradient in found.items()
+    )
     in_memory = FusedExpertsRule(model.config.family.fused_experts == "columns").to_files(
-        JoinedLayersRule(model.config).to_files(plain)
+        JoinedLayersRule(model.config).to_files(unread)
     )
     mine = {tensor.name: tensor.read() for tensor in in_memory}
     gradients, expected = (

@@ -30,9 +30,11 @@ from unittest import mock
 import harness
 import pretended
 import torch
+from adapter_rows import random_adapter
 from sampler import FULL
 from steps import Shape, packed_window
 
+from monograph.decode import adapter_bank
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
@@ -71,7 +73,11 @@ CASES = {
 BATCHES, PROMPT, TOKENS = (1, 64), 512, 64  # of decoding
 FROZEN_NAME = "1b frozen"
 FROZEN_LAYERS = (1, 2)  # the depths that are compiled
-RANK = 16  # of the adapters on frozen bases
+RANK = 16  # of the adapters on frozen bases, and of those in a bank
+BANK_NAME = "1b bank"
+ADAPTERS = 8  # in the bank
+# How the linear layers of the bank's base are stored, and the rows of a step.
+BANKED = (("bf16", 8), ("bf16", 64), ("int8", 8), ("nf4", 8))
 HYBRID_NAME = "qwen3-next"
 # The layers of Qwen3-Next 80B, of which a few are compiled, with a small vocabulary.
 HYBRID: dict[str, Any] = {
@@ -280,6 +286,47 @@ def frozen_steps(layers: int) -> dict[str, Numbers]:
     return found
 
 
+def banked_step(config: LlamaConfig, base: Any, rows: int, by_kernels: bool = True) -> Numbers:
+    """Return the counts of a decode step of rows that have their own adapters, as an endpoint serves them.
+
+    It is computed by the kernels, or by the model's own forward pass. Without kernels, the sampler and
+    attention have theirs, too.
+    """
+    gc.collect()
+    torch._dynamo.reset()
+    model = model_of(config).to(torch.bfloat16)
+    if base != "bf16":
+        quantise_base(model, base, None)
+    adapters = {str(seed): random_adapter(model, RANK, seed) for seed in range(ADAPTERS)}
+    bank = adapter_bank.install(model, adapters)
+    with ExitStack() as stack:
+        if not by_kernels:
+            kernels = "monograph.decode.fast_forward.fast_forward"
+            stack.enter_context(mock.patch(kernels, lambda *_: None))
+        # A prompt of one token has nothing to read.
+        _, step = decode_step(model, rows, 1)
+        step()  # reads more blocks of the cache than the steps before it, which is compiled anew
+        with pretended.Counted() as counted:
+            step()
+        with pretended.Products() as products:
+            step()
+    weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
+    own = bank.nbytes * ADAPTERS / (ADAPTERS + 1)  # slot 0 is not read
+    return counted.numbers() | {"product_bytes": products.bytes, "weight_bytes": weights + own}
+
+
+def banked_steps(layers: int) -> dict[str, Numbers]:
+    """Return the counts of steps of 1b with this number of layers, by base and rows."""
+    config = LlamaConfig.preset("1b", num_hidden_layers=layers)
+    found = {}
+    for base, rows in BANKED:
+        name = f"{base}, {rows} rows"
+        found[name] = banked_step(config, base, rows)
+        found[f"{name}, own forward pass"] = banked_step(config, base, rows, False)
+        print(layers, name, flush=True)
+    return found
+
+
 def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     """Return the counts of a decode step with the full chain of filters, and of its sampler alone."""
     model = model_of(config).to(torch.bfloat16)
@@ -400,6 +447,23 @@ def measured_frozen() -> dict[str, Any]:
     }
 
 
+def measured_bank() -> dict[str, Any]:
+    """Count decode steps of rows with their own adapters."""
+    layers = LlamaConfig.preset("1b").num_hidden_layers
+    few, many = map(banked_steps, FROZEN_LAYERS)
+    return {
+        "case": BANK_NAME,
+        "adapters": ADAPTERS,
+        "rank": RANK,
+        "layers": layers,
+        "compiled_layers": FROZEN_LAYERS,
+        "launches_of_a_layer": {
+            part: many[part]["launches"] - numbers["launches"] for part, numbers in few.items()
+        },
+        "counts": extrapolated(few, many, FROZEN_LAYERS, layers),
+    }
+
+
 def measured_hybrid() -> dict[str, Any]:
     """Count the layers of a hybrid, by their kernels and by the model's own forward pass."""
     by_torch = hybrid_layers(1, ["delta net"], impl="reference")
@@ -415,6 +479,8 @@ def measured(name: str, args: Namespace) -> dict[str, Any]:
         return measured_hybrid()
     if name == FROZEN_NAME:
         return measured_frozen()
+    if name == BANK_NAME:
+        return measured_bank()
     case = CASES[name]
     if args.smoke:
         case = case._replace(rows=2, length=64)
@@ -486,6 +552,11 @@ def show(result: dict[str, Any]) -> None:
         print(f"\n{FROZEN_NAME}, a compiled decode step of one row, bf16, sm_90:")
         harness.print_table(HEADERS, [row(*counted) for counted in result["counts"].items()])
         return
+    if result["case"] == BANK_NAME:
+        print(f"\n{BANK_NAME} of {ADAPTERS} adapters, a compiled decode step, bf16, sm_90:")
+        harness.print_table(HEADERS, [row(*counted) for counted in result["counts"].items()])
+        print(f"launches of a layer: {result['launches_of_a_layer']}")
+        return
     few, many = result["compiled_layers"]
     kind = "packed" if result["packed"] else "one document a row"
     precision = result["precision"]
@@ -528,8 +599,9 @@ def main() -> None:
     """Count and print; see `--help`."""
     parser = harness.arguments(__doc__)
     names = [*CASES, HYBRID_NAME]
-    # The frozen case has a file of results of its own.
-    parser.add_argument("--cases", nargs="+", choices=[*names, FROZEN_NAME], default=names)
+    # The frozen case and the bank have files of results of their own.
+    choices = [*names, FROZEN_NAME, BANK_NAME]
+    parser.add_argument("--cases", nargs="+", choices=choices, default=names)
     parser.add_argument(
         "--layers", nargs=2, type=int, metavar="N", help="the two depths that are compiled"
     )

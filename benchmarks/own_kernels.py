@@ -8,6 +8,7 @@ nobody wrote.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from monograph.ops.rotation import rotate_projections
 ROWS = (1, 64)  # of a decode step
 BLOCKS = (1, 3, 8, 32)  # of the cache
 RANK = 16  # of adapters
+SLOTS = 9  # of a bank of adapters
 PROMPT_CHUNK = 128  # tokens of a prompt that are read at once
 TRAINED = (16, 2048)  # rows and tokens of a micro-batch
 EPS = 1e-5
@@ -56,6 +58,8 @@ def of_llama(config: LlamaConfig, dtype: torch.dtype) -> Calls:
         for form in ("int8", "nf4"):
             for rank in (0, RANK):
                 yield from _frozen_products(config, new, rows, form, rank)
+        for form in ("dense", "int8", "nf4"):
+            yield from _banked_products(config, new, rows, form)
         yield from _sampling(config, rows)
     yield from _adapted_products(config, new)
     yield "a prompt's attention", lambda: _prompt_attention(config, new)
@@ -122,34 +126,78 @@ def _products(config: LlamaConfig, new: Unwritten, rows: int) -> Calls:
 
 
 def _frozen_products(config: LlamaConfig, new: Unwritten, rows: int, form: Any, rank: int) -> Calls:
+    from monograph.ops.layer_kernels import LowRank
+
+    def adapter(columns: int, summed: int) -> LowRank | None:
+        if not rank:
+            return None
+        a, b = (new(*shape, dtype=torch.float32) for shape in ((rank, summed), (columns, rank)))
+        return LowRank(a, b, 2.0)
+
+    name = f"{form}{' with adapters' if rank else ''}, {rows}"
+    yield from _layer_products(config, new, rows, form, adapter, name, rounds_adapters=True)
+
+
+def _banked_products(config: LlamaConfig, new: Unwritten, rows: int, form: Any) -> Calls:
+    """Yield calls with a bank: under autocast and without it, and without it with magnitudes."""
+    from monograph.ops.layer_kernels import LowRankBank
+
+    fp32 = torch.float32
+    slots = new(rows, dtype=torch.int64)
+
+    def bank(columns: int, summed: int, has_magnitudes: bool = False) -> LowRankBank:
+        return LowRankBank(
+            new(SLOTS, RANK, summed, dtype=fp32),
+            new(SLOTS, RANK, columns, dtype=fp32),
+            new(SLOTS, dtype=fp32),
+            new(SLOTS, columns, dtype=fp32) if has_magnitudes else None,
+            slots,
+        )
+
+    for name, adapter, rounds_adapters in (
+        ("a bank", bank, True),
+        ("a bank in fp32", bank, False),
+        ("a bank with magnitudes", functools.partial(bank, has_magnitudes=True), False),
+    ):
+        yield from _layer_products(
+            config, new, rows, form, adapter, f"{form} with {name}, {rows}", rounds_adapters
+        )
+
+
+def _layer_products(
+    config: LlamaConfig,
+    new: Unwritten,
+    rows: int,
+    form: Any,
+    adapter: Callable[[int, int], Any],
+    name: str,
+    rounds_adapters: bool,
+) -> Calls:
+    """Yield calls of a layer's products; `adapter` returns what adapts one, by its columns and inputs."""
     from monograph.ops.decode_kernels import Norm
-    from monograph.ops.layer_kernels import Layer, LowRank, multiply, multiply_gated
+    from monograph.ops.layer_kernels import Layer, multiply, multiply_gated
 
     def layer(columns: int, summed: int) -> Layer:
-        adapter = None
-        if rank:
-            a, b = (new(*shape, dtype=torch.float32) for shape in ((rank, summed), (columns, rank)))
-            adapter = LowRank(a, b, 2.0)
-        return Layer(form, _stored(form, columns, summed, new), None, adapter)
+        stored = _stored(form, columns, summed, new)
+        return Layer(form, stored, None, adapter(columns, summed))
 
     width, inner = config.hidden_size, config.intermediate_size
     heads, key_heads, size = _heads(config)
     norm = Norm(new(width), EPS)
     x, residual = new(rows, width), new(rows, width)
-    name = f"{form}{' with adapters' if rank else ''}, {rows}"
     columns = [heads * size, key_heads * size, key_heads * size]
 
     def several() -> Tensor:
         layers = [layer(number, width) for number in columns]
-        return multiply(x, layers, columns, norm, rounds_adapters=True)
+        return multiply(x, layers, columns, norm, rounds_adapters=rounds_adapters)
 
     def one() -> Tensor:
         down = [layer(width, inner)]
-        return multiply(new(rows, inner), down, [width], residual_BN=residual, rounds_adapters=True)
+        return multiply(new(rows, inner), down, [width], None, residual, rounds_adapters)
 
     def gated() -> Tensor:
         gate, up = layer(inner, width), layer(inner, width)
-        return multiply_gated(x, gate, up, inner, norm, "silu", rounds_adapters=True)
+        return multiply_gated(x, gate, up, inner, norm, "silu", rounds_adapters)
 
     yield f"query, key, value, {name}", several
     yield f"down, {name}", one

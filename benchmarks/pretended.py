@@ -243,6 +243,12 @@ def _own_kernel(
         for name in ("keys", "values"):
             cache = tensors[name]
             sizes[cache.data_ptr()] = cache[: keywords["BLOCKS"]].nbytes
+    # A row has an adapter of its own, of those in a bank.
+    if keywords.get("BANK"):
+        rows = tensors["slots"].numel()
+        for name, value in tensors.items():
+            if name[:2] in ("a_", "b_") and value.dim() == 3:
+                sizes[value.data_ptr()] = value[0].nbytes * min(rows, len(value) - 1)
     # A kernel of a mixture reads an expert's weights once for each token that has chosen it.
     for name in ("gate_weight", "up_weight", "down_weight"):
         if name in tensors:

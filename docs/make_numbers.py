@@ -35,6 +35,7 @@ def pages() -> dict[Path, list[str]]:
         "docs/gpu.md": [
             tables.launching(),
             tables.freezing(),
+            tables.banking(),
             tables.limiting(),
             tables.assembling(),
             tables.assembling_own(),

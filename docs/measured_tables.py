@@ -217,14 +217,43 @@ def freezing() -> str:
     return "\n".join(lines)
 
 
+def banking() -> str:
+    """Return what a decode step of rows with their own adapters launches and moves, by the kernels and by
+    the model's own forward pass, by benchmarks/launches.py.
+    """
+    [case] = result("launches_bank")["cases"]
+    lines = [
+        "| 1b | weights | launches | of a layer | moved | by its own forward pass: launches | of a layer | moved |",
+        "|---" * 8 + "|",
+    ]
+    for part, count in case["counts"].items():
+        own_name = f"{part}, own forward pass"
+        if own_name not in case["counts"]:
+            continue
+        cells = [part, f"{count['weight_bytes'] / 1e9:.3g} GB"]
+        for name in (part, own_name):
+            of = case["counts"][name]
+            moved = of["product_bytes"] + of["triton_bytes"] + of["again_bytes"]
+            cells += [
+                f"{of['launches']:,.0f}",
+                f"{case['launches_of_a_layer'][name]:.0f}",
+                f"{moved / of['weight_bytes']:.3g} x the weights",
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def limiting() -> str:
-    """Return the roofline of benchmarks/launches.py by card."""
+    """Return the roofline of benchmarks/launches.py by card, without and with what torch's own kernels
+    move.
+    """
     cards = list(result("launches")["cases"][0]["roofline"])
     lines = [f"| model | {' | '.join(cards)} |", "|---" * (len(cards) + 1) + "|"]
     for case in result("launches")["cases"]:
         if "roofline" not in case:  # only its decode step is counted
             continue
-        cells = (f"{case['roofline'][card]['mfu']:.1%}" for card in cards)
+        times = (case["roofline"][card] for card in cards)
+        cells = (f"{each['mfu']:.1%}, {each['mfu_with_torch']:.1%}" for each in times)
         lines.append(f"| {case['case']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

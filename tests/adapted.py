@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from batches import tiny_llama
-from monograph.decode.adapter_bank import StoredAdapter, require_form, stored_adapter
+from monograph.decode.adapter_bank import StoredAdapter, stored_adapter
 from monograph.graph.lora import Lora, adapted_layers
 from monograph.graph.precision import Precision
 from monograph.graph.token_rows import tables_with_rows
@@ -56,7 +56,6 @@ def many_stored(
     for number, lora in enumerate(loras):
         name = f"a{number}"
         alone[name] = copy.deepcopy(base)
-        require_form(lora, name)
         install_adapters(alone[name], lora, seed=number)
         trained(alone[name], seed=number, spread=spread)
         stored[name] = stored_adapter(alone[name], lora, name)

@@ -222,9 +222,9 @@ def exact_update(plane, optim, grad, t, dtype):
         for moment in plane.kind.rule.moments
     }
     params, moments = [], {name: torch.zeros(len(plane.param), dtype=dtype) for name in held}
-    for slot in plane.slots:
-        part = slice(slot.offset, slot.offset + slot.parameter.numel())
-        shape, decay = slot.parameter.shape, plane.kind.weight_decay
+    for placed in plane.placed:
+        part = slice(placed.offset, placed.offset + placed.parameter.numel())
+        shape, decay = placed.parameter.shape, plane.kind.weight_decay
         if plane.kind.matrix_shape:
             one = reference.Muon(
                 plane.param[part].to(dtype).view(shape), optim.lr, optim.momentum, decay
@@ -239,7 +239,7 @@ def exact_update(plane, optim, grad, t, dtype):
                 held["exp_avg"][part].view(shape),
                 held["exp_avg_sq"][part].view(shape),
             )
-        one.update(grad[slot.name].to(dtype))
+        one.update(grad[placed.name].to(dtype))
         params.append(one.param.flatten())
         for name, moment in zip(moments, (one.m, getattr(one, "v", None)), strict=False):
             moments[name][part] = moment.flatten()
@@ -299,7 +299,7 @@ def test_codes_drift_from_the_exact_moment_by_what_their_steps_allow():
         step([grads])
         exact = 0.9 * exact + 0.1 * grads["gain"].double()
         bound = 0.9 * bound + half * (float(exact.abs().max()) + 0.9 * bound)
-        plane = next(plane for plane in step.planes if plane.slots[0].name == "gain")
+        plane = next(plane for plane in step.planes if plane.placed[0].name == "gain")
         like = torch.zeros(len(plane.param), dtype=torch.float64)
         found = FORMATS["8bit"].read(plane.state, plane.kind.rule.moments[0], like, 0)
         error = (found[:300] - exact).abs().max()

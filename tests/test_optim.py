@@ -170,8 +170,8 @@ def test_planes_keep_names_values_and_ties():
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert sum(p.param.numel() for p in groups) == sum(p.numel() for p in model.parameters())
     assert [p.kind.weight_decay for p in groups] == [0.1, 0.0]
-    assert all(slot.parameter.ndim >= 2 for slot in groups[0].slots) and all(
-        slot.parameter.ndim < 2 for slot in groups[1].slots
+    assert all(placed.parameter.ndim >= 2 for placed in groups[0].placed) and all(
+        placed.parameter.ndim < 2 for placed in groups[1].placed
     )
     groups[0].param.zero_()
     assert not model.model.embed_tokens.weight.any()
@@ -188,7 +188,7 @@ def test_gradients_are_those_of_a_plane_that_got_other_memory():
     plane = planes(trainable(model), AdamW().kinds(model))[0]
     plane.grad = torch.ones_like(plane.grad)
     plane.link()
-    assert plane.slots[0].parameter.grad.data_ptr() == plane.grad.data_ptr()
+    assert plane.placed[0].parameter.grad.data_ptr() == plane.grad.data_ptr()
 
 
 def test_gradients_are_not_views_to_autograd():
@@ -197,7 +197,7 @@ def test_gradients_are_not_views_to_autograd():
     """
     step = Step(tiny_llama())
     for plane in step.planes:
-        for _, parameter, offset in plane.slots:
+        for _, parameter, offset in plane.placed:
             assert parameter.grad is not None and not parameter.grad._is_view()
             assert parameter.grad.data_ptr() == plane.grad[offset:].data_ptr()
 

@@ -1,7 +1,7 @@
 """Run: pytest tests/test_story.py
 
 Data, sweep, train, kill, stream, two ranks, resume, follow, compare, generate, serve, export; at
-night also finetune, reinforce on two ranks, prefer.
+night also finetune, reinforce on two ranks, prefer, and sweep over what prefers.
 """
 
 from __future__ import annotations
@@ -368,6 +368,21 @@ def prefer(monograph: CommandServer, here: Path, reinforced: str) -> None:
     assert first["train_loss"] == pytest.approx(math.log(2), rel=1e-15), (
         "the reference is what it begins from"
     )
+    # which rate prefers best, of adapters on one copy of the model
+    more = [
+        json.dumps({"prompt": f"{word} {number} ", "chosen": "gamma", "rejected": "beta"})
+        for word in words
+        for number in range(6)
+    ]
+    (here / "more.jsonl").write_text("\n".join(more))
+    typed = [
+        "more.jsonl", f"model.init={reinforced}", "prefer.beta=0.5", "data.held_out=0.3", "data.sequence_length=32",
+        "lora.rank=2", "optim.lr=1e-3,1e-2", "train.updates=4", "train.tokens_per_update=64", "train.compile=none",
+    ]  # fmt: skip
+    swept = monograph.run(here, "sweep", *typed, "--out", "rates", "--json", figures=0)
+    assert swept.code == 0, swept.err
+    found = json.loads(swept.out.splitlines()[-1])
+    assert found["best"]["unit"] == "nats" and len(found["members"]) == 2
 
 
 def killed(command: Command, folder: Path, when: str) -> None:

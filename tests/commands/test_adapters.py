@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adapted import many_stored, trained
 from batches import tiny_llama
@@ -15,10 +16,15 @@ from commands.forked import CommandServer
 from commands.inputs import OWN, over, with_texts
 from commands.test_lora import write_base
 from monograph.decode import Sampling, generate
-from monograph.decode.adapter_bank import install
+from monograph.decode.adapter_bank import install, rows_with_adapters
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Lora
-from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
+from monograph.model.adapter import (
+    install_adapters,
+    pack_adapters,
+    read_adapter,
+    save_adapter,
+)
 from monograph.model.hub import load_model
 from monograph.run.adapters import AdapterBase, named_folders
 from monograph.run.models import load, load_with_tokenizer
@@ -138,13 +144,33 @@ def test_adapters_that_do_not_fit_are_refused_by_folder_and_key(here: Path, tmp_
         with pytest.raises(InputRefused, match=words) as error:
             asked.read(folder)
         assert str(folder) in str(error.value) and "\n" not in str(error.value)
-    write_peft(tmp_path / "dora", here / "base", Lora(rank=2, dora=True))
-    write_peft(tmp_path / "rows", here / "base", Lora(rank=2, tokens=(70,)))
-    for name, words in (("dora", "magnitudes"), ("rows", "trained rows of tokens")):
-        with pytest.raises(InputRefused, match=f"{tmp_path / name}: {words}.* can only be merged"):
-            base.read(tmp_path / name)
     tokenizer.save(here / "peft" / "tokenizer.json")  # as some trainers do
     assert base.read(here / "peft").rank == 20
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [Lora(rank=2, dora=True), Lora(rank=2, tokens=(70, 71)), Lora(rank=2, dora=True, tokens=(70,))],
+    ids=["dora", "rows", "both"],
+)
+def test_magnitudes_and_rows_of_tokens_are_read_unmerged(
+    here: Path, tmp_path: Path, lora: Lora
+) -> None:
+    """As by a model that has this adapter alone, and other than the base."""
+    write_peft(tmp_path / "peft", here / "base", lora)
+    model, tokenizer = load_with_tokenizer(here / "base")
+    adapter = AdapterBase(model, tokenizer).read(tmp_path / "peft")
+    bank = install(model.double(), {"peft": adapter})
+    alone = load(here / "base")[0].double()
+    start = read_adapter(tmp_path / "peft")
+    install_adapters(alone, start.lora, start=start)
+    tokens_BT = torch.tensor([[1, 70, 71, 9]])
+    with torch.no_grad():
+        expected = alone.logits(alone(tokens_BT))
+        plain = model.logits(model(tokens_BT))
+        with rows_with_adapters(bank, torch.tensor([bank.slots["peft"]])):
+            found = model.logits(model(tokens_BT))
+    assert (found - expected).norm() <= 1e-6 * expected.norm() < 1e-2 * (found - plain).norm()
 
 
 def test_what_the_command_line_says_wrong(here: Path, server: CommandServer) -> None:

@@ -270,7 +270,7 @@ def test_members_that_cannot_win_are_stopped_and_change_no_other(
     assert "prune     members that can hardly win are stopped after update 6 or 12" in done.err
     found = result(done.out)
     stopped = [member["stopped"] for member in found["members"]]
-    assert stopped[0] == stopped[1] in (6, 12) and stopped[2:4] != stopped[:2] != stopped[4:]
+    assert stopped[0] == stopped[1] in (6, 12) and None in stopped
     assert re.search(
         r"0\.0001 +\d\.\d+ ± \d\.\d+ +stopped at update \d+: best with P < 0\.\d", done.err
     )

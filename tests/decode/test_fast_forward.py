@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from adapted import many_stored
 from batches import tiny_llama
 from far_sighted import decoded, far_sighted, reported_is_full, seen_at
+from monograph.decode.adapter_bank import AdapterBank, install
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.graph.lora import Lora, adapt, adapted_layers
+from monograph.graph.lora_base import quantise_base
 from monograph.graph.lora_merge import merge
 from monograph.graph.rounded_base import round_frozen_weights
 from monograph.graph.siblings import fuse_known, unfuse_siblings
@@ -250,6 +253,117 @@ def test_adapters_are_in_what_it_writes(base: Any) -> None:
     reference = written(model, mode="eager", impl="reference")
     same = sum(a[0] == b[0] for a, b in zip(ours, reference, strict=True))
     assert same >= 4, "one near tie may part two ways to compute"
+
+
+# Of other ranks, scales and layers; DoRA; and rows of a few tokens.
+LORAS = [
+    Lora(rank=3, alpha=6.0, rslora=True),
+    Lora(rank=16, alpha=8.0, targets=("q_proj", "down_proj")),
+    Lora(rank=2, alpha=3.0, dora=True, tokens=(5, 40)),
+]
+# One layer, since numbers are what is asked, and interpreted kernels take their time.
+BANKED = SHAPE | FAMILIES["biases"] | {"intermediate_size": 128, "num_hidden_layers": 1}
+SLOTS = (1, 0, 2, 3)  # of the texts
+
+
+def banked(
+    base: Any = "auto", dtype: torch.dtype = torch.float32, loras: Sequence[Lora] = LORAS
+) -> tuple[Llama, AdapterBank]:
+    """Return a model with a bank of these adapters on a base, and room for one more."""
+    plain = tiny_llama(**BANKED)
+    _, stored = many_stored(plain, loras, spread=0.2)
+    model = plain.cuda()
+    if base != "auto":
+        quantise_base(model, base, None)
+    return model.to(dtype), install(model, stored, capacity=len(stored) + 1)
+
+
+def written_by_rows(
+    model: Llama, rows: int = 3, order: int = 1, slots: Sequence[int] = SLOTS, **options: Any
+) -> list[tuple[list[int], list[Any]]]:
+    """Return four short texts, each with the adapter in its slot."""
+    return texts_by_rows(banked_machine(model, rows, **options), slots, order)
+
+
+def banked_machine(model: Llama, rows: int = 3, **options: Any) -> Generator:
+    return Generator(
+        model,
+        chain_of([Sampling(0.9, logprobs=1)]),
+        rows=rows,
+        slots=32,
+        vocabulary=259,
+        **{"mode": "eager", "pace": 4} | options,
+    )
+
+
+def texts_by_rows(
+    machine: Generator, slots: Sequence[int], order: int = 1
+) -> list[tuple[list[int], list[Any]]]:
+    found: dict[int, tuple[int, list[int], list[Any]]] = {}
+    for place in list(range(len(slots)))[::order]:
+        sampling = Sampling(0.9, seed=place, logprobs=1)
+        request = Request((*SHORT, place + 9), sampling, 5, (), adapter=slots[place])
+        found[machine.submit(request)] = place, [], []
+    for event in machine.run():
+        _, tokens, logprobs = found[event.number]
+        tokens += event.token_ids
+        logprobs += event.logprobs
+    return [(tokens, logprobs) for _, tokens, logprobs in sorted(found.values())]
+
+
+@pytest.mark.parametrize("base", ["auto", "int8", "nf4"])
+def test_each_row_is_written_with_its_own_adapter(base: Any) -> None:
+    """As the model's own forward pass writes it, which no other row's adapter reaches."""
+    from monograph.decode.fast_forward import obstacle
+
+    model, bank = banked(base)
+    ours = written_by_rows(model)
+    assert obstacle(model) is None and obstacle(model, rows=64) is None
+    reference = written_by_rows(model, impl="reference")
+    same = sum(a[0] == b[0] for a, b in zip(ours, reference, strict=True))
+    assert same >= 3, "one near tie may part two ways to compute"
+    for (_, found), (_, expected) in zip(ours, reference, strict=True):
+        assert found[0].drawn == pytest.approx(expected[0].drawn, abs=LOG_PROBABILITY_BOUND)
+    others = written_by_rows(model, slots=[0, 1, 0, 0])
+    assert not any(a[1][0].drawn == b[1][0].drawn for a, b in zip(ours, others, strict=True))
+    assert bank.slot_B is None
+
+
+@pytest.mark.parametrize(
+    ("base", "dtype"),
+    [("auto", torch.bfloat16), ("nf4", torch.bfloat16), ("auto", torch.float32)],
+    ids=str,
+)
+def test_rows_with_their_own_adapters_have_the_same_bits_in_any_batch_order_and_block(
+    base: Any, dtype: torch.dtype
+) -> None:
+    model, _ = banked(base, dtype)
+    three = written_by_rows(model, mode="captured")
+    assert written_by_rows(model, rows=1) == three
+    assert written_by_rows(model, rows=4, order=-1, pace=3) == three
+
+
+def test_a_step_of_a_row_of_the_base_has_the_bits_of_a_model_without_a_bank() -> None:
+    model, _ = banked(dtype=torch.bfloat16)
+    plain = tiny_llama(**BANKED).cuda().to(torch.bfloat16)
+    expected = written_by_rows(plain, slots=[0] * 4)
+    found = written_by_rows(model)
+    assert [a == b for a, b in zip(found, expected, strict=True)] == [slot == 0 for slot in SLOTS]
+
+
+def test_an_adapter_that_comes_is_read_without_another_capture() -> None:
+    model, bank = banked(dtype=torch.bfloat16, loras=LORAS[:2])
+    stored = many_stored(tiny_llama(**BANKED), [Lora(rank=5, alpha=9.0)], spread=0.3)[1]["a0"]
+    machine = banked_machine(model, rows=2, mode="captured")
+    before = texts_by_rows(machine, (1, 2, 0, 2))
+    graphs = machine.replays.graph_count
+    assert graphs > 0
+    slot = bank.add("new", stored)
+    slots = (1, slot, 0, 2)
+    after = texts_by_rows(machine, slots)
+    assert machine.replays.graph_count == graphs
+    assert [a == b for a, b in zip(after, before, strict=True)] == [True, False, True, True]
+    assert after == written_by_rows(model, rows=1, slots=slots)
 
 
 def test_a_captured_step_reads_the_adapters_of_the_last_update() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,12 +25,12 @@ from monograph.decode import adapter_bank
 from monograph.decode.adapter_bank import (
     BASE,
     AdapterBank,
-    BankedLinear,
     StoredAdapter,
     bank_of,
     install,
     rows_with_adapters,
 )
+from monograph.decode.banked_layers import Banked, BankedEmbedding, BankedHead
 from monograph.decode.cache import KVCache
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
@@ -38,6 +39,7 @@ from monograph.decode.sampling import Sampling
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.capture import compiled
 from monograph.graph.lora import Lora
+from monograph.graph.lora_base import quantise_base
 from monograph.model.llama import Llama
 
 # Ranks on both sides of 16, other scales, and other targets.
@@ -47,10 +49,29 @@ LORAS = [
     Lora(rank=1, alpha=3.0, targets=("q_proj", "down_proj")),
     Lora(rank=24, alpha=32.0),
 ]
+# DoRA, and rows of a few tokens, which the other adapters do not have.
+PARTS = [
+    Lora(rank=4, alpha=6.0, dora=True),
+    Lora(rank=16, alpha=8.0, tokens=(3, 9, 60)),
+    Lora(rank=2, alpha=6.0, dora=True, tokens=(0, 9)),
+    Lora(rank=24, alpha=32.0),
+]
+TIED = {"tie_word_embeddings": True}
 HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}
 SHAPES: list[dict[str, Any]] = [{}, HYBRID, {"model_type": "qwen2"}]
 # The other kinds of layers have nothing of their own here: a bank is of linear layers.
 DAILY_SHAPES = [{}, *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:])]
+KINDS = pytest.mark.parametrize(
+    ("loras", "shape"),
+    [
+        (LORAS, {}),
+        pytest.param(LORAS, HYBRID, marks=pytest.mark.slow),
+        pytest.param(LORAS, {"model_type": "qwen2"}, marks=pytest.mark.slow),
+        (PARTS, {"model_type": "qwen2"}),
+        pytest.param(PARTS, TIED, marks=pytest.mark.slow),
+    ],
+    ids=["llama", "hybrid", "qwen2", "parts", "parts, tied"],
+)
 VOCABULARY, POSITIONS = 61, 128
 SAMPLING = Sampling(0.9, top_k=20, logprobs=2)
 
@@ -63,13 +84,18 @@ class Many:
         dtype: torch.dtype = torch.float32,
         rank: int | None = None,
         capacity: int = 6,
+        loras: Sequence[Lora] = LORAS,
+        base: str = "auto",
         **sizes: Any,
     ) -> None:
         self.base = tiny_llama(
             dtype, vocab_size=VOCABULARY, max_position_embeddings=POSITIONS, **sizes
         )
         self.base.lm_head.weight.data *= 20
-        self.alone, self.stored = many_stored(self.base, LORAS, spread=0.2)
+        loras = [replace(lora, base=base) for lora in loras]
+        self.alone, self.stored = many_stored(self.base, loras, spread=0.2)
+        if base != "auto":
+            quantise_base(self.base, base, None)
         self.alone[BASE] = self.base
         self.model = copy.deepcopy(self.base)
         self.bank = install(self.model, self.stored, capacity=capacity, rank=rank)
@@ -128,18 +154,20 @@ def require_alone(many: Many, asked: list[tuple[str, Request]], **options: Any) 
         assert outcome == alone, name
 
 
-@pytest.mark.parametrize("shape", DAILY_SHAPES[:2], ids=["llama", "hybrid"])
+@KINDS
 def test_a_row_beside_rows_of_other_adapters_has_the_bits_that_it_has_alone(
-    shape: dict[str, Any],
+    loras: list[Lora], shape: dict[str, Any]
 ) -> None:
-    many = Many(**shape)
+    many = Many(loras=loras, **shape)
     require_alone(many, requests_of(many, 15))
 
 
-@pytest.mark.parametrize("shape", DAILY_SHAPES, ids=["llama", "hybrid", "qwen2"])
-def test_a_row_s_text_is_that_of_its_adapter_unmerged(shape: dict[str, Any]) -> None:
+@KINDS
+def test_a_row_s_text_is_that_of_its_adapter_unmerged(
+    loras: list[Lora], shape: dict[str, Any]
+) -> None:
     """The reference has no bank and one row: the base with this adapter alone."""
-    many = Many(torch.float64, **shape)
+    many = Many(torch.float64, loras=loras, **shape)
     asked = requests_of(many, 15)
     found = outcomes(machine(many.model), [request for _, request in asked])
     references = {name: machine(model, rows=1) for name, model in many.alone.items()}
@@ -165,8 +193,11 @@ def test_the_adapters_write_different_texts() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_the_base_have_the_bits_of_the_base_without_a_bank(dtype: torch.dtype) -> None:
-    many = Many(dtype)
+@pytest.mark.parametrize("loras", [LORAS, PARTS], ids=["plain", "parts"])
+def test_rows_of_the_base_have_the_bits_of_the_base_without_a_bank(
+    dtype: torch.dtype, loras: list[Lora]
+) -> None:
+    many = Many(dtype, loras=loras)
     asked = requests_of(many, 15)
     found = outcomes(machine(many.model), [request for _, request in asked])
     only_base = [
@@ -188,21 +219,42 @@ def hidden_states(model: Llama, tokens_BT: Tensor, slot_B: Tensor | None = None)
         return model(tokens_BT, positions=positions, cache=cache)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["llama", "hybrid", "qwen2"])
+@pytest.mark.parametrize("loras", [LORAS, PARTS], ids=["plain", "parts"])
+@pytest.mark.parametrize("shape", [*SHAPES, TIED], ids=["llama", "hybrid", "qwen2", "tied"])
 @pytest.mark.parametrize("rank", [None, 40])
 def test_a_pass_of_mixed_rows_is_the_passes_of_their_adapters(
-    shape: dict[str, Any], rank: int | None
+    loras: list[Lora], shape: dict[str, Any], rank: int | None
 ) -> None:
-    """Law 8's bound, 1e-12 in fp64, whatever the rank of the bank."""
-    many = Many(torch.float64, rank, **shape)
+    """Law 8's bound, 1e-12 in fp64, whatever the rank of the bank, and the same for the logits."""
+    many = Many(torch.float64, rank, loras=loras, **shape)
     tokens_BT = torch.randint(
         VOCABULARY, (len(many.names), 20), generator=torch.Generator().manual_seed(0)
     )
     slot_B = torch.tensor([many.bank.slot_of(name) for name in many.names])
     found_BTD = hidden_states(many.model, tokens_BT, slot_B)
+    with torch.no_grad(), rows_with_adapters(many.bank, slot_B):
+        found_BTV = many.model.logits(found_BTD)
     for row, name in enumerate(many.names):
         expected_BTD = hidden_states(many.alone[name], tokens_BT[row : row + 1])
         assert (found_BTD[row] - expected_BTD[0]).abs().max() <= 1e-12, name
+        with torch.no_grad():
+            expected_TV = many.alone[name].logits(expected_BTD)[0]
+        assert (found_BTV[row] - expected_TV).abs().max() <= 1e-12 * expected_TV.abs().max(), name
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_rows_on_a_base_in_few_bits_are_those_of_their_adapters(base: str) -> None:
+    """Their products are in fp32 whatever the model's dtype: texts, and law 7's bound of fp32."""
+    many = Many(base=base)
+    asked = requests_of(many, 15)
+    found = outcomes(machine(many.model), [request for _, request in asked])
+    references = {name: machine(model, rows=4) for name, model in many.alone.items()}
+    for (name, request), (ids, logprobs) in zip(asked, found, strict=True):
+        [(expected, expected_logprobs)] = outcomes(references[name], [request._replace(adapter=0)])
+        assert ids == expected, name
+        if name == BASE:
+            assert logprobs == expected_logprobs
+    require_alone(many, asked)
 
 
 @pytest.mark.slow
@@ -302,6 +354,14 @@ def test_what_a_bank_cannot_hold_is_refused_by_name() -> None:
         InputRefused, match=r"folder: target_modules has model.layers.0.mlp.up_proj"
     ):
         bank.add("other", adapter_of(Lora(rank=4, targets=("up_proj",)), base))
+    with pytest.raises(
+        InputRefused, match="folder: magnitudes.* none of the adapters at the start"
+    ):
+        bank.add("other", adapter_of(Lora(rank=4, targets=("q_proj",), dora=True), base))
+    with pytest.raises(
+        InputRefused, match="folder: 1 trained rows of tokens.* at most 0: begin with"
+    ):
+        bank.add("other", adapter_of(Lora(rank=4, targets=("q_proj",), tokens=(5,)), base))
     with pytest.raises(UsageError, match="an adapter 'narrow' already"):
         bank.add("narrow", narrow)
     bank.add("second", narrow)
@@ -322,24 +382,31 @@ def test_what_a_bank_cannot_hold_is_refused_by_name() -> None:
         machine(base).submit(Request((3,), SAMPLING, 1, adapter=1))
 
 
-def test_parts_for_which_a_bank_has_no_form_are_refused_by_name() -> None:
+def test_adapters_of_experts_are_refused_by_name() -> None:
     mixture = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
-    for lora, words, sizes in (
-        (Lora(rank=2, dora=True), "magnitudes", {}),
-        (Lora(rank=2, tokens=(3,)), "trained rows of tokens", {}),
-        (Lora(rank=2, targets=("up_proj",)), "target_modules: adapters of experts", mixture),
-    ):
-        with pytest.raises(InputRefused, match=f"a0: {words}.*can only be merged"):
-            many_stored(tiny_llama(**sizes), [lora])
+    lora = Lora(rank=2, targets=("up_proj",))
+    words = "target_modules: adapters of experts"
+    with pytest.raises(InputRefused, match=f"a0: {words}.*can only be merged"):
+        many_stored(tiny_llama(**mixture), [lora])
+
+
+def test_a_bank_that_begins_empty_takes_magnitudes() -> None:
+    many = Many(torch.float64, loras=PARTS)
+    model = copy.deepcopy(many.base)
+    bank = install(model, {}, capacity=1)
+    asked = requests_of(many, 1)[0][1]
+    slot = bank.add("a0", many.stored["a0"])
+    found = outcomes(machine(model), [asked._replace(adapter=slot)])
+    assert found == outcomes(machine(many.model), [asked._replace(adapter=many.bank.slots["a0"])])
 
 
 # ── planted faults: each breaks what the tests above hold ─────────────────────────────────────
 
 
 def read_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = BankedLinear.forward
+    forward = Banked.forward
 
-    def rolled(self: BankedLinear, input: Tensor) -> Tensor:
+    def rolled(self: Banked, input: Tensor) -> Tensor:
         slot_B = self.bank.slot_B
         self.bank.slot_B = None if slot_B is None else slot_B.roll(1)
         try:
@@ -347,7 +414,7 @@ def read_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             self.bank.slot_B = slot_B
 
-    monkeypatch.setattr(BankedLinear, "forward", rolled)
+    monkeypatch.setattr(Banked, "forward", rolled)
 
 
 def share_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,11 +438,44 @@ def forget_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("fault", [read_a_neighbour, share_prompts, forget_the_scale])
-def test_a_planted_fault_is_noticed(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_the_rows_of_the_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BankedEmbedding, "forward", torch.nn.Embedding.forward)
+
+
+def forget_the_rows_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BankedHead, "with_own_rows", lambda self, logits, input: logits)
+
+
+def forget_the_magnitudes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B is multiplied by g, and W is not."""
+    write = AdapterBank._write
+
+    def without_gain(self: AdapterBank, slot: int, adapter: StoredAdapter) -> None:
+        write(self, slot, adapter)
+        for layer in self.layers.values():
+            assert layer.bank_gain_SN is not None
+            layer.bank_gain_SN.zero_()
+
+    monkeypatch.setattr(AdapterBank, "_write", without_gain)
+
+
+@pytest.mark.parametrize(
+    ("fault", "loras"),
+    [
+        (read_a_neighbour, LORAS),
+        (share_prompts, LORAS),
+        (forget_the_scale, LORAS),
+        (forget_the_rows_of_the_embedding, PARTS),
+        (forget_the_rows_of_the_head, PARTS),
+        (forget_the_magnitudes, PARTS),
+    ],
+)
+def test_a_planted_fault_is_noticed(
+    fault: Any, loras: list[Lora], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        test_a_row_s_text_is_that_of_its_adapter_unmerged({})
+        test_a_row_s_text_is_that_of_its_adapter_unmerged(loras, {})
 
 
 def test_a_slot_that_is_written_while_a_row_still_runs_is_noticed(

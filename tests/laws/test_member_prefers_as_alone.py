@@ -87,6 +87,13 @@ def begun(task: PreferenceTask, engine: Engine, folder: Path) -> PreferenceTask:
     return own
 
 
+def shift_gains(loss: object) -> None:
+    """Raise all gains, so that kto's z, which is at least 0, depends on them."""
+    assert isinstance(loss, PreferenceLoss)
+    if loss.preference.labelled:
+        loss.reference.sub_(3.0)
+
+
 class Together:
     """Members with their reference, ready to train."""
 
@@ -111,6 +118,7 @@ class Together:
 
     def score_reference(self, resumed: bool = False) -> None:
         self.tasks[0].prepare_reference_scores_of(self.tasks, self.engine, resumed, ROWS, silent())
+        shift_gains(self.engine.step.loss)
 
     def train(self) -> tuple[list[Update], list[list[dict[str, Any]]]]:
         """Return the updates, and each member's figures on each of them."""
@@ -135,6 +143,7 @@ def alone(
     )
     own = begun(task, engine, folder / f"alone {number}")
     own.prepare_reference_scores(False, ROWS, silent())
+    shift_gains(engine.loss)
     updates, figures = [], []
     for update in train(engine, windows_of(task, number)):
         updates.append(update)

@@ -191,6 +191,8 @@ def test_pieces_of_a_stream_make_the_whole(served: Served, kind: int, chat: bool
         assert [each["finish_reason"] for each in deltas][-1] == choice["finish_reason"]
         if chat:
             assert deltas[0]["delta"] == {"role": "assistant", "content": ""}
+            # Nor while all new characters are held back.
+            assert not any("role" in each["delta"] for each in deltas[1:])
             assert (
                 "".join(each["delta"].get("content", "") for each in deltas)
                 == choice["message"]["content"]

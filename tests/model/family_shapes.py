@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from monograph.graph.experts import Router
-from monograph.graph.lora_merge import Plain
+from monograph.graph.lora_merge import UnreadTensor
 from monograph.model.families import FAMILIES
 from monograph.model.layer_types import FULL_ATTENTION
 from monograph.model.layouts import FusedExpertsRule, JoinedLayersRule
@@ -22,7 +22,8 @@ from monograph.model.scaling import (
 def in_files(named, config):
     """Tensors by the decoder's names as transformers has them in memory."""
     plain = (
-        Plain(name, tensor.detach().to("meta"), tensor.detach) for name, tensor in named.items()
+        UnreadTensor(name, tensor.detach().to("meta"), tensor.detach)
+        for name, tensor in named.items()
     )
     tensors = FusedExpertsRule(config.family.fused_experts == "columns").to_files(
         JoinedLayersRule(config).to_files(plain)

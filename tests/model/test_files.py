@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clocks import least_s
+from memory import resident_bytes
 from monograph.errors import DiskFull, InputRefused
 from monograph.model import files
 from monograph.model.config import LlamaConfig
@@ -235,6 +236,39 @@ def test_links_into_hugging_faces_cache_are_followed(saved):
         path.rename(cache / "blobs" / path.name)
         (cache / "snapshots/0123" / path.name).symlink_to(f"../../blobs/{path.name}")
     assert load_model(cache / "snapshots/0123").config == CONFIG
+
+
+def test_reading_a_file_again_takes_no_memory(tmp_path):
+    """Bytes that were kept for each tensor would add up where adapters come and go."""
+    path = tmp_path / "many.safetensors"
+    save_file({f"tensor {number}": torch.ones(2) for number in range(500)}, path)
+    stored = files.read_header(path)
+
+    def read_often() -> None:
+        for _ in range(200):
+            files.read_tensors(stored, None)
+
+    read_often()
+    before = resident_bytes()
+    read_often()
+    # 64 bytes for each tensor would be 6.4 MB.
+    assert resident_bytes() - before < 2**20
+
+
+def test_a_file_that_changed_after_its_header_was_read_is_refused(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(8), "b": torch.zeros(2, dtype=torch.bfloat16)}, path)
+    stored = files.read_header(path)
+    found = files.read_tensors(stored, None)
+    assert found["a"].equal(torch.ones(8)) and found["b"].dtype == torch.bfloat16
+    content = path.read_bytes()
+    for damaged in (content[:-1], content + b"0", b"", content[:9] + b"]" + content[10:]):
+        path.write_bytes(damaged)
+        with pytest.raises(InputRefused, match="a.safetensors: damaged, or not a safetensors file"):
+            files.read_tensors(stored, None)
+    save_file({"a": torch.ones(8)}, path)
+    with pytest.raises(InputRefused, match="a.safetensors: damaged.* no tensor b"):
+        files.read_tensors(stored, None)
 
 
 def test_a_header_of_too_many_tensors_is_not_read(saved, monkeypatch):

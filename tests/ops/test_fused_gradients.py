@@ -35,9 +35,11 @@ from monograph.ops.cross_entropy import (
 from monograph.ops.fused_gradients import (
     FusedGradient,
     add_product_,
+    add_scaled_,
     embedding,
     fused_gradients,
     linear,
+    product,
 )
 from monograph.ops.rotation import rotate_by_operators
 from monograph.optim import vectors_at_once
@@ -270,7 +272,7 @@ def test_who_is_fused_on_a_gpu():
 def test_gradients_of_vectors_are_added_at_once_to_where_they_were():
     planes = engine(True).step.planes
     parameters = [
-        slot.parameter for plane in planes if plane.kind.is_vector for slot in plane.slots
+        placed.parameter for plane in planes if plane.kind.is_vector for placed in plane.placed
     ]
     for plane in planes:
         plane.link()
@@ -302,3 +304,35 @@ def test_a_product_is_added_to_what_is_there(
     # Which has no product of bf16 with an fp32 result.
     rounded = dtype == torch.bfloat16 and device == "cpu"
     torch.testing.assert_close(total.cpu().double(), exact, rtol=0, atol=0.05 if rounded else 1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_begins_with_a_product(dtype: torch.dtype, device: str) -> None:
+    draws = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(*size, generator=draws).to(dtype) for size in ((40, 6), (40, 5)))
+    exact = left.double().T @ right.double()
+    found = product(left.to(device), right.to(device), torch.float32)
+    assert found.dtype == torch.float32
+    rounded = dtype == torch.bfloat16 and device == "cpu"
+    torch.testing.assert_close(found.cpu().double(), exact, rtol=0, atol=0.05 if rounded else 1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [(0, 1), (1, 1), (3, 2048), (33, 129)])
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_a_scaled_tensor_is_added_in_place(
+    shape: tuple[int, int], device: str, is_contiguous: bool
+) -> None:
+    draws = torch.Generator().manual_seed(0)
+    total, grad = (torch.randn(shape, generator=draws) for _ in range(2))
+    factor = torch.tensor(0.3)
+    exact = total.double() + grad.double() * factor.double()
+    # A number behind the total, which must not change.
+    memory = torch.full((total.numel() + 1,), 7.0, device=device)
+    placed = memory[:-1].view(shape if is_contiguous else shape[::-1])
+    placed = placed if is_contiguous else placed.T
+    placed.copy_(total)
+    add_scaled_(placed, grad.to(device), factor.to(device))
+    torch.testing.assert_close(placed.cpu().double(), exact, rtol=0, atol=1e-6)
+    assert float(memory[-1]) == 7.0

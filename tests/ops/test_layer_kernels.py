@@ -289,3 +289,178 @@ def test_a_tile_is_the_narrowest_whose_programs_run_at_once_if_it_fits(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     tile = tile_of(form, columns, 16, torch.bfloat16, torch.device("cuda"))
     assert (tile.columns, tile.channels) == expected
+
+
+# ── rows with their own adapters ──────────────────────────────────────────────────────────────
+
+# Slots of 16 rows, among them the base's, and an adapter that rows on both sides of others have.
+SLOTS = [1, 0, 2, 1, 3, 0, 2, 2, 4, 1, 0, 3, 4, 4, 1, 2]
+RANKS = (3, 16, 5, 9)  # of the adapters in slots 1 to 4
+SCALES = (2.0, 0.7, 1.3, 3.0)
+
+
+class BankCase(Case):
+    """The layers of a case, of which some have a bank of four adapters instead of one adapter."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        base: Any,
+        columns: tuple[int, ...] = (100, 16, 24),
+        bias: bool = True,
+        rank: int = 16,
+        banked: tuple[int, ...] = (0, 1, 2),
+        magnitudes: bool = False,
+    ):
+        super().__init__(dtype, base, columns, bias)
+        self.rank = rank
+        self.scale = torch.tensor([0.0, *SCALES])
+        self.a, self.b, self.gain_of = {}, {}, {}
+        for index in banked:
+            self.a[index] = torch.zeros(5, rank, SUMMED)
+            self.b[index] = torch.zeros(5, rank, columns[index])
+            self.gain_of[index] = torch.zeros(5, columns[index])
+            for slot, own_rank in enumerate(RANKS, start=1):
+                seed = 20 + 10 * index + slot
+                self.a[index][slot, :own_rank] = normal(own_rank, SUMMED, seed=seed).float() / 14
+                b = normal(own_rank, columns[index], seed=seed + 100).float()
+                self.b[index][slot, :own_rank] = b
+                if magnitudes and slot % 2:
+                    gain = 0.3 * normal(columns[index], seed=seed + 200).float()
+                    self.gain_of[index][slot] = gain
+        self.has_gains = magnitudes
+
+    def plain(self) -> list[Any]:
+        """Return the layers as the kernels take them, without adapters."""
+        return [layer._replace(adapter=None) for layer in self.tensors()]
+
+    def banked(self, slots: list[int]) -> list[Any]:
+        """Return the layers as the kernels take them, with the bank."""
+        slot = torch.tensor(slots).cuda()
+        scale = self.scale.cuda()
+        layers = self.plain()
+        for index, a in self.a.items():
+            gain = self.gain_of[index].cuda() if self.has_gains else None
+            b = self.b[index].cuda()
+            bank = kernels().LowRankBank(a.cuda(), b, scale, gain, slot)
+            layers[index] = layers[index]._replace(adapter=bank)
+        return layers
+
+    def single(self, slot: int) -> list[Any]:
+        """Return the layers as the kernels take them, with the adapter of one slot for all rows.
+
+        It is padded to the bank's rank if its own is read in tiles of another size.
+        """
+        layers = self.plain()
+        rank = RANKS[slot - 1] if self.rank <= 16 else self.rank
+        for index in self.a:
+            a = self.a[index][slot, :rank].contiguous().cuda()
+            b = self.b[index][slot, :rank].T.contiguous().cuda()
+            adapter = kernels().LowRank(a, b, SCALES[slot - 1])
+            layers[index] = layers[index]._replace(adapter=adapter)
+        return layers
+
+    def by_equation(self, slots: list[int], dtype: torch.dtype) -> list[Tensor]:
+        """Return each layer's output by its equation, in fp64, or in fp32 with the roundings of modules
+        to the case's dtype.
+        """
+        x = rms_norm(self.x.double(), self.gain.double(), EPS)
+        if dtype != torch.float64:
+            x = rms_norm(self.x, self.gain, EPS).to(dtype)
+        outputs = []
+        for index, layer in enumerate(self.layers.cpu()):
+            weight = layer.dense() if isinstance(layer, FrozenWeight) else layer.weight
+            product = x @ weight.detach().to(dtype).T
+            if dtype != torch.float64:
+                product = product.to(self.dtype).to(dtype)
+            y = product if layer.bias is None else product + layer.bias.detach().to(dtype)
+            if index in self.a:
+                a, b, gain = (
+                    each[index][slots].to(dtype) for each in (self.a, self.b, self.gain_of)
+                )
+                low = torch.einsum("bk,brk->br", x, a) * self.scale[slots].to(dtype)[:, None]
+                y = y + gain * product + torch.einsum("br,brn->bn", low, b)
+            outputs.append(y if dtype == torch.float64 else y.to(self.dtype))
+        return outputs
+
+    def computed(self, layers: list[Any], rows: Any, wide: bool = True) -> list[Tensor]:
+        """Return what the kernels compute of some rows: all layers, the last one, and a gated one."""
+        x, norm = self.x[rows].contiguous().cuda(), self.norm()
+        columns, rounds = list(self.columns), not wide
+        residual = self.residual[rows, -columns[-1] :].contiguous().cuda()
+        gate, up = (layer._replace(bias_N=None) for layer in layers[-2:])
+        gated = kernels().multiply_gated(x, gate, up, columns[-1], norm, "silu", rounds)
+        return [
+            kernels().multiply(x, layers, columns, norm, None, rounds),
+            kernels().multiply(x, layers[-1:], columns[-1:], None, residual, rounds),
+            gated,
+        ]
+
+
+BANK_SHAPE: dict[str, Any] = {"columns": (100, 40, 40)}
+# The bank's rank above that of all adapters, and above the ranks that are read at once.
+BANKS = pytest.mark.parametrize(
+    "options", [{}, {"rank": 70}, {"banked": (2,)}], ids=["all", "rank 70", "the last layer"]
+)
+
+
+@DTYPES
+@BASES
+@BANKS
+def test_a_row_has_the_bits_that_its_adapter_alone_gives_it(
+    dtype: torch.dtype, base: Any, options: dict[str, Any]
+) -> None:
+    """Whatever the other rows' adapters; a row of the base has those of no bank."""
+    case = BankCase(dtype, base, **BANK_SHAPE, **options)
+    rows = slice(0, 16)
+    for wide in (True, False):
+        found = case.computed(case.banked(SLOTS), rows, wide)
+        for slot in range(5):
+            layers = case.single(slot) if slot else case.plain()
+            own = [row for row, each in enumerate(SLOTS) if each == slot]
+            for ours, alone in zip(found, case.computed(layers, rows, wide), strict=True):
+                assert torch.equal(ours[own], alone[own]), (slot, wide)
+
+
+@DTYPES
+@BASES
+def test_one_of_up_to_16_rows_with_their_own_adapters_has_the_same_bits_in_any_batch(
+    dtype: torch.dtype, base: Any
+) -> None:
+    case = BankCase(dtype, base, **BANK_SHAPE, magnitudes=True)
+    of_all = case.computed(case.banked(SLOTS), slice(0, 16))
+    for order in ([0], [1], [4, 8], [15, *range(9)], list(range(15, -1, -1))):
+        of_some = case.computed(case.banked([SLOTS[row] for row in order]), order)
+        assert all(torch.equal(a[order], b) for a, b in zip(of_all, of_some, strict=True))
+
+
+@DTYPES
+@BASES
+@pytest.mark.parametrize("magnitudes", [False, True])
+def test_rows_with_their_own_adapters_are_as_exact_as_their_equation(
+    dtype: torch.dtype, base: Any, magnitudes: bool
+) -> None:
+    """In more rows than those of a tile; each column of programs finds other adapters."""
+    case = BankCase(dtype, base, magnitudes=magnitudes)
+    slots = [(7 * row + row // 5) % 5 for row in range(ROWS)]
+    exact = case.by_equation(slots, torch.float64)
+    found = kernels().multiply(case.x.cuda(), case.banked(slots), case.columns, case.norm())
+    found_by_layer = found.split(list(case.columns), 1)
+    modules = case.by_equation(slots, torch.float32)
+    for ours, module, expected in zip(found_by_layer, modules, exact, strict=True):
+        assert error(ours, expected) <= 2 * error(module, expected)
+
+
+def test_an_adapter_with_nan_changes_its_own_rows_alone() -> None:
+    case = BankCase(torch.bfloat16, "nf4", **BANK_SHAPE, magnitudes=True)
+    before = case.computed(case.banked(SLOTS), slice(0, 16))
+    for index in case.a:
+        case.a[index][2] = torch.nan
+        case.b[index][4] = torch.inf
+        case.gain_of[index][4] = torch.nan
+    after = case.computed(case.banked(SLOTS), slice(0, 16))
+    others = [row for row, slot in enumerate(SLOTS) if slot not in (2, 4)]
+    own = [row for row, slot in enumerate(SLOTS) if slot in (2, 4)]
+    for a, b in zip(before, after, strict=True):
+        assert torch.equal(a[others], b[others])
+        assert not b[own].isfinite().any()

@@ -17,8 +17,9 @@ from monograph.ops.logits_gradient import COLUMNS, replace_logits_
 
 TOKENS = 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Below, at and beyond what the kernel reads at once, and two times that with a rest.
-VOCABULARIES = (1, 101, 4096, COLUMNS, COLUMNS + 1, 2 * COLUMNS + 96)
+# Below, at and beyond what the kernel computes at once, and two times that with a rest. Rows of an odd
+# length do not begin where a word of 32 bits does.
+VOCABULARIES = (1, 2, 101, 4096, COLUMNS, COLUMNS + 1, 2 * COLUMNS + 96)
 
 
 def inputs(vocabulary: int, scale: float = 4.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,6 +52,16 @@ def replaced(logits: Tensor, targets: Tensor, mask: Tensor, device: str) -> tupl
 def test_losses_and_gradients_are_as_exact_as_pytorch_s(
     vocabulary: int, dtype: torch.dtype, device: str
 ) -> None:
+    assert_as_exact(vocabulary, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rows_of_which_registers_hold_a_part_are_as_exact(dtype: torch.dtype) -> None:
+    assert_as_exact(12 * COLUMNS + 2, dtype, "cuda")
+
+
+def assert_as_exact(vocabulary: int, dtype: torch.dtype, device: str) -> None:
     logits, targets, mask = inputs(vocabulary)
     logits = logits.to(dtype)
     ours = replaced(logits, targets, mask, device)

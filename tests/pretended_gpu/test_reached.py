@@ -4,6 +4,7 @@ without a reason is told)
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,11 @@ def test_every_reason_is_of_a_line_that_only_a_gpu_reaches() -> None:
     """`make gpu-less` tells whether it is still not reached."""
     mine = reached.lines()
     assert len(mine) > 1500
-    assert [
-        key for key in reached.CANNOT if not any(line.name.startswith(key) for line in mine)
-    ] == []
+    stale = [key for key in reached.CANNOT if not any(line.name.startswith(key) for line in mine)]
+    assert stale == []
+
+
+def test_tests_that_a_reason_names_exist() -> None:
+    root = Path(__file__).resolve().parents[2]
+    named = set(re.findall(r"tests/[\w/]+\.py", " ".join(reached.CANNOT.values())))
+    assert [path for path in sorted(named) if not (root / path).exists()] == []

@@ -212,7 +212,8 @@ def test_a_trace_without_a_step_is_refused() -> None:
         ("aten::linear", False), ("aten::matmul", False), ("aten::to", False), ("aten::view", False),
         ("aten::as_strided", False), ("aten::empty", False), ("aten::empty_like", False), ("aten::item", False),
         ("CompiledFunction", False), ("autograd::engine::evaluate_function: MmBackward0", False), ("nobody::is", False),
-        ("monograph::add_product_", False), ("monograph::small_matmul", True),
+        ("monograph::add_product_", False), ("monograph::product", False), ("monograph::add_scaled_", True),
+        ("monograph::small_matmul", True),
     ],
 )  # fmt: skip
 def test_which_operators_compute(name: str, computes: bool) -> None:

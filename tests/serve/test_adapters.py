@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import random
 import threading
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 from adapted import trained
+from memory import resident_bytes
 from monograph.decode import completion, generate
 from monograph.decode.adapter_bank import AdapterBank, install
 from monograph.decode.sampling import Sampling
@@ -23,7 +22,7 @@ from monograph.errors import UsageError
 from monograph.evaluation.choices import score_tokens
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
-from monograph.model.adapter import WEIGHTS_FILE, install_adapters, pack_adapters, save_adapter
+from monograph.model.adapter import install_adapters, pack_adapters, save_adapter
 from monograph.run.adapters import AdapterBase
 from monograph.serve.service import Service
 from monograph.serve.versions import AdapterRoom
@@ -288,14 +287,6 @@ def requests_with_changes(served: Served, folders: Path, count: int) -> int:
     return len(added)
 
 
-def resident_bytes() -> int:
-    """The memory in use, without what the allocator has for later."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with Path("/proc/self/statm").open() as file:
-        return int(file.read().split()[1]) * 4096
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("requests", [24, 10_000])
 def test_memory_is_what_it_was_after_adapters_came_and_went(folders: Path, requests: int) -> None:
@@ -306,11 +297,10 @@ def test_memory_is_what_it_was_after_adapters_came_and_went(folders: Path, reque
         tensors = {tensor.data_ptr() for tensor in served.service.newest.model.buffers()}
         before = resident_bytes()
         added = requests_with_changes(served, folders, requests)
-        # safetensors keeps two kilobytes of each file that it has opened. If what an adapter takes
-        # stayed, it would be four times this.
-        sizes = [(folders / name / WEIGHTS_FILE).stat().st_size for name in ("a0", "a1", "a2")]
-        allowed = added * sum(sizes) / len(sizes) / 4
-        assert resident_bytes() - before < 16 * 2**20 + allowed
+        assert added > requests / 100
+        # A kilobyte of each adapter that came would be several of these, and so would one of each
+        # request.
+        assert resident_bytes() - before < 4 * 2**20
         assert {tensor.data_ptr() for tensor in served.service.newest.model.buffers()} == tensors
         while not served.idle():
             pass

@@ -167,6 +167,14 @@ def test_counts_are_those_of_what_happened() -> None:
     )
 
 
+def test_the_block_of_a_request_that_comes_to_an_idle_server_counts() -> None:
+    tokenizer = Tokenizer.bytes()
+    with Served(small(tokenizer), tokenizer) as served:
+        for requests in range(1, 4):
+            served.texts("a", max_tokens=1)
+            assert served.service.owner.counts.blocks == requests
+
+
 def test_counts_never_fall_when_a_version_goes() -> None:
     """Prometheus takes a count that falls for one of a new process."""
     tokenizer = Tokenizer.bytes()

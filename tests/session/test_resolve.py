@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +25,10 @@ from monograph.optim import AdamW
 from monograph.planner import defaults
 from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Footprint
+from monograph.predict.roofline import efficiency, matmul_parameters
 from monograph.run.source import ModelSource
 from monograph.session import setup
-from monograph.session.objectives.rewards import Rewards
+from monograph.session.objectives.rewards import Rewards, predicted_sampling_s
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import RunPlan, Shape
 from monograph.session.requirements import notes_on, require_compatible
@@ -277,6 +280,44 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
         assert (work.window_rows, work.length) == (rows, length), (
             "of short answers three share a row of 64"
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "head_bytes", "block_bytes"),
+    [
+        ({"train.precision": "fp32"}, 4, 4),
+        ({"train.precision": "bf16"}, 4, 4),
+        ({"train.precision": "bf16", "optim.state": "bf16", "optim.master_weights": False}, 2, 2),
+        ({"train.precision": "fp32", "lora.rank": 2}, 4, 4),
+        ({"train.precision": "bf16", "lora.rank": 2}, 2, 2),
+        ({"train.precision": "bf16", "lora.rank": 2, "lora.base": "int8"}, 2, 1),
+        ({"train.precision": "bf16", "lora.rank": 2, "lora.base": "nf4"}, 2, 0.516),
+    ],
+    ids=str,
+)
+def test_the_time_of_drawing_is_that_of_reading_the_weights_as_they_are_stored(
+    changes: dict[str, Any], head_bytes: float, block_bytes: float, tmp_path: Path
+) -> None:
+    """On a card whose memory is so slow that nothing else takes long."""
+    slow = replace(CARD, bandwidth_bytes_per_s=1e9)
+    config = LlamaConfig.preset("1b", tie_word_embeddings=False)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    asked = {
+        "model.init": str(tmp_path),
+        "data.tokenizer": "bytes",
+        "data.sequence_length": 64,
+        "train.micro_batch": 2,
+        "rl.reward": "exact",
+        "rl.prompts": 1,
+        "rl.group": 2,
+        "rl.max_new_tokens": 10,
+    }
+    plan = resolve(load(None, asked | changes, {}), CARD, will_build=False)
+    head = config.vocab_size * config.hidden_size
+    weights_bytes = head * head_bytes + (matmul_parameters(config) - head) * block_bytes
+    _, bandwidth = efficiency(slow)
+    found = predicted_sampling_s(plan, config, slow)
+    assert found == pytest.approx(10 * weights_bytes / bandwidth, rel=0.02)
 
 
 def test_only_presets_that_were_measured_have_fields_of_muon_of_their_own():

@@ -22,8 +22,10 @@ from monograph.evaluation.pruning import win_probabilities
 from monograph.loop import train
 from monograph.run.folder import Run
 from monograph.run.progress import silent
+from monograph.session.objectives.texts import TextTask
 from monograph.session.resolve import resolve
 from monograph.sweeps import cohort, pruning, results
+from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.looks import DECISIONS, looks_of
 from monograph.sweeps.spec import Member, members_of
@@ -192,15 +194,18 @@ def test_what_cannot_be_compared_is_refused(
 
 
 def built_cohort(
-    these: list[Member], folder: Path, text: Corpus, runs: dict[int, Run]
+    these: list[Member], folder: Path, text: Corpus, runs: dict[int, Run], *, compiled: bool
 ) -> cohort.Cohort:
     for member in these:
         if member.index not in runs:
             runs[member.index] = Run.create(folder / str(member.index))
-    made = cohort.with_length(cohort.build_models(these, text, describe()), UPDATES)
-    engine = cohort.make_members_engine(made, windows_differ=True, device=torch.device("cpu"))
+    task = TextTask(text)
+    made = cohort.with_length(cohort.build_models(these, task, describe()), UPDATES)
+    engine = cohort.make_members_engine(made, own_rows=True, device=torch.device("cpu"))
+    if compiled:
+        assert engine.capture(first_window(made, task)) is None
     mine = [runs[member.index] for member in these]
-    return cohort.begin_cohort(these, mine, made, text, engine)
+    return cohort.begin_cohort(these, mine, made, task, engine)
 
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
@@ -208,9 +213,10 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     return {**state.model, **state.optimizer}
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["whole", "adapters"])
 def test_the_others_compute_the_bits_of_a_sweep_without_stops(
-    kind: str, text: Corpus, tmp_path: Path
+    kind: str, compiled: bool, text: Corpus, tmp_path: Path
 ) -> None:
     """Six members, of which two leave after half of the updates: weights, moments and losses."""
     keys = KEYS | SMALL
@@ -229,14 +235,14 @@ def test_the_others_compute_the_bits_of_a_sweep_without_stops(
     these = members_of(load(None, keys, {}), points)
     for member in these:
         member.plan = resolve(member.settings, describe())
-    whole = built_cohort(these, tmp_path / "whole", text, {})
+    whole = built_cohort(these, tmp_path / "whole", text, {}, compiled=compiled)
     expected = [update.loss for update in train(whole.engine, whole.windows, UPDATES)]
     runs: dict[int, Run] = {}
-    all_members = built_cohort(these, tmp_path / "cut", text, runs)
+    all_members = built_cohort(these, tmp_path / "cut", text, runs, compiled=compiled)
     losses = [update.loss[2:] for update in train(all_members.engine, all_members.windows, 4)]
     all_members.save()
     all_members.close()
-    fewer = built_cohort(these[2:], tmp_path / "cut", text, runs)
+    fewer = built_cohort(these[2:], tmp_path / "cut", text, runs, compiled=compiled)
     assert cohort.resume_cohort(fewer, {}, silent()) == 4
     losses += [update.loss for update in train(fewer.engine, fewer.windows, UPDATES)]
     assert torch.equal(torch.stack(losses), torch.stack(expected)[:, 2:])

@@ -1,17 +1,17 @@
 """Many adapters on one base, so that rows of different adapters are decoded by one graph.
 
 Each layer that has a bank holds the matrices of several adapters, one in each slot. A row says by its
-slot which adapter it has:
+slot which adapter it has, and `monograph.decode.banked_layers` has the equations. W is read once for
+all rows. Slot 0 is the base: its matrices are zero. An adapter whose rank is smaller than the bank's is
+padded with zeros, which add nothing.
 
-    y = W x + b + s_i B_i A_i x        i = the row's slot
-
-W is read once for all rows. Slot 0 is the base: its matrices are zero, so zeros are added to its rows.
-This changes no bit of y except the sign of a zero, on which no other number of the model depends. An
-adapter whose rank is smaller than the bank's is padded with zeros, which add nothing.
+Adapters may have magnitudes (DoRA), and rows of the embedding and the head for a few tokens. The bank
+has room for them if one of the adapters has them with which it begins.
 
 A slot is written in place, so that a captured graph need not be captured again.
 
-Shapes: S slots, B rows, T positions, K inputs, N outputs, R the bank's rank, Q an adapter's rank.
+Shapes: S slots, B rows, K inputs, N outputs, R the bank's rank, Q an adapter's rank, C tokens with rows
+of their own, D hidden size.
 """
 
 import hashlib
@@ -22,13 +22,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from monograph.decode.banked_layers import BANKED, Banked, BankedEmbedding, BankedHead
 from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.graph.frozen import FrozenWeight
 from monograph.graph.inspect import shared_parameters
 from monograph.graph.lora import AdaptedExperts, Lora, adapted_layers
 from monograph.graph.lora_targets import linear_layers
-from monograph.model.layers import Linear
+from monograph.graph.token_rows import TableWithRows
 from monograph.model.llama import Llama
+from monograph.ops.row_norms import row_norms
 
 # The name that requests use for the model without an adapter.
 BASE = "base"
@@ -38,18 +41,35 @@ LEAST_RANK = 16
 # The remedy for an adapter that a bank cannot hold. A folder with an adapter that is given as the model
 # itself is loaded with its adapter merged into the weights.
 MERGE = "give this folder in the place of the model"
+_BEGIN_WITH_IT = "begin with this adapter"
 
 
 class Factors(NamedTuple):
-    """The two matrices of an adapter of one layer.
+    """The matrices of an adapter of one layer.
 
     Attributes:
         A_QK: A.
         B_NQ: B.
+        magnitude_N: m of DoRA, or None.
     """
 
     A_QK: Tensor
     B_NQ: Tensor
+    magnitude_N: Tensor | None = None
+
+
+class TokenRows(NamedTuple):
+    """The rows of a few tokens that an adapter has in the place of the base's.
+
+    Attributes:
+        ids: the tokens, C of them.
+        embedding_CD: their rows of the embedding.
+        head_CD: their rows of the head, which are the same if the two are tied.
+    """
+
+    ids: tuple[int, ...]
+    embedding_CD: Tensor
+    head_CD: Tensor
 
 
 class StoredAdapter(NamedTuple):
@@ -60,7 +80,8 @@ class StoredAdapter(NamedTuple):
         rank: Q.
         scale: s, the factor of its output.
         factors: the matrices of each layer that it changes, by the layer's name.
-        digest: a hash of the matrices and the scale.
+        digest: a hash of the matrices, the scale and the rows of tokens.
+        token_rows: its rows of tokens, or None.
     """
 
     place: str
@@ -68,23 +89,17 @@ class StoredAdapter(NamedTuple):
     scale: float
     factors: Mapping[str, Factors]
     digest: str
+    token_rows: TokenRows | None = None
 
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether it is DoRA."""
+        return any(each.magnitude_N is not None for each in self.factors.values())
 
-def require_form(lora: Lora, place: str) -> None:
-    """Refuse adapters with parts that a bank cannot hold.
-
-    Args:
-        lora: the options of the adapters.
-        place: the folder that they are in.
-
-    Raises:
-        InputRefused: they have magnitudes or rows of tokens.
-    """
-    if lora.dora:
-        raise InputRefused(f"{place}: magnitudes (lora.dora, use_dora) can only be merged: {MERGE}")
-    if lora.tokens:
-        keys = "lora.tokens, trainable_token_indices"
-        raise InputRefused(f"{place}: trained rows of tokens ({keys}) can only be merged: {MERGE}")
+    @property
+    def token_count(self) -> int:
+        """For how many tokens it has rows of its own."""
+        return len(self.token_rows.ids) if self.token_rows else 0
 
 
 def require_rank(rank: int, max_rank: int, place: str) -> None:
@@ -100,12 +115,12 @@ def require_rank(rank: int, max_rank: int, place: str) -> None:
         )
 
 
-def stored_adapter(module: nn.Module, lora: Lora, place: str) -> StoredAdapter:
-    """Return the adapters of a module as one that a bank can take; it shares their memory.
+def stored_adapter(module: Llama, lora: Lora, place: str) -> StoredAdapter:
+    """Return the adapters of a model as one that a bank can take; it shares their memory.
 
     Args:
-        module: a module with adapters (`monograph.graph.lora.adapt`); its other weights are not read.
-        lora: their options, which `require_form` allows.
+        module: a model with adapters (`monograph.graph.lora.adapt`); its other weights are not read.
+        lora: their options.
         place: the folder that they were read from.
 
     Raises:
@@ -118,38 +133,29 @@ def stored_adapter(module: nn.Module, lora: Lora, place: str) -> StoredAdapter:
             raise InputRefused(
                 f"{place}: target_modules: adapters of experts ({name}) can only be merged: {MERGE}"
             )
-        factors[name] = Factors(layer.lora_A.weight.detach(), layer.lora_B.weight.detach())
+        magnitude = layer.lora_magnitude_vector
+        factors[name] = Factors(
+            layer.lora_A.weight.detach(),
+            layer.lora_B.weight.detach(),
+            None if magnitude is None else magnitude.detach(),
+        )
         sha256.update(f"{name} {lora.rank} ".encode())
         for factor in factors[name]:
-            # As bytes, because numpy has no bf16.
-            sha256.update(factor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return StoredAdapter(place, lora.rank, lora.scale, factors, sha256.hexdigest())
+            if factor is not None:
+                sha256.update(_bytes_of(factor))
+    token_rows = None
+    if lora.tokens:
+        embedding, head = module.model.embed_tokens, module.lm_head
+        assert isinstance(embedding, TableWithRows) and isinstance(head, TableWithRows)
+        token_rows = TokenRows(lora.tokens, embedding.token_rows.detach(), head.token_rows.detach())
+        sha256.update(f"{lora.tokens} ".encode())
+        sha256.update(_bytes_of(token_rows.embedding_CD))
+        sha256.update(_bytes_of(token_rows.head_CD))
+    return StoredAdapter(place, lora.rank, lora.scale, factors, sha256.hexdigest(), token_rows)
 
 
-class BankedLinear(nn.Linear):
-    """A linear layer with a bank of adapters; `AdapterBank` gives layers this class.
-
-    Attributes:
-        bank: the bank.
-        bank_A_SRK: A of each slot.
-        bank_B_SRN: the transpose of s B of each slot.
-    """
-
-    bank: "AdapterBank"
-    bank_A_SRK: Tensor
-    bank_B_SRN: Tensor
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [B, T, K] to [B, T, N], with the adapter of each row."""
-        output = super().forward(input)
-        slot_B = self.bank.slot_B
-        if slot_B is None:
-            return output
-        input_BTK = input.to(self.bank_A_SRK.dtype)
-        low_BTR = torch.bmm(input_BTK, self.bank_A_SRK.index_select(0, slot_B).mT)
-        adapted_BTN = torch.bmm(low_BTR, self.bank_B_SRN.index_select(0, slot_B))
-        # The sum is in the dtype of the adapters, and is rounded once.
-        return (output + adapted_BTN).to(output.dtype)
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class AdapterBank:
@@ -159,44 +165,106 @@ class AdapterBank:
         capacity: how many adapters it has room for.
         rank: R.
         layers: the layers that have a bank, by name.
+        embedding: the embedding, if there is room for rows of tokens; else None.
+        head: the head, likewise.
         slots: the slot of each adapter that requests may ask for, by its name.
+        has_magnitudes: whether there is room for magnitudes.
+        token_count: C, for how many tokens of an adapter there is room.
         slot_B: the slots of the rows of the present pass; None: no row has an adapter.
+        scale_S: s of each slot.
+        token_ids_SC: the tokens with rows of their own of each slot, padded with -1; None: there is no
+            room for them.
         last_writes: for each slot, the number of the write that filled it, counted over all slots; 0:
             none. What was computed with a slot is valid as long as this number is the same.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Linear], capacity: int, rank: int) -> None:
-        """Give layers empty banks; `install` checks the arguments."""
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Linear],
+        capacity: int,
+        rank: int,
+        *,
+        has_magnitudes: bool,
+        tables: tuple[nn.Embedding, nn.Linear] | None,
+        tokens: int,
+    ) -> None:
+        """Give layers empty banks; `install` checks the arguments.
+
+        Args:
+            layers: the linear layers that get a bank, by name.
+            capacity: see the attribute.
+            rank: see the attribute.
+            has_magnitudes: whether there is room for magnitudes.
+            tables: the embedding and the head, which get room for rows of tokens; None: they do not.
+            tokens: C, for how many tokens of an adapter.
+        """
         self.capacity = capacity
         self.rank = rank
         self.slots = dict[str, int]()
         self.slot_B: Tensor | None = None
         self.last_writes = [0] * (capacity + 1)
-        self.layers = dict[str, BankedLinear]()
+        self.layers = dict[str, Banked]()
+        self.embedding: BankedEmbedding | None = None
+        self.head: BankedHead | None = None
+        self.token_ids_SC: Tensor | None = None
+        self.token_count = tokens
+        self.has_magnitudes = has_magnitudes
         self._digests = dict[int, str]()
         self._free = list(range(1, capacity + 1))
         self._writes = 0
         for name, layer in layers.items():
-            weight = layer.weight
-            dtype = _bank_dtype(layer)
-            layer.__class__ = BankedLinear
-            assert isinstance(layer, BankedLinear)
-            layer.bank = self
-            for tensor_name, width in (
-                ("bank_A_SRK", layer.in_features),
-                ("bank_B_SRN", layer.out_features),
-            ):
-                zeros = weight.new_zeros(capacity + 1, rank, width, dtype=dtype)
-                layer.register_buffer(tensor_name, zeros, persistent=False)
-            self.layers[name] = layer
+            self.layers[name] = self._banked(layer)
+        first = next(iter(self.layers.values()))
+        self.scale_S = first.bank_A_SRK.new_zeros(capacity + 1)
+        if tables is not None:
+            self._add_tables(*tables)
+
+    def _banked(self, layer: nn.Linear) -> Banked:
+        """Give a layer an empty bank."""
+        slots = self.capacity + 1
+        dtype = _bank_dtype(layer)
+        device = next(layer.parameters()).device
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype, device=device)
+
+        layer.__class__ = BANKED[type(layer)]
+        assert isinstance(layer, Banked)
+        layer.bank = self
+        gain = zeros(layer.out_features) if self.has_magnitudes else None
+        layer.register_buffer("bank_A_SRK", zeros(self.rank, layer.in_features), persistent=False)
+        layer.register_buffer("bank_B_SRN", zeros(self.rank, layer.out_features), persistent=False)
+        layer.register_buffer("bank_gain_SN", gain, persistent=False)
+        return layer
+
+    def _add_tables(self, embedding: nn.Embedding, head: nn.Linear) -> None:
+        """Give the embedding and the head room for rows of tokens."""
+        slots = self.capacity + 1
+        weight = embedding.weight
+        self.token_ids_SC = torch.full((slots, self.token_count), -1, device=weight.device)
+        shape = (slots, self.token_count, weight.shape[1])
+        embedding.__class__ = BankedEmbedding
+        head.__class__ = BankedHead
+        assert isinstance(embedding, BankedEmbedding) and isinstance(head, BankedHead)
+        embedding.bank = self
+        head.bank = self
+        rows = weight.new_zeros(shape)
+        differences = head.weight.new_zeros(shape)
+        embedding.register_buffer("bank_rows_SCD", rows, persistent=False)
+        head.register_buffer("bank_differences_SCD", differences, persistent=False)
+        self.embedding = embedding
+        self.head = head
 
     @property
     def nbytes(self) -> int:
-        """The memory that the banks of all layers take."""
+        """The memory that the bank takes."""
+        owners = [*self.layers.values(), self.embedding, self.head]
         return sum(
-            tensor.nbytes
-            for layer in self.layers.values()
-            for tensor in (layer.bank_A_SRK, layer.bank_B_SRN)
+            buffer.nbytes
+            for owner in owners
+            if owner is not None
+            for name, buffer in owner.named_buffers(recurse=False)
+            if name.startswith("bank_")
         )
 
     def slot_of(self, name: str) -> int:
@@ -221,14 +289,26 @@ class AdapterBank:
         """Refuse an adapter that the bank cannot hold.
 
         Raises:
-            InputRefused: its rank is too large, or it changes a layer that has no bank.
+            InputRefused: its rank is too large, it changes a layer that has no bank, or there is no room
+                for its magnitudes or its rows of tokens.
         """
         require_rank(adapter.rank, self.rank, adapter.place)
         without_bank = [name for name in adapter.factors if name not in self.layers]
         if without_bank:
             raise InputRefused(
                 f"{adapter.place}: target_modules has {without_bank[0]}, which none of the adapters at the start "
-                "changes: begin with this adapter"
+                f"changes: {_BEGIN_WITH_IT}"
+            )
+        if adapter.has_magnitudes and not self.has_magnitudes:
+            raise InputRefused(
+                f"{adapter.place}: magnitudes (lora.dora, use_dora), which none of the adapters at the start has: "
+                f"{_BEGIN_WITH_IT}"
+            )
+        if adapter.token_count > self.token_count:
+            raise InputRefused(
+                f"{adapter.place}: {adapter.token_count} trained rows of tokens (lora.tokens, "
+                f"trainable_token_indices), and the adapters at the start have at most {self.token_count}: "
+                f"{_BEGIN_WITH_IT}"
             )
 
     def add(self, name: str, adapter: StoredAdapter) -> int:
@@ -279,13 +359,44 @@ class AdapterBank:
     def _write(self, slot: int, adapter: StoredAdapter) -> None:
         self._writes += 1
         self.last_writes[slot] = self._writes
+        self.scale_S[slot] = adapter.scale
         for name, layer in self.layers.items():
             A_RK = layer.bank_A_SRK[slot].zero_()
             B_RN = layer.bank_B_SRN[slot].zero_()
+            if layer.bank_gain_SN is not None:
+                layer.bank_gain_SN[slot].zero_()
             factors = adapter.factors.get(name)
-            if factors is not None:
-                A_RK[: adapter.rank].copy_(factors.A_QK)
-                B_RN[: adapter.rank].copy_(factors.B_NQ.T.to(B_RN.dtype) * adapter.scale)
+            if factors is None:
+                continue
+            A_RK[: adapter.rank].copy_(factors.A_QK)
+            B_RN[: adapter.rank].copy_(factors.B_NQ.T)
+            if factors.magnitude_N is not None:
+                assert layer.bank_gain_SN is not None  # `require_fits`
+                gain_N = factors.magnitude_N.to(B_RN) / _norms(layer, A_RK, B_RN, adapter.scale)
+                layer.bank_gain_SN[slot].copy_(gain_N - 1)
+                B_RN *= gain_N
+        self._write_token_rows(slot, adapter.token_rows)
+
+    def _write_token_rows(self, slot: int, rows: TokenRows | None) -> None:
+        if self.token_ids_SC is None or self.embedding is None or self.head is None:
+            return
+        ids_C = self.token_ids_SC[slot].fill_(-1)
+        embedding_CD = self.embedding.bank_rows_SCD[slot].zero_()
+        difference_CD = self.head.bank_differences_SCD[slot].zero_()
+        if rows is None:
+            return
+        count = len(rows.ids)
+        ids_C[:count] = torch.tensor(rows.ids)
+        embedding_CD[:count].copy_(rows.embedding_CD)
+        # Rounded first, and so exactly zero where a row equals that of the weight.
+        difference_CD[:count].copy_(rows.head_CD)
+        difference_CD[:count] -= self.head.weight[ids_C[:count]]
+
+
+def _norms(layer: Banked, A_RK: Tensor, B_RN: Tensor, scale: float) -> Tensor:
+    """Return ||W + s B A||, the norm of each row."""
+    weight_NK = layer.dense() if isinstance(layer, FrozenWeight) else layer.weight
+    return row_norms(torch.addmm(weight_NK.to(A_RK.dtype), B_RN.T, A_RK, alpha=scale))
 
 
 def install(
@@ -298,7 +409,7 @@ def install(
     """Give a model a bank with these adapters, in place.
 
     Layers that none of the adapters changes get no bank. Without any adapter, every linear layer
-    gets one, except the head and those of mixtures.
+    gets one, except the head and those of mixtures, and there is room for magnitudes.
 
     Args:
         model: the base, on its device, without adapters.
@@ -329,19 +440,38 @@ def install(
             _require_possible(adapter, possible)
         changed = {name for adapter in adapters.values() for name in adapter.factors}
         chosen = {name: layer for name, layer in possible.items() if name in changed}
-    _require_memory(chosen.values(), capacity, rank)
-    bank = AdapterBank(chosen, capacity, rank)
+    tokens = max([0, *(adapter.token_count for adapter in adapters.values())])
+    embedding, head = model.model.embed_tokens, model.lm_head
+    _require_memory(chosen.values(), capacity, rank, tokens * head.weight[0].nbytes)
+    bank = AdapterBank(
+        chosen,
+        capacity,
+        rank,
+        has_magnitudes=not adapters or any(each.has_magnitudes for each in adapters.values()),
+        tables=(embedding, head) if tokens else None,
+        tokens=tokens,
+    )
     for name, adapter in adapters.items():
         bank.add(name, adapter)
     return bank
 
 
-def _require_memory(layers: Iterable[nn.Linear], capacity: int, rank: int) -> None:
-    bank_bytes = 0
+def _require_memory(
+    layers: Iterable[nn.Linear], capacity: int, rank: int, token_bytes: int
+) -> None:
+    """Refuse a bank that would not fit into the free memory.
+
+    Args:
+        layers: the layers that get a bank.
+        capacity: for how many adapters.
+        rank: the bank's rank.
+        token_bytes: the bytes of an adapter's rows of tokens, in one of the two tables.
+    """
+    slot_bytes = 2 * token_bytes
     for layer in layers:
-        number_bytes = _bank_dtype(layer).itemsize
-        width = layer.in_features + layer.out_features
-        bank_bytes += (capacity + 1) * rank * width * number_bytes
+        # Magnitudes are left out: they take less than one rank.
+        slot_bytes += rank * (layer.in_features + layer.out_features) * _bank_dtype(layer).itemsize
+    bank_bytes = (capacity + 1) * slot_bytes
     free_bytes = describe().free_memory_bytes
     if bank_bytes > free_bytes:
         raise OutOfDeviceMemory(
@@ -352,6 +482,8 @@ def _require_memory(layers: Iterable[nn.Linear], capacity: int, rank: int) -> No
 
 def _bank_dtype(layer: nn.Linear) -> torch.dtype:
     """Return the dtype of a layer's bank: its weight's, or fp32 if that has fewer bits."""
+    if isinstance(layer, FrozenWeight):
+        return torch.float32
     return torch.promote_types(layer.weight.dtype, torch.float32)
 
 
@@ -363,7 +495,7 @@ def _possible_layers(model: Llama) -> dict[str, nn.Linear]:
     return {
         name: layer
         for name, layer in linear_layers(model).items()
-        if type(layer) in (Linear, nn.Linear) and f"{name}.weight" not in shared
+        if type(layer) in BANKED and f"{name}.weight" not in shared
     }
 
 
@@ -396,6 +528,6 @@ def rows_with_adapters(bank: AdapterBank | None, slot_B: Tensor) -> Iterator[Non
 def bank_of(model: nn.Module) -> AdapterBank | None:
     """Return a model's bank, or None if it has none."""
     for module in model.modules():
-        if isinstance(module, BankedLinear):
+        if isinstance(module, Banked):
             return module.bank
     return None

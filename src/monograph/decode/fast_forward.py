@@ -12,14 +12,15 @@ for up to 16 rows:
 | a mixture of experts | 4 |
 | a mixture of experts with a shared expert | 8 |
 
-Each product with adapters takes one launch more, for x A^T.
+Each product with adapters takes one launch more, for x A^T, and so does one whose rows have adapters of
+their own (`monograph.decode.adapter_bank`).
 
 For more than 16 rows, dense weights are multiplied by torch, which is faster then, since the kernels
 read a weight once for every 16 rows. Attention without gates and a feed-forward layer then take eight
 launches together in a compiled step: four products, `attend`, one for each of the two norms, which
 also adds the residual, and one for the activation. Weights in 8 or 4 bits, and adapters on them, are
-multiplied by the kernels for any number of rows. Adapters on dense weights are computed only for up
-to 16 rows.
+multiplied by the kernels for any number of rows, and so are dense weights with a bank of adapters. One
+adapter for all rows is computed on dense weights only for up to 16 rows.
 
 `obstacle` says why the kernels cannot compute a model. Its steps are then computed by the model's own
 forward pass, which is also the reference against which this one is tested.
@@ -35,13 +36,14 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from monograph.decode.adapter_bank import bank_of
+from monograph.decode.banked_layers import BankedHead
 from monograph.decode.fast_delta_net import delta_net_step, obstacle_of_delta_net
 from monograph.decode.fast_projections import (
     SEVERAL_DTYPES,
     family_weights,
     has_hooks,
     is_plain,
+    is_plain_head,
     joined_tensors,
     norm_of,
     obstacle_of_product,
@@ -106,8 +108,6 @@ def obstacle(model: Llama, rows: int = 1) -> str | None:
     # The default is norms before attention and the feed-forward layer, and none after them.
     if config.family.norm_names != NormNames():
         return "this family normalises what its layers add, which the kernels do not"
-    if bank_of(model) is not None:
-        return "the kernels do not have a bank of adapters"
     has_mlps = not all(map(config.is_mixture, range(config.num_hidden_layers)))
     _, activation = config.family.activation
     # The clamped activation exists only in the kernels of mixtures.
@@ -116,7 +116,7 @@ def obstacle(model: Llama, rows: int = 1) -> str | None:
     if not isinstance(model.scale_last, nn.Identity):
         return "this family scales its logits"
     # Beside adapters, the rows of a few tokens may be trained (`monograph.graph.token_rows`).
-    if not is_plain(model.lm_head):
+    if not is_plain_head(model.lm_head):
         return "the head has trained rows, an adapter or hooks"
     if model.model.embed_tokens.weight.dtype != weight.dtype:
         return SEVERAL_DTYPES
@@ -264,7 +264,11 @@ class FastForward:
             hidden_BD = self._block(
                 hidden_BD, index, cast(Block, block), rotations, position_B, cache, blocks
             )
-        return self._project(hidden_BD, model.lm_head.weight, norm_of(model.model.norm))
+        head = model.lm_head
+        logits_BV = self._project(hidden_BD, head.weight, norm_of(model.model.norm))
+        if isinstance(head, BankedHead):
+            return head.with_own_rows(logits_BV, model.model.norm(hidden_BD))
+        return logits_BV
 
     def follows_autocast(self, device_type: str) -> bool:
         """Return whether the kernels compute in the same dtypes as the model's own forward pass would now.

@@ -15,12 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monograph.decode.banked_layers import (
+    Banked,
+    BankedHead,
+    BankedInt8Linear,
+    BankedLinear,
+    BankedNF4Linear,
+)
 from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.fused_linears import Sibling
 from monograph.graph.lora import Adapted, LoraInt8Linear, LoraLinear, LoraNF4Linear
 from monograph.model.layers import CentredRMSNorm, Linear, RMSNorm
 from monograph.ops.decode_kernels import Norm
-from monograph.ops.layer_kernels import Activation, Form, Layer, LowRank, fits
+from monograph.ops.layer_kernels import Activation, Form, Layer, LowRank, LowRankBank, fits
 from monograph.ops.rms_norm import rms_norm
 
 # Reasons why the kernels cannot compute some layers.
@@ -33,10 +40,13 @@ FORMS: dict[type[nn.Module], Form] = {
     nn.Linear: "dense",  # a layer whose adapter was merged
     Sibling: "dense",
     LoraLinear: "dense",
+    BankedLinear: "dense",
     Int8Linear: "int8",
     LoraInt8Linear: "int8",
+    BankedInt8Linear: "int8",
     NF4Linear: "nf4",
     LoraNF4Linear: "nf4",
+    BankedNF4Linear: "nf4",
 }
 
 
@@ -55,6 +65,11 @@ def is_plain(layer: nn.Linear) -> bool:
     """Return whether a layer's output is W x + b and no more, and no family computes it."""
     # A layer whose adapter was merged is an `nn.Linear`.
     return type(layer) in (Linear, nn.Linear) and not has_hooks(layer)
+
+
+def is_plain_head(head: nn.Linear) -> bool:
+    """Return whether a head's output is W x, and for a few tokens of a bank's adapters their own rows."""
+    return is_plain(head) or (type(head) is BankedHead and not has_hooks(head))
 
 
 def has_hooks(layer: nn.Module) -> bool:
@@ -110,9 +125,14 @@ def tensors_of(layer: nn.Linear) -> Layer:
     """Return the tensors of a layer as the kernels take them."""
     form = FORMS[type(layer)]
     stored = layer.stored_tensors() if isinstance(layer, FrozenWeight) else (layer.weight,)
-    adapter = None
+    adapter: LowRank | LowRankBank | None = None
     if isinstance(layer, Adapted):
         adapter = LowRank(layer.lora_A.weight, layer.lora_B.weight, layer.scale)
+    elif isinstance(layer, Banked) and layer.bank.slot_B is not None:
+        bank = layer.bank
+        adapter = LowRankBank(
+            layer.bank_A_SRK, layer.bank_B_SRN, bank.scale_S, layer.bank_gain_SN, bank.slot_B
+        )
     return Layer(form, stored, layer.bias, adapter)
 
 

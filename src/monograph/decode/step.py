@@ -395,16 +395,16 @@ class DecodeStep:
     def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
         state = self.state
         kernels = self.forward_kernels
-        if hidden_BD is None and kernels is not None and kernels.follows_autocast("cuda"):
-            return kernels.logits(state.token_B, state.position_B, self.cache, blocks)
-        if hidden_BD is None:
-            tokens_B1 = state.token_B[:, None]
-            positions_B1 = state.position_B[:, None]
-            with rows_with_adapters(self.bank, state.adapter_B):
+        with rows_with_adapters(self.bank, state.adapter_B):
+            if hidden_BD is None and kernels is not None and kernels.follows_autocast("cuda"):
+                return kernels.logits(state.token_B, state.position_B, self.cache, blocks)
+            if hidden_BD is None:
+                tokens_B1 = state.token_B[:, None]
+                positions_B1 = state.position_B[:, None]
                 hidden_BD = self.model(
                     tokens_B1, positions=positions_B1, cache=self.cache.with_first_blocks(blocks)
                 )[:, 0]
-        return self.model.logits(hidden_BD)
+            return self.model.logits(hidden_BD)
 
     def _update_state(self, sampled: SampledTokens, follow_automata: bool) -> None:
         """Write the sampled tokens to the state, and apply the stop rules.

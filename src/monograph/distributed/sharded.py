@@ -351,7 +351,7 @@ def _direction(plane: Plane, grad: Tensor, form: StateFormat, hyper: Hyperparame
         form: the form of the optimizer's state.
         hyper: the hyperparameters of the update.
     """
-    parameter = cast(DTensor, plane.slots[0].parameter)
+    parameter = cast(DTensor, plane.placed[0].parameter)
     rule = plane.kind.rule
     assert rule.direction is not None
     moments = [form.read(plane.state, moment, grad, plane.block_offset) for moment in rule.moments]
@@ -453,7 +453,7 @@ class RowsPlane(Plane):
         The DTensor has the parameter's shape. But it is flat if each element of the buffer belongs to
         several numbers.
         """
-        [(name, sharded, _)] = self.slots  # the only parameter
+        [(name, sharded, _)] = self.placed  # the only parameter
         parameter = cast(DTensor, sharded)
         mesh = parameter.device_mesh
         buffer_names = [key for key, buffer in self.state.items() if buffer is flat]

@@ -144,7 +144,7 @@ class StackedParameters(OnDevice):
         step.count.copy_(count)
         members = self.caller.stack.size
         plane_grads = [
-            torch.cat([grads[slot.name].reshape(members, -1) for slot in plane.slots], dim=-1)
+            torch.cat([grads[placed.name].reshape(members, -1) for placed in plane.placed], dim=-1)
             for plane in step.planes
         ]
         return step.clip_and_apply(plane_grads)

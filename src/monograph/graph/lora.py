@@ -316,18 +316,24 @@ def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | Expert
 def store_row_norms(module: nn.Module, reset_magnitudes: bool = True) -> None:
     """Store the norms of the rows of W, `lora_norms`, in each layer that is adapted by DoRA.
 
-    It must be called again after W was rounded.
+    It must be called again after W was rounded. A layer whose W has no numbers, because only its adapter
+    is to be read, gets none.
 
     Args:
         module: a module with adapters.
         reset_magnitudes: whether the magnitudes are set to these norms, as in a new adapter.
     """
     for layer in adapted_layers(module).values():
-        if layer.lora_magnitude_vector is not None:
-            norms = row_norms(base_weight(layer)).to(layer.lora_magnitude_vector.device)
-            layer.register_buffer("lora_norms", norms, persistent=False)
-            if reset_magnitudes:
-                layer.lora_magnitude_vector.copy_(norms)
+        magnitude = layer.lora_magnitude_vector
+        if magnitude is None:
+            continue
+        norms = row_norms(base_weight(layer))
+        if norms.is_meta and not magnitude.is_meta:
+            continue
+        norms = norms.to(magnitude.device)
+        layer.register_buffer("lora_norms", norms, persistent=False)
+        if reset_magnitudes:
+            magnitude.copy_(norms)
 
 
 def adapted_layers(module: nn.Module) -> dict[str, AnyAdapted]:

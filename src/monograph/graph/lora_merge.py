@@ -72,10 +72,10 @@ def merged_weight(layer: AnyAdapted) -> Tensor:
     return total.to(weight_dtype)
 
 
-class Plain(NamedTuple):
-    """The description of a tensor that is exported: a parameter of a plain module, without adapters.
+class UnreadTensor(NamedTuple):
+    """A tensor that is described here, and read only when its numbers are needed.
 
-    The tensor's numbers need not be in memory.
+    So an export has one tensor at a time in memory.
 
     Attributes:
         name: the tensor's name.
@@ -88,7 +88,7 @@ class Plain(NamedTuple):
     read: Callable[[], Tensor]
 
 
-def plain_parameters(module: nn.Module) -> Iterator[Plain]:
+def plain_parameters(module: nn.Module) -> Iterator[UnreadTensor]:
     """Yield each parameter that a module would have after `merge`. The module is not changed.
 
     Adapters must be on dense weights, not on quantised ones. `read` raises InputRefused if a value
@@ -114,7 +114,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
         layer = adapted.get(owner) if is_weight else None
         table = row_tables.get(owner) if is_weight else None
         like = torch.empty(parameter.shape, dtype=kept_dtype(parameter), device="meta")
-        yield Plain(name, like, functools.partial(_read, name, parameter, layer, table))
+        yield UnreadTensor(name, like, functools.partial(_read, name, parameter, layer, table))
 
 
 def _read(

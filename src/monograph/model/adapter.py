@@ -31,7 +31,7 @@ from monograph.graph.lora import (
     adapted_layers,
     store_row_norms,
 )
-from monograph.graph.lora_merge import Plain
+from monograph.graph.lora_merge import UnreadTensor
 from monograph.graph.lora_targets import ALL_LINEAR
 from monograph.graph.precision import Precision
 from monograph.graph.rounded_base import round_frozen_weights
@@ -551,7 +551,7 @@ def write_gguf_adapter(packed: PeftAdapters, config: LlamaConfig, new: Path) -> 
     )
 
 
-def _gguf_tensors(matrices: Mapping[str, Tensor], config: LlamaConfig) -> Iterator[Plain]:
+def _gguf_tensors(matrices: Mapping[str, Tensor], config: LlamaConfig) -> Iterator[UnreadTensor]:
     """Yield both matrices of each adapted layer, with their names in a GGUF file.
 
     Args:
@@ -561,8 +561,8 @@ def _gguf_tensors(matrices: Mapping[str, Tensor], config: LlamaConfig) -> Iterat
     a_end = ".lora_A.weight"
     b_end = ".lora_B.weight"
     layers = [name.removesuffix(a_end) for name in matrices if name.endswith(a_end)]
-    a_matrices = [_plain(f"{layer}.weight", matrices[layer + a_end]) for layer in layers]
-    b_matrices = [_plain(f"{layer}.weight", matrices[layer + b_end]) for layer in layers]
+    a_matrices = [_unread(f"{layer}.weight", matrices[layer + a_end]) for layer in layers]
+    b_matrices = [_unread(f"{layer}.weight", matrices[layer + b_end]) for layer in layers]
     # The weight's change is B A, so the weight's rows are the rows of B, and its columns those of A. A GGUF
     # file may have a weight's rows in another order. `llama_cpp_tensors` treats B like the weight: it
     # renames B, and reorders its rows. A keeps its numbers, and gets the name that B has got.
@@ -572,6 +572,6 @@ def _gguf_tensors(matrices: Mapping[str, Tensor], config: LlamaConfig) -> Iterat
         yield b_matrix._replace(name=f"{b_matrix.name}.lora_b")
 
 
-def _plain(name: str, tensor: Tensor) -> Plain:
-    """Return a tensor in memory as a `Plain`, the form of the tensors that are exported."""
-    return Plain(name, tensor.to("meta"), tensor.clone)
+def _unread(name: str, tensor: Tensor) -> UnreadTensor:
+    """Return a tensor in memory as an `UnreadTensor`, the form of the tensors that are exported."""
+    return UnreadTensor(name, tensor.to("meta"), tensor.clone)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused
-from monograph.graph.lora_merge import Plain
+from monograph.graph.lora_merge import UnreadTensor
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, L2_NORM_EPS, LINEAR_ATTENTION
 from monograph.model.layers import Linear, RMSNorm
@@ -409,7 +409,7 @@ class GatedDeltaNet(Mixer):
     @classmethod
     def llama_cpp_tensor(
         cls, name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig
-    ) -> Plain:
+    ) -> UnreadTensor:
         """Return a tensor of a delta net with llama.cpp's name, order and values.
 
         Each key head has several value heads. Monograph lists all value heads of the first key head, then
@@ -444,7 +444,7 @@ class GatedDeltaNet(Mixer):
             reordered = heads.transpose(axis, axis + 1).flatten(axis, axis + 2)
             return torch.cat([queries_and_keys, reordered], dim=axis)
 
-        return Plain(
+        return UnreadTensor(
             _LLAMA_CPP_NAMES[name],
             _without_middle_axis(like),
             lambda: _without_middle_axis(change(read())),

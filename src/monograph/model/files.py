@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from monograph.errors import DiskFull, InputRefused, Unreadable
-from monograph.graph.lora_merge import Plain
+from monograph.graph.lora_merge import UnreadTensor
 from monograph.graph.mmap_weights import Pieces
 from monograph.storage import tensor_layout
 from monograph.storage.reading import (
@@ -149,8 +149,49 @@ def read_tensors(stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> 
     Raises:
         InputRefused: a file is damaged.
     """
-    # Tensors are copied even if they have the dtype, because the bytes of a mapped file may change.
-    return {name: tensor.to(dtype, copy=True) for name, tensor in mapped_tensors(stored)}
+    # The files are not mapped: safetensors keeps some bytes for each tensor that it has mapped, which a
+    # server that reads many adapters would notice. Besides, the bytes of a mapped file may change.
+    tensors = dict[str, Tensor]()
+    for path in sorted({tensor.path for tensor in stored.values()}):
+        headers = {name: header for name, header in stored.items() if header.path == path}
+        with _reading(path), open_input(path) as file:
+            places = {entry.name: entry for entry in _tensor_entries(file)}
+            for name, header in headers.items():
+                name_in_file = header.name_in_file or name
+                if name_in_file not in places:
+                    raise tensor_layout.LayoutError(f"no tensor {name_in_file}")
+                tensor = _read_tensor(file, places[name_in_file])
+                tensors[name] = _as_described(tensor, header).to(dtype, copy=True)
+    return tensors
+
+
+def _tensor_entries(file: BinaryIO) -> list[tensor_layout.TensorEntry]:
+    """Return where the tensors of a safetensors file are; begins are counted from the file's begin.
+
+    Raises:
+        LayoutError: the file is damaged.
+    """
+    file_bytes = os.fstat(file.fileno()).st_size
+    length_field = file.read(tensor_layout.LENGTH_BYTES)
+    prefix_bytes = tensor_layout.header_bytes(length_field, file_bytes)
+    prefix = length_field + file.read(prefix_bytes - len(length_field))
+    return [
+        entry._replace(begin=prefix_bytes + entry.begin, end=prefix_bytes + entry.end)
+        for entry in tensor_layout.tensor_entries(prefix, file_bytes)
+    ]
+
+
+def _read_tensor(file: BinaryIO, entry: tensor_layout.TensorEntry) -> Tensor:
+    """Return a tensor of a file.
+
+    Raises:
+        LayoutError: the file has become shorter.
+    """
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    file.seek(entry.begin)
+    if file.readinto(tensor_layout.bytes_of(tensor)) != entry.end - entry.begin:
+        raise tensor_layout.LayoutError(f"tensor {entry.name} is not complete")
+    return tensor
 
 
 def mapped_tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -169,12 +210,14 @@ def mapped_tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Te
             for name, header in stored.items():
                 if header.path != path:
                     continue
-                tensor = file.get_tensor(header.name_in_file or name)
-                if header.slice is not None:
-                    tensor = _take_slice(tensor, header.slice)
-                if header.transposed:
-                    tensor = tensor.mT
-                yield name, tensor
+                yield name, _as_described(file.get_tensor(header.name_in_file or name), header)
+
+
+def _as_described(tensor: Tensor, header: StoredTensor) -> Tensor:
+    """Return the view of a file's tensor that a description stands for."""
+    if header.slice is not None:
+        tensor = _take_slice(tensor, header.slice)
+    return tensor.mT if header.transposed else tensor
 
 
 def _take_slice(tensor: Tensor, part: AxisSlice) -> Tensor:
@@ -202,15 +245,8 @@ def mapped_weights(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Te
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file for reading in the block.
-
-    Errors in the block that come from reading become errors that name the file.
-
-    Raises:
-        InputRefused: the file is missing or damaged, or is not a safetensors file.
-        Unreadable: the system failed to read the file.
-    """
-    try:
+    """Open a safetensors file for reading in the block; the errors are those of `_reading`."""
+    with _reading(path):
         # safetensors takes a second per 100,000 tensors in a header, so that a hostile header could
         # take very long. `header_bytes` is called for its error alone: it refuses a header that is too
         # long. Its result, the header's length, is not needed.
@@ -220,6 +256,18 @@ def open_tensors(path: Path) -> Iterator[Any]:
             tensor_layout.header_bytes(first_bytes, file_bytes)
         with safe_open(path, framework="pt") as file:
             yield file
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Let errors in the block that come from reading a safetensors file become errors that name it.
+
+    Raises:
+        InputRefused: the file is missing or damaged, or is not a safetensors file.
+        Unreadable: the system failed to read the file.
+    """
+    try:
+        yield
     # These are the errors of a file that cannot be opened, mapped or parsed. There are several classes,
     # because torch and safetensors raise different ones when a file cannot be mapped into memory.
     except (
@@ -244,7 +292,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
         raise InputRefused(f"{path}: damaged, or not a safetensors file: {error}") from None
 
 
-def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) -> None:
+def write_tensors(folder: Path, named: Iterable[UnreadTensor], max_shard_bytes: int) -> None:
     """Write tensors to model.safetensors, or to several shards and their index.
 
     The tensors are first divided into shards by their sizes. Then each tensor is read when it is
@@ -252,12 +300,12 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
 
     Args:
         folder: an existing folder.
-        named: the tensors. A `Plain` has the name of a tensor, its shape and dtype (those of `like`, a
+        named: the tensors. An `UnreadTensor` has the name of a tensor, its shape and dtype (those of `like`, a
             tensor on the meta device), and the function `read`, which returns it with its numbers.
         max_shard_bytes: largest number of bytes of tensors in one file. A larger tensor has a file
             of its own.
     """
-    shards: list[dict[str, Plain]] = [{}]
+    shards: list[dict[str, UnreadTensor]] = [{}]
     shard_bytes = 0
     total_bytes = 0
     for tensor in named:
@@ -283,7 +331,7 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
         write_shard(folder / file, shard)
 
 
-def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
+def write_shard(path: Path, tensors: Mapping[str, UnreadTensor]) -> None:
     """Write tensors to one new safetensors file.
 
     Each tensor is read when its turn comes, so that one at a time is in memory.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from monograph.errors import InputRefused, UsageError
 from monograph.extras import command_for
-from monograph.graph.lora_merge import Plain, plain_parameters
+from monograph.graph.lora_merge import UnreadTensor, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
 from monograph.model import sampling_defaults
 from monograph.model.config import LlamaConfig
@@ -131,7 +131,7 @@ def save_gguf(
     _check_supported(config, dtype)
     _warn_of_positions(config, warn)
     divisors = [
-        Plain(name, like=divisor_F, read=divisor_F.clone)
+        UnreadTensor(name, like=divisor_F, read=divisor_F.clone)
         for name, divisor_F in _rope_divisors(config).items()
     ]
     tensors = [*divisors, *llama_cpp_tensors(plain_parameters(model), config)]
@@ -370,7 +370,7 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
 
 def _convert_by_mixer(
     name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig
-) -> Plain | None:
+) -> UnreadTensor | None:
     """Return a mixer's tensor as the mixer's class converts it (`Mixer.llama_cpp_tensor`).
 
     The result is None if the tensor is in no mixer, or if the class leaves it to `llama_cpp_tensors`.
@@ -383,7 +383,9 @@ def _convert_by_mixer(
     return None
 
 
-def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
+def llama_cpp_tensors(
+    parameters: Iterable[UnreadTensor], config: LlamaConfig
+) -> Iterator[UnreadTensor]:
     """Yield a model's tensors with llama.cpp's names and its order of rows.
 
     Args:
@@ -424,10 +426,10 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
             # Such a norm multiplies by 1 + weight. llama.cpp multiplies by the number in the file.
             read = _read_and_change(read, lambda weight: 1 + weight)
         if module in _OUTER_NAMES:
-            yield Plain(f"{_OUTER_NAMES[module]}.{suffix}", like, read)
+            yield UnreadTensor(f"{_OUTER_NAMES[module]}.{suffix}", like, read)
             is_embedding = module == "model.embed_tokens"
             if is_embedding and config.tie_word_embeddings and llama_cpp.needs_output_head:
-                yield Plain("output.weight", like, read)
+                yield UnreadTensor("output.weight", like, read)
             continue
         if inner in ("self_attn.q_proj", "self_attn.k_proj") and llama_cpp.interleaved_rotary:
             read = _read_and_change(
@@ -437,7 +439,7 @@ def llama_cpp_tensors(parameters: Iterable[Plain], config: LlamaConfig) -> Itera
             # llama.cpp reads this matrix of one row as a vector.
             like = like[0]
             read = _read_and_change(read, lambda weight: weight[0])
-        yield Plain(f"blk.{layer}.{block_names[inner]}.{suffix}", like, read)
+        yield UnreadTensor(f"blk.{layer}.{block_names[inner]}.{suffix}", like, read)
 
 
 def _read_and_change(
@@ -506,7 +508,7 @@ def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def write_gguf_file(
-    gguf: ModuleType, writer: GGUFWriter, tensors: Sequence[Plain], types: dict[str, str]
+    gguf: ModuleType, writer: GGUFWriter, tensors: Sequence[UnreadTensor], types: dict[str, str]
 ) -> None:
     """Write a file's header and tensors, and close the file.
 

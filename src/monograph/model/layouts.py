@@ -12,7 +12,7 @@ The files of some families have other tensors than the decoder, in two ways:
   a format of 4 bits for each number.
 
 Each difference is a rule that converts in both directions, and each family has a list of rules. A
-rule does not need the numbers of a tensor. To write files, it takes and gives a `Plain` for each
+rule does not need the numbers of a tensor. To write files, it takes and gives an `UnreadTensor` for each
 tensor: the name, a meta tensor of the shape, and a function that reads the tensor. To read files, it
 takes and gives a `StoredTensor` for each tensor, which says where in the files the numbers are.
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from monograph.errors import InputRefused
-from monograph.graph.lora_merge import Plain
+from monograph.graph.lora_merge import UnreadTensor
 from monograph.model.config import LlamaConfig
 from monograph.model.files import AxisSlice, StoredTensor
 from monograph.model.parameters import block_shapes
@@ -52,7 +52,7 @@ class FileRule(ABC):
     """A difference between the decoder's tensors and those of some files, in both directions."""
 
     @abstractmethod
-    def to_files(self, tensors: Iterable[Plain]) -> Iterator[Plain]:
+    def to_files(self, tensors: Iterable[UnreadTensor]) -> Iterator[UnreadTensor]:
         """Yield the decoder's tensors in the form of the files."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ def rules_of(config: LlamaConfig) -> list[FileRule]:
     return rules
 
 
-def to_file_tensors(tensors: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
+def to_file_tensors(tensors: Iterable[UnreadTensor], config: LlamaConfig) -> Iterator[UnreadTensor]:
     """Return a model's tensors in the form of its family's files."""
     converted = iter(tensors)
     for rule in rules_of(config):
@@ -107,7 +107,7 @@ class JoinedLayersRule(FileRule):
         """Make the rule for a model of this shape."""
         self.config = config
 
-    def to_files(self, tensors: Iterable[Plain]) -> Iterator[Plain]:
+    def to_files(self, tensors: Iterable[UnreadTensor]) -> Iterator[UnreadTensor]:
         """Yield a model's tensors in the form of the files.
 
         A joined tensor takes the place of its last part.
@@ -119,7 +119,7 @@ class JoinedLayersRule(FileRule):
             for part in parts
         }
         # The parts that were read, of joined layers whose last part was not read yet.
-        pending: dict[str, Plain] = {}
+        pending: dict[str, UnreadTensor] = {}
         for tensor in tensors:
             block, module, suffix = _split_name(tensor.name)
             if module not in joined_layer_by_part:
@@ -131,7 +131,7 @@ class JoinedLayersRule(FileRule):
                 part_tensors = [pending.pop(f"{block}{part}{suffix}") for part in parts]
                 like = torch.cat([part.like for part in part_tensors])
                 read = functools.partial(_read_joined, part_tensors)
-                yield Plain(f"{block}{joined}{suffix}", like, read)
+                yield UnreadTensor(f"{block}{joined}{suffix}", like, read)
 
     def to_decoder(self, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return a file's tensors in the form of the decoder.
@@ -177,7 +177,7 @@ class JoinedLayersRule(FileRule):
         return converted
 
 
-def _read_joined(parts: list[Plain]) -> Tensor:
+def _read_joined(parts: list[UnreadTensor]) -> Tensor:
     """Read the parts of a joined tensor, and return the joined tensor."""
     return torch.cat([part.read() for part in parts])
 
@@ -205,10 +205,10 @@ class FusedExpertsRule(FileRule):
         """
         self.alternating_columns = alternating_columns
 
-    def to_files(self, tensors: Iterable[Plain]) -> Iterator[Plain]:
+    def to_files(self, tensors: Iterable[UnreadTensor]) -> Iterator[UnreadTensor]:
         """Yield a model's tensors with gate and up as one tensor."""
         # The gates whose ups were not read yet, by "weight" or "bias".
-        gates = dict[str, Plain]()
+        gates = dict[str, UnreadTensor]()
         for tensor in tensors:
             match = _STACKED.fullmatch(tensor.name)
             if match is None:
@@ -225,7 +225,7 @@ class FusedExpertsRule(FileRule):
             suffix = "_bias" if kind == "bias" else ""
             like = _fuse([part.like for part in parts], self.alternating_columns)
             read = functools.partial(_read_fused, parts, self.alternating_columns)
-            yield Plain(f"{experts}{projection}_proj{suffix}", like, read)
+            yield UnreadTensor(f"{experts}{projection}_proj{suffix}", like, read)
 
     def to_decoder(self, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return a file's tensors with gate and up as two tensors.
@@ -272,7 +272,7 @@ class FusedExpertsRule(FileRule):
         return converted
 
 
-def _read_fused(parts: list[Plain], alternating_columns: bool) -> Tensor:
+def _read_fused(parts: list[UnreadTensor], alternating_columns: bool) -> Tensor:
     """Read gate and up, or down alone, and return the tensor of the files."""
     return _fuse([part.read() for part in parts], alternating_columns)
 
@@ -405,7 +405,7 @@ class SeparateExpertsRule(FileRule):
         """Make the rule for a model of this shape."""
         self.config = config
 
-    def to_files(self, tensors: Iterable[Plain]) -> Iterator[Plain]:
+    def to_files(self, tensors: Iterable[UnreadTensor]) -> Iterator[UnreadTensor]:
         """Yield a model's tensors with one tensor for each matrix of each expert.
 
         A tensor of all experts is read once for all of them. It stays in memory until the next such
@@ -422,7 +422,7 @@ class SeparateExpertsRule(FileRule):
             for expert in range(len(tensor.like)):
                 name = f"{experts}{expert}.{projection}_proj.{kind}"
                 read = functools.partial(_read_expert, tensor, expert, last_read)
-                yield Plain(name, tensor.like[expert], read)
+                yield UnreadTensor(name, tensor.like[expert], read)
 
     def to_decoder(self, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return a file's tensors in the form of the decoder, with one tensor for all experts.
@@ -474,7 +474,7 @@ class SeparateExpertsRule(FileRule):
         return StoredTensor(first.path, (count, *first.shape), first.dtype, pieces=pieces)
 
 
-def _read_expert(stack: Plain, expert: int, last_read: dict[str, Tensor]) -> Tensor:
+def _read_expert(stack: UnreadTensor, expert: int, last_read: dict[str, Tensor]) -> Tensor:
     """Return an expert's matrix.
 
     Args:

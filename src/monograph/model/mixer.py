@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from monograph.graph.lora_merge import Plain
+from monograph.graph.lora_merge import UnreadTensor
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, LAYER_TYPES, LayerType
 from monograph.model.rope import CosSin
@@ -257,7 +257,7 @@ class Mixer(nn.Module, ABC):
     @classmethod
     def llama_cpp_tensor(
         cls, name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig
-    ) -> Plain | None:
+    ) -> UnreadTensor | None:
         """Return one of the layer's tensors as llama.cpp reads it: with its name in a block, its order
         of rows and its values.
 

@@ -9,23 +9,34 @@ The first two take a dense weight, in which several layers may lie one after ano
 each layer by itself, which may have an adapter (A, B and s), and whose weight may be stored in 8 or 4
 bits (`monograph.graph.frozen`). One kernel, `_multiply`, computes all four.
 
+**Rows with their own adapters.** A layer may have a bank of adapters in the place of one
+(`monograph.decode.adapter_bank`). Each row then has the adapter in its slot, and slot 0 is none. A row
+gets the same bits as from a layer that has its adapter alone, padded with zeros to the bank's rank, and a
+row without one those of a layer without adapters: in both places the same kernels add the same terms in
+the same order. (Without the padding the bits are the same, too, if both ranks are read in tiles of the
+same size: the next power of two from 16 to 64.) Programs compute
+the rows of one adapter together, and leave the others' as they are, so that an adapter is read once for
+all its rows in a tile, and one with NaN changes its own rows only. With magnitudes (DoRA, g = m / norm)
+
+    y = norm(x) W^T + b + (g - 1) (norm(x) W^T) + s (norm(x) A^T) (g B)^T
+
 **Weights in few bits** are read once for each tile of rows and become numbers in registers, so a dense
 weight is never in memory. With more than 16 rows they therefore have tiles of 64 rows: making a dense
-weight first would cost writing it and reading it again. Dense weights, and products of fp32, always
-have tiles of 16 rows.
+weight first would cost writing it and reading it again. So have dense weights with a bank. Other dense
+weights, and products of fp32, always have tiles of 16 rows.
 
 **A row's bits do not depend on the other rows**, if there are at most 16: the tile is then the same for
 any number of rows, and its sizes are chosen by the card and the weight's shape alone (`tile_of`).
 
 **Layers that read the same x**, such as query, key and value, are one launch, although their weights
-do not lie side by side: each program belongs to one layer. If a layer has an adapter, another launch
+do not lie side by side: each program belongs to one layer. If a layer has adapters, another launch
 before it computes x A^T of all of them. The sum over the channels is shared by several programs there;
 the second launch adds up their partial sums, always in the same order.
 
-Shapes: B rows, P layers, K channels of x, over which products sum, N columns, Q the adapters' rank. In
-kernels: R rows and O columns of a tile, S channels and Q ranks that are read at once, H = S / 2 bytes
-of two codes each, G = S / 64 blocks of codes, T numbers of NF4. `x_at_RS` are the addresses of the
-elements of `x_RS`. Numbers at the end of a name, as in `weight_1`, are the layer's.
+Shapes: B rows, P layers, K channels of x, over which products sum, N columns, Q the adapters' rank, Z
+slots of a bank. In kernels: R rows and O columns of a tile, S channels and Q ranks that are read at
+once, H = S / 2 bytes of two codes each, G = S / 64 blocks of codes, T numbers of NF4. `x_at_RS` are the
+addresses of the elements of `x_RS`. Numbers at the end of a name, as in `weight_1`, are the layer's.
 """
 
 from collections.abc import Sequence
@@ -125,6 +136,12 @@ def _add_nf4(
 
 
 @triton.jit
+def _slots_of_rows(slots, row_R, row_count):
+    """Return the slots of a tile's rows, int32; 0, which is no adapter, for rows beyond the last one."""
+    return tl.load(slots + row_R, mask=row_R < row_count, other=0).to(tl.int32)
+
+
+@triton.jit
 def _project_down(
     x,
     gain,
@@ -132,6 +149,7 @@ def _project_down(
     a_1,
     a_2,
     partial,
+    slots,
     row_count,
     EPS: tl.constexpr,
     K: tl.constexpr,
@@ -143,6 +161,7 @@ def _project_down(
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     STEP: tl.constexpr,
+    BANK: tl.constexpr,
     ROUND_ADAPTERS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -150,35 +169,54 @@ def _project_down(
 
     `partial`, [SPLITS, B, LAYERS, RANK], gets these sums. For a layer without an adapter, `a_0` and so
     on are the A of another layer: such a sum is computed and never read.
+
+    Axis 1 of the grid has a program for each tile of rows. If BANK, it has one for each row, which
+    computes the rows of its tile that have the row's adapter, if this row is the first of them.
     """
-    row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    # Axis 0 of the grid has a program for each tile of ranks, layer and split.
-    split = tl.program_id(0) % SPLITS
-    layer = tl.program_id(0) // SPLITS % LAYERS
-    rank_Q = tl.program_id(0) // (SPLITS * LAYERS) * RANKS + tl.arange(0, RANKS)
-    offset_S = tl.arange(0, STEP)
-    is_row_R1 = (row_R < row_count)[:, None]
-    is_rank_Q = rank_Q < RANK
-    a = _of_layer(layer, a_0, a_1, a_2, LAYERS)
-    x_dtype: tl.constexpr = x.dtype.element_ty
-    dtype: tl.constexpr = x_dtype if ROUND_ADAPTERS else a_0.dtype.element_ty
-    scale_R = tl.full((ROWS,), 1.0, tl.float32)
-    if NORM:
-        scale_R = row_scale(x, row_R, row_count, EPS, K, ROWS, STEP)
-    total_RQ = tl.zeros((ROWS, RANKS), tl.float32)
-    SPAN: tl.constexpr = K // SPLITS
-    for offset in range(0, SPAN, STEP):
-        begin = split * SPAN + offset
-        x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
-        factor_RS = tl.load(x_at_RS, mask=is_row_R1, other=0.0)
+    if BANK:
+        row = tl.program_id(1)
+        row_R = row // ROWS * ROWS + tl.arange(0, ROWS)
+        slot_R = _slots_of_rows(slots, row_R, row_count)
+        slot = tl.load(slots + row).to(tl.int32)
+        is_own_R = slot_R == slot
+        # Rows beyond the last one have slot 0, so they are not among a program's own.
+        is_needed = (slot > 0) & (tl.min(tl.where(is_own_R, row_R, row_count), 0) == row)
+        first_rank = slot * RANK
+    else:
+        row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        is_own_R = row_R < row_count
+        is_needed = True
+        first_rank = 0
+    if is_needed:
+        # Axis 0 of the grid has a program for each tile of ranks, layer and split.
+        split = tl.program_id(0) % SPLITS
+        layer = tl.program_id(0) // SPLITS % LAYERS
+        rank_Q = tl.program_id(0) // (SPLITS * LAYERS) * RANKS + tl.arange(0, RANKS)
+        offset_S = tl.arange(0, STEP)
+        is_row_R1 = is_own_R[:, None]
+        is_rank_Q = rank_Q < RANK
+        a = _of_layer(layer, a_0, a_1, a_2, LAYERS)
+        x_dtype: tl.constexpr = x.dtype.element_ty
+        dtype: tl.constexpr = x_dtype if ROUND_ADAPTERS else a_0.dtype.element_ty
+        scale_R = tl.full((ROWS,), 1.0, tl.float32)
         if NORM:
-            factor_RS = normalised(factor_RS, gain + begin, scale_R, offset_S, CENTRED, x_dtype)
-        a_at_QS = a + rank_Q[:, None] * K + begin + offset_S[None, :]
-        a_QS = tl.load(a_at_QS, mask=is_rank_Q[:, None], other=0.0).to(dtype)
-        total_RQ = tl.dot(factor_RS.to(dtype), a_QS.T, total_RQ, input_precision=PRECISION)
-    row_R1 = ((split * row_count + row_R) * LAYERS + layer)[:, None]
-    partial_at_RQ = partial + row_R1 * RANK + rank_Q[None, :]
-    tl.store(partial_at_RQ, total_RQ, mask=is_row_R1 & is_rank_Q[None, :])
+            scale_R = row_scale(x, row_R, row_count, EPS, K, ROWS, STEP)
+        total_RQ = tl.zeros((ROWS, RANKS), tl.float32)
+        SPAN: tl.constexpr = K // SPLITS
+        for offset in range(0, SPAN, STEP):
+            begin = split * SPAN + offset
+            x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
+            factor_RS = tl.load(x_at_RS, mask=is_row_R1, other=0.0)
+            if NORM:
+                factor_RS = normalised(factor_RS, gain + begin, scale_R, offset_S, CENTRED, x_dtype)
+            a_at_QS = (
+                a + (first_rank + rank_Q)[:, None].to(tl.int64) * K + begin + offset_S[None, :]
+            )
+            a_QS = tl.load(a_at_QS, mask=is_rank_Q[:, None], other=0.0).to(dtype)
+            total_RQ = tl.dot(factor_RS.to(dtype), a_QS.T, total_RQ, input_precision=PRECISION)
+        row_R1 = ((split * row_count + row_R) * LAYERS + layer)[:, None]
+        partial_at_RQ = partial + row_R1 * RANK + rank_Q[None, :]
+        tl.store(partial_at_RQ, total_RQ, mask=is_row_R1 & is_rank_Q[None, :])
 
 
 @triton.jit
@@ -189,20 +227,21 @@ def _add_adapter(
     layer,
     row_R,
     is_row_R1,
-    column_O1,
+    b_column_O1,
     is_adapted_O1,
     row_count,
+    scale,
+    b_rank_stride,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     SPLITS: tl.constexpr,
     LAYERS: tl.constexpr,
-    SCALE: tl.constexpr,
     dtype: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add s (norm(x) A^T) B^T, where `_project_down` wrote the terms of norm(x) A^T to `partial`.
 
-    Columns that are not `is_adapted_O1` stay as they are.
+    Columns that are not `is_adapted_O1` stay as they are. `b_column_O1` are the offsets of B's columns.
     """
     for first in range(0, RANK, RANKS):
         rank_Q = first + tl.arange(0, RANKS)
@@ -212,10 +251,57 @@ def _add_adapter(
             row_R1 = ((split * row_count + row_R) * LAYERS + layer)[:, None]
             partial_at_RQ = partial + row_R1 * RANK + rank_Q[None, :]
             low_rank_RQ += tl.load(partial_at_RQ, mask=is_row_R1 & is_rank_1Q, other=0.0)
-        b_at_OQ = b + column_O1 * RANK + rank_Q[None, :]
+        b_at_OQ = b + b_column_O1 + rank_Q[None, :] * b_rank_stride
         b_OQ = tl.load(b_at_OQ, mask=is_adapted_O1 & is_rank_1Q, other=0.0).to(dtype)
-        low_rank_RQ = (low_rank_RQ * SCALE).to(dtype)
+        low_rank_RQ = (low_rank_RQ * scale).to(dtype)
         total_RO = tl.dot(low_rank_RQ, b_OQ.T, total_RO, input_precision=PRECISION)
+    return total_RO
+
+
+@triton.jit
+def _add_adapters_of_rows(
+    total_RO,
+    bias_O,
+    partial,
+    b,
+    scales,
+    gains,
+    slot_R,
+    layer,
+    row_R,
+    column_O1,
+    is_adapted_O1,
+    row_count,
+    columns,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    GAINS: tl.constexpr,
+    dtype: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add to each row what the adapter in its slot of the bank adds; see `_add_adapter`.
+
+    Adapters are added one after another, each to its own rows of the tile.
+    """
+    slot = tl.max(slot_R, 0)
+    while slot > 0:
+        is_own_R1 = (slot_R == slot)[:, None]
+        long_slot = slot.to(tl.int64)
+        added_RO = total_RO
+        if GAINS:
+            gain_at_O1 = gains + long_slot * columns + column_O1
+            gain_O1 = tl.load(gain_at_O1, mask=is_adapted_O1, other=0.0).to(tl.float32)
+            added_RO += (total_RO - bias_O[None, :]) * gain_O1.T
+        added_RO = _add_adapter(
+            added_RO, partial, b + long_slot * columns * RANK, layer, row_R, is_own_R1, column_O1,
+            is_adapted_O1, row_count, tl.load(scales + slot), columns, RANK, RANKS, SPLITS, LAYERS,
+            dtype, PRECISION,
+        )  # fmt: skip
+        total_RO = tl.where(is_own_R1, added_RO, total_RO)
+        slot_R = tl.where(slot_R == slot, 0, slot_R)
+        slot = tl.max(slot_R, 0)
     return total_RO
 
 
@@ -227,6 +313,8 @@ def _multiply(
     out,
     table,
     partial,
+    slots,
+    adapter_scales,
     weight_0,
     weight_1,
     weight_2,
@@ -245,6 +333,9 @@ def _multiply(
     b_0,
     b_1,
     b_2,
+    gains_0,
+    gains_1,
+    gains_2,
     row_count,
     columns_0,
     columns_1,
@@ -264,6 +355,8 @@ def _multiply(
     RANKS: tl.constexpr,
     SPLITS: tl.constexpr,
     SCALE: tl.constexpr,
+    BANK: tl.constexpr,
+    GAINS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
@@ -275,7 +368,8 @@ def _multiply(
 
     If GATED, the layers are gate and up, and a program computes its columns of both: `total_RO` is of
     gate and `up_RO` of up. Weights are codes unless FORM is "dense"; "nf4" has levels as scales. Bit p
-    of ADAPTED says whether layer p has an adapter. If ADD, the residual is added.
+    of ADAPTED says whether layer p has an adapter, or a bank of them if BANK, which has magnitudes if
+    GAINS. If ADD, the residual is added.
     """
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     # Find the program's layer and its tile in that layer. A gated program starts at layer 0.
@@ -346,24 +440,41 @@ def _multiply(
         total_RO *= tl.load(scales + column_O, mask=is_column_O, other=0.0)[None, :]
         if GATED:
             up_RO *= tl.load(scales_1 + column_O, mask=is_column_O, other=0.0)[None, :]
+    bias_O = tl.zeros((COLUMNS,), tl.float32)
     if BIAS:
         bias = _of_layer(layer, bias_0, bias_1, bias_2, CHOICES)
-        bias_O = tl.load(bias + column_O, mask=is_column_O, other=0.0).to(dtype)
-        total_RO += bias_O.to(tl.float32)[None, :]
+        bias_O = tl.load(bias + column_O, mask=is_column_O, other=0.0).to(dtype).to(tl.float32)
+        total_RO += bias_O[None, :]
     if ADAPTED:
         adapter_dtype: tl.constexpr = dtype if ROUND_ADAPTERS else b_0.dtype.element_ty
         b = _of_layer(layer, b_0, b_1, b_2, CHOICES)
         is_adapted_O1 = is_column_O1 & ((ADAPTED >> layer) % 2 == 1)
-        total_RO = _add_adapter(
-            total_RO, partial, b, layer, row_R, is_row_R1, column_O1, is_adapted_O1, row_count,
-            RANK, RANKS, SPLITS, LAYERS, SCALE, adapter_dtype, ADAPTER_PRECISION,
-        )  # fmt: skip
-        if GATED:
-            is_adapted_O1 = is_column_O1 & (ADAPTED >= 2)  # bit 1 is set
-            up_RO = _add_adapter(
-                up_RO, partial, b_1, 1, row_R, is_row_R1, column_O1, is_adapted_O1, row_count,
-                RANK, RANKS, SPLITS, LAYERS, SCALE, adapter_dtype, ADAPTER_PRECISION,
+        is_up_adapted_O1 = is_column_O1 & (ADAPTED >= 2)  # bit 1 is set
+        if BANK:
+            slot_R = _slots_of_rows(slots, row_R, row_count)
+            gains = _of_layer(layer, gains_0, gains_1, gains_2, CHOICES)
+            total_RO = _add_adapters_of_rows(
+                total_RO, bias_O, partial, b, adapter_scales, gains, slot_R, layer, row_R, column_O1,
+                is_adapted_O1, row_count, columns, RANK, RANKS, SPLITS, LAYERS, GAINS, adapter_dtype,
+                ADAPTER_PRECISION,
             )  # fmt: skip
+            if GATED:
+                up_RO = _add_adapters_of_rows(
+                    up_RO, bias_O, partial, b_1, adapter_scales, gains_1, slot_R, 1, row_R, column_O1,
+                    is_up_adapted_O1, row_count, columns, RANK, RANKS, SPLITS, LAYERS, GAINS,
+                    adapter_dtype, ADAPTER_PRECISION,
+                )  # fmt: skip
+        else:
+            total_RO = _add_adapter(
+                total_RO, partial, b, layer, row_R, is_row_R1, column_O1 * RANK, is_adapted_O1,
+                row_count, SCALE, 1, RANK, RANKS, SPLITS, LAYERS, adapter_dtype, ADAPTER_PRECISION,
+            )  # fmt: skip
+            if GATED:
+                up_RO = _add_adapter(
+                    up_RO, partial, b_1, 1, row_R, is_row_R1, column_O1 * RANK, is_up_adapted_O1,
+                    row_count, SCALE, 1, RANK, RANKS, SPLITS, LAYERS, adapter_dtype,
+                    ADAPTER_PRECISION,
+                )  # fmt: skip
     if GATED:
         total_RO = gated(total_RO, up_RO, dtype, GELU)
     out_offset_RO = row_R[:, None] * out_columns + first_column + column_O[None, :]
@@ -462,6 +573,24 @@ class LowRank(NamedTuple):
     scale: float
 
 
+class LowRankBank(NamedTuple):
+    """The tensors of a layer's bank of adapters, of which each row has one.
+
+    Attributes:
+        a_ZQK: A of each slot.
+        b_ZQN: B^T of each slot, or (g B)^T, in the dtype of A.
+        scale_Z: s of each slot, fp32.
+        gain_ZN: g - 1 of each slot, which is 0 without magnitudes; None: no slot has magnitudes.
+        slot_B: the slots of the rows, int64; 0: none.
+    """
+
+    a_ZQK: Tensor
+    b_ZQN: Tensor
+    scale_Z: Tensor
+    gain_ZN: Tensor | None
+    slot_B: Tensor
+
+
 class Layer(NamedTuple):
     """The tensors of a linear layer.
 
@@ -470,13 +599,13 @@ class Layer(NamedTuple):
         stored: the weight [N, K]; or, in the order of `stored_tensors` of an `Int8Weight` or an
             `NF4Weight`, the tensors that store it.
         bias_N: the bias, or None.
-        adapter: the adapter, or None.
+        adapter: the adapter, the bank of adapters, or None.
     """
 
     form: Form
     stored: tuple[Tensor, ...]
     bias_N: Tensor | None = None
-    adapter: LowRank | None = None
+    adapter: LowRank | LowRankBank | None = None
 
 
 def project(
@@ -534,7 +663,9 @@ def multiply(
     Args:
         x_BK: fp32, fp16 or bf16, contiguous; K is a multiple of 16, and of 64 with `nf4`.
         layers: at most three layers of the same form, which all have a bias or none. Dense weights
-            have the dtype of x. Some may have an adapter, all of the same rank, scale and dtype.
+            have the dtype of x. Some may have an adapter, all of the same rank, scale and dtype; or
+            some may have a bank, all of the same shape, slots, scales and dtype, and all or none of them
+            with magnitudes.
         columns: the number of outputs of each layer.
         norm: the norm of x; None: no norm.
         residual_BN: the residual; None: no residual.
@@ -572,15 +703,29 @@ def _multiply_layers(
 ) -> Tensor:
     """Call the operator, whose arguments can only be tensors, numbers and lists of them."""
     gain_K, eps, is_centred = norm or (None, 0.0, False)
-    scales = [layer.adapter.scale for layer in layers if layer.adapter]
+    scale = 0.0
+    scale_Z: Tensor | None = None
+    slot_B: Tensor | None = None
+    a: list[Tensor | None] = [None] * len(layers)
+    b: list[Tensor | None] = [None] * len(layers)
+    gains: list[Tensor | None] = [None] * len(layers)
+    for index, layer in enumerate(layers):
+        adapter = layer.adapter
+        if isinstance(adapter, LowRank):
+            a[index], b[index], scale = adapter
+        elif adapter is not None:
+            a[index], b[index], scale_Z, gains[index], slot_B = adapter
     return torch.ops.monograph.multiply(
         x_BK,
         layers[0].form,
         [tensor for layer in layers for tensor in layer.stored],
         [layer.bias_N for layer in layers if layer.bias_N is not None],
-        [layer.adapter and layer.adapter.a_QK for layer in layers],
-        [layer.adapter and layer.adapter.b_NQ for layer in layers],
-        scales[0] if scales else 0.0,
+        a,
+        b,
+        gains,
+        scale,
+        scale_Z,
+        slot_B,
         list(columns),
         gain_K,
         eps,
@@ -599,7 +744,10 @@ def _multiply_op(
     biases: list[Tensor],
     a: Sequence[Tensor | None],
     b: Sequence[Tensor | None],
+    gains: Sequence[Tensor | None],
     scale: float,
+    scale_Z: Tensor | None,
+    slot_B: Tensor | None,
     columns: list[int],
     gain_K: Tensor | None,
     eps: float,
@@ -611,8 +759,9 @@ def _multiply_op(
     rows, channels = x_BK.shape
     layers = len(a)
     out_BN = x_BK.new_empty(rows, sum(columns))
+    has_bank = slot_B is not None
     # 64 rows of exact products of fp32 would not fit a thread's registers.
-    can_be_large = form != "dense" and x_BK.dtype != torch.float32
+    can_be_large = (form != "dense" or has_bank) and x_BK.dtype != torch.float32
     tile_rows = _ROWS_OF_LARGE_TILE if can_be_large and rows > ROWS else ROWS
     adapted_layers = [index for index in range(layers) if a[index] is not None]
     # A kernel needs a pointer for each tensor, even for one that it does not read.
@@ -624,18 +773,20 @@ def _multiply_op(
     partial = unused
     rank = splits = ranks_at_once = 1
     if adapted_layers:
-        rank = len(any_a)
+        rank = any_a.shape[-2]
         ranks_at_once = min(_MAX_RANKS_AT_ONCE, max(ROWS, triton.next_power_of_2(rank)))
         step = channels_at_once(channels)
         splits = _split_count(channels // step)
         partial = x_BK.new_empty(splits * rows * layers * rank, dtype=torch.float32)
         # Its tiles always have ROWS rows: the products are small.
-        grid = (splits * layers * triton.cdiv(rank, ranks_at_once), triton.cdiv(rows, ROWS))
+        row_programs = rows if has_bank else triton.cdiv(rows, ROWS)
+        grid = (splits * layers * triton.cdiv(rank, ranks_at_once), row_programs)
         _project_down[grid](
             x_BK,
             gain,
             *_for_three_layers([any_a if each is None else each for each in a]),
             partial,
+            unused if slot_B is None else slot_B,
             rows,
             EPS=eps,
             K=channels,
@@ -647,6 +798,7 @@ def _multiply_op(
             ROWS=ROWS,
             RANKS=ranks_at_once,
             STEP=step,
+            BANK=has_bank,
             ROUND_ADAPTERS=rounds_adapters,
             PRECISION=adapter_precision,
             num_warps=4,
@@ -662,12 +814,15 @@ def _multiply_op(
         out_BN,
         tables[0] if tables else unused,
         partial,
+        unused if slot_B is None else slot_B,
+        unused if scale_Z is None else scale_Z,
         *_for_three_layers(weights),
         *_for_three_layers(scales or [unused]),
         *_for_three_layers(steps or [unused]),
         *_for_three_layers(means or [unused]),
         *_for_three_layers(biases or [unused]),
         *_for_three_layers([any_b if each is None else each for each in b]),
+        *_for_three_layers([unused if each is None else each for each in gains]),
         rows,
         *_for_three_layers(columns),
         EPS=eps,
@@ -685,6 +840,8 @@ def _multiply_op(
         RANKS=ranks_at_once,
         SPLITS=splits,
         SCALE=scale,
+        BANK=has_bank,
+        GAINS=any(each is not None for each in gains),
         ROWS=tile_rows,
         COLUMNS=tile.columns,
         STEP=channels_at_once(channels, tile.channels),
@@ -705,7 +862,10 @@ def _(
     biases: list[Tensor],
     a: Sequence[Tensor | None],
     b: Sequence[Tensor | None],
+    gains: Sequence[Tensor | None],
     scale: float,
+    scale_Z: Tensor | None,
+    slot_B: Tensor | None,
     columns: list[int],
     gain_K: Tensor | None,
     eps: float,

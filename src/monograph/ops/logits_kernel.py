@@ -20,11 +20,12 @@ from torch import Tensor
 # spilled if the vocabulary is odd.
 _COLUMNS_PER_THREAD: Final = 16
 _THREADS_PER_WARP: Final = 32
-# The most parts of a row that stay in registers. A part takes 8 registers of a thread, so that with
-# these a thread has at most the 128 that 512 threads can have, and a multiprocessor has one program at a
-# time. Its reads are all under way before the first one is needed: 160 KB, and about 30 KB keep the
-# memory busy. The rows that a GPU then computes at the same time fit into its L2 cache (34 MB of 132
-# rows of 128,256), from which the rest is read again.
+# The most parts of a row that stay in registers, 8 of each thread for a part. A thread then has 114 to 128
+# registers, so a multiprocessor has one program at a time (of 512 threads with 65,536 registers). It needs
+# no other one to keep the memory busy: all its reads of these parts, 160 KB, are under way before the first
+# number is needed, and at 4.8 TB/s and a latency of a microsecond 132 multiprocessors need 36 KB each.
+# The rows that a GPU then computes at the same time fit into its L2 cache (34 MB of 132 rows of 128,256
+# logits), from which the rest of a row is read again.
 _MOST_PARTS_KEPT: Final = 10
 # exp(x) = 2^(x log2 e): a GPU has an instruction for powers of two.
 _LOG2_E: Final = tl.constexpr(1.4426950408889634)
@@ -83,6 +84,8 @@ def _replace_row(
             words_W = tl.load(words_at_W + part * (T // 2), eviction_policy="evict_first")
             kept = kept + (words_W,)
         for part in tl.static_range(PARTS_KEPT):
+            # Always true. The compiler does not know this, so it does not mix the parts, for which there are
+            # too few registers.
             if part * T < V:
                 largest, total = _add_columns(_unpacked(kept[part], dtype, T), largest, total)
     # Only the columns after the last multiple of T need a mask. Without a mask, a thread loads several
@@ -105,9 +108,7 @@ def _replace_row(
     # twice the registers, instead of unpacking the words again.
     zero = (total < 0).to(tl.int32)
     for part in tl.static_range(PARTS_KEPT):
-        # Always true. The compiler does not know this either, so it does not mix the parts, for which there
-        # are too few registers.
-        if part * T < V:
+        if part * T < V:  # always true, as above
             values_T = _unpacked(kept[part] ^ zero, dtype, T)
             probabilities_T = _probabilities(values_T, largest, factor)
             tl.store(row_logits + part * T + column_T, probabilities_T.to(dtype))
@@ -162,6 +163,7 @@ def parts_kept(logits_CV: Tensor, columns_at_once: int) -> int:
     """Return how many parts of each row stay in registers, those of 16 bits where words begin."""
     is_in_words = (
         logits_CV.element_size() == 2
+        and columns_at_once > 1
         and logits_CV.stride(0) % 2 == 0
         and logits_CV.data_ptr() % 4 == 0
     )

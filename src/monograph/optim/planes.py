@@ -59,12 +59,12 @@ class Plane:
 
     Attributes:
         kind: how the parameters are updated.
-        slots: the parameters, in the module's order.
+        placed: the parameters and their places in the plane, in the module's order.
         param: [size] in the parameters' dtype. The module's parameters are views of it.
         grad: [size] in the parameters' original dtype, even if they are now kept in bf16. The
             parameters' `.grad` are views of it.
         number: the plane's number among the module's planes.
-        section_sizes: the number of elements of each section, in the order of `slots`. A section has
+        section_sizes: the number of elements of each section, in the order of `placed`. A section has
             the parameters of one layer; see `planes`.
         start: the index of this piece's first element in the module's plane; 0 if this is the whole
             plane.
@@ -83,7 +83,7 @@ class Plane:
     """
 
     kind: ParameterKind
-    slots: list[PlacedParameter]
+    placed: list[PlacedParameter]
     param: Tensor
     grad: Tensor
     number: int
@@ -105,7 +105,7 @@ class Plane:
         """
         block = self.param.shape[-1] // flat.shape[-1]  # elements that share one number
         leading_axes = flat.ndim - 1
-        for name, parameter, offset in self.slots:
+        for name, parameter, offset in self.placed:
             end = offset + math.prod(parameter.shape[leading_axes:])
             end_block = -(-end // block)  # rounded up
             view = flat[..., offset // block : end_block]
@@ -115,12 +115,12 @@ class Plane:
         """Make the parameters views of `flat`. They have no gradient until the next `link`."""
         # `.data` is set, so that each parameter stays the same object, and modules that share it and
         # hooks see the new memory.
-        for slot, (_, view) in zip(self.slots, self.views(flat), strict=True):
-            slot.parameter.grad = None
-            slot.parameter.data = view
+        for placed, (_, view) in zip(self.placed, self.views(flat), strict=True):
+            placed.parameter.grad = None
+            placed.parameter.data = view
             if flat.dtype != self.grad.dtype:
                 # torch refuses a `.grad` of another dtype unless this attribute of torch allows it.
-                slot.parameter.grad_dtype = self.grad.dtype
+                placed.parameter.grad_dtype = self.grad.dtype
 
     def link(self) -> None:
         """Point every parameter's `.grad` at the plane, even if it was set to something else."""
@@ -128,9 +128,9 @@ class Plane:
             # With `.data` autograd sees no view. Otherwise Dynamo would trace the view's base with
             # symbolic shapes.
             self._linked = self.grad, [view.data for _, view in self.views(self.grad)]
-        for slot, view in zip(self.slots, self._linked[1], strict=True):
-            if slot.parameter.grad is not view:
-                slot.parameter.grad = view
+        for placed, view in zip(self.placed, self._linked[1], strict=True):
+            if placed.parameter.grad is not view:
+                placed.parameter.grad = view
 
     def fuse_gradients(self) -> None:
         """Make matrix products of the backward pass add directly to the gradients in the plane.
@@ -144,9 +144,9 @@ class Plane:
             return
         weights = self.views(self.param if self.rounded is None else self.rounded)
         totals = self.views(self.grad)
-        for slot, (_, weight), (_, total) in zip(self.slots, weights, totals, strict=True):
+        for placed, (_, weight), (_, total) in zip(self.placed, weights, totals, strict=True):
             gradient = FusedGradient(weight.data, total.data)
-            slot.parameter.fused_gradient = gradient  # type: ignore[attr-defined]
+            placed.parameter.fused_gradient = gradient  # type: ignore[attr-defined]
 
     def round(self) -> None:
         """Copy `param` to `rounded`, which has a narrower dtype. Without `rounded`, do nothing."""
@@ -188,8 +188,8 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
         if plane.grad.device == plane.param.device and plane.param.dtype != plane.grad.dtype
     ]
     for plane in of_two_dtypes:
-        for slot in plane.slots:
-            slot.parameter.grad = None
+        for placed in plane.placed:
+            placed.parameter.grad = None
     try:
         yield
     finally:
@@ -204,7 +204,7 @@ def vectors_at_once(planes: Iterable[Plane]) -> Iterator[None]:
     Without this, a backward pass in the block would launch one kernel for each vector.
     """
     parameters = [
-        slot.parameter for plane in planes if plane.kind.is_vector for slot in plane.slots
+        placed.parameter for plane in planes if plane.kind.is_vector for placed in plane.placed
     ]
     totals = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -330,9 +330,9 @@ def _section_sizes(plane: Plane, layers: Mapping[str, Any]) -> tuple[int, ...]:
     """
     # A section ends where the next one begins, or at the plane's end.
     bounds = [0]
-    for slot, next_slot in itertools.pairwise(plane.slots):
-        if layers.get(slot.name) != layers.get(next_slot.name):
-            bounds.append(next_slot.offset)
+    for placed, following in itertools.pairwise(plane.placed):
+        if layers.get(placed.name) != layers.get(following.name):
+            bounds.append(following.offset)
     bounds.append(plane.param.shape[-1])
     return tuple(end - begin for begin, end in itertools.pairwise(bounds))
 
@@ -364,7 +364,7 @@ def _plane(
     grad_dtype = kept_dtype(first)
     param_dtype = grad_dtype if master_weights else torch.bfloat16
     param = torch.empty(plane_shape, dtype=param_dtype, device=first.device)
-    slots = [
+    placed = [
         PlacedParameter(name, parameter, offset)
         for (name, parameter), offset in zip(members, offsets, strict=False)
     ]
@@ -372,7 +372,7 @@ def _plane(
     # allocated last. On a CPU, `torch.empty` takes no memory until it is written to, so at most one
     # parameter is in memory twice. On a GPU it takes all memory at once, so all parameters of this kind
     # are in memory twice.
-    for (_, parameter, offset), size, padded_size in zip(slots, sizes, padded_sizes, strict=True):
+    for (_, parameter, offset), size, padded_size in zip(placed, sizes, padded_sizes, strict=True):
         values = param[..., offset : offset + size].view(parameter.shape)
         values.copy_(parameter.detach())
         if padded_size > size:
@@ -384,7 +384,7 @@ def _plane(
         # still in a mapped file into an ordinary one.
         replace_data(parameter, values)
     grad = torch.zeros(plane_shape, dtype=grad_dtype, device=first.device)
-    plane = Plane(kind, slots, param, grad, number)
+    plane = Plane(kind, placed, param, grad, number)
     plane.rebind_parameters(param)
     plane.link()
     return plane

@@ -110,8 +110,8 @@ def _matrices(flat: Tensor, plane: Plane) -> Tensor:
     All parameters of the plane have this shape. The gaps between them are left out.
     """
     shape = plane.kind.matrix_shape or ()
-    by_slot = flat.unflatten(-1, (len(plane.slots), -1))
-    matrices: Tensor = by_slot[..., : math.prod(shape)].unflatten(-1, shape)
+    by_parameter = flat.unflatten(-1, (len(plane.placed), -1))
+    matrices: Tensor = by_parameter[..., : math.prod(shape)].unflatten(-1, shape)
     return matrices
 
 

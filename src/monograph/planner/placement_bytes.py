@@ -202,8 +202,8 @@ def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
             name: BufferSize(buffer.tensor.numel(), buffer.tensor.dtype)
             for name, buffer in entry.buffers.items()
         }
-        # A plane of matrices holds matrices of one size, one in each of `plane.slots`.
-        update_unit = parameters // len(plane.slots) if plane.kind.matrix_shape else 1
+        # A plane of matrices holds matrices of one size: each of `plane.placed` is one.
+        update_unit = parameters // len(plane.placed) if plane.kind.matrix_shape else 1
         shapes.append(PlaneShape(plane.number, parameters, update_unit, buffers))
     return tuple(shapes)
 

@@ -595,7 +595,8 @@ class AnswersToSample(NamedTuple):
         max_rows: the largest number of rows of a decode step. A row writes one answer.
         prompt_tokens: tokens before an answer.
         answer_tokens: tokens of each answer.
-        number_bytes: bytes of a weight, key or value.
+        number_bytes: bytes of a weight of the head, a key or a value.
+        block_weight_bytes: bytes that a product in a block moves for each weight.
         captured: whether the decode step is captured.
     """
 
@@ -604,6 +605,7 @@ class AnswersToSample(NamedTuple):
     prompt_tokens: int
     answer_tokens: int
     number_bytes: int
+    block_weight_bytes: float
     captured: bool
 
 
@@ -629,7 +631,9 @@ def sampling_s(
     )
     cached_heads = sum(mixer.key_value_heads(config) for mixer in mixers)
     cached_numbers = 2 * cached_heads * config.head_dim * context
-    read_s = (matrices + rows * cached_numbers) * sampled.number_bytes / bandwidth
+    head = config.vocab_size * config.hidden_size
+    numbers_bytes = (head + rows * cached_numbers) * sampled.number_bytes
+    read_s = (numbers_bytes + (matrices - head) * sampled.block_weight_bytes) / bandwidth
     work_s = max(compute_s, read_s)
     # A third of a block's kernels are those of its forward pass.
     captured = sampled.captured

@@ -2,7 +2,8 @@
 
 An adapter is a folder that PEFT can load, or a run with adapters. It must have been trained on the
 model's weights: their digest is compared if it is recorded. The adapter's matrices are read into a copy
-of the model that has no numbers of its own.
+of the model that has no numbers of its own, apart from the embedding and the head if rows of them are
+trained.
 """
 
 from collections.abc import Sequence
@@ -10,13 +11,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from monograph.checkpointing import Checkpoint
 from monograph.decode.adapter_bank import (
     BASE,
     MERGE,
     StoredAdapter,
-    require_form,
     require_rank,
     stored_adapter,
 )
@@ -51,6 +52,7 @@ class AdapterBase:
             tokenizer: its tokenizer.
             digest: its `module_digest`, or None if it is not known yet.
         """
+        self._model = model
         self.config: LlamaConfig = model.config
         self.tokenizer = tokenizer
         self.dtype = model.lm_head.weight.dtype
@@ -93,7 +95,7 @@ class AdapterBase:
                 f"{folder}: tokenizer.json is not that of this model: new tokens can only be merged: {MERGE}"
             )
         _require_readable(stored.lora, str(folder), max_rank)
-        skeleton = self._skeleton()
+        skeleton = self._skeleton(stored.lora)
         adapter.install_adapters(skeleton, stored.lora, start=stored, device=torch.device("cpu"))
         return stored_adapter(skeleton, stored.lora, str(folder))
 
@@ -108,7 +110,7 @@ class AdapterBase:
         self._require_digest(str(recipe.base_sha256), run.folder, "model.init")
         lora = recorded_lora(recipe.lora | {"base": "auto"})
         _require_readable(lora, str(run.folder), max_rank)
-        skeleton = self._skeleton()
+        skeleton = self._skeleton(lora)
         adapt(skeleton, lora, device=torch.device("cpu"))
         load_weights(skeleton, weights_of(checkpoint))
         return stored_adapter(skeleton, lora, str(run.folder))
@@ -119,15 +121,26 @@ class AdapterBase:
                 f"{folder}: {key}: this adapter was trained on other weights than those of this model"
             )
 
-    def _skeleton(self) -> Llama:
-        """Return a model of this shape whose weights have no numbers."""
+    def _skeleton(self, lora: Lora) -> Llama:
+        """Return a model of this shape whose weights have no numbers.
+
+        If rows of tokens are trained, the embedding and the head have the model's, on the CPU.
+        """
         with torch.device("meta"):
-            return Llama(self.config).to(self.dtype)
+            skeleton = Llama(self.config).to(self.dtype)
+        if lora.tokens:
+            model = self._model
+            layers = [(skeleton.model.embed_tokens, model.model.embed_tokens)]
+            if not self.config.tie_word_embeddings:
+                layers.append((skeleton.lm_head, model.lm_head))
+            for layer, own in layers:
+                layer.weight = nn.Parameter(own.weight.detach().cpu())
+            skeleton.tie_weights()
+        return skeleton
 
 
 def _require_readable(lora: Lora, place: str, max_rank: int | None) -> None:
-    """Refuse an adapter that no bank could take, or this one not, before its numbers are read."""
-    require_form(lora, place)
+    """Refuse an adapter that this bank could not take, before its numbers are read."""
     if max_rank is not None:
         require_rank(lora.rank, max_rank, place)
 

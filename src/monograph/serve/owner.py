@@ -392,7 +392,7 @@ class Owner:
             Whether the thread goes on; False: it is to end.
         """
         is_busy = any(decoder.generator.busy for decoder in self._decoders.values())
-        # Without other work, the thread waits for a call.
+        # Without other work, the thread waits for a call, which may bring the first request.
         must_wait = not is_busy and not self._score_jobs
         while must_wait or not self._calls.empty():
             call = self._calls.get()  # waits if there is none
@@ -402,10 +402,10 @@ class Owner:
             must_wait = False
         self._score_one_prompt()
         deliveries = []
-        for decoder in list(self._decoders.values()):
-            if decoder.generator.busy:
-                deliveries += decoder.advance()
-        self._update_counts(ran_block=is_busy)
+        busy_decoders = [decoder for decoder in self._decoders.values() if decoder.generator.busy]
+        for decoder in busy_decoders:
+            deliveries += decoder.advance()
+        self._update_counts(ran_block=bool(busy_decoders))
         if deliveries:
             self._call_in_loop(_deliver, deliveries)
         return True

@@ -24,7 +24,9 @@ class ParameterGuard:
 
     def __init__(self, module: nn.Module, planes: Sequence[Plane]):
         self.module = module
-        self.parameters = {slot.name: slot.parameter for plane in planes for slot in plane.slots}
+        self.parameters = {
+            placed.name: placed.parameter for plane in planes for placed in plane.placed
+        }
         self._before = trained_memory(module)
 
     def require_unchanged(self) -> None:

@@ -68,14 +68,14 @@ class Chunk(NamedTuple):
             device: the device of these tensors.
         """
         stored, begin, end = self
-        slots = stored.plane.slots
+        placed = stored.plane.placed
         if stored.plane.kind.matrix_shape is not None:
             # Muon orthogonalises whole matrices, so a chunk consists of whole matrices.
-            matrix_size = stored.plane.param.numel() // len(slots)
-            slots = slots[begin // matrix_size : end // matrix_size]
+            matrix_size = stored.plane.param.numel() // len(placed)
+            placed = placed[begin // matrix_size : end // matrix_size]
         return replace(
             stored.plane,
-            slots=slots,
+            placed=placed,
             param=tensors[WEIGHTS],
             grad=tensors[GRADIENT],
             # `start` is a tensor, because a number would be a constant of the captured graph, and
@@ -101,7 +101,7 @@ def cut_into_chunks(planes: Iterable[StoredPlane], max_elements: int) -> Iterato
     for stored in planes:
         size = stored.plane.param.numel()
         # The unit is the smallest number of elements that must stay together.
-        unit = size // len(stored.plane.slots) if stored.plane.kind.matrix_shape else 1
+        unit = size // len(stored.plane.placed) if stored.plane.kind.matrix_shape else 1
         units_per_chunk = max(1, max_elements // unit)
         chunk_size = units_per_chunk * unit
         for begin in range(0, size, chunk_size):

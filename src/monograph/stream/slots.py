@@ -170,8 +170,9 @@ class StageOnDevice:
 
         Outside the `with` block they are the weights at home.
         """
-        # The slots of a plane are not device memory: they say where each parameter lies in it.
-        weights_at_home = [placed.parameter.data for plane in self.planes for placed in plane.slots]
+        weights_at_home = [
+            placed.parameter.data for plane in self.planes for placed in plane.placed
+        ]
         for plane in self.planes:
             plane.rebind_parameters(plane.param)
             plane.fuse_gradients()

@@ -145,7 +145,7 @@ class Stage:
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the stage's parameters, in the order of its planes."""
-        return (placed.parameter for stored in self.stored_planes for placed in stored.plane.slots)
+        return (placed.parameter for stored in self.stored_planes for placed in stored.plane.placed)
 
 
 @dataclass
@@ -276,7 +276,7 @@ def store_in_stages(
             # computing. Each pass needs all bits of the other weights, so splitting those would
             # save nothing.
             splits = rounds_weights and all(
-                id(placed.parameter) in linear_weights for placed in plane.slots
+                id(placed.parameter) in linear_weights for placed in plane.placed
             )
             stage.stored_planes.append(_move_home(stage, plane, start, splits, placement))
         store.stages.append(stage)

@@ -31,8 +31,8 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.planner import defaults
-from monograph.predict.estimate import gathered_copy_bytes, trained_numbers
-from monograph.predict.footprint import AnswerScoring
+from monograph.predict.estimate import FROZEN_BYTES, gathered_copy_bytes, trained_numbers
+from monograph.predict.footprint import AnswerScoring, Training
 from monograph.predict.roofline import AnswersToSample, Calibration, peak_flops, sampling_s
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
@@ -278,12 +278,8 @@ class Rewards(Objective):
         options = rollout_options(plan)
         training = plan.training
         lora = training.lora
-        # Cached keys and values have the dtype of the stored weights: bf16 if these are the frozen
-        # base of adapters, or have no master copy in fp32.
-        stores_bf16_weights = training.precision != "fp32" and (
-            lora or not training.optim.master_weights
-        )
-        cache_dtype = torch.bfloat16 if stores_bf16_weights else torch.float32
+        # Cached keys and values have the dtype of the stored weights.
+        cache_dtype = _stored_dtype(training)
         # The last token of an answer is only a target, so `length + 1` tokens fill a row.
         slots = slots_per_row(options, config, slots or options.length + 1)
         answers_of_rank = math.ceil(options.prompts * options.group / ranks)
@@ -508,6 +504,29 @@ def _use_arithmetic_of_decoding(options: RolloutOptions, model: Llama) -> None:
         model.use_attention("cached")
 
 
+def _stored_dtype(training: Training) -> torch.dtype:
+    """Return the dtype of the weights that are sampled from, apart from those in few bits.
+
+    It is bf16 if they are the frozen base of adapters, or have no master copy in fp32.
+    """
+    is_narrow = training.lora is not None or not training.optim.master_weights
+    return torch.bfloat16 if training.precision != "fp32" and is_narrow else torch.float32
+
+
+def _block_weight_bytes(training: Training, device_type: str) -> float:
+    """Return how many bytes a product of a decode step moves for each weight of a block.
+
+    A base in few bits is read as it is stored by a GPU's kernels. On a CPU each product makes a dense
+    weight of it, which is written and read.
+    """
+    number_bytes = _stored_dtype(training).itemsize
+    base = training.lora.base if training.lora else "auto"
+    if base not in FROZEN_BYTES:
+        return number_bytes
+    dense_bytes = 0 if device_type == "cuda" else 2 * number_bytes
+    return FROZEN_BYTES[base] + dense_bytes
+
+
 def predicted_sampling_s(
     plan: RunPlan,
     config: LlamaConfig,
@@ -532,7 +551,8 @@ def predicted_sampling_s(
         max_rows=MAX_DECODED_ROWS,
         prompt_tokens=prompt_tokens or options.length - options.max_new_tokens,
         answer_tokens=answer_tokens or options.max_new_tokens,
-        number_bytes=2 if training.precision != "fp32" and training.lora else FP32_BYTES,
+        number_bytes=_stored_dtype(training).itemsize,
+        block_weight_bytes=_block_weight_bytes(training, machine.type),
         captured=training.compile != "none",
     )
     flops_per_s = peak_flops(machine, (training.precision,))[training.precision]

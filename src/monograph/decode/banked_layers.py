@@ -1,0 +1,151 @@
+"""The layers of a model with a bank of adapters (`monograph.decode.adapter_bank`).
+
+In each pass, every row has the adapter in its slot, and slot 0 is the base:
+
+    y = W x + b + (g_i - 1) W x + s_i B'_i A_i x        i = the row's slot
+
+Without magnitudes (DoRA), g_i = 1 and B'_i is the adapter's B. With them, g_i = m / ||W + s B A||, which
+is a number for each row of W, and B'_i = g_i B. The embedding and the head may have other rows for a few
+tokens of an adapter (`monograph.graph.token_rows`).
+
+Of the base, everything that is added is zero. The sum has the bits of y, but for the sign of a zero,
+which no operation of the model turns into another number.
+
+Shapes: S slots, B rows of the pass, T positions, K inputs, N outputs, R the bank's rank, C tokens with
+rows of their own, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from monograph.graph.frozen import Int8Linear, NF4Linear
+from monograph.model.layers import Linear
+
+if TYPE_CHECKING:
+    from monograph.decode.adapter_bank import AdapterBank
+
+
+class Banked(nn.Linear):
+    """Base class of linear layers with a bank of adapters.
+
+    Attributes:
+        bank: the bank.
+        bank_A_SRK: A of each slot.
+        bank_B_SRN: the transpose of B' of each slot.
+        bank_gain_SN: g - 1 of each slot; None: no adapter has magnitudes.
+    """
+
+    bank: AdapterBank
+    bank_A_SRK: Tensor
+    bank_B_SRN: Tensor
+    bank_gain_SN: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [B, T, K] to [B, T, N], or [B, K] to [B, N], with the adapter of each row."""
+        output = super().forward(input)
+        slot_B = self.bank.slot_B
+        if slot_B is None:
+            return output
+        # One slot may be that of many positions.
+        input_BTK = input.reshape(len(slot_B), -1, self.in_features).to(self.bank_A_SRK.dtype)
+        low_BTR = torch.bmm(input_BTK, self.bank_A_SRK.index_select(0, slot_B).mT)
+        # In this order the kernels multiply, too (`monograph.ops.layer_kernels`).
+        low_BTR = low_BTR * self.bank.scale_S.index_select(0, slot_B)[:, None, None]
+        added_BTN = torch.bmm(low_BTR, self.bank_B_SRN.index_select(0, slot_B))
+        if self.bank_gain_SN is not None:
+            base = output if self.bias is None else output - self.bias
+            gain_B1N = self.bank_gain_SN.index_select(0, slot_B)[:, None]
+            added_BTN = added_BTN + gain_B1N * base.reshape(added_BTN.shape)
+        # The sum is in the dtype of the adapters, and is rounded once.
+        return (output + added_BTN.view(output.shape)).to(output.dtype)
+
+
+class BankedLinear(Banked):
+    """A linear layer with a bank of adapters."""
+
+
+class BankedInt8Linear(Banked, Int8Linear):
+    """An `Int8Linear` with a bank of adapters."""
+
+
+class BankedNF4Linear(Banked, NF4Linear):
+    """An `NF4Linear` with a bank of adapters."""
+
+
+# The class that a layer gets with its bank, by the class that it has. Other layers can have none.
+BANKED: dict[type[nn.Module], type[Banked]] = {
+    Linear: BankedLinear,
+    nn.Linear: BankedLinear,  # a layer whose adapter was merged
+    Int8Linear: BankedInt8Linear,
+    NF4Linear: BankedNF4Linear,
+}
+
+
+class BankedEmbedding(nn.Embedding):
+    """An embedding with rows of their own for a few tokens of each adapter.
+
+    Attributes:
+        bank: the bank.
+        bank_rows_SCD: the rows of each slot, for the tokens `bank.token_ids_SC`.
+    """
+
+    bank: AdapterBank
+    bank_rows_SCD: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ids [B, T] to [B, T, D], or [B] to [B, D], with the rows of each row's adapter."""
+        embedded = super().forward(input)
+        slot_B = self.bank.slot_B
+        if slot_B is None:
+            return embedded
+        token_ids_SC = self.bank.token_ids_SC
+        assert token_ids_SC is not None  # the bank has tables
+        ids_BC = token_ids_SC.index_select(0, slot_B)
+        # No id is -1, which stands for no token.
+        is_token_BTC = input.reshape(len(slot_B), -1, 1) == ids_BC[:, None]
+        place_BT1 = is_token_BTC.long().argmax(-1, keepdim=True)
+        rows_BCD = self.bank_rows_SCD.index_select(0, slot_B)
+        own_BTD = rows_BCD.gather(1, place_BT1.expand(-1, -1, self.embedding_dim))
+        has_own_BT1 = is_token_BTC.any(-1, keepdim=True)
+        table_BTD = embedded.view(own_BTD.shape)
+        return torch.where(has_own_BT1, own_BTD, table_BTD).view(embedded.shape)
+
+
+class BankedHead(Linear):
+    """A head with rows of their own for a few tokens of each adapter.
+
+    Attributes:
+        bank: the bank.
+        bank_differences_SCD: the rows of each slot minus those of the weight, for the tokens
+            `bank.token_ids_SC`; 0 where there is no token.
+    """
+
+    bank: AdapterBank
+    bank_differences_SCD: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [B, T, D] to [B, T, V], or [B, D] to [B, V], with the rows of each row's adapter."""
+        return self.with_own_rows(super().forward(input), input)
+
+    def with_own_rows(self, logits: Tensor, input: Tensor) -> Tensor:
+        """Return the logits of the weight with those of the adapters' own rows in their place.
+
+        As in `monograph.ops.token_rows.linear_with_rows`, the difference of two rows is multiplied, so
+        the logits of all other tokens keep their bits.
+        """
+        slot_B = self.bank.slot_B
+        if slot_B is None:
+            return logits
+        token_ids_SC = self.bank.token_ids_SC
+        assert token_ids_SC is not None  # the bank has tables
+        input_BTD = input.reshape(len(slot_B), -1, self.in_features)
+        differences_BCD = self.bank_differences_SCD.index_select(0, slot_B)
+        added_BTC = torch.bmm(input_BTD, differences_BCD.mT)
+        # Where there is no token, zero is added to the logit of token 0.
+        index_BTC = token_ids_SC.index_select(0, slot_B).clamp_min(0)[:, None].expand_as(added_BTC)
+        logits_BTV = logits.view(*added_BTC.shape[:2], -1)
+        return logits_BTV.scatter_add(-1, index_BTC, added_BTC.to(logits.dtype)).view(logits.shape)
