@@ -37,8 +37,8 @@ from torch.utils.checkpoint import (
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
-from monograph.graph.remat import OfBlock, Policy, Recording, Remat, cheapest_within, record
-from monograph.graph.siblings import split_families_at_blocks
+from monograph.graph.remat import BlockPolicy, Policy, Recording, Remat, cheapest_within, record
+from monograph.graph.siblings import split_fused_linears_at_blocks
 
 ContextManager = AbstractContextManager[object]
 # Makes the contexts in which a forward pass and its recomputation run.
@@ -196,7 +196,7 @@ class _Plan:
         kept_names: the names of these results, as text; "" if no result is kept.
     """
 
-    policy: OfBlock
+    policy: BlockPolicy
     own_forward: Callable[..., object]
     contexts: Contexts | None = None
     # Blocks share a captured graph unless Dynamo sees them differ. It compares functions by their
@@ -222,7 +222,7 @@ def apply_policy(module: nn.Module, policy: Policy) -> None:
                     f"{name} ({type(block).__name__}) has no forward pass to recompute: use Remat.Off()"
                 )
         # A block is recomputed alone, so it must not need fused siblings in another block.
-        split_families_at_blocks(module)
+        split_fused_linears_at_blocks(module)
     for block, block_policy in zip(by_name.values(), policies, strict=True):
         plan = block.__dict__.pop("remat", None)
         if isinstance(plan, _Plan):
@@ -242,7 +242,7 @@ def _is_method_of_class(forward: Callable[..., Any], block: nn.Module) -> bool:
     return isinstance(forward, MethodType) and forward.__func__ is type(block).forward
 
 
-def _policies_of_blocks(policy: Policy, block_count: int) -> tuple[OfBlock, ...]:
+def _policies_of_blocks(policy: Policy, block_count: int) -> tuple[BlockPolicy, ...]:
     """Return the policy of each block.
 
     Raises:
@@ -265,7 +265,7 @@ def _policies_of_blocks(policy: Policy, block_count: int) -> tuple[OfBlock, ...]
             "give one policy for each block"
         )
     for block_policy in policy.policies:
-        if not isinstance(block_policy, OfBlock):
+        if not isinstance(block_policy, BlockPolicy):
             raise UsageError(
                 f"Remat.PerLayer holds {block_policy!r}: expected the policy of one block"
             )
@@ -450,7 +450,7 @@ def choose_kept_results(
         plan.kept_names = str(sorted(kept_results)) if kept_results else ""
 
 
-def _results_to_keep(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]]:
+def _results_to_keep(policy: BlockPolicy, recording: Recording) -> frozenset[tuple[str, int]]:
     """Return the names of the products that a `Pointwise` or `Budget` policy keeps."""
     choices = recording.choices()
     if isinstance(policy, Remat.Budget):

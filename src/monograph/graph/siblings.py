@@ -342,7 +342,7 @@ def split_separated_families(module: nn.Module) -> None:
             _replace(family, [family.layers])
 
 
-def split_families_at_blocks(module: nn.Module) -> None:
+def split_fused_linears_at_blocks(module: nn.Module) -> None:
     """Split families that span several blocks.
 
     A block is recomputed or captured without the others, so it must not need their layers.

@@ -166,7 +166,7 @@ def _written_kernels(
             if _is_store(node) and node.all_input_nodes[1].name not in buffers:
                 [output] = _tensors(node)
                 store = PlannedKernel(
-                    node.name, output, output.numel(), size_bytes=0, reads=buffers, fused=True
+                    node.name, output, output.numel(), size_bytes=0, reads=buffers, fusable=True
                 )
                 kernels.append(store)
     return kernels, set(returned)
@@ -196,7 +196,7 @@ def _add_product_kernels(
         total_VD.numel(),
         size_bytes=add_product_workspace_bytes(total_VD, left_CV, right_CD, device_type),
         reads=buffers,
-        fused=False,
+        fusable=False,
         is_workspace=True,
     )
     addition = _change_in_place(node, total, buffers | {product.name}, changed_buffer)
@@ -221,7 +221,7 @@ def _change_in_place(
         tensor.numel(),
         size_bytes=tensor.nbytes,
         reads=buffers,
-        fused=False,
+        fusable=False,
         changes=changed_buffer,
     )
 
@@ -246,7 +246,7 @@ def _replace_logits_kernels(
         logits.numel(),
         size_bytes=logits.nbytes,
         reads=buffers,
-        fused=False,
+        fusable=False,
         changes=changed_buffer,
     )
     own_result = PlannedKernel(
@@ -255,7 +255,7 @@ def _replace_logits_kernels(
         losses.numel(),
         size_bytes=losses.nbytes,
         reads=frozenset([node.name]),
-        fused=False,
+        fusable=False,
     )
     return [replacement, own_result]
 
@@ -283,25 +283,25 @@ def _node_kernels(
         workspace = PlannedKernel(
             f"{node.name}'s copy",
             _tensors(node)[0],
-            numbers=0,
+            loop_elements=0,
             size_bytes=workspace_size_bytes,
             reads=frozenset(),
-            fused=False,
+            fusable=False,
             is_workspace=True,
         )
         node_kernels.append(workspace)
         buffers |= {workspace.name}
     outputs = _tensors(node)
     size_bytes = sum(output.untyped_storage().nbytes() for output in outputs)
-    loop_numbers = outputs[0].numel()
-    part_numbers = 0
+    loop_elements = outputs[0].numel()
+    part_elements = 0
     if device_type == "cuda":
-        part_numbers = _part_numbers(node)
-        row_numbers = _row_numbers(node)
-        if row_numbers:
-            loop_numbers = row_numbers
-        elif part_numbers:
-            loop_numbers = part_numbers
+        part_elements = _part_elements(node)
+        row_elements = _row_elements(node)
+        if row_elements:
+            loop_elements = row_elements
+        elif part_elements:
+            loop_elements = part_elements
     changes = None
     writes_at_indices = _operator_name(node) in _WRITES_AT_INDICES
     if writes_at_indices:
@@ -310,18 +310,18 @@ def _node_kernels(
     not_over = frozenset(
         name for name, sizes in expensive_sizes.items() if sizes not in ({0}, {size_bytes})
     )
-    if part_numbers:
-        # The result has more numbers than any part, so it does not fit over a part.
+    if part_elements:
+        # The result has more elements than any part, so it does not fit over a part.
         not_over = buffers
     largest_expensive = max(set[int]().union(*expensive_sizes.values()), default=0)
     node_kernels.append(
         PlannedKernel(
             node.name,
             outputs[0],
-            loop_numbers,
+            loop_elements,
             size_bytes=size_bytes,
             reads=buffers,
-            fused=not _is_extern(node) or writes_at_indices,
+            fusable=not _is_extern(node) or writes_at_indices,
             changes=changes,
             not_over=not_over,
             intermediate_bytes=largest_expensive,
@@ -330,8 +330,8 @@ def _node_kernels(
     return node_kernels
 
 
-def _row_numbers(node: Node) -> int:
-    """Return how many numbers a reduction over rows (the last axis) reads; 0 for any other node.
+def _row_elements(node: Node) -> int:
+    """Return how many elements a reduction over rows (the last axis) reads; 0 for any other node.
 
     On a GPU other kernels that read whole rows join its loop.
     """
@@ -345,8 +345,8 @@ def _row_numbers(node: Node) -> int:
     return read.numel() if reduces_rows else 0
 
 
-def _part_numbers(node: Node) -> int:
-    """Return how many numbers the largest part of a concatenation has; 0 for any other node.
+def _part_elements(node: Node) -> int:
+    """Return how many elements the largest part of a concatenation has; 0 for any other node.
 
     On a GPU each part is written to its place in the result by a loop of its own, which other
     kernels of that size join.
