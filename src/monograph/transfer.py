@@ -22,11 +22,10 @@ entry, AdamW updates the tensor. A tied head has the embedding's weights, so it 
 own. The final norm gain, which multiplies the head's inputs, has table 3's factors of a head instead: it
 begins at 1/m.
 
-The factor of weight decay is 1 / (factor of lr), so that lr *
-decay, the decay of one update, is the same at every width (Wang and Aitchison 2024, arXiv 2405.13698).
-The factor of the spread of a head that is not tied is m^-1/2 instead of table 3's 1/m. The best learning rate stays the
-same with both, and short runs reach a lower loss with m^-1/2 (Everett et al. 2024, arXiv 2407.05872,
-and benchmarks/transfer.py).
+The factor of weight decay is 1 / (factor of lr), so that lr * decay, the decay of one update, is the same
+at every width (Wang and Aitchison 2024, arXiv 2405.13698). The factor of the spread of a head that is not
+tied is m^-1/2 instead of table 3's 1/m. The best learning rate stays the same with both, and short runs
+reach a lower loss with m^-1/2 (Everett et al. 2024, arXiv 2407.05872, and benchmarks/transfer.py).
 """
 
 import math

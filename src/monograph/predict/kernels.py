@@ -146,7 +146,7 @@ def _written_kernels(
         elif _is_own_result(node):
             sources[node] = _Sources.of_buffer(_own_result_name(node.all_input_nodes[0]))
         elif changed_tensors:
-            changed_buffer = _only_name(sources[changed_tensors[0]].buffers, node)
+            changed_buffer = _changed_buffer(sources[changed_tensors[0]].buffers, node)
             if _is_add_product(node):
                 total = changed_tensors[0]
                 kernels += _add_product_kernels(node, total, buffers, changed_buffer, device_type)
@@ -296,7 +296,7 @@ def _node_kernels(
     loop_elements = outputs[0].numel()
     part_elements = 0
     if device_type == "cuda":
-        part_elements = _part_elements(node)
+        part_elements = _largest_part_elements(node)
         row_elements = _row_elements(node)
         if row_elements:
             loop_elements = row_elements
@@ -305,8 +305,9 @@ def _node_kernels(
     changes = None
     writes_at_indices = _operator_name(node) in _WRITES_AT_INDICES
     if writes_at_indices:
-        changes = _only_name(sources[node.all_input_nodes[0]].buffers, node)
-    # See `_expensive_sizes` for which buffers the result can be written over.
+        changes = _changed_buffer(sources[node.all_input_nodes[0]].buffers, node)
+    # The result can be written over a buffer if the paths from it to the node have no expensive value, or
+    # only those of the result's size (see `_expensive_sizes`).
     not_over = frozenset(
         name for name, sizes in expensive_sizes.items() if sizes not in ({0}, {size_bytes})
     )
@@ -345,7 +346,7 @@ def _row_elements(node: Node) -> int:
     return read.numel() if reduces_rows else 0
 
 
-def _part_elements(node: Node) -> int:
+def _largest_part_elements(node: Node) -> int:
     """Return how many elements the largest part of a concatenation has; 0 for any other node.
 
     On a GPU each part is written to its place in the result by a loop of its own, which other
@@ -356,7 +357,7 @@ def _part_elements(node: Node) -> int:
     return max(tensor.numel() for part in node.all_input_nodes for tensor in _tensors(part))
 
 
-def _only_name(names: frozenset[BufferName], node: Node) -> BufferName:
+def _changed_buffer(names: frozenset[BufferName], node: Node) -> BufferName:
     """Return the buffer that a node changes, if it is the only one of these names.
 
     If there are several, the changed value was not written before, and is computed from all of them.
@@ -397,13 +398,13 @@ def _matmul_workspace_bytes(node: Node, device_type: str) -> int:
     return workspace_bytes(left, right)
 
 
-def _is_written(node: Node, on_cpu: bool, loads: int) -> bool:
+def _is_written(node: Node, on_cpu: bool, load_count: int) -> bool:
     """Return whether the compiler writes a node's value to memory.
 
     Args:
         node: the node.
         on_cpu: whether the graph is compiled for a CPU.
-        loads: the number of buffers that the node reads.
+        load_count: the number of buffers that the node reads.
     """
     if _is_view(node) or not _tensors(node):
         return False
@@ -411,10 +412,10 @@ def _is_written(node: Node, on_cpu: bool, loads: int) -> bool:
         return True
     if any(reader.op == "output" or _is_extern(reader) for reader in _readers(node)):
         return True
-    return on_cpu and _would_be_computed_twice(node, loads)
+    return on_cpu and _would_be_computed_twice(node, load_count)
 
 
-def _would_be_computed_twice(node: Node, loads: int) -> bool:
+def _would_be_computed_twice(node: Node, load_count: int) -> bool:
     """Return whether an expensive elementwise value is read by a reduction and by another reader. The
     reduction reads all of it before the other reader can begin.
 
@@ -422,11 +423,11 @@ def _would_be_computed_twice(node: Node, loads: int) -> bool:
 
     Args:
         node: the node.
-        loads: the number of buffers that it reads.
+        load_count: the number of buffers that it reads.
     """
     if len(node.users) < 2:
         return False
-    is_expensive = _operator_name(node) in _EXPENSIVE or loads > MAX_LOADS
+    is_expensive = _operator_name(node) in _EXPENSIVE or load_count > MAX_LOADS
     is_reduction = [_operator_name(reader) in _REDUCTIONS for reader in _readers(node)]
     return is_expensive and any(is_reduction) and not all(is_reduction)
 
