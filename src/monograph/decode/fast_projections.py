@@ -130,11 +130,13 @@ def tensors_of(layer: nn.Linear) -> Layer:
     adapter: LowRank | LowRankBank | None = None
     if isinstance(layer, Adapted):
         adapter = LowRank(layer.lora_A.weight, layer.lora_B.weight, layer.scale)
-    elif isinstance(layer, Banked) and layer.bank.slot_B is not None:
-        bank = layer.bank
-        adapter = LowRankBank(
-            layer.bank_A_SRK, layer.bank_B_SRN, bank.scale_S, layer.bank_gain_SN, bank.slot_B
-        )
+    elif isinstance(layer, Banked):
+        slot_B = layer.bank.slot_B
+        if slot_B is not None:
+            scale_S = layer.bank.scale_S
+            adapter = LowRankBank(
+                layer.bank_A_SRK, layer.bank_B_SRN, scale_S, layer.bank_gain_SN, slot_B
+            )
     return Layer(form, stored, layer.bias, adapter)
 
 
