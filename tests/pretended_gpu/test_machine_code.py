@@ -50,7 +50,10 @@ LARGE = ("heads of 256", "fp32")
 OWN_SPILLS = {
     80: {"_attend: attention, heads of 256": 20},
     89: {"_multiply: query, key, value, nf4 with adapters, 64": 4},
-    120: {"_multiply: gate and up, int8, 64": 4},
+    120: {
+        "_multiply: gate and up, int8, 64": 4,
+        "_multiply: gate and up, dense with a bank with magnitudes, 64": 8,
+    },
 }
 # The most waits of the host by kind of case and part; no other part has any. A block of tokens is
 # read once. A streamed update is followed by one wait here, and one of the host's thread for the
