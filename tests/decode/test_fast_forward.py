@@ -272,10 +272,10 @@ def banked(
     """Return a model with a bank of these adapters on a base, and room for one more."""
     plain = tiny_llama(**BANKED)
     _, stored = many_stored(plain, loras, spread=0.2)
-    model = plain.cuda()
+    model = plain.cuda().to(dtype)
     if base != "auto":
         quantise_base(model, base, None)
-    return model.to(dtype), install(model, stored, capacity=len(stored) + 1)
+    return model, install(model, stored, capacity=len(stored) + 1)
 
 
 def written_by_rows(

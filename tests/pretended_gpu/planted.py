@@ -168,6 +168,9 @@ FAULTS = [
           "scales = scales_0", LAYERS),
     Fault("ops/layer_kernels.py", "b = _of_layer(layer, b_0, b_1, b_2, CHOICES)", "b = b_0", LAYERS),
     Fault("ops/layer_kernels.py", "is_column_O1 & ((ADAPTED >> layer) % 2 == 1)", "is_column_O1", LAYERS),
+    # Rows with their own adapters: those of others, and what NaN in one of them does to its neighbours.
+    Fault("ops/layer_kernels.py", "first_rank = slot * RANK", "first_rank = 0", LAYERS),
+    Fault("ops/layer_kernels.py", "total_RO = tl.where(is_own_R1, added_RO, total_RO)", "total_RO = added_RO", LAYERS),
     # Launches, and memory that a plan counts on.
     Fault("graph/capture.py", 'compat.split_cat_options() if step.device.type == "cuda" else {}', "{}", COUNTS),
     Fault("step/on_device.py", "return device_can and reads_no_gradients", "return False", COUNTS),

@@ -93,6 +93,16 @@ def test_a_frozen_base_is_read_once_and_adapters_are_a_launch_for_each_product(
     assert moved - cache_bytes <= 1.02 * step["weight_bytes"]
 
 
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_rows_with_their_own_adapters_are_a_launch_for_each_product(launches, base: str) -> None:
+    config = LlamaConfig.preset("nano", num_hidden_layers=2)
+    step = launches.banked_step(config, base, rows=8)
+    # As for one adapter of all rows.
+    assert step["launches"] == 2 * 9 + 4 + 3
+    assert step["cublas"] == 0
+    assert step["waits"] == step["waiting_copies"] == 0
+
+
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_delta_net_is_four_launches_in_a_decode_step_and_waits_for_nothing(
     counted, launches, rows: int

@@ -22,7 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monograph.decode.banked_layers import BANKED, Banked, BankedEmbedding, BankedHead
+from monograph.decode.banked_layers import (
+    BANKED,
+    Banked,
+    BankedEmbedding,
+    BankedHead,
+    BankOfRows,
+)
 from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.frozen import FrozenWeight
@@ -158,7 +164,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-class AdapterBank:
+class AdapterBank(BankOfRows):
     """The adapters of a model.
 
     Attributes:
@@ -170,10 +176,6 @@ class AdapterBank:
         slots: the slot of each adapter that requests may ask for, by its name.
         has_magnitudes: whether there is room for magnitudes.
         token_count: C, for how many tokens of an adapter there is room.
-        slot_B: the slots of the rows of the present pass; None: no row has an adapter.
-        scale_S: s of each slot.
-        token_ids_SC: the tokens with rows of their own of each slot, padded with -1; None: there is no
-            room for them.
         last_writes: for each slot, the number of the write that filled it, counted over all slots; 0:
             none. What was computed with a slot is valid as long as this number is the same.
     """
@@ -201,12 +203,10 @@ class AdapterBank:
         self.capacity = capacity
         self.rank = rank
         self.slots = dict[str, int]()
-        self.slot_B: Tensor | None = None
         self.last_writes = [0] * (capacity + 1)
         self.layers = dict[str, Banked]()
         self.embedding: BankedEmbedding | None = None
         self.head: BankedHead | None = None
-        self.token_ids_SC: Tensor | None = None
         self.token_count = tokens
         self.has_magnitudes = has_magnitudes
         self._digests = dict[int, str]()
@@ -529,5 +529,6 @@ def bank_of(model: nn.Module) -> AdapterBank | None:
     """Return a model's bank, or None if it has none."""
     for module in model.modules():
         if isinstance(module, Banked):
+            assert isinstance(module.bank, AdapterBank)  # which gave it to the module
             return module.bank
     return None

@@ -15,18 +15,26 @@ Shapes: S slots, B rows of the pass, T positions, K inputs, N outputs, R the ban
 rows of their own, D hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from monograph.graph.frozen import Int8Linear, NF4Linear
 from monograph.model.layers import Linear
 
-if TYPE_CHECKING:
-    from monograph.decode.adapter_bank import AdapterBank
+
+class BankOfRows:
+    """What all layers of a bank share.
+
+    Attributes:
+        slot_B: the slots of the rows of the present pass; None: no row has an adapter.
+        scale_S: s of each slot.
+        token_ids_SC: the tokens with rows of their own of each slot, padded with -1; None: there is no
+            room for them.
+    """
+
+    slot_B: Tensor | None = None
+    scale_S: Tensor
+    token_ids_SC: Tensor | None = None
 
 
 class Banked(nn.Linear):
@@ -39,7 +47,7 @@ class Banked(nn.Linear):
         bank_gain_SN: g - 1 of each slot; None: no adapter has magnitudes.
     """
 
-    bank: AdapterBank
+    bank: BankOfRows
     bank_A_SRK: Tensor
     bank_B_SRN: Tensor
     bank_gain_SN: Tensor | None
@@ -93,7 +101,7 @@ class BankedEmbedding(nn.Embedding):
         bank_rows_SCD: the rows of each slot, for the tokens `bank.token_ids_SC`.
     """
 
-    bank: AdapterBank
+    bank: BankOfRows
     bank_rows_SCD: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
@@ -124,7 +132,7 @@ class BankedHead(Linear):
             `bank.token_ids_SC`; 0 where there is no token.
     """
 
-    bank: AdapterBank
+    bank: BankOfRows
     bank_differences_SCD: Tensor
 
     def forward(self, input: Tensor) -> Tensor:

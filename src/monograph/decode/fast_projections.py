@@ -118,7 +118,9 @@ def joined_tensors(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:
     first = layers[0]
     if len(layers) == 1:
         return (first.weight, first.bias) if is_plain(first) else None
-    return family_weights(first) if are_side_by_side(layers) else None
+    if not are_side_by_side(layers) or any(map(has_hooks, layers)):
+        return None
+    return family_weights(first)
 
 
 def tensors_of(layer: nn.Linear) -> Layer:
@@ -128,11 +130,13 @@ def tensors_of(layer: nn.Linear) -> Layer:
     adapter: LowRank | LowRankBank | None = None
     if isinstance(layer, Adapted):
         adapter = LowRank(layer.lora_A.weight, layer.lora_B.weight, layer.scale)
-    elif isinstance(layer, Banked) and layer.bank.slot_B is not None:
-        bank = layer.bank
-        adapter = LowRankBank(
-            layer.bank_A_SRK, layer.bank_B_SRN, bank.scale_S, layer.bank_gain_SN, bank.slot_B
-        )
+    elif isinstance(layer, Banked):
+        slot_B = layer.bank.slot_B
+        if slot_B is not None:
+            scale_S = layer.bank.scale_S
+            adapter = LowRankBank(
+                layer.bank_A_SRK, layer.bank_B_SRN, scale_S, layer.bank_gain_SN, slot_B
+            )
     return Layer(form, stored, layer.bias, adapter)
 
 

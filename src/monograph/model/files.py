@@ -189,8 +189,10 @@ def _read_tensor(file: BinaryIO, entry: tensor_layout.TensorEntry) -> Tensor:
     """
     tensor = torch.empty(entry.shape, dtype=entry.dtype)
     file.seek(entry.begin)
-    if file.readinto(tensor_layout.bytes_of(tensor)) != entry.end - entry.begin:
+    content = file.read(entry.end - entry.begin)
+    if len(content) != entry.end - entry.begin:
         raise tensor_layout.LayoutError(f"tensor {entry.name} is not complete")
+    tensor_layout.bytes_of(tensor)[:] = content
     return tensor
 
 

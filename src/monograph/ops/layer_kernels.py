@@ -527,6 +527,8 @@ _FP32_TILE_OF_CODES = Tile(columns=16, channels=64, warps=4, stages=2)
 # For codes and 64 rows. The tile of x needs as much shared memory as a dense weight's, so there is less
 # for codes.
 _LARGE_TILE = Tile(columns=32, channels=128, warps=4, stages=3)
+# For dense weights with a bank, and 64 rows. Four warps would spill registers on consumer cards.
+_LARGE_DENSE_TILE = Tile(columns=32, channels=64, warps=8, stages=4)
 
 
 def tile_of(form: str, columns: int, tile_rows: int, dtype: torch.dtype, device: Any) -> Tile:
@@ -543,7 +545,7 @@ def tile_of(form: str, columns: int, tile_rows: int, dtype: torch.dtype, device:
         device: the card.
     """
     if tile_rows > ROWS:
-        return _LARGE_TILE
+        return _LARGE_DENSE_TILE if form == "dense" else _LARGE_TILE
     if dtype == torch.float32:
         return _FP32_TILE if form == "dense" else _FP32_TILE_OF_CODES
     card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute

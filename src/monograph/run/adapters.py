@@ -129,12 +129,11 @@ class AdapterBase:
         with torch.device("meta"):
             skeleton = Llama(self.config).to(self.dtype)
         if lora.tokens:
-            model = self._model
-            layers = [(skeleton.model.embed_tokens, model.model.embed_tokens)]
+            embedding_VD = self._model.model.embed_tokens.weight.detach().cpu()
+            skeleton.model.embed_tokens.weight = nn.Parameter(embedding_VD)
             if not self.config.tie_word_embeddings:
-                layers.append((skeleton.lm_head, model.lm_head))
-            for layer, own in layers:
-                layer.weight = nn.Parameter(own.weight.detach().cpu())
+                head_VD = self._model.lm_head.weight.detach().cpu()
+                skeleton.lm_head.weight = nn.Parameter(head_VD)
             skeleton.tie_weights()
         return skeleton
 
