@@ -46,6 +46,7 @@ FRAME = {
     "after_trigger": ['\n{"name": "'],
     "opening": ['<tool_call>\n{"name": "'],
     "call": [{"hole": "name"}, '", "arguments": ', {"hole": "arguments"}],
+    "variants": [],
     "between": ['}\n</tool_call>\n<tool_call>\n{"name": "'],
     "closing": ["}\n</tool_call>"],
     "follows_text": True,

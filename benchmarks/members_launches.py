@@ -79,6 +79,8 @@ def counted(config: LlamaConfig, base: Base, members: int) -> dict[str, Numbers]
     first = model_of(config)
     install_adapters(first, lora, precision=Precision("bf16"), device=torch.device("cuda"))
     window = packed_window(Shape(config, LENGTH, 1), torch.device("cuda"))
+    if members > 1:  # as a sweep does: torch has no flex attention for members
+        first.use_attention("sdpa", "torch")
     engine = engine_of(first, lora, members)
     if obstacle := engine.capture(window):
         raise SystemExit(f"members_launches.py: the step cannot be captured: {obstacle}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from html import escape
@@ -296,8 +297,11 @@ def adapter_sweep() -> str:
     """Draw the screen at the end of the recorded sweep."""
     recorded_sweep = json.loads(SWEEP_RECORDING.read_text(encoding="utf-8"))
     screen = Screen()
-    screen.words(0, f"$ {recorded_sweep['command']}", "bold")
-    screen.row += 1
+    # A long command goes on in the next line, as a shell reads it.
+    typed = textwrap.wrap(f"$ {recorded_sweep['command']}", COLUMNS - 2, subsequent_indent=" " * 4)
+    for line in [*(f"{part} \\" for part in typed[:-1]), typed[-1]]:
+        screen.words(0, line, "bold")
+        screen.row += 1
     for line in recorded_sweep["lines"]:
         if line.startswith("members "):
             screen.words(0, line[:LABEL_WIDTH], "bold")

@@ -88,7 +88,8 @@ TEMPLATES = {
 }  # fmt: skip
 SPECIAL = (
     "<|im_start|>", "<|im_end|>", "<|start|>", "<|header|>", "<|eot|>", "<|channel|>", "<|message|>", "<|end|>",
-    "<|call|>", "<|return|>", "[TOOLS]", "[/TOOLS]", "[INST]", "[/INST]", "[CALLS]", "[ARGS]", "[RESULT]", "[/RESULT]",
+    "<|call|>", "<|return|>", "<|constrain|>",
+    "[TOOLS]", "[/TOOLS]", "[INST]", "[/INST]", "[CALLS]", "[ARGS]", "[RESULT]", "[/RESULT]",
 )  # fmt: skip
 SPOKEN = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are text
 STOPS = {"channels": ["<|call|>", "<|return|>"], "bare": ["<|eot|>"]}

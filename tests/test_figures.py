@@ -40,6 +40,28 @@ def test_the_first_picture_is_the_committed_run_and_complete_at_once(drawing: An
     assert sum("sample at" in line for line in words(picture)) == 3
 
 
+def test_the_picture_of_a_sweep_is_the_committed_one(drawing: Any) -> None:
+    """And each of its lines is whole."""
+    picture = drawing.SWEEP.read_text()
+    assert picture == drawing.adapter_sweep() and "prefers-color-scheme: dark" in picture
+    shown = " ".join(" ".join(words(picture)).split())
+    recorded = json.loads(drawing.SWEEP_RECORDING.read_text())
+    for line in recorded["lines"]:
+        assert " ".join(line.split()) in shown, line
+    assert recorded["command"].split() == [
+        word for word in shown.partition(" plan ")[0].split() if word not in ("$", "\\")
+    ]
+
+
+def test_a_transcript_of_a_sweep_keeps_what_is_shown(drawing: Any) -> None:
+    lines = [
+        "monograph 0", "data      read", "plan      8 members", "          at once", "   12 %   9 tok/s",
+        "", "members   lr", "          0.1", "advice    more", "          monograph sweep", "best      lr=0.1",
+    ]  # fmt: skip
+    kept = drawing.lines_of_sweep(lines)
+    assert kept == [lines[2], lines[3], lines[6], lines[7], lines[10]]
+
+
 def test_the_page_of_the_first_run_shows_lines_of_the_committed_run(drawing: Any) -> None:
     run, page = drawing.recording(), (ROOT / "docs/first_run.md").read_text()
     [shown] = re.findall(r"```text\n(.*?)```", page, re.DOTALL)

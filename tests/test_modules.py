@@ -263,6 +263,8 @@ MEMBER_CHANGES = {
     "0.weight ": turn,
     "2.weight ": lambda model: setattr(model[2], "weight", model[0].weight),
     "1.table": lambda model: setattr(model[1], "table", torch.ones(2)),
+    # A smaller view of the same place, as a member with a lower rank of adapters has.
+    "0.weight  ": lambda model: setattr(model[0].weight, "data", model[0].weight.data[:2]),
 }
 
 

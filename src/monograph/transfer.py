@@ -2,11 +2,12 @@
 
 The narrow model is called the base; `narrowed` returns its shape. Each tensor of the wide model has its
 own initial spread (standard deviation), learning rate, weight decay and eps. They are those of the base
-times the factors of the table below, where m = fan_in / fan_in in the base. With these factors, every
-activation and its change in an update keep their size at any width, so the best learning rate stays the
-same (Yang et al. 2022, "Tensor Programs V", arXiv 2203.03466, table 3; in spectral form Yang, Simon and
-Bernstein 2023, arXiv 2310.17813). There is no multiplier in the forward pass, so exports are plain models
-of their family.
+times the factors of the table below. There m is the tensor's fan_in divided by that of the base's tensor.
+For the embedding, gains and biases, which have no fan_in that grows with the width, m is the hidden size
+divided by that of the base. With these factors, every activation and its change in an update keep their
+size at any width, so the best learning rate stays the same (Yang et al. 2022, "Tensor Programs V", arXiv
+2203.03466, table 3; in spectral form Yang, Simon and Bernstein 2023, arXiv 2310.17813). There is no
+multiplier in the forward pass, so exports are plain models of their family.
 
 | tensor | initial spread | AdamW lr | AdamW eps | Muon lr |
 |---|---|---|---|---|
@@ -16,12 +17,15 @@ of their family.
 | head | m^-1/2 | 1/m | 1 | |
 | final norm gain where the head is tied | 1/m | 1/m | 1 | |
 
-The factor of the learning rate of matrices in blocks is the optimizer's `width_factor`. Where Muon has
-no entry, AdamW updates the tensor. The factor of weight decay is 1 / (factor of lr), so that lr *
-decay, the decay of one update, is the same at every width (Wang and Aitchison 2024, arXiv 2405.13698).
-The factor of the head's spread is m^-1/2 instead of table 3's 1/m. The best learning rate stays the
-same with both, and short runs reach a lower loss with m^-1/2 (Everett et al. 2024, arXiv 2407.05872,
-and benchmarks/transfer.py).
+The learning rates of the second row are computed by `width_factor` of each optimizer. Where Muon has no
+entry, AdamW updates the tensor. A tied head has the embedding's weights, so it cannot have factors of its
+own. The final norm gain, which multiplies the head's inputs, has table 3's factors of a head instead: it
+begins at 1/m.
+
+The factor of weight decay is 1 / (factor of lr), so that lr * decay, the decay of one update, is the same
+at every width (Wang and Aitchison 2024, arXiv 2405.13698). The factor of the spread of a head that is not
+tied is m^-1/2 instead of table 3's 1/m. The best learning rate stays the same with both, and short runs
+reach a lower loss with m^-1/2 (Everett et al. 2024, arXiv 2407.05872, and benchmarks/transfer.py).
 """
 
 import math
@@ -41,7 +45,8 @@ from monograph.optim import AdamW, Group, Optimizer
 # The smallest width of a base. Narrower models begin to differ from the limit of infinite width, in which
 # the rule is derived (Tensor Programs V, appendix).
 MIN_BASE_WIDTH = 256
-# If the feed-forward width is a multiple of this, which suits matrix units, it stays one.
+# If a model's feed-forward width is a multiple of this, which suits matrix units, its base's is a multiple,
+# too.
 FFN_MULTIPLE = 8
 MAX_RATIO_DIFFERENCE = 0.1  # the largest relative difference of two shapes' ratios
 
@@ -75,8 +80,8 @@ class Factors(NamedTuple):
     """The factors with which a tensor of the wide model is initialised and updated.
 
     Attributes:
-        init: factor of the initial values in the wide model. Those of weights were sampled with its
-            own `initializer_range`; norm gains begin at 1.
+        init: by how much the values that the wide model begins with are multiplied. Its weights were
+            sampled with its own `initializer_range`, and its norm gains begin at 1.
         lr: the learning rate over the base's.
         eps: eps over the base's, if the tensor's update has one.
     """
@@ -142,6 +147,13 @@ class WidthTransfer:
         """Return m for the residual stream: hidden_size divided by the base's."""
         return self.config.hidden_size / self.base.hidden_size
 
+    @property
+    def _spread_ratio(self) -> float:
+        """Return the base's initializer_range divided by that of `config`, with which the wide model's
+        weights were sampled.
+        """
+        return self.base.initializer_range / self.config.initializer_range
+
     def factors(self, optim: Optimizer | None = None) -> dict[str, Factors]:
         """Return the factors by the tensors' names.
 
@@ -155,11 +167,12 @@ class WidthTransfer:
         """
         wide = self.config
         narrow = self.base
-        narrow_shapes = block_shapes(narrow, 0)
         optim = optim or AdamW()
+        # Block 0 stands for all: `initialise_` refuses a model whose blocks have other tensors.
+        narrow_shapes = block_shapes(narrow, layer=0)
         block_factors = {
             f"model.layers.*.{name}": self._block_factors(name, shape, narrow_shapes[name], optim)
-            for name, shape in block_shapes(wide, 0).items()
+            for name, shape in block_shapes(wide, layer=0).items()
         }
         return {name: self._outer_factors(name) for name in outer_shapes(wide)} | block_factors
 
@@ -195,13 +208,6 @@ class WidthTransfer:
             return Factors(1.0, 1.0, 1 / m)
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
 
-    @property
-    def _spread_ratio(self) -> float:
-        """Return the base's initializer_range divided by that of `config`, with which the wide model's
-        weights were sampled.
-        """
-        return self.base.initializer_range / self.config.initializer_range
-
     @torch.no_grad()
     def initialise_(self, model: nn.Module) -> None:
         """Scale the weights that `Llama` has sampled to the spread of the table.
@@ -219,7 +225,7 @@ class WidthTransfer:
         Raises:
             UsageError: the optimizer defines its own groups or patterns of matrices.
         """
-        if optim.names_parameters:
+        if optim.has_name_patterns:
             raise UsageError(
                 "width transfer sets each tensor's rate itself: leave groups and matrices to it"
             )
@@ -230,6 +236,7 @@ class WidthTransfer:
         for pattern, factors in self.factors(optim).items():
             is_block_matrix = pattern.removeprefix("model.layers.*.") in _MATRICES
             is_decayed = is_block_matrix or pattern in (_EMBEDDING, _HEAD)
+            # None: the optimizer's default, which is no decay for gains and biases.
             weight_decay = optim.weight_decay / factors.lr if is_decayed else None
             yield Group(pattern, factors.lr, weight_decay, factors.eps)
 
@@ -239,7 +246,9 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
 
     Depth, head size, ratios, vocabulary and length stay. Heads are removed in whole groups, which are
     one key-value head with its query heads. The initial spread is proportional to 1 / sqrt(width), so
-    that the products of matrices and activations have the same size in both models.
+    that the products of matrices and activations have the same size in both models. The table's factor
+    m^-1/2 asks for the same, so between these two shapes it changes no initial value of a matrix or of an
+    untied head, except where the feed-forward width was rounded.
 
     Args:
         config: the model's shape.
@@ -272,7 +281,8 @@ def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
     all_heads = config.num_key_value_heads
     query_heads_per_head = config.num_attention_heads // all_heads
     multiple = FFN_MULTIPLE if config.intermediate_size % FFN_MULTIPLE == 0 else 1
-    for heads in range(1, widest * all_heads // width + 1):  # key-value heads
+    most_heads = widest * all_heads // width
+    for heads in range(1, most_heads + 1):  # key-value heads
         if width * heads % all_heads:
             continue
         hidden_size = width * heads // all_heads
@@ -305,8 +315,10 @@ def _pattern(name: str, factors: Mapping[str, Factors]) -> str:
     Raises:
         UsageError: there is none.
     """
-    head, _, rest = name.partition("model.layers.")
-    pattern = f"model.layers.*.{rest.partition('.')[2]}" if rest and not head else name
+    pattern = name
+    if name.startswith("model.layers."):
+        _layer, _, name_in_block = name.removeprefix("model.layers.").partition(".")
+        pattern = f"model.layers.*.{name_in_block}"
     if pattern not in factors:
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
     return pattern

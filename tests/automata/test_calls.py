@@ -297,6 +297,7 @@ def test_special_tokens_are_told_apart_from_their_letters_and_from_other_bytes()
         "after_trigger": [],
         "opening": [1],
         "call": [2],
+        "variants": [],
         "between": None,
         "closing": [],
     }

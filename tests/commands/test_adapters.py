@@ -13,8 +13,8 @@ import torch
 from adapted import many_stored, trained
 from batches import tiny_llama
 from commands.forked import CommandServer
-from commands.inputs import OWN, over, with_texts
-from commands.test_lora import write_base
+from commands.inputs import with_texts
+from commands.test_lora import train_on_base, write_base
 from monograph.decode import Sampling, generate
 from monograph.decode.adapter_bank import install, rows_with_adapters
 from monograph.errors import InputRefused, UsageError
@@ -30,7 +30,6 @@ from monograph.run.adapters import AdapterBase, named_folders
 from monograph.run.models import load, load_with_tokenizer
 from monograph.text.tokenizer import Tokenizer
 
-LORA = over(OWN, "train.updates=6", "lora.rank=4", "model.init=base")
 MANY = ["--adapter", "own=run", "--adapter", "peft=peft"]
 
 
@@ -44,9 +43,7 @@ def write_peft(folder: Path, base: Path, lora: Lora, seed: int = 1) -> None:
 def here(tmp_path_factory, server: CommandServer) -> Path:
     """A base, a run with adapters on it, its export, and a folder of PEFT of another rank."""
     here = with_texts(tmp_path_factory.mktemp("adapters"))
-    write_base(here / "base")
-    done = server.run(here, "train", *LORA, "optim.lr=0.1", "--out", "run", figures=0)
-    assert done.code == 0, done.err
+    train_on_base(here, server, "optim.lr=0.1")
     done = server.run(here, "export", "run", "--to", "out", figures=0)
     assert done.code == 0, done.err
     write_peft(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapted import LINEAR
-from commands.forked import CommandServer
+from commands.forked import CommandServer, Done
 from commands.inputs import OWN, newest, over, with_texts
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.lora_merge import merge
@@ -31,11 +31,17 @@ TENSORS = 2 * 2 * len(LINEAR)
 def folder(tmp_path_factory, server: CommandServer) -> Path:
     """A base as a Hugging Face folder in bf16, and a run of adapters beside it."""
     here = with_texts(tmp_path_factory.mktemp("lora"))
-    write_base(here / "base")
-    done = server.run(here, "train", *LORA, "--out", "run", "--json", figures=0)
-    assert done.code == 0, done.err
+    done = train_on_base(here, server, "--json")
     (here / "train.json").write_text(done.out.splitlines()[-1])
     return here
+
+
+def train_on_base(here: Path, server: CommandServer, *more: str) -> Done:
+    """Write a base and train adapters on it, as `base` and `run` in a folder of texts."""
+    write_base(here / "base")
+    done = server.run(here, "train", *LORA, *more, "--out", "run", figures=0)
+    assert done.code == 0, done.err
+    return done
 
 
 def write_base(folder: Path, seed: int = 0, **sizes: Any) -> None:

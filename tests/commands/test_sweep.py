@@ -483,6 +483,17 @@ def test_compare_by_document_and_by_seed(place: Path, server: CommandServer) -> 
         ),
         (["sweep", *SHORT, "optim.lr=log:1e-3..1e-1"], 2, "--samples N"),
         (["sweep", *SHORT, *AXES, "--samples", "9"], 2, "the axes have 3 points in all"),
+        (["sweep", *SHORT, *AXES, "--prune", "2"], 2, "--prune = 2.0: expected a probability"),
+        (
+            ["sweep", *SHORT, "optim.lr=1e-3,1e-2", "--prune", "0.05"],
+            2,
+            "give at least two, train.seed",
+        ),
+        (
+            ["sweep", *SHORT, "train.seed=0,1", "--prune", "0.05"],
+            2,
+            "this sweep has one: give an axis",
+        ),
         (["sweep", *SHORT, *AXES, "--verify", "6"], 2, "--verify 6: the sweep has members 0 to 5"),
         (["sweep", "--verify", "0"], 3, "no sweep in runs/ yet"),
         (

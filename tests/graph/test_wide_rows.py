@@ -15,7 +15,7 @@ from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
 
 from monograph import compat
-from monograph.graph.capture import MOST_NUMBERS_OF_A_ROW
+from monograph.graph.capture import MAX_ROW_LENGTH
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ from monograph.graph.capture import MOST_NUMBERS_OF_A_ROW
     [
         (1024, ReductionHint.INNER, True),  # as by default
         (2048, ReductionHint.INNER, True),
-        (MOST_NUMBERS_OF_A_ROW, ReductionHint.INNER, True),
-        (MOST_NUMBERS_OF_A_ROW + 1, ReductionHint.INNER, False),
+        (MAX_ROW_LENGTH, ReductionHint.INNER, True),
+        (MAX_ROW_LENGTH + 1, ReductionHint.INNER, False),
         (2048, ReductionHint.OUTER, False),
     ],
 )
@@ -35,7 +35,7 @@ def test_rows_up_to_a_width_are_held(
     monkeypatch.setattr(
         InductorChoices, "should_use_persistent_reduction", staticmethod(by_default)
     )
-    compat.read_wide_rows_once.__wrapped__(MOST_NUMBERS_OF_A_ROW)  # not cached
+    compat.read_wide_rows_once.__wrapped__(MAX_ROW_LENGTH)  # not cached
     rows = SimpleNamespace(
         get_reduction_hint=lambda: hint,
         reduction_numel=sympy.Integer(width),

@@ -45,10 +45,13 @@ def letters(prompt: str, answer: str, record: Any) -> float:
 
 
 def members_of(
-    lora: Lora = SMALL, others: Sequence[Lora] = OTHERS, dtype: torch.dtype = torch.float64
+    lora: Lora = SMALL,
+    others: Sequence[Lora] = OTHERS,
+    dtype: torch.dtype = torch.float64,
+    **sizes: Any,
 ) -> list[Llama]:
     """Members that share a base, each with trained adapters, so that they sample different answers."""
-    first = tiny_llama(torch.float32, vocab_size=259)
+    first = tiny_llama(torch.float32, vocab_size=259, **sizes)
     with torch.no_grad():
         for weight in first.parameters():
             weight.mul_(4.0 if weight.ndim > 1 else 1.0)
@@ -69,7 +72,7 @@ def together(
     engine = Ensemble(
         members,
         loss=policy_loss(options.pop("advantage", "dr_grpo"), updates=options.pop("updates", 1)),
-        optim=[AdamW(lr=rate) for rate in RATES],
+        optim=[AdamW(lr=rate) for rate in RATES[: len(members)]],
         clip=0.5,
         micro_batch=micro_batch,
         each=True,
@@ -132,10 +135,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+BASES = {
+    "int8": replace(SMALL, base="int8"),
+    "nf4, dora": replace(SMALL, base="nf4", dora=True),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *BASES])
 def test_members_sample_and_learn_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = CASES[name]
+    options = CASES.get(name, {})
     members = members_of()
+    if name in BASES:
+        members = members_of(BASES[name], [replace(BASES[name], rank=7), BASES[name]])
     copies = copy.deepcopy(members)
     sampled = Sampled(monkeypatch)
     engine, windows = together(members, **options)
@@ -204,10 +215,11 @@ def test_members_none_of_which_has_finite_logits_have_diverged() -> None:
         next(windows)
 
 
+EXPERTS = {"model_type": "gpt_oss", "num_experts": 5, "num_experts_per_tok": 2}
 REFUSED: list[tuple[Any, str]] = [
-    (lambda: together(members_of(replace(SMALL, dora=True), [replace(SMALL, dora=True)] * 2)), "lora.dora"),
-    (lambda: together(members_of(replace(SMALL, base="int8"), [SMALL] * 2)), "quantised"),
-    (lambda: together([tiny_llama(torch.float32, vocab_size=259) for _ in range(N)]), "without adapters"),
+    (lambda: together(members_of(replace(SMALL, targets=("gate_proj",)), [], **EXPERTS), seeds=[1]), "has experts"),
+    (lambda: together(members_of(replace(SMALL, tokens=(3, 17)), []), seeds=[1]), "rows of tokens"),
+    (lambda: together([tiny_llama(torch.float32, vocab_size=259)], seeds=[1]), "without adapters"),
     (lambda: together(members_of(), seeds=[1]), "1 seeds for 3 members"),
 ]  # fmt: skip
 

@@ -189,10 +189,10 @@ def test_members_prefer_as_alone(name: str, tmp_path: Path) -> None:
     compared(name, members_of(), tmp_path)
 
 
-@pytest.mark.parametrize("micro_batch", [pytest.param(3, marks=pytest.mark.slow), ROWS])
+@pytest.mark.parametrize("micro_batch", [pytest.param(2, marks=pytest.mark.slow), ROWS])
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_members_prefer_as_alone_captured(name: str, micro_batch: int, tmp_path: Path) -> None:
-    """With one micro-batch, gradient and update are one graph."""
+    """With one micro-batch, and with several."""
     compared(name, members_of(), tmp_path, backend="aot_eager", micro_batch=micro_batch)
 
 

@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapted import trained
 from batches import captured_to_train, flat_gradient, packed, ragged, tiny_llama
 from monograph import compat
+from monograph.ensemble.one_base import OneBase, have_one_base
 from monograph.errors import InputRefused
+from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
+from monograph.graph.shared_base import copy_with_shared_base
 from monograph.laws.comparisons import error_within, relative_error
 from monograph.loss import Batch, MixtureLoss, token_loss
 from monograph.model.llama import Llama
@@ -190,3 +194,29 @@ def test_captured_is_eager(scope, remat, backend, monkeypatch):
     captured.accumulate(packed(5, seed=1))
     captured.update()
     assert compat.captured_graphs() == graphs and compat.graph_breaks() == 0
+
+
+@pytest.mark.parametrize("rows", [ragged, packed])
+def test_adapters_on_one_base_teach_by_one_pass_as_one_after_another(rows):
+    """Of different ranks, in float64: the loss, and the gradient of the model that learns."""
+    base = tiny_llama(torch.float64)
+    loras = [Lora(2), Lora(4, alpha=6.0), Lora(3, dropout=0.2)]
+    adapt(base, loras[1])
+    teachers = [
+        trained(copy_with_shared_base(base, lora, seed=number), seed=number, spread=0.5)
+        for number, lora in enumerate(loras)
+    ]
+    student = trained(copy_with_shared_base(base, Lora(4), seed=7))
+    assert have_one_base(teachers) and not have_one_base([tiny_llama(), tiny_llama()])
+    batch = rows(5)
+    found = []
+    for hidden in (None, OneBase(teachers).hidden):
+        student.zero_grad()
+        total, count = MixtureLoss(teachers, SHARE, hidden)(student, batch)
+        total.backward()
+        found.append((total.detach(), count, flat_gradient(student)))
+    (one_by_one, count, gradient), (together, same_count, same_gradient) = found
+    assert count == same_count
+    assert relative_error(together, one_by_one) <= 1e-12
+    assert relative_error(same_gradient, gradient) <= 1e-11
+    assert relative_error(one_by_one, token_loss(student, batch)[0].detach()) > 1e-3

@@ -97,6 +97,14 @@ def test_a_device_is_asked_on_the_real_shapes_and_its_random_numbers_stay():
     )
 
 
+def test_nothing_is_timed_where_there_is_no_memory_for_the_inputs(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch, "randn", full)
+    assert time_kernels(2, (4, 2), 32, 16, torch.float32, CPU) == {}
+
+
 def heads(dtype, device="cpu"):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, count, 150, 64) for count in (4, 2, 2)]

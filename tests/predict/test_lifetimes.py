@@ -12,9 +12,9 @@ import torch
 from monograph.predict.lifetimes import PlannedKernel, order_kernels
 
 
-def kernel(name, reads, size_bytes=100, fused=True):
+def kernel(name, reads, size_bytes=100, fusable=True):
     return PlannedKernel(
-        name, torch.empty(size_bytes), size_bytes, size_bytes, frozenset(reads), fused
+        name, torch.empty(size_bytes), size_bytes, size_bytes, frozenset(reads), fusable
     )
 
 
@@ -24,8 +24,8 @@ def names(kernels):
 
 def test_what_frees_more_than_it_takes_is_computed_at_once():
     written = [
-        kernel("logits", [], fused=False),
-        kernel("other", [], fused=False),
+        kernel("logits", [], fusable=False),
+        kernel("other", [], fusable=False),
         kernel("sum", ["logits"], 1),
     ]
     assert names(order_kernels(written, {"sum", "other"}, {})) == ["logits", "sum", "other"]
@@ -40,23 +40,23 @@ def test_what_frees_more_than_it_takes_is_computed_at_once():
 
 
 def test_a_result_is_written_over_what_it_is_the_last_to_read():
-    first, second = order_kernels([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
+    first, second = order_kernels([kernel("a", [], fusable=False), kernel("b", ["a"])], {"b"}, {})
     assert second.written_over == "a" and not first.freed_after and not second.freed_after
     # Not if it is of another size, a product, or kept by the caller.
     kept_b, kept_both = {"b"}, {"a", "b"}
     others = (
         (kernel("b", ["a"], 50), kept_b),
-        (kernel("b", ["a"], fused=False), kept_b),
+        (kernel("b", ["a"], fusable=False), kept_b),
         (kernel("b", ["a"]), kept_both),
     )
     for last, kept in others:
-        _, second = order_kernels([kernel("a", [], fused=False), last], kept, {})
+        _, second = order_kernels([kernel("a", [], fusable=False), last], kept, {})
         assert second.written_over is None and ("a" in second.freed_after) == ("a" not in kept)
 
 
 def test_a_loop_keeps_what_it_reads_to_its_end():
     written = [
-        kernel("scores", [], 50, fused=False),
+        kernel("scores", [], 50, fusable=False),
         kernel("weighted", ["scores"]),
         kernel("sum", ["weighted"], 1),
         kernel("out", ["weighted", "sum"], 70),
@@ -70,10 +70,10 @@ def gated(needed):
     of `needed`.
     """
     return [
-        kernel("gate", [], fused=False),
+        kernel("gate", [], fusable=False),
         kernel("first", ["gate"]),
-        kernel("of first", ["first"], 10, fused=False),
-        kernel("up", needed, fused=False),
+        kernel("of first", ["first"], 10, fusable=False),
+        kernel("up", needed, fusable=False),
         kernel("second", ["gate", "up"]),
     ]
 
@@ -91,7 +91,11 @@ def test_a_loop_waits_for_what_its_other_results_need():
 def test_of_a_callers_own_tensor_two_loops_may_read_different_parts():
     """As chunks of a loss do of the targets; what a graph has been given to free it reads whole."""
     for owned, order in (({}, ["first", "up", "second"]), ({0: 100}, ["up", "first", "second"])):
-        written = [kernel("first", [0]), kernel("up", [], fused=False), kernel("second", [0, "up"])]
+        written = [
+            kernel("first", [0]),
+            kernel("up", [], fusable=False),
+            kernel("second", [0, "up"]),
+        ]
         assert names(order_kernels(written, {"first", "second"}, owned)) == order
 
 
@@ -102,10 +106,10 @@ def test_loops_are_not_joined_where_memory_would_not_be_used_again():
         (5000, ["a", "first", "b", "second"]),
     ):
         written = [
-            kernel("shared", [], 100, fused=False),
-            kernel("a", [], size_bytes, fused=False),
+            kernel("shared", [], 100, fusable=False),
+            kernel("a", [], size_bytes, fusable=False),
             kernel("first", ["a", "shared"], 10),
-            kernel("b", [], size_bytes, fused=False),
+            kernel("b", [], size_bytes, fusable=False),
             kernel("second", ["b", "shared"], 10),
         ]
         assert names(order_kernels(written, {"first", "second"}, {}))[1:] == order
@@ -113,7 +117,7 @@ def test_loops_are_not_joined_where_memory_would_not_be_used_again():
 
 def test_loops_are_not_joined_over_a_long_way():
     for between, near in ((50, True), (70, False)):
-        products = [kernel(f"product {index}", [], 1, fused=False) for index in range(between)]
+        products = [kernel(f"product {index}", [], 1, fusable=False) for index in range(between)]
         written = [*gated([])[:2], *products, *gated([])[3:]]
         found = names(order_kernels(written, {"first", "second", *names(products)}, {}))
         assert (found.index("second") == found.index("first") + 1) == near
@@ -139,7 +143,7 @@ def test_arguments_are_given_back_only_by_a_graph_that_owns_them():
 
 
 def test_what_nobody_reads_is_gone_at_once():
-    (only,) = order_kernels([kernel("copy", [], fused=False)], set(), {})
+    (only,) = order_kernels([kernel("copy", [], fusable=False)], set(), {})
     assert only.freed_after == ["copy"]
 
 
@@ -159,9 +163,15 @@ def test_what_was_changed_in_place_is_not_written_over():
 
 def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
     written = [
-        kernel("total", [], fused=False),
+        kernel("total", [], fusable=False),
         PlannedKernel(
-            "inside", torch.empty(60), 60, 60, frozenset(["total"]), fused=False, is_workspace=True
+            "inside",
+            torch.empty(60),
+            60,
+            60,
+            frozenset(["total"]),
+            fusable=False,
+            is_workspace=True,
         ),
         PlannedKernel(
             "added",
@@ -169,7 +179,7 @@ def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
             100,
             100,
             frozenset(["total", "inside"]),
-            fused=False,
+            fusable=False,
             changes="total",
         ),
         kernel("scaled", ["added"]),
@@ -182,22 +192,22 @@ def test_a_product_that_is_added_in_place_waits_for_and_is_waited_for():
 
 
 def test_what_lies_behind_a_value_of_another_size_is_not_written_over():
-    first, second = order_kernels([kernel("a", [], fused=False), kernel("b", ["a"])], {"b"}, {})
+    first, second = order_kernels([kernel("a", [], fusable=False), kernel("b", ["a"])], {"b"}, {})
     assert second.written_over == "a"
     second = replace(second, written_over=None, not_over=frozenset(["a"]))
-    _, second = order_kernels([kernel("a", [], fused=False), second], {"b"}, {})
+    _, second = order_kernels([kernel("a", [], fusable=False), second], {"b"}, {})
     assert second.written_over is None and second.freed_after == ["a"]
 
 
 def test_a_dead_buffer_is_kept_for_a_later_one_of_its_kind_unless_that_raises_the_peak():
     for size_bytes, kept in ((90, True), (150, False)):
         written = [
-            kernel("a", [], fused=False),
-            kernel("b", ["a"], 110, fused=False),
-            kernel("between", ["b"], size_bytes, fused=False),
-            kernel("less", ["between"], 10, fused=False),
-            kernel("c", ["less"], fused=False),
-            kernel("most", [], 250, fused=False),
+            kernel("a", [], fusable=False),
+            kernel("b", ["a"], 110, fusable=False),
+            kernel("between", ["b"], size_bytes, fusable=False),
+            kernel("less", ["between"], 10, fusable=False),
+            kernel("c", ["less"], fusable=False),
+            kernel("most", [], 250, fusable=False),
         ]
         found = {each.name: each for each in order_kernels(written, {"c", "most"}, {})}
         assert (
@@ -209,12 +219,12 @@ def test_a_dead_buffer_is_kept_for_a_later_one_of_its_kind_unless_that_raises_th
 def test_what_an_operator_needs_inside_does_not_keep_a_buffer_from_being_reused():
     """The compiler does not know of it: so the memory is there beside it."""
     written = [
-        kernel("a", [], fused=False),
-        kernel("b", ["a"], 110, fused=False),
-        replace(kernel("inside", ["b"], 500, fused=False), is_workspace=True),
-        kernel("of b", ["b", "inside"], 10, fused=False),
-        kernel("c", ["of b"], fused=False),
-        kernel("most", [], 200, fused=False),
+        kernel("a", [], fusable=False),
+        kernel("b", ["a"], 110, fusable=False),
+        replace(kernel("inside", ["b"], 500, fusable=False), is_workspace=True),
+        kernel("of b", ["b", "inside"], 10, fusable=False),
+        kernel("c", ["of b"], fusable=False),
+        kernel("most", [], 200, fusable=False),
     ]
     found = {each.name: each for each in order_kernels(written, {"c", "most"}, {})}
     assert found["c"].written_over == "a" and "a" not in found["b"].freed_after

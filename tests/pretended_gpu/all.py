@@ -180,9 +180,7 @@ def main() -> int:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             rows = list(
                 pool.map(
-                    lambda part: run(
-                        part, more, covered if part.numbers and part.sm == "90" else None
-                    ),
+                    lambda part: run(part, more, covered if part.sm == "90" else None),
                     parts,
                 )
             )

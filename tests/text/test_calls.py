@@ -172,6 +172,28 @@ def test_a_call_that_begins_an_answer_may_follow_a_special_token(
         assert bool(calls) == is_call and bool(said) != is_call
 
 
+def test_a_call_may_have_the_forms_that_gpt_oss_writes(family: Callable[[str], Family]) -> None:
+    tokenizer, frame, spelling_V = family("channels")
+    heads = (
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.add<|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.add<|message|>",
+        " to=functions.add<|channel|>commentary json<|message|>",
+    )
+    values = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    calls = Calls(frame.grammar(), [("add", values)], must_call=False, parallel=True)
+    ends = [tokenizer.special["<|call|>"]]
+    automaton = call_constraint(calls, tokenizer.pieces, ends)
+    for head in heads:
+        thoughts = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        ids = tokenizer.encode_rendered(thoughts + head + '{"a": 1}')
+        said, found = read_answer(CallReader(frame, spelling_V), ids, range(len(ids)))
+        assert found == [("add", '{"a": 1}')] and "Hm." in said and "functions" not in said
+        assert allowed_ids(automaton, state_after(automaton, ids)) >= {*ends}
+        wrong = tokenizer.encode_rendered(thoughts + head + '{"b"')
+        assert state_after(automaton, wrong) < 0
+
+
 def test_content_goes_on_before_and_after_calls(family: Callable[[str], Family]) -> None:
     tokenizer, frame, spelling_V = family("tags")
     call = answer_ids(tokenizer, [("add", {"a": 1})])

@@ -87,7 +87,9 @@ def calls_expression(
         InputRefused: a schema is refused (`schema_expression`); the message has the function's name.
     """
     frame = calls.frame
-    builder = _CallBuilder(frame, uses_counters)
+    # What the model has written before a call decides which form it has. Nothing does if it must call.
+    forms = [frame["call"]] if calls.must_call else [frame["call"], *frame["variants"]]
+    builder = _CallBuilder(frame, forms, uses_counters)
     one = Alternation(tuple(builder.call(name, schema) for name, schema in calls.functions))
     all_calls: list[Expression] = [one]
     if calls.parallel and frame["between"] is not None:
@@ -109,11 +111,15 @@ class _CallBuilder:
 
     Attributes:
         frame: what stands around calls.
+        forms: the forms of a call.
         uses_counters: whether counters count lengths within arguments.
     """
 
-    def __init__(self, frame: Mapping[str, Any], uses_counters: bool) -> None:
+    def __init__(
+        self, frame: Mapping[str, Any], forms: Sequence[Sequence[Part]], uses_counters: bool
+    ) -> None:
         self.frame = frame
+        self.forms = forms
         self.uses_counters = uses_counters
         self._byte_of = _bytes_of_specials(frame)
 
@@ -134,10 +140,14 @@ class _CallBuilder:
             "arguments": arguments,
             "id": Repetition(_ID_CHARACTER, _ID_LENGTH, _ID_LENGTH),
         }
+        return Alternation(tuple(self._form(form, holes) for form in self.forms))
+
+    def _form(self, form: Sequence[Part], holes: Mapping[str, Expression]) -> Expression:
+        """Return an expression for the calls of one form, with these texts in the place of its holes."""
         return concatenation(
             *(
                 holes[part["hole"]] if isinstance(part, Mapping) else literal(self.bytes_of([part]))
-                for part in self.frame["call"]
+                for part in form
             )
         )
 
@@ -160,7 +170,8 @@ class _CallBuilder:
 def _bytes_of_specials(frame: Mapping[str, Any]) -> dict[int, int]:
     """Return the byte that stands for each special token of a frame."""
     keys = ("trigger", "after_trigger", "opening", "call", "between", "closing")
-    parts = [part for key in keys for part in frame[key] or ()]
+    groups = [frame[key] or () for key in keys] + list(frame["variants"])
+    parts = [part for group in groups for part in group]
     tokens = dict.fromkeys(part for part in parts if isinstance(part, int))
     free = [byte for byte in _FREE_BYTES if byte != _OTHER_SPECIAL]
     if len(tokens) > len(free):

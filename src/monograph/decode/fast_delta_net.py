@@ -19,6 +19,7 @@ from monograph.decode.fast_projections import (
     SEVERAL_DTYPES,
     are_side_by_side,
     family_weights,
+    has_hooks,
     is_plain,
 )
 from monograph.model.delta_net import DeltaNetState, GatedDeltaNet
@@ -50,7 +51,7 @@ def obstacle_of_delta_net(delta_net: GatedDeltaNet, dtype: torch.dtype) -> str |
         return f"the kernels need widths that are multiples of 16, not {out_proj.in_features}"
     if not are_side_by_side(_projections(delta_net)):
         return NOT_SIDE_BY_SIDE
-    if not is_plain(out_proj):
+    if not is_plain(out_proj) or any(map(has_hooks, _projections(delta_net))):
         return NOT_PLAIN
     if any(parameter.dtype != dtype for parameter in delta_net.parameters()):
         return SEVERAL_DTYPES

@@ -118,7 +118,9 @@ def joined_tensors(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:
     first = layers[0]
     if len(layers) == 1:
         return (first.weight, first.bias) if is_plain(first) else None
-    return family_weights(first) if are_side_by_side(layers) else None
+    if not are_side_by_side(layers) or any(map(has_hooks, layers)):
+        return None
+    return family_weights(first)
 
 
 def tensors_of(layer: nn.Linear) -> Layer:

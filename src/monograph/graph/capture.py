@@ -23,16 +23,17 @@ from monograph.graph.compilable import AttributeValue, Compilable, Scope, has_he
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import HostState, Recorder, StaticInputs
-from monograph.graph.siblings import split_families_at_blocks
+from monograph.graph.siblings import split_fused_linears_at_blocks
 from monograph.ops import materialize  # noqa: F401 - defines the operator that `compiled` lowers
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 # The beginnings of the lines that say why something is not replayed.
 ONE_BY_ONE = "micro-steps are launched one by one"
-# A GPU's kernels hold rows of so many numbers in registers: the widths of most models' norms.
-MOST_NUMBERS_OF_A_ROW = 4096
 UPDATES_ONE_BY_ONE = "the kernels of an update are launched one by one"
+# On a GPU, a kernel that reduces rows, such as a norm, keeps rows of at most this many elements in
+# registers. It reads longer rows twice. The norms of most models are no wider.
+MAX_ROW_LENGTH = 4096
 
 
 class FunctionsToCompile(Protocol):
@@ -60,7 +61,7 @@ class Capturable(Protocol):
     recorder: Recorder | None
     announce: Callable[[str], None]
     micro_step: Callable[[object], None]
-    replaced: list[AttributeValue]
+    former_values: list[AttributeValue]
 
     @property
     def forward(self) -> Compilable[..., Any]:
@@ -93,8 +94,8 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
     """Compile a step in place, in full graphs with static shapes.
 
     If the step has a `recorder`, as on a GPU, its `micro_step` (including the backward pass) is
-    called twice, then recorded, and replayed from then on (`monograph.graph.replay`). An ensemble's
-    `apply` is replayed, too: its members are small, so that launching its kernels one by one would take
+    called twice, then recorded as a CUDA graph, and replayed from then on (`monograph.graph.replay`). An
+    ensemble's `apply` is replayed, too: its members are small, so that launching its kernels one by one would take
     the host longer than computing them takes the device.
 
     The module itself is not wrapped, so its state dict keeps its names. Each function is compiled
@@ -107,8 +108,8 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
         backend: "inductor", or "aot_eager" or "eager", which trace the same graphs without
             generating code. "eager" becomes "aot_eager" if a graph recomputes activations.
         scope: "whole": each function is one graph. "blocks": equal blocks of the model share one
-            graph; the update (`apply`) has its own graph, and so has the loss's attribute `head`, if
-            there is one: it computes the loss from hidden states. The code between them runs
+            graph, and the update (`apply`) has its own. If the loss has a `head`, a function that
+            computes it from hidden states, that has its own graph, too. The code between them runs
             eagerly. The time to compile then does not grow with the number of blocks.
 
     Returns:
@@ -155,23 +156,25 @@ def _backend_for_recomputation(step: Capturable, backend: Backend, scope: Scope)
 
     Under "eager", a recomputation would use other random numbers than the forward pass.
     """
-    policies_outside_graphs = [Remat.Off(), Remat.Offload()]
+    # Off recomputes nothing. Offload recomputes between graphs, and so does Full if each block is a
+    # graph: eager code calls the block's graph again.
+    recompute_nothing_in_graphs: list[Policy] = [Remat.Off(), Remat.Offload()]
     if scope == "blocks":
-        policies_outside_graphs.append(Remat.Full())
-    graphs_recompute = step.remat not in policies_outside_graphs
+        recompute_nothing_in_graphs.append(Remat.Full())
+    graphs_recompute = step.remat not in recompute_nothing_in_graphs
     return "aot_eager" if backend == "eager" and graphs_recompute else backend
 
 
 def capture_with(compiler: Compiler, step: Capturable, scope: Scope) -> None:
     """Do what `capture` does, but with any compiler, and without replays."""
     replacements = [
-        AttributeValue(compilable, "function", compiler(compilable.function))
+        AttributeValue(owner=compilable, name="function", value=compiler(compilable.function))
         for compilable in step.parameters.captured(scope)
     ]
     if scope == "blocks":
         replacements += _replacements_of_blocks(step, compiler)
     replacements.append(AttributeValue(step, "scope", scope))
-    step.replaced = [_replace(replacement) for replacement in replacements]
+    step.former_values = [_replace(replacement) for replacement in replacements]
 
 
 def _start_replaying(step: Capturable, scope: Scope) -> None:
@@ -182,10 +185,10 @@ def _start_replaying(step: Capturable, scope: Scope) -> None:
     if obstacle:
         step.announce(f"{ONE_BY_ONE}: {obstacle}")
     else:
-        step.replaced.append(_replace(AttributeValue(step, "micro_step", replayed(step))))
+        step.former_values.append(_replace(AttributeValue(step, "micro_step", replayed(step))))
     if step.parameters.replays_update:
         update = AttributeValue(step.apply, "function", replayed_update(step))
-        step.replaced.append(_replace(update))
+        step.former_values.append(_replace(update))
 
 
 def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"]) -> str | None:
@@ -212,6 +215,8 @@ def replayed(step: Capturable) -> StaticInputs:
         step.micro_step,
         step.recorder,
         step.device,
+        # These are the objects by which Python code decides what a micro-step does. If one of their
+        # attributes changes, the micro-step is recorded again.
         lambda: HostState(
             step.model, step.loss, attributes=[(step, "loss"), (step.forward, "function")]
         ),
@@ -225,11 +230,13 @@ def replayed_update(step: Capturable) -> StaticInputs:
     The learning rates and all counters are on the device, where a replay reads them.
     """
     assert step.recorder is not None
+    # The lambda must not look up `step.apply.function`: that is replaced by what is returned here.
     apply = step.apply.function
     return StaticInputs(
         lambda _: apply(),
         step.recorder,
         step.device,
+        # Of the step itself only some attributes count. Others, such as `index`, change in every update.
         lambda: HostState(
             step.parameters,
             step.optim,
@@ -261,8 +268,8 @@ def stop_replaying(step: Capturable) -> bool:
 
 def uncapture(step: Capturable) -> None:
     """Undo a capture: the step runs eagerly again."""
-    former_values = step.replaced
-    step.replaced = []
+    former_values = step.former_values
+    step.former_values = []
     # In reverse order, so that an attribute that was replaced twice gets its first value back.
     for owner, name, former_value in reversed(former_values):
         if former_value is _UNSET:
@@ -280,13 +287,13 @@ def capture_suspended(step: Capturable) -> Iterator[None]:
     """
     # These are the compiled functions, so nothing has to be compiled again after the `with` block.
     compiled_values = [
-        AttributeValue(owner, name, vars(owner)[name]) for owner, name, _ in step.replaced
+        AttributeValue(owner, name, vars(owner)[name]) for owner, name, _ in step.former_values
     ]
     uncapture(step)
     try:
         yield
     finally:
-        step.replaced = [_replace(replacement) for replacement in compiled_values]
+        step.former_values = [_replace(replacement) for replacement in compiled_values]
 
 
 def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[AttributeValue]:
@@ -299,15 +306,18 @@ def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[Attrib
         )
     # Linear layers of several blocks may have been fused into one product. A graph of one block must
     # not contain the layers of others.
-    split_families_at_blocks(step.model)
+    split_fused_linears_at_blocks(step.model)
     # The shared function is compiled once for each kind of block, and torch's default limit is
     # eight.
     compat.allow_variants()
     # Dynamo reads `grad` of a block's input, which is not a leaf.
     compat.ignore_warning_of_block_input_grad()
     call_block = compiler(_call_block)  # one function, so that equal blocks share its graph
+    # `Llama` reads this attribute when it makes its attention masks.
     replacements = [AttributeValue(step.model, "blocks_captured", True)]
     for block in model_blocks.values():
+        # If eager code recomputes the block, `block.forward` is that code, and the forward pass to compile
+        # is an attribute of the block's recomputation plan.
         owner, name = recompute.forward_to_compile(block)
         forward = getattr(owner, name)
         method_function = getattr(forward, "__func__", None)
@@ -367,8 +377,8 @@ def compiled(
     # kernel of attention.
     compat.cache_custom_functions()
     compat.cache_attention_kernels()
-    # By default, torch compiles a backward pass inside of the autocast context of the forward pass, and
-    # rounds products that were computed outside of it.
+    # By default, torch compiles a backward pass inside of the autocast context of the forward pass. That
+    # rounds the backward pass of code that the forward pass ran with autocast disabled.
     compat.differentiate_outside_autocast()
     options = None
     if backend == "inductor":
@@ -390,10 +400,12 @@ def compiled(
         except Exception as error:
             # When an error leaves a torch.func transform, torch 2.11 raises a second error, which says
             # nothing of the first. The first one is then its context.
-            capture_error = error if compat.is_capture_error(error) else error.__context__
-            if not compat.is_capture_error(capture_error):
+            capture_error: BaseException | None = error
+            if not compat.is_capture_error(error):
+                capture_error = error.__context__
+            if capture_error is None or not compat.is_capture_error(capture_error):
                 raise
-            failure = CaptureFailed(failure_reason(capture_error or error))
+            failure = CaptureFailed(failure_reason(capture_error))
         # This is outside of the except block, so that Python does not print torch's own error, too. Its
         # dozens of lines say no more than the reason. TORCH_LOGS="+dynamo" shows more.
         raise failure
@@ -415,10 +427,11 @@ def _configure_inductor() -> None:
     # By default, glibc returns freed blocks to the system, and each page of the next block costs a
     # page fault.
     keep_freed_memory()
-    # Only the kernels of GPUs have the strides of block masks in their source.
     if torch.cuda.is_available():
+        # A GPU's kernel of attention has the strides of a block mask as constants. Otherwise torch may
+        # change these strides afterwards, and the kernel would read the wrong elements of the mask.
         compat.keep_strides_of_block_masks()
-        compat.read_wide_rows_once(MOST_NUMBERS_OF_A_ROW)
+        compat.read_wide_rows_once(MAX_ROW_LENGTH)
     # `materialize` must write its result to memory. Otherwise Inductor fuses an update's coefficients
     # into the loop over the parameters, and computes them again for every 16 elements.
     compat.lower_to_memory(torch.ops.monograph.materialize.default)
@@ -481,6 +494,7 @@ def failure_reason(error: BaseException) -> str:
     compiler_error = next(
         (line for line in lines if ": error:" in line or "cannot find" in line), None
     )
+    # torch's first line may be a heading without the problem, such as "backend='inductor' raised:".
     problem = compiler_error or next(
         (line for line in lines if not line.endswith("raised:")), type(error).__name__
     )

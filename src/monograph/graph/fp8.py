@@ -27,7 +27,7 @@ from monograph.ops.fp8 import (
 )
 
 
-def convert_(module: nn.Module, weights: Iterable[str]) -> list[str]:
+def convert_(module: nn.Module, weight_names: Iterable[str]) -> list[str]:
     """Make linear layers of a module compute in fp8 in training mode, in place.
 
     In evaluation mode they compute as before. The layers stay the same objects, with their
@@ -35,7 +35,7 @@ def convert_(module: nn.Module, weights: Iterable[str]) -> list[str]:
 
     Args:
         module: the module.
-        weights: names of weights; a weight that does not belong to a plain linear layer is ignored.
+        weight_names: names of weights; a weight that does not belong to a plain linear layer is ignored.
 
     Returns:
         The names of weights whose layers stay in bf16, because a side is not a multiple of 16.
@@ -53,7 +53,7 @@ def convert_(module: nn.Module, weights: Iterable[str]) -> list[str]:
         )
     layers = {
         name: module.get_submodule(name.rpartition(".")[0])
-        for name in weights
+        for name in weight_names
         if name.endswith(".weight")
     }
     linear_layers = {

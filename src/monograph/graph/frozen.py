@@ -109,16 +109,17 @@ def frozen_gradient(dy: Tensor, shape: tuple[int, ...], *stored: Tensor) -> Tens
 def _scales_product(dtype: torch.dtype, stored: tuple[Tensor, ...]) -> bool:
     """Return whether the scales of an `Int8Weight` multiply the product instead of the weight.
 
-    In 16 bits they do: codes are exact there, and scaled codes are not.
+    In 16 bits they do: codes are exact there, and scaled codes are not. A weight that is stored in two
+    tensors is an `Int8Weight`.
     """
     return len(stored) == 2 and dtype.itemsize == 2
 
 
 def _dense_weight(dtype: torch.dtype, shape: tuple[int, ...], stored: tuple[Tensor, ...]) -> Tensor:
     """Return the dense weight in a dtype; `stored` is that of `frozen_product`."""
-    if len(stored) == 1:
+    if len(stored) == 1:  # the dense weight itself
         return stored[0].to(dtype)
-    if len(stored) == 2:
+    if len(stored) == 2:  # an `Int8Weight`
         codes_NK, scale_N = stored
         return codes_NK.to(dtype) * scale_N[:, None].to(dtype)
     return dequantise(shape, *stored).to(dtype)

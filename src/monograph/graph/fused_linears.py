@@ -101,7 +101,7 @@ class FusedLinears:
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         self.layers = list(layers)
-        self.classes = [type(layer) for layer in self.layers]
+        self.own_classes = [type(layer) for layer in self.layers]
         self.weights: list[Any] = [layer.weight for layer in self.layers]
         self.biases: list[Any] = [layer.bias for layer in self.layers if layer.bias is not None]
         self.sizes = [len(weight) for weight in self.weights]
@@ -117,7 +117,7 @@ class FusedLinears:
     def remove(self) -> None:
         """Make each layer compute alone again; the parameters are not moved."""
         self._waiting = None
-        for layer, layer_class in zip(self.layers, self.classes, strict=True):
+        for layer, layer_class in zip(self.layers, self.own_classes, strict=True):
             layer.__class__ = layer_class
             for name in ("family", "index_in_family"):
                 vars(layer).pop(name, None)
@@ -161,6 +161,7 @@ class FusedLinears:
             return
         fused_gradients = [getattr(weight, "fused_gradient", None) for weight in self.weights]
         if None not in fused_gradients:
+            # Each is a pair of the weight that products read, and the total of its gradient.
             weights, totals = zip(*fused_gradients, strict=True)
             self.fused_gradient = FusedGradient(
                 _view_of_all(list(weights)),  # type: ignore[arg-type]
@@ -227,7 +228,7 @@ class FusedLinears:
         memo[id(self)] = copied
         copied.weights, copied.biases = copy.deepcopy((self.weights, self.biases), memo)
         copied.sizes = list(self.sizes)
-        copied.classes = list(self.classes)
+        copied.own_classes = list(self.own_classes)
         copied._waiting = None
         copied.move_side_by_side()
         copied.layers = copy.deepcopy(self.layers, memo)

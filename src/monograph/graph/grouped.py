@@ -62,6 +62,8 @@ def grouped_linear(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tens
     fused = fused_gradient_of(weight_ENK)
     if fused is None:
         return product(input_PK, weight_ENK.to(dtype), ends_E)
+    # The products read the rounded weight. `weight_ENK` itself is passed so that autograd runs the backward
+    # pass even if the input needs no gradient.
     return _FusedGrouped.apply(input_PK, weight_ENK, fused.weight.to(dtype), fused.total, ends_E)
 
 
@@ -226,6 +228,7 @@ def _product_under_vmap(
     left_NPK = left.movedim(left_dim, 0)
     ends_NE = ends.movedim(ends_dim, 0)
     members, rows, _ = left_NPK.shape
+    # N is the number of members here. A row's group is the number of groups that end before it or at it.
     row_NP = torch.arange(rows, dtype=ends.dtype, device=ends.device).expand(members, rows)
     group_NP = torch.searchsorted(ends_NE.contiguous(), row_NP.contiguous(), right=True)
     order = group_NP.flatten().argsort(stable=True)

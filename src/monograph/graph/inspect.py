@@ -145,6 +145,7 @@ def _extents(module: nn.Module) -> Iterator[_Extent]:
                 if tensor.layout != torch.strided or is_lazy(tensor):
                     continue
                 local = getattr(tensor, "_local_tensor", tensor)
+                # A trainable parameter has its name in `named_parameters`, wherever it was found.
                 yield _Extent(
                     begin_byte=int(local.storage_offset()) * local.element_size(),
                     end_byte=_end_byte(local),
@@ -252,7 +253,7 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
     A block is a module with submodules in an `nn.ModuleList` or `nn.Sequential` that is not itself
     inside a block. A linear layer is never a block, even if it has an adapter's submodules.
     """
-    by_name: dict[str, nn.Module] = {}
+    blocks_by_name: dict[str, nn.Module] = {}
     inside_blocks: set[nn.Module] = set()
     for name, container in module.named_modules():
         # `named_modules` yields the outermost container first.
@@ -261,9 +262,10 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
         for index, child in container.named_children():
             has_submodules = next(child.children(), None) is not None
             if has_submodules and not isinstance(child, nn.Linear):
-                by_name[f"{name}.{index}" if name else index] = child
+                block_name = f"{name}.{index}" if name else index
+                blocks_by_name[block_name] = child
                 inside_blocks |= set(child.modules())
-    return by_name
+    return blocks_by_name
 
 
 def parameter_blocks(module: nn.Module) -> dict[str, str]:

@@ -37,11 +37,11 @@ from torch.utils.checkpoint import (
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
-from monograph.graph.remat import OfBlock, Policy, Recording, Remat, cheapest_within, record
-from monograph.graph.siblings import split_families_at_blocks
+from monograph.graph.remat import BlockPolicy, Policy, Recording, Remat, cheapest_within, record
+from monograph.graph.siblings import split_fused_linears_at_blocks
 
 ContextManager = AbstractContextManager[object]
-# Makes the contexts in which a forward pass and its recomputation run.
+# A function that makes the two contexts in which a forward pass and its recomputation run.
 Contexts = Callable[[], tuple[ContextManager, ContextManager]]
 
 # ---- inputs in the host's memory -----------------------------------------------------------------
@@ -99,7 +99,7 @@ class OffloadedInput:
     calls are in recomputations, and return copies that come back from the host.
 
     Attributes:
-        stream: the stream of the copies.
+        copy_stream: the stream of the copies.
         device: the device of the input.
         differentiable: whether the input needs a gradient.
         tensor: the input itself, until the first `take`; then None, so that its memory is freed.
@@ -109,22 +109,22 @@ class OffloadedInput:
             the first.
     """
 
-    def __init__(self, tensor: Tensor, stream: CopyStream):
+    def __init__(self, tensor: Tensor, copy_stream: CopyStream):
         """Start the copy to the host; the tensor itself is held until the first `take`."""
-        self.stream = stream
+        self.copy_stream = copy_stream
         self.device = tensor.device
         self.differentiable = tensor.requires_grad
         self.tensor: Tensor | None = tensor
-        self.on_host = stream.to_host(tensor.detach())
+        self.on_host = copy_stream.to_host(tensor.detach())
         self.prefetched: tuple[Tensor, torch.cuda.Event | None] | None = None
         # The reference is weak, because strong references would keep all earlier inputs alive.
-        self.sent_before = stream.last_sent
-        stream.last_sent = weakref.ref(self)
+        self.sent_before = copy_stream.last_sent
+        copy_stream.last_sent = weakref.ref(self)
 
     def prefetch(self) -> None:
         """Start the copy back to the device, unless the tensor is there or its copy has started."""
         if self.tensor is None and self.prefetched is None:
-            self.prefetched = self.stream.to_device(self.on_host, self.device)
+            self.prefetched = self.copy_stream.to_device(self.on_host, self.device)
 
     def take(self) -> Tensor:
         """Return the input on the device; see the class.
@@ -182,7 +182,7 @@ def checkpoint_offloaded(
 
 # ---- policies ------------------------------------------------------------------------------------
 
-RunModule = Callable[[nn.Module], object]
+RunModule = Callable[[nn.Module], object]  # runs a module on a batch
 
 
 @dataclass
@@ -192,11 +192,12 @@ class _Plan:
     Attributes:
         policy: the block's policy.
         own_forward: the forward pass that the block had before it followed a policy.
-        contexts: make torch keep the results that the policy chose; None if no result is kept.
+        contexts: makes the contexts in which torch keeps the results that the policy chose; None if no
+            result is kept.
         kept_names: the names of these results, as text; "" if no result is kept.
     """
 
-    policy: OfBlock
+    policy: BlockPolicy
     own_forward: Callable[..., object]
     contexts: Contexts | None = None
     # Blocks share a captured graph unless Dynamo sees them differ. It compares functions by their
@@ -213,17 +214,17 @@ def apply_policy(module: nn.Module, policy: Policy) -> None:
         UsageError: the module has no blocks, the policy is not for as many blocks as it has, or a
             block has no forward pass.
     """
-    by_name = blocks(module)
-    policies = _policies_of_blocks(policy, len(by_name))
+    blocks_by_name = blocks(module)
+    policies = _policies_of_blocks(policy, len(blocks_by_name))
     if policy != Remat.Off():
-        for name, block in by_name.items():
+        for name, block in blocks_by_name.items():
             if type(block).forward is nn.Module.forward:
                 raise UsageError(
                     f"{name} ({type(block).__name__}) has no forward pass to recompute: use Remat.Off()"
                 )
         # A block is recomputed alone, so it must not need fused siblings in another block.
-        split_families_at_blocks(module)
-    for block, block_policy in zip(by_name.values(), policies, strict=True):
+        split_fused_linears_at_blocks(module)
+    for block, block_policy in zip(blocks_by_name.values(), policies, strict=True):
         plan = block.__dict__.pop("remat", None)
         if isinstance(plan, _Plan):
             # Without the attribute of the object, the method of its class is visible again.
@@ -242,7 +243,7 @@ def _is_method_of_class(forward: Callable[..., Any], block: nn.Module) -> bool:
     return isinstance(forward, MethodType) and forward.__func__ is type(block).forward
 
 
-def _policies_of_blocks(policy: Policy, block_count: int) -> tuple[OfBlock, ...]:
+def _policies_of_blocks(policy: Policy, block_count: int) -> tuple[BlockPolicy, ...]:
     """Return the policy of each block.
 
     Raises:
@@ -265,7 +266,7 @@ def _policies_of_blocks(policy: Policy, block_count: int) -> tuple[OfBlock, ...]
             "give one policy for each block"
         )
     for block_policy in policy.policies:
-        if not isinstance(block_policy, OfBlock):
+        if not isinstance(block_policy, BlockPolicy):
             raise UsageError(
                 f"Remat.PerLayer holds {block_policy!r}: expected the policy of one block"
             )
@@ -330,7 +331,7 @@ def _contexts_keeping(names: frozenset[tuple[str, int]]) -> Contexts:
         # separately in the recomputation.
         call_counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
-        def policy(
+        def keep_or_recompute(
             context: SelectiveCheckpointContext, operator: object, *args: object, **kwargs: object
         ) -> CheckpointPolicy:
             name = str(operator)
@@ -339,7 +340,7 @@ def _contexts_keeping(names: frozenset[tuple[str, int]]) -> Contexts:
             counts[name] += 1
             return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.MUST_RECOMPUTE
 
-        return create_selective_checkpoint_contexts(policy)
+        return create_selective_checkpoint_contexts(keep_or_recompute)
 
     return contexts
 
@@ -353,11 +354,13 @@ def _eager_contexts(
     they get back the values that they had before it. Otherwise a module that changes its buffers in
     its forward pass, such as running means, would change them twice.
     """
-    forward, recomputation = contexts() if contexts else (nullcontext(), nullcontext())
+    forward_context, recomputation_context = (
+        contexts() if contexts else (nullcontext(), nullcontext())
+    )
     buffers_before = _copy_buffers(block)
     if not buffers_before:
-        return forward, recomputation
-    return forward, _with_buffers(block, buffers_before, recomputation)
+        return forward_context, recomputation_context
+    return forward_context, _with_buffers(block, buffers_before, recomputation_context)
 
 
 class _BufferCopy(NamedTuple):
@@ -450,7 +453,7 @@ def choose_kept_results(
         plan.kept_names = str(sorted(kept_results)) if kept_results else ""
 
 
-def _results_to_keep(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]]:
+def _results_to_keep(policy: BlockPolicy, recording: Recording) -> frozenset[tuple[str, int]]:
     """Return the names of the products that a `Pointwise` or `Budget` policy keeps."""
     choices = recording.choices()
     if isinstance(policy, Remat.Budget):
@@ -507,22 +510,23 @@ def record_blocks(
             recording = recording._replace(
                 stored_bytes=bytes_stored_by_graph[recording], rest_flops=0
             )
+        # If a block is called several times, its first call counts.
         recordings.setdefault(name, recording)
         return output
 
-    state = (*module.parameters(), *module.buffers())
+    module_state = (*module.parameters(), *module.buffers())
     # The planner's module has fake tensors already, which work only in the mode that made them.
-    mode = next(
-        (tensor.fake_mode for tensor in state if isinstance(tensor, FakeTensor)),
+    fake_mode = next(
+        (tensor.fake_mode for tensor in module_state if isinstance(tensor, FakeTensor)),
         FakeTensorMode(allow_non_fake_inputs=True),
     )
     fake_by_id = {
-        id(tensor): tensor if isinstance(tensor, FakeTensor) else _fake(tensor, mode, device)
-        for tensor in state
+        id(tensor): tensor if isinstance(tensor, FakeTensor) else _fake(tensor, fake_mode, device)
+        for tensor in module_state
     }
     compiling = compat.as_if_compiling() if captured else nullcontext()
     reason = "they did not run"  # unless the pass fails with an error
-    with mode, torch.enable_grad(), compiling:
+    with fake_mode, torch.enable_grad(), compiling:
         try:
             # For an object whose id is in this dict, `deepcopy` takes the dict's value as the copy.
             fake_module = copy.deepcopy(module, dict(fake_by_id))

@@ -24,8 +24,8 @@ from monograph.graph.inspect import storage_of
 from monograph.ranges import between
 
 # The number of choices on a Pareto front (`pareto_front`) may double with every group, so the front is
-# thinned to about this many. The best choice that is left may then use fewer bytes than the limit, by
-# 1 / MAX_CHOICES of all bytes.
+# thinned to about this many. The best choice that is left then leaves at most 1 / MAX_CHOICES of all bytes
+# unused.
 MAX_CHOICES = 512
 
 
@@ -76,7 +76,7 @@ def cheapest_within(choices: Iterable[Choice], limit_bytes: int) -> Choice | Non
 
 
 def _thin_out(choices: list[Choice]) -> list[Choice]:
-    """Return at most MAX_CHOICES + 1 of the choices of a Pareto front, which have rising bytes.
+    """Return a Pareto front, which has rising bytes, with about MAX_CHOICES of its choices.
 
     Of choices with about the same bytes, the one with the fewest FLOPs is kept.
     """
@@ -98,8 +98,8 @@ class Remat:
         Remat.Off()                every activation is kept, nothing is computed twice
         Remat.Pointwise()          matrix products and attention are kept, all operations between them are recomputed
         Remat.Budget(0.5)          the most expensive products are kept, in half of the bytes that Off keeps
-        Remat.Full()               only a block's input is kept, the block is recomputed
-        Remat.Offload()            as Full, but the input is kept in the host's memory
+        Remat.Full()               only a block's arguments are kept, the block is recomputed
+        Remat.Offload()            as Full, but the block's first argument is kept in the host's memory
         Remat.PerLayer((...,))     one of the above for each block, in the order of the module's blocks
     """
 
@@ -113,19 +113,19 @@ class Remat:
 
     @dataclass(frozen=True)
     class Full:
-        """Keep only a block's input; its backward pass begins with a second forward pass."""
+        """Keep only a block's arguments; its backward pass begins with a second forward pass."""
 
     @dataclass(frozen=True)
     class Offload:
-        """Recompute as `Full` does, and keep a block's first input in pinned host memory.
+        """Recompute as `Full` does, and keep the first argument of a block in pinned host memory.
 
-        The input is copied while the device computes, and comes back for the backward pass. This
+        The argument is copied while the device computes, and comes back for the backward pass. This
         cannot be part of a graph of the whole step: capture with scope "blocks".
         """
 
     @dataclass(frozen=True)
     class Budget:
-        """Keep the block's input, and at most a fraction of the bytes that `Off` keeps.
+        """Keep the block's arguments, and at most a fraction of the bytes that `Off` keeps.
 
         A 0-1 knapsack chooses the products to keep, by their bytes and the FLOPs of recomputing
         them.
@@ -154,11 +154,11 @@ class Remat:
             policies: as many as the module has blocks; none of them is a `PerLayer`.
         """
 
-        policies: "tuple[OfBlock, ...]"
+        policies: "tuple[BlockPolicy, ...]"
 
 
-OfBlock = Remat.Off | Remat.Pointwise | Remat.Full | Remat.Offload | Remat.Budget
-Policy = OfBlock | Remat.PerLayer
+BlockPolicy = Remat.Off | Remat.Pointwise | Remat.Full | Remat.Offload | Remat.Budget
+Policy = BlockPolicy | Remat.PerLayer
 
 
 def policy_named(value: str | float) -> Policy:
@@ -200,7 +200,8 @@ class Recording(NamedTuple):
         stored_bytes: size of the tensors that autograd keeps if nothing is recomputed, without the
             inputs and parameters.
         rest_flops: cost of all operators that are not products, counted as one FLOP for each number
-            that they write. Every policy recomputes these operators. 0 if the block is compiled.
+            that they write. Every policy except `Off` recomputes these operators. 0 if the block is
+            compiled, because the compiler fuses them into kernels that run anyway.
         products: the products whose results the backward pass or a recomputation needs, in the order
             of their calls.
     """

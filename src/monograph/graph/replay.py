@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -301,7 +301,19 @@ def _is_unchanged(value: Any, recorded: Any) -> bool:
 MAX_SHAPES = 4
 # How many times all captures may be discarded because the host's state has changed. After that, nothing
 # is captured any more.
-MAX_VOIDED = 4
+MAX_DISCARDED = 4
+
+
+class _BatchBuffers(NamedTuple):
+    """The buffers that a capture reads.
+
+    Attributes:
+        batch: a batch whose tensors are the buffers.
+        leaves: the leaves of this batch, in the order of `tree_flatten`.
+    """
+
+    batch: Any
+    leaves: list[Any]
 
 
 class StaticInputs:
@@ -338,14 +350,14 @@ class StaticInputs:
         self._record_host = host
         self._announce = announce
         self._replays = Replays(self._run, recorder)
-        # For each variant, the batch of buffers that its capture reads, and the leaves of this batch.
-        self._inputs: dict[Hashable, tuple[Any, list[Tensor]]] = {}
+        # A variant is the key of batches with the same structure, shapes, dtypes and plain values.
+        self._inputs: dict[Hashable, _BatchBuffers] = {}
         # For each variant, what the function returned. Once it is captured, this is what it returned
         # to its capture: replays write to these tensors.
         self._results: dict[Hashable, list[Any]] = {}
         self._host_state: HostState | None = None
         self._changed_attribute = ""
-        self._times_voided = 0
+        self._times_discarded = 0
         self._stopped = False  # whether the function is called from now on
         self._announced = set[str]()
 
@@ -373,7 +385,7 @@ class StaticInputs:
         """
         if self._stopped or compat.makes_fake_tensors():
             return self.function(batch)
-        self._void_if_changed()
+        self._discard_if_changed()
         leaves, structure = tree_flatten(batch)
         variant = (str(structure), *(_leaf_key(leaf) for leaf in leaves))
         obstacle = self._obstacle(variant, leaves)
@@ -386,14 +398,13 @@ class StaticInputs:
             buffers = [
                 torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
             ]
-            self._inputs[variant] = tree_unflatten(buffers, structure), buffers
+            self._inputs[variant] = _BatchBuffers(tree_unflatten(buffers, structure), buffers)
             self._results[variant] = []
-        _, buffers = self._inputs[variant]
-        for buffer, leaf in zip(buffers, leaves, strict=True):
+        for buffer, leaf in zip(self._inputs[variant].leaves, leaves, strict=True):
             if isinstance(leaf, Tensor):
                 buffer.copy_(leaf)
         results = self._results[variant]
-        earlier_results = len(results)
+        earlier_result_count = len(results)
         try:
             self._replays.run(1, variant)
         except NotReplayable as reason:
@@ -404,7 +415,7 @@ class StaticInputs:
         # A replay adds no result, but writes to the last one. A call adds a result. If a capture follows
         # the call, it adds another one, whose tensors get values only when the graph is replayed. So the
         # result for this batch is the first new one, or the last one if there is no new one.
-        new_results = results[earlier_results:]
+        new_results = results[earlier_result_count:]
         result = new_results[0] if new_results else results[-1]
         del results[:-1]
         # The result is copied, because the caller may keep it, and the next replay overwrites it.
@@ -412,12 +423,12 @@ class StaticInputs:
 
     def _run(self, variant: Hashable) -> None:
         """Call the function on the buffers of a variant, and keep its result."""
-        self._results[variant].append(self.function(self._inputs[variant][0]))
+        self._results[variant].append(self.function(self._inputs[variant].batch))
 
     def _obstacle(self, variant: Hashable, leaves: list[Any]) -> str | None:
         """Return why the function must be called with this batch, or None if it can be replayed."""
         # A value that changes with every batch would need a capture for every batch.
-        if self._times_voided > MAX_VOIDED:
+        if self._times_discarded > MAX_DISCARDED:
             self._stopped = True
             return f"{self._changed_attribute} changes from batch to batch: keep it in a tensor"
         for leaf in leaves:
@@ -432,14 +443,14 @@ class StaticInputs:
             return f"batches have more than {MAX_SHAPES} shapes, of which only the first {MAX_SHAPES} are replayed"
         return None
 
-    def _void_if_changed(self) -> None:
+    def _discard_if_changed(self) -> None:
         """Forget all captures if the host's state that the function reads has changed."""
         if self._host_state is not None:
             changed = self._host_state.changed_attribute()
             if changed:
                 self._forget()
                 self._changed_attribute = changed
-                self._times_voided += 1
+                self._times_discarded += 1
         if self._host_state is None:
             self._host_state = self._record_host()
 

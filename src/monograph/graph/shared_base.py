@@ -12,7 +12,7 @@ from torch import nn
 
 from monograph.errors import UsageError
 from monograph.graph.experts import ExpertLinear
-from monograph.graph.frozen import FrozenWeight
+from monograph.graph.frozen import Int8Linear, NF4Linear
 from monograph.graph.lora import (
     Lora,
     adapted_layers,
@@ -87,7 +87,7 @@ def copy_without_adapters(module: nn.Module) -> nn.Module:
     and buffers with the module.
 
     Raises:
-        UsageError: the base is quantised, a layer has experts, or rows of tokens are trained.
+        UsageError: adapters are on experts, or rows of tokens are trained.
     """
     shared = (*module.parameters(), *module.buffers())
     copied = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
@@ -96,12 +96,11 @@ def copy_without_adapters(module: nn.Module) -> nn.Module:
             "rows of tokens are trained (lora.tokens), of which there is no plain form"
         )
     for name, layer in adapted_layers(copied).items():
-        if isinstance(layer, (FrozenWeight, ExpertLinear)):
-            raise UsageError(
-                f"{name} has experts or a quantised weight, of which there is no plain form"
-            )
+        if isinstance(layer, ExpertLinear):
+            raise UsageError(f"{name} has experts, of which there is no plain form")
         remove_adapter(layer)
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
+        base_classes = (Int8Linear, NF4Linear, nn.Linear)
+        layer.__class__ = next(each for each in base_classes if isinstance(layer, each))  # type: ignore[assignment]
     return copied
 
 

@@ -284,7 +284,7 @@ def fuse_known(module: nn.Module) -> None:
         all_are_linear = len(layers) == len(siblings)
         if not all_are_linear or any(each in obstacles for each in sibling_names):
             continue
-        # A layer without obstacles has a weight. One with a narrow base has none.
+        # `_kind` reads the weight. A layer with a narrow base has none, but that is an obstacle.
         are_alike = len({_kind(layer) for layer in layers}) == 1
         if not are_alike:
             continue
@@ -342,7 +342,7 @@ def split_separated_families(module: nn.Module) -> None:
             _replace(family, [family.layers])
 
 
-def split_families_at_blocks(module: nn.Module) -> None:
+def split_fused_linears_at_blocks(module: nn.Module) -> None:
     """Split families that span several blocks.
 
     A block is recomputed or captured without the others, so it must not need their layers.
@@ -371,20 +371,21 @@ def _replace(family: FusedLinears, groups: Iterable[list[nn.Linear]]) -> None:
 def _families(layers: list[nn.Linear]) -> list[FusedLinears]:
     """Return one family of all layers if their parameters lie, or can be moved, side by side.
 
-    Otherwise return a family for each run of layers whose parameters already lie side by side.
+    Otherwise return a family for each group of successive layers whose parameters already lie side by
+    side.
     """
     if len(layers) > 1:
         family_of_all = FusedLinears(layers)
         if family_of_all.weight is not None:
             return [family_of_all]
-    runs = [[layers[0]]]
+    groups = [[layers[0]]]
     for one, other in pairwise(layers):
         biases_are_adjacent = one.bias is None or adjacent([one.bias, other.bias])
         if adjacent([one.weight, other.weight]) and biases_are_adjacent:
-            runs[-1].append(other)
+            groups[-1].append(other)
         else:
-            runs.append([other])
-    return [FusedLinears(run) for run in runs if len(run) > 1]
+            groups.append([other])
+    return [FusedLinears(group) for group in groups if len(group) > 1]
 
 
 def _install(

@@ -58,8 +58,8 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
             not finite, or the parameter.
     """
     module = uncompiled_module(module)
-    # Calling `torch.compile`'s wrappers would compile, so they are removed for the trial and put
-    # back afterwards.
+    # Calling `torch.compile`'s wrappers would compile. So `unwrap_` removes those of submodules in
+    # place, and they are put back after the trial.
     children_before = [(parent._modules, parent._modules.copy()) for parent in module.modules()]
     try:
         with buffers_kept(unwrap_(module)):
@@ -92,9 +92,12 @@ def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Tria
         raise InputRefused(
             f"the loss is {mean:.4g}, but the gradient of {not_finite[0]} is not finite ({len(not_finite)} such)"
         )
-    missing = tuple(name for name, grad in grads.items() if grad is None or not bool(grad.any()))
+    without_gradient = tuple(
+        name for name, grad in grads.items() if grad is None or not bool(grad.any())
+    )
     _zero_gradients(parameters)
-    return Trial(mean, float(count), len(parameters) - len(missing), missing)
+    gradient_count = len(parameters) - len(without_gradient)
+    return Trial(mean, float(count), gradient_count, without_gradient)
 
 
 def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:

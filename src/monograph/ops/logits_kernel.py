@@ -82,7 +82,7 @@ def _replace_row(
         words_at_W = row_logits.to(tl.pointer_type(tl.int32)) + tl.arange(0, T // 2)
         for part in tl.static_range(PARTS_KEPT):
             words_W = tl.load(words_at_W + part * (T // 2), eviction_policy="evict_first")
-            kept = kept + (words_W,)
+            kept = kept + (words_W,)  # type: ignore[assignment]
         for part in tl.static_range(PARTS_KEPT):
             # Always true. The compiler does not know this, so it does not mix the parts, for which there are
             # too few registers.

@@ -200,9 +200,9 @@ class Muon(Optimizer):
         return len(MUON.moments)
 
     @property
-    def names_parameters(self) -> bool:
+    def has_name_patterns(self) -> bool:
         """Return whether a field of this optimizer has patterns of parameters' names."""
-        return super().names_parameters or self.matrices is not None
+        return super().has_name_patterns or self.matrices is not None
 
     def width_factor(self, wide: Sequence[int], narrow: Sequence[int]) -> float:
         """Return the factor of the learning rate for a block's matrix that is made wider."""

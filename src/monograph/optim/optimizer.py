@@ -245,7 +245,7 @@ class Optimizer(ABC):
         """
 
     @property
-    def names_parameters(self) -> bool:
+    def has_name_patterns(self) -> bool:
         """Return whether a field of this optimizer has patterns of parameters' names.
 
         Such patterns fit only modules that have parameters with these names.

@@ -133,7 +133,7 @@ def stored_numbers(work: Work, remat: str | float) -> float:
         mixer: mixer.kept_numbers(config, captured=captured, in_fp32=in_fp32)
         for mixer in blocks_by_mixer
     }
-    # None stands for attention, whose share is `numbers`.
+    # `kept_numbers` of attention is None, because a block with attention keeps `numbers`.
     if remat in ("full", "offload") or set(kept_by_mixer.values()) == {None}:
         return numbers
     share = numbers / _attention_block_numbers(work, "none")

@@ -144,10 +144,13 @@ class Work(Training):
         """
         if compiled is None:
             compiled = self.compile != "none"
-        ranks = [lora.rank for lora in adapters if lora]
+        lora = self.lora
+        if lora:
+            # All adapters are counted with the largest rank.
+            lora = replace(lora, rank=max(each.rank for each in adapters if each))
         return replace(
             self,
-            lora=self.lora and replace(self.lora, rank=max(ranks)),
+            lora=lora,
             # An ensemble is captured as a whole, and recomputes nothing.
             compile="whole" if compiled else "none",
             remat="none",
@@ -182,9 +185,9 @@ class Work(Training):
         that of the family.
         """
         layers = range(self.config.num_hidden_layers)
-        kinds = {feed_forward_of(self.config, layer) for layer in layers}
-        own = feed_forward_of_family(self.config)
-        return own if own in kinds else kinds.pop()
+        layer_classes = {feed_forward_of(self.config, layer) for layer in layers}
+        family_class = feed_forward_of_family(self.config)
+        return family_class if family_class in layer_classes else layer_classes.pop()
 
     @property
     def masked(self) -> bool:
@@ -370,8 +373,8 @@ def _may_peak_in_update(curves: list[Curve], work: Work) -> bool:
     end = dict(zip(ORIGINS, curves[-1].samples[-1], strict=True))
     kept = end["weights"] + end["gradients"] + end["moments"]
     peak = footprint_of(curves).peak_bytes
-    # A parameter's gradient has 4 bytes, or those of a number of the compute dtype, which are not
-    # more. So this is at least MAX_UPDATE_BYTES for each trained parameter.
+    # The gradient of a parameter has at least `number_bytes`, so this is at least MAX_UPDATE_BYTES for
+    # each trained parameter.
     max_update_bytes = MAX_UPDATE_BYTES // work.number_bytes * end["gradients"]
     return peak <= kept + max_update_bytes
 
@@ -525,7 +528,7 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
         def forward_then_mark(batch: object, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             result = forward(batch, loss_factor)
             begins.append(("backward", len(memory.curve)))
-            memory.origin = "workspace"
+            memory.origin = "workspace"  # the origin of what the backward pass allocates
             return result
 
         step.forward.function = forward_then_mark
@@ -535,9 +538,10 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
             update(step)
         if work.compile == "whole":
             # Both the graph of a pass and the code after it have samples for each block. Each of
-            # them becomes a curve, so that each has its own place where a period is added.
-            graph_ends = zip(("forward", "backward"), memory.graph_ends, strict=False)
-            begins = [*graph_ends, *begins]
+            # them becomes a curve, so that each has its own place where a period is added: the code
+            # after a pass's graph begins another curve of the same stage.
+            after_graphs = zip(("forward", "backward"), memory.graph_ends, strict=False)
+            begins = [*after_graphs, *begins]
             begins.sort(key=lambda begin: begin[1])
         ends = [begin for _, begin in begins[1:]] + [len(memory.curve)]
         return [

@@ -146,7 +146,7 @@ def _written_kernels(
         elif _is_own_result(node):
             sources[node] = _Sources.of_buffer(_own_result_name(node.all_input_nodes[0]))
         elif changed_tensors:
-            changed_buffer = _only_name(sources[changed_tensors[0]].buffers, node)
+            changed_buffer = _changed_buffer(sources[changed_tensors[0]].buffers, node)
             if _is_add_product(node):
                 total = changed_tensors[0]
                 kernels += _add_product_kernels(node, total, buffers, changed_buffer, device_type)
@@ -166,7 +166,7 @@ def _written_kernels(
             if _is_store(node) and node.all_input_nodes[1].name not in buffers:
                 [output] = _tensors(node)
                 store = PlannedKernel(
-                    node.name, output, output.numel(), size_bytes=0, reads=buffers, fused=True
+                    node.name, output, output.numel(), size_bytes=0, reads=buffers, fusable=True
                 )
                 kernels.append(store)
     return kernels, set(returned)
@@ -196,7 +196,7 @@ def _add_product_kernels(
         total_VD.numel(),
         size_bytes=add_product_workspace_bytes(total_VD, left_CV, right_CD, device_type),
         reads=buffers,
-        fused=False,
+        fusable=False,
         is_workspace=True,
     )
     addition = _change_in_place(node, total, buffers | {product.name}, changed_buffer)
@@ -221,7 +221,7 @@ def _change_in_place(
         tensor.numel(),
         size_bytes=tensor.nbytes,
         reads=buffers,
-        fused=False,
+        fusable=False,
         changes=changed_buffer,
     )
 
@@ -246,7 +246,7 @@ def _replace_logits_kernels(
         logits.numel(),
         size_bytes=logits.nbytes,
         reads=buffers,
-        fused=False,
+        fusable=False,
         changes=changed_buffer,
     )
     own_result = PlannedKernel(
@@ -255,7 +255,7 @@ def _replace_logits_kernels(
         losses.numel(),
         size_bytes=losses.nbytes,
         reads=frozenset([node.name]),
-        fused=False,
+        fusable=False,
     )
     return [replacement, own_result]
 
@@ -283,45 +283,46 @@ def _node_kernels(
         workspace = PlannedKernel(
             f"{node.name}'s copy",
             _tensors(node)[0],
-            numbers=0,
+            loop_elements=0,
             size_bytes=workspace_size_bytes,
             reads=frozenset(),
-            fused=False,
+            fusable=False,
             is_workspace=True,
         )
         node_kernels.append(workspace)
         buffers |= {workspace.name}
     outputs = _tensors(node)
     size_bytes = sum(output.untyped_storage().nbytes() for output in outputs)
-    loop_numbers = outputs[0].numel()
-    part_numbers = 0
+    loop_elements = outputs[0].numel()
+    part_elements = 0
     if device_type == "cuda":
-        part_numbers = _part_numbers(node)
-        row_numbers = _row_numbers(node)
-        if row_numbers:
-            loop_numbers = row_numbers
-        elif part_numbers:
-            loop_numbers = part_numbers
+        part_elements = _largest_part_elements(node)
+        row_elements = _row_elements(node)
+        if row_elements:
+            loop_elements = row_elements
+        elif part_elements:
+            loop_elements = part_elements
     changes = None
     writes_at_indices = _operator_name(node) in _WRITES_AT_INDICES
     if writes_at_indices:
-        changes = _only_name(sources[node.all_input_nodes[0]].buffers, node)
-    # See `_expensive_sizes` for which buffers the result can be written over.
+        changes = _changed_buffer(sources[node.all_input_nodes[0]].buffers, node)
+    # The result can be written over a buffer if the paths from it to the node have no expensive value, or
+    # only those of the result's size (see `_expensive_sizes`).
     not_over = frozenset(
         name for name, sizes in expensive_sizes.items() if sizes not in ({0}, {size_bytes})
     )
-    if part_numbers:
-        # The result has more numbers than any part, so it does not fit over a part.
+    if part_elements:
+        # The result has more elements than any part, so it does not fit over a part.
         not_over = buffers
     largest_expensive = max(set[int]().union(*expensive_sizes.values()), default=0)
     node_kernels.append(
         PlannedKernel(
             node.name,
             outputs[0],
-            loop_numbers,
+            loop_elements,
             size_bytes=size_bytes,
             reads=buffers,
-            fused=not _is_extern(node) or writes_at_indices,
+            fusable=not _is_extern(node) or writes_at_indices,
             changes=changes,
             not_over=not_over,
             intermediate_bytes=largest_expensive,
@@ -330,8 +331,8 @@ def _node_kernels(
     return node_kernels
 
 
-def _row_numbers(node: Node) -> int:
-    """Return how many numbers a reduction over rows (the last axis) reads; 0 for any other node.
+def _row_elements(node: Node) -> int:
+    """Return how many elements a reduction over rows (the last axis) reads; 0 for any other node.
 
     On a GPU other kernels that read whole rows join its loop.
     """
@@ -345,8 +346,8 @@ def _row_numbers(node: Node) -> int:
     return read.numel() if reduces_rows else 0
 
 
-def _part_numbers(node: Node) -> int:
-    """Return how many numbers the largest part of a concatenation has; 0 for any other node.
+def _largest_part_elements(node: Node) -> int:
+    """Return how many elements the largest part of a concatenation has; 0 for any other node.
 
     On a GPU each part is written to its place in the result by a loop of its own, which other
     kernels of that size join.
@@ -356,7 +357,7 @@ def _part_numbers(node: Node) -> int:
     return max(tensor.numel() for part in node.all_input_nodes for tensor in _tensors(part))
 
 
-def _only_name(names: frozenset[BufferName], node: Node) -> BufferName:
+def _changed_buffer(names: frozenset[BufferName], node: Node) -> BufferName:
     """Return the buffer that a node changes, if it is the only one of these names.
 
     If there are several, the changed value was not written before, and is computed from all of them.
@@ -397,13 +398,13 @@ def _matmul_workspace_bytes(node: Node, device_type: str) -> int:
     return workspace_bytes(left, right)
 
 
-def _is_written(node: Node, on_cpu: bool, loads: int) -> bool:
+def _is_written(node: Node, on_cpu: bool, load_count: int) -> bool:
     """Return whether the compiler writes a node's value to memory.
 
     Args:
         node: the node.
         on_cpu: whether the graph is compiled for a CPU.
-        loads: the number of buffers that the node reads.
+        load_count: the number of buffers that the node reads.
     """
     if _is_view(node) or not _tensors(node):
         return False
@@ -411,10 +412,10 @@ def _is_written(node: Node, on_cpu: bool, loads: int) -> bool:
         return True
     if any(reader.op == "output" or _is_extern(reader) for reader in _readers(node)):
         return True
-    return on_cpu and _would_be_computed_twice(node, loads)
+    return on_cpu and _would_be_computed_twice(node, load_count)
 
 
-def _would_be_computed_twice(node: Node, loads: int) -> bool:
+def _would_be_computed_twice(node: Node, load_count: int) -> bool:
     """Return whether an expensive elementwise value is read by a reduction and by another reader. The
     reduction reads all of it before the other reader can begin.
 
@@ -422,11 +423,11 @@ def _would_be_computed_twice(node: Node, loads: int) -> bool:
 
     Args:
         node: the node.
-        loads: the number of buffers that it reads.
+        load_count: the number of buffers that it reads.
     """
     if len(node.users) < 2:
         return False
-    is_expensive = _operator_name(node) in _EXPENSIVE or loads > MAX_LOADS
+    is_expensive = _operator_name(node) in _EXPENSIVE or load_count > MAX_LOADS
     is_reduction = [_operator_name(reader) in _REDUCTIONS for reader in _readers(node)]
     return is_expensive and any(is_reduction) and not all(is_reduction)
 

@@ -1,13 +1,15 @@
 """Find in which order a compiler runs the kernels of a captured graph, and how long it keeps what
 they write.
 
-`predict.kernels` finds which kernels a graph has; each kernel writes one buffer. A loop here is a
-run of consecutive kernels that the compiler fuses into one. A number is an element of a tensor.
+`predict.kernels` finds which kernels a graph has. Each kernel writes one buffer; if an operator has
+several outputs, they are one buffer here. A loop here is a run of consecutive kernels that the
+compiler fuses into one.
 
 The order follows the rules of torch._inductor that decide about memory. It orders nodes for a low
 peak (`reorder_for_peak_memory`). It fuses loops of which one reads the other's result, or which read
-the same values, and computes the fused loop's inputs first (`fuse_nodes`). And it writes a result
-over a buffer that nothing else in the result's loop and nothing later reads.
+the same values, and computes the fused loop's inputs first (`fuse_nodes`). It writes a kernel's
+result over a buffer that this kernel reads, if no other kernel of its loop reads the buffer, and no
+later kernel does.
 """
 
 import itertools
@@ -22,8 +24,9 @@ BufferName = int | str  # the name of a buffer: an argument's index or a node's 
 # Two loops are not fused if more than this many nodes lie between them (`are_long_distant_nodes` in
 # torch._inductor).
 MAX_DISTANCE = 64
-# They are not fused either if the buffers that one of them could reuse from the other have more
-# than this many times the bytes that both read (`can_fusion_increase_peak_memory`).
+# They are not fused either if reusable bytes > MAX_REUSE_RATIO * shared bytes, where the shared bytes are
+# those that both read, and the reusable ones those that one loop could take over from the other if they
+# were not fused (`can_fusion_increase_peak_memory`).
 MAX_REUSE_RATIO = 32
 
 
@@ -34,15 +37,16 @@ class PlannedKernel:
     Attributes:
         name: the name of the graph's node, and of the buffer.
         output: the first output, a tensor that has a shape and a dtype but no data.
-        numbers: how many numbers its loop goes over.
-        size_bytes: bytes of all its outputs.
+        loop_elements: how many elements its loop goes over.
+        size_bytes: bytes of the buffer, which has all outputs.
         reads: the arguments and earlier kernels that it reads.
-        fused: whether it is elementwise, a reduction, or a write at places that are given by indices,
+        fusable: whether it is elementwise, a reduction, or a write at places that are given by indices,
             so that the compiler can fuse it with other kernels. Then its buffer may be written over
             a value of the same size that it is the last to read, if nothing else in its loop reads
             that value.
         changes: the value that it changes in place, whose memory it takes; None if it changes
-            nothing. No reader is written over such a kernel.
+            nothing. The result of a later kernel is never written over this buffer,
+            because it shares its memory with an older one (`decide_inplace_update`).
         not_over: values that it reads, and over which it cannot be written.
         intermediate_bytes: bytes of intermediate values. The compiler expects to need memory for
             them, but then needs none.
@@ -54,10 +58,10 @@ class PlannedKernel:
 
     name: str
     output: Tensor
-    numbers: int
+    loop_elements: int
     size_bytes: int
     reads: frozenset[BufferName]
-    fused: bool
+    fusable: bool
     changes: BufferName | None = None
     not_over: frozenset[BufferName] = frozenset()
     intermediate_bytes: int = 0
@@ -67,16 +71,18 @@ class PlannedKernel:
 
 
 def order_kernels(
-    written: list[PlannedKernel], returned: set[BufferName], arguments: Mapping[BufferName, int]
+    in_graph_order: list[PlannedKernel],
+    returned: set[BufferName],
+    arguments: Mapping[BufferName, int],
 ) -> list[PlannedKernel]:
     """Set the kernels' `written_over` and `freed_after`, and return them in the compiler's order.
 
     Args:
-        written: kernels in the order of the graph's nodes.
+        in_graph_order: the kernels in the order of the graph's nodes.
         returned: names of the values that the graph's caller keeps.
         arguments: bytes of each argument that the graph may free.
     """
-    ordered = _run_order(written, returned, arguments)
+    ordered = _run_order(in_graph_order, returned, arguments)
     loop_ends = _loop_ends(ordered)
     # For each value, the index of the last kernel that reads or writes it.
     last_use: dict[BufferName, int] = {}
@@ -92,19 +98,21 @@ def order_kernels(
         **{kernel.name: kernel.size_bytes for kernel in ordered},
     }
     changed_in_place = {kernel.name for kernel in ordered if kernel.changes is not None}
-    for name in sizes:  # in a fixed order, so that equal blocks choose alike
+    # `last_use` has the same names, but in an order that depends on the hashes of texts. In the order of
+    # `sizes`, equal blocks of a model get equal plans.
+    for name in sizes:
         if name not in last_use or name in returned:
             continue
-        # If nothing reads a value, this is the kernel that writes it.
         reader = ordered[last_use[name]]
         loop_end = loop_ends[last_use[name]]
-        may_take = (
-            reader.written_over is None
-            and readers[loop_end, name] == 1
-            and name not in reader.not_over | changed_in_place
-        )
-        fits = reader.fused and name != reader.name and sizes[name] == reader.size_bytes
-        if reader.changes == name or (may_take and fits):
+        needs_memory = reader.fusable and reader.written_over is None
+        # Another kernel of the loop would read the value after the result is written.
+        is_only_reader_in_loop = readers[loop_end, name] == 1
+        may_be_overwritten = name not in reader.not_over and name not in changed_in_place
+        # If nothing reads a value, its name is that of the kernel that writes it.
+        fits = name != reader.name and sizes[name] == reader.size_bytes
+        takes_over = needs_memory and is_only_reader_in_loop and may_be_overwritten and fits
+        if reader.changes == name or takes_over:
             reader.written_over = name
         else:
             # The inputs of a loop are needed until its last kernel.
@@ -126,6 +134,7 @@ def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> N
     # Freed buffers, as (index of the kernel after which it is freed, name), by (dtype, bytes). The one
     # that was freed last is last.
     freed = dict[tuple[object, int], list[tuple[int, BufferName]]]()
+    # Arguments are not in this dict: the compiler frees them at once, and no kernel takes their memory.
     dtype_and_bytes: dict[BufferName, tuple[object, int]] = {
         kernel.name: (kernel.output.dtype, kernel.size_bytes)
         for kernel in ordered
@@ -137,7 +146,8 @@ def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> N
             candidates = freed.get(dtype_and_bytes[kernel.name], [])
         if candidates:
             freed_at, name = candidates[-1]
-            # A buffer that is reused stays alive between its old use and its new one.
+            # A buffer that is reused stays alive between its old use and its new one. At both of these
+            # kernels it counts already, as the old and as the new buffer.
             between = range(freed_at + 1, index)
             if all(expected_bytes[step] + kernel.size_bytes <= peak_bytes for step in between):
                 candidates.pop()
@@ -168,18 +178,21 @@ def _expected_bytes(
     allocated_at: dict[BufferName, int] = dict.fromkeys(arguments, 0)
     for index, kernel in enumerate(ordered):
         if not kernel.is_workspace:
-            # A kernel that changes a value in place has no memory of its own while it runs. Afterwards
-            # its result takes the place of that value, which is freed then.
+            # A kernel that changes a value in place allocates nothing. The value counts until this
+            # kernel, and the result, which has the value's memory, counts from the next kernel on.
             allocated_at[kernel.name] = index + 1 if kernel.changes is not None else index
     sizes: dict[BufferName, int] = {
         **arguments,
         **{kernel.name: kernel.size_bytes for kernel in ordered},
     }
-    # By how many bytes more are alive at a kernel than at the previous one.
+    # How many more bytes are alive at each kernel than at the previous one. The last entry is for the
+    # time after all kernels, and is not used.
     differences = [0] * (len(ordered) + 1)
+    last_kernel = len(ordered) - 1
     for name, index in allocated_at.items():
+        last_alive = freed_at.get(name, last_kernel)
         differences[index] += sizes[name]
-        differences[freed_at.get(name, len(ordered) - 1) + 1] -= sizes[name]
+        differences[last_alive + 1] -= sizes[name]
     alive_bytes = itertools.accumulate(differences)
     return [
         alive + kernel.intermediate_bytes
@@ -188,22 +201,28 @@ def _expected_bytes(
 
 
 def _run_order(
-    written: list[PlannedKernel], returned: set[BufferName], arguments: Mapping[BufferName, int]
+    in_graph_order: list[PlannedKernel],
+    returned: set[BufferName],
+    arguments: Mapping[BufferName, int],
 ) -> list[PlannedKernel]:
     """Return the kernels in the order in which a compiler runs them.
 
     A kernel that frees at least as much memory as it takes comes directly after the last kernel
     that it reads. A kernel that reads the same values as an earlier loop of its size joins that
-    loop. The loop then waits for the kernel's other inputs, unless these need the loop itself.
+    loop. The kernel's other inputs are moved ahead of that loop, unless they need the loop's results.
 
     The arguments are those of `order_kernels`.
     """
-    written = _delay_constants(written)
-    last_reader = {name: index for index, kernel in enumerate(written) for name in kernel.reads}
-    written_bytes: dict[BufferName, int] = {kernel.name: kernel.size_bytes for kernel in written}
+    kernels = _delay_constants(in_graph_order)
+    # For each value, the index of the last kernel in `kernels` that reads it.
+    last_reader = {name: index for index, kernel in enumerate(kernels) for name in kernel.reads}
+    # Bytes of what kernels write, and in `known_bytes` also of arguments that the graph may free.
+    written_bytes: dict[BufferName, int] = {kernel.name: kernel.size_bytes for kernel in kernels}
     known_bytes: dict[BufferName, int] = {**arguments, **written_bytes}
-    position = {kernel.name: index for index, kernel in enumerate(written)}
-    users = Counter(name for kernel in written for name in kernel.reads) + Counter(returned)
+    # For each kernel, its index in `kernels`.
+    position = {kernel.name: index for index, kernel in enumerate(kernels)}
+    # For each value, how many kernels read it, plus 1 if the graph's caller keeps it.
+    users = Counter(name for kernel in kernels for name in kernel.reads) + Counter(returned)
     ordered: list[PlannedKernel] = []
 
     def single_use_bytes(kernel: PlannedKernel) -> set[int]:
@@ -219,13 +238,14 @@ def _run_order(
         """
         shared = sum(known_bytes.get(name, 0) for name in loop.reads & kernel.reads)
         is_far = position[kernel.name] - position[loop.name] > MAX_DISTANCE
-        # One could be written over a value of the other if these values have the same size.
+        # One could be written over a value of the other if these values have the same size. As in
+        # torch._inductor, buffers of one size count once.
         reusable = sum(single_use_bytes(loop) & single_use_bytes(kernel))
         return shared > 0 and not is_far and reusable <= MAX_REUSE_RATIO * shared
 
-    for index, kernel in enumerate(written):
+    for index, kernel in enumerate(kernels):
         place = len(ordered)
-        if kernel.fused:
+        if kernel.fusable:
             joinable = [
                 other
                 for other in ordered
@@ -241,7 +261,7 @@ def _run_order(
 
 
 def _place_in_order(ordered: list[PlannedKernel], kernel: PlannedKernel, freed_bytes: int) -> int:
-    """Return the index at which a fused kernel comes among the kernels so far.
+    """Return the index at which a fusable kernel comes among the kernels so far.
 
     Args:
         ordered: the kernels so far.
@@ -265,17 +285,20 @@ def _place_in_order(ordered: list[PlannedKernel], kernel: PlannedKernel, freed_b
     return place
 
 
-def _delay_constants(written: list[PlannedKernel]) -> list[PlannedKernel]:
+def _delay_constants(in_graph_order: list[PlannedKernel]) -> list[PlannedKernel]:
     """Move each kernel that reads nothing, such as zeros, directly before the first kernel that
     reads it, and return all kernels.
     """
-    constants = {kernel.name: kernel for kernel in written if kernel.fused and not kernel.reads}
+    constants = {
+        kernel.name: kernel for kernel in in_graph_order if kernel.fusable and not kernel.reads
+    }
     ordered = []
-    for kernel in written:
+    for kernel in in_graph_order:
         # Names of arguments are integers; as texts they can be sorted together with other names.
         for name in sorted(map(str, kernel.reads)):
             if name in constants:
                 ordered.append(constants.pop(name))
+        # A constant comes before its readers in the graph, so it still waits in `constants` here.
         if kernel.name not in constants:
             ordered.append(kernel)
     return [*ordered, *constants.values()]
@@ -295,6 +318,7 @@ def _move_inputs_ahead(
     loop_ends = _loop_ends(ordered) if joinable else []
     for member in joinable:
         loop_end = loop_ends[ordered.index(member)]
+        # The kernels of a loop have the same end, so the first kernel with this end begins the loop.
         begin = loop_ends.index(loop_end)
         end = loop_end + 1
         members = {other.name for other in ordered[begin:end]}
@@ -314,17 +338,21 @@ def _move_inputs_ahead(
 
 
 def _share_a_loop(loop: PlannedKernel, kernel: PlannedKernel) -> bool:
-    """Return whether one loop computes both, because they have equally many numbers and a common
-    input.
+    """Return whether one loop computes both, because they go over equally many elements and have
+    a common input.
     """
-    return loop.fused and loop.numbers == kernel.numbers and not loop.reads.isdisjoint(kernel.reads)
+    has_common_input = not loop.reads.isdisjoint(kernel.reads)
+    return loop.fusable and loop.loop_elements == kernel.loop_elements and has_common_input
 
 
 def _splits_row_loop(before: PlannedKernel, after: PlannedKernel, kernel: PlannedKernel) -> bool:
     """Return whether a kernel between two others would split their loop over rows, because it does
-    not belong to that loop. Only on a GPU does a reduction over rows have such a loop.
+    not belong to that loop.
+
+    Only on a GPU does a reduction over rows have such a loop. `predict.kernels` therefore counts the
+    elements of the rows as its `loop_elements` only for a GPU.
     """
-    reduces_rows = before.numbers > before.output.numel()
+    reduces_rows = before.loop_elements > before.output.numel()
     is_one_loop = reduces_rows and _share_a_loop(before, after)
     return is_one_loop and not _share_a_loop(after, kernel)
 
@@ -335,7 +363,7 @@ def _loop_ends(ordered: list[PlannedKernel]) -> list[int]:
     for index in reversed(range(len(ordered) - 1)):
         kernel = ordered[index]
         following = ordered[index + 1]
-        if not (kernel.fused and following.fused):
+        if not (kernel.fusable and following.fusable):
             continue
         if kernel.name in following.reads or _share_a_loop(kernel, following):
             ends[index] = ends[index + 1]

@@ -235,7 +235,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     config = work.config
     captured = work.compile != "none"
     layers = work.config.num_hidden_layers
-    recomputed_linear, recomputed_attention = estimate.recomputed_flops(work)
+    recomputed_linear_flops, recomputed_attention_flops = estimate.recomputed_flops(work)
     shares, bandwidth = efficiency(device)
     window_tokens = work.tokens_per_update
     micro_batch_tokens = work.tokens
@@ -247,10 +247,10 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     product_flops: float = (
         flops_per_weight * matmul_parameters(config)
         + 6 * adapter_parameters
-        + layers * recomputed_linear
+        + layers * recomputed_linear_flops
     )
     attention_flops = layers * (
-        6 * config.num_attention_heads * config.head_dim * work.length + recomputed_attention
+        6 * config.num_attention_heads * config.head_dim * work.length + recomputed_attention_flops
     )
 
     numbers = estimate.stored_numbers(work, "none")
@@ -260,7 +260,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         numbers -= (estimate.SCORE_NUMBERS - 1) * estimate.score_numbers(work)
     # Captured code fuses what it recomputes into its readers, except products.
     if captured:
-        writes_recomputed = recomputed_linear > 0
+        writes_recomputed = recomputed_linear_flops > 0
     else:
         writes_recomputed = work.remat != "none"
     if writes_recomputed:
@@ -331,7 +331,7 @@ def pass_times(
     head_parameters = config.vocab_size * config.hidden_size
     block_parameters = (matmul_parameters(config) - head_parameters) // config.num_hidden_layers
     forward_attention_flops = 2 * config.num_attention_heads * config.head_dim * work.length
-    recomputed_linear, recomputed_attention = estimate.recomputed_flops(work)
+    recomputed_linear_flops, recomputed_attention_flops = estimate.recomputed_flops(work)
     # A forward pass launches a third of a block's kernels, and a backward pass two thirds. This is the
     # time for one third.
     forward_launch_s = BLOCK_KERNELS[captured] / 3 * shares.launch_s * LAUNCH_FACTOR[captured]
@@ -367,9 +367,9 @@ def pass_times(
         first_s=embedding_s,
         forward_s=block_seconds(2 * block_parameters, forward_attention_flops, passes=1),
         recompute_backward_s=block_seconds(
-            6 * block_parameters + recomputed_linear,
-            3 * forward_attention_flops + recomputed_attention,
-            passes=4 if recomputed_linear else 3,
+            6 * block_parameters + recomputed_linear_flops,
+            3 * forward_attention_flops + recomputed_attention_flops,
+            passes=4 if recomputed_linear_flops else 3,
         ),
         loss_s=6 * head_parameters * tokens / product_rate + micro_step_s,
         # The embedding's gradient is filled with zeros, and added to the plane: 12 bytes per number.
@@ -381,6 +381,7 @@ def pass_times(
     )
 
 
+# The file has the ratios under "seen", and the memory excesses under "beyond".
 SCHEMA = "monograph.calibration/1"
 MAX_MEASUREMENTS = 9  # of a kind: the newest are kept, and their median counts
 # An allocator takes more memory than a trace predicts. A part of this excess is the same for all steps,
@@ -631,9 +632,10 @@ def sampling_s(
     )
     cached_heads = sum(mixer.key_value_heads(config) for mixer in mixers)
     cached_numbers = 2 * cached_heads * config.head_dim * context
-    head = config.vocab_size * config.hidden_size
-    numbers_bytes = (head + rows * cached_numbers) * sampled.number_bytes
-    read_s = (numbers_bytes + (matrices - head) * sampled.block_weight_bytes) / bandwidth
+    head_parameters = config.vocab_size * config.hidden_size
+    head_and_cache_bytes = (head_parameters + rows * cached_numbers) * sampled.number_bytes
+    block_bytes = (matrices - head_parameters) * sampled.block_weight_bytes
+    read_s = (head_and_cache_bytes + block_bytes) / bandwidth
     work_s = max(compute_s, read_s)
     # A third of a block's kernels are those of its forward pass.
     captured = sampled.captured

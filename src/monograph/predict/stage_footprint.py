@@ -104,14 +104,15 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
             loss=token_loss_on(short.device_type),
             parameters=parameters,
         )
-        # This allocates slots and staging buffers. It comes before `origin` is set, because only the
-        # origins of TRANSIENT are counted below.
+        # The first read of `walk` allocates slots and staging buffers. It comes before `origin` is set,
+        # because only the origins of TRANSIENT are counted below.
         walk = parameters.walk
         memory.origin = "activations"
         names = ["tokens", "targets"]
         if short.packed and short.masked:
             names += ["segments", "positions"]
         batch = {name: torch.zeros(short.rows, short.length, dtype=torch.int64) for name in names}
+        # These are listed here, because a capture replaces them by compiled functions.
         update_functions = [each.function for each in parameters.captured("blocks")]
         if short.compile != "none":
             capture_with(memory.captured, step, "blocks")

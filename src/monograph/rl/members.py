@@ -115,7 +115,7 @@ def _adapter_of(member: nn.Module) -> StoredAdapter:
     """Return a member's adapter; it shares the member's memory.
 
     Raises:
-        UsageError: it has none, or one for which there is no bank.
+        UsageError: it has none.
     """
     layers = adapted_layers(member)
     if not layers:
@@ -124,11 +124,12 @@ def _adapter_of(member: nn.Module) -> StoredAdapter:
         )
     factors = {}
     for name, layer in layers.items():
-        if layer.lora_magnitude_vector is not None:
-            raise UsageError(
-                f"{name} has a magnitude (lora.dora), for which one decoder has no form"
-            )
-        factors[name] = Factors(layer.lora_A.weight.detach(), layer.lora_B.weight.detach())
+        magnitude = layer.lora_magnitude_vector
+        factors[name] = Factors(
+            layer.lora_A.weight.detach(),
+            layer.lora_B.weight.detach(),
+            None if magnitude is None else magnitude.detach(),
+        )
     first = next(iter(layers.values()))
     return StoredAdapter(
         place="a member",

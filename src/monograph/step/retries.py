@@ -12,8 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, host_is_full
-from monograph.graph import capture as graph
-from monograph.graph import recompute
+from monograph.graph import capture, recompute
 from monograph.graph.compilable import Scope
 from monograph.graph.remat import Remat
 from monograph.ranges import COUNT
@@ -43,7 +42,8 @@ class Retries:
     Attributes:
         micro_batch: rows per micro-batch; None: the whole window at once, or a rank's share of it.
         share: this rank's micro-batches.
-        captured: backend and scope of the step's capture; None: the step is not captured.
+        captured: backend and scope of the step's capture, which `Engine.capture` sets; None: the step
+            is not captured.
         announce: called with one line when a pass is repeated in another way.
     """
 
@@ -70,7 +70,7 @@ class Retries:
             )
         self.micro_batch = micro_batch
         self.share = share
-        self.captured: tuple[graph.Backend, Scope] | None = None
+        self.captured: tuple[capture.Backend, Scope] | None = None
         # By default nothing is printed: a command shows the line in its progress display, and a
         # caller of the library may set `print`.
         self.announce: Callable[[str], None] = lambda line: None
@@ -80,12 +80,13 @@ class Retries:
         """Return the rows per micro-batch of a window that has `rows` rows."""
         return self.micro_batch or math.ceil(rows / self.share.ranks)
 
-    def run(self, step: Step, rows: Callable[[], int], work: Callable[[], T]) -> T:
+    def run(self, step: Step, count_rows: Callable[[], int], work: Callable[[], T]) -> T:
         """Call `work`, and repeat it with less memory until it fits; return its result.
 
         Args:
             step: the step.
-            rows: returns the number of rows of the window.
+            count_rows: returns the number of rows of the window. It is a function because the number is
+                needed only after a failure.
             work: a pass of the step over the window; it must call `rows_per_micro_batch` again each
                 time.
 
@@ -95,22 +96,26 @@ class Retries:
         while True:
             try:
                 return work()
-            except (RuntimeError, InputRefused) as error:
+            except (RuntimeError, InputRefused) as error:  # either may say that memory ran out
                 if not out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
             # This call is outside the except block, because there the traceback would keep the
             # failed pass's tensors alive.
-            self._step_down(step, rows(), message)
+            self._step_down(step, count_rows(), message)
 
     def _step_down(self, step: Step, window_rows: int, message: str) -> None:
-        """Make one change that saves memory: no replays, else half the rows, else recomputed blocks."""
+        """Make one change that saves memory.
+
+        Recorded CUDA graphs are freed, if there are any. Otherwise micro-batches get half the rows, or
+        if they have one row, blocks are recomputed.
+        """
         rows = min(self.rows_per_micro_batch(window_rows), window_rows)
-        step.discard()
-        # The cheapest change comes first: without replays only launches cost more, fewer rows cost
-        # some speed, and recomputed blocks add about a third to the computation.
-        if graph.stop_replaying(step):
-            change = f"{graph.ONE_BY_ONE} from now on"
+        step.discard()  # the failed pass may have added a part of the gradient
+        # The cheapest change comes first: without CUDA graphs only launches cost more, fewer rows
+        # cost some speed, and recomputed blocks add about a third to the computation.
+        if capture.stop_replaying(step):
+            change = f"{capture.ONE_BY_ONE} from now on"
         elif rows > 1:
             self.micro_batch = (rows + 1) // 2
             change = f"micro_batch is now {self.micro_batch}"
@@ -122,6 +127,7 @@ class Retries:
             )
         empty_cache(step.device)
         self.announce(f"out of memory at {rows_text(rows)}: {change}, the update stays the same")
+        # This comes last, because some parameters prepare for the next pass by the step's new scope.
         step.parameters.begin_again()
 
     def _recompute(self, step: Step) -> bool:
@@ -132,7 +138,8 @@ class Retries:
         """
         if not self._recomputes or step.remat in (Remat.Full(), Remat.Offload()):
             return False
-        graph.uncapture(step)
+        capture.uncapture(step)
+        # A streamed engine's last update may still be running (planes are the parameters' buffers).
         step.parameters.wait_for_planes(to_write=False)
         try:
             recompute.apply_policy(step.model, Remat.Full())
@@ -140,7 +147,7 @@ class Retries:
             return False
         step.remat = Remat.Full()
         if self.captured:
-            graph.capture(step, *self.captured)
+            capture.capture(step, *self.captured)
         return True
 
 

@@ -208,8 +208,8 @@ class Step:
         self.evaluate = Compilable(self.parameters.sums)
         self.apply = Compilable(self.parameters.apply)
         self.squares = Compilable(squares)
-        # What a capture replaced, in order, so that `uncapture` can undo it.
-        self.replaced: list[AttributeValue] = []
+        # The values of the attributes that a capture replaced, in order; `uncapture` restores them.
+        self.former_values: list[AttributeValue] = []
         self.guard = ParameterGuard(self.model, self.planes)
         self.parts = PartTimer(self.device)
 

@@ -103,7 +103,8 @@ class CallReader:
         self._spelling_V = spelling_V
         self._lead = lead.decode("latin-1")
         self._opening = frame.opening.lstrip(WHITESPACE)
-        self._head, self._tail = frame.call.split(ARGUMENTS)
+        self._tail = frame.call.split(ARGUMENTS)[1]
+        self._heads = [form.split(ARGUMENTS)[0] for form in (frame.call, *frame.variants)]
         self._pending = ""  # the spelling that is not read yet
         self._content = ""
         self._calls: list[CallPiece] = []
@@ -153,7 +154,7 @@ class CallReader:
             kept = self._kept_size() if may_follow and not is_final else 0
             self._take_content(len(self._pending) - kept)
             return False
-        match = _match(self._opening + self._head + "{", self._pending, begin)
+        match = self._match_head(self._opening, begin)
         if match.end is not None:
             self._say(self._pending[:begin].rstrip(WHITESPACE))
             self._begin_call(match.name, match.end)
@@ -163,6 +164,16 @@ class CallReader:
             return False
         self._take_content(begin + 1)  # it is no call, so it is read as content
         return True
+
+    def _match_head(self, before: str, begin: int) -> _Match:
+        """Return how the pending text has `before` and then a call up to its arguments, in any form."""
+        is_possible = False
+        for head in self._heads:
+            match = _match(before + head + "{", self._pending, begin)
+            if match.end is not None:
+                return match
+            is_possible = is_possible or match.is_possible
+        return _Match(is_possible)
 
     def _kept_size(self) -> int:
         """Return how much of the end of the pending text may belong to a call that follows."""
@@ -208,8 +219,7 @@ class CallReader:
         end = _match(self._tail + self._frame.closing, self._pending, 0)
         another = _Match(is_possible=False)
         if self._frame.between is not None:
-            pattern = self._tail + self._frame.between + self._head + "{"
-            another = _match(pattern, self._pending, 0)
+            another = self._match_head(self._tail + self._frame.between, 0)
         if another.end is not None:
             self._begin_call(another.name, another.end)
             return True

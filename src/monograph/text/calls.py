@@ -59,6 +59,7 @@ class CallFrame:
         follows_text: whether the answer may have text before the calls; if not, there may be white space
             and special tokens.
         separators: what the template writes between the members of arguments, and after their names.
+        variants: further forms of `call`, which models of the family write beside that of the template.
     """
 
     opening: str
@@ -67,6 +68,7 @@ class CallFrame:
     closing: str
     follows_text: bool
     separators: tuple[str, str]
+    variants: tuple[str, ...] = ()
 
     @property
     def trigger(self) -> str:
@@ -95,6 +97,7 @@ class CallFrame:
             "after_trigger": _parts(self.opening.lstrip(WHITESPACE)[len(self.trigger) :]),
             "opening": _parts(self.opening),
             "call": _parts(self.call),
+            "variants": [_parts(variant) for variant in self.variants],
             "between": None if self.between is None else _parts(self.between),
             "closing": _parts(self.closing),
             "follows_text": self.follows_text,
@@ -294,7 +297,8 @@ class _FrameFinder:
         _require_readable(frame)
         # A model may write text before calls that are marked, also if its template leaves it out.
         is_marked = frame.trigger != frame.opening.lstrip(WHITESPACE)
-        return replace(frame, follows_text=follows_text or is_marked)
+        variants = _variants(frame, self._tokenizer)
+        return replace(frame, follows_text=follows_text or is_marked, variants=variants)
 
     def _spelled(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
@@ -367,6 +371,19 @@ class _FrameFinder:
             return None
         between = answer[len(begin) : len(answer) - len(end)]
         return None if any(hole in between for hole in _HOLES) else between
+
+
+def _variants(frame: CallFrame, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the forms of calls that a family's models write, and that its template does not show."""
+    if frame.trigger != "to=functions.":
+        return ()
+    # gpt-oss names the function also after the channel, and then may say that JSON follows.
+    spelled = {token: chr(SPECIAL + token_id) for token, token_id in tokenizer.special.items()}
+    constrain, message = (spelled.get(token) for token in ("<|constrain|>", "<|message|>"))
+    if constrain is None or message is None:
+        return ()
+    before_arguments = (f"{constrain}json{message}", f" {constrain}json{message}", message)
+    return tuple(NAME + before + ARGUMENTS for before in before_arguments)
 
 
 def _json_of(number: int, separators: tuple[str, str]) -> str:
