@@ -213,8 +213,10 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     return {**state.model, **state.optimizer}
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["whole", "adapters"])
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [("whole", False), ("adapters", False), pytest.param("whole", True, marks=pytest.mark.slow)],
+)
 def test_the_others_compute_the_bits_of_a_sweep_without_stops(
     kind: str, compiled: bool, text: Corpus, tmp_path: Path
 ) -> None:
