@@ -227,3 +227,12 @@ def test_a_batched_product_that_is_only_read_turned_round_is_computed_so():
             found, expected = found[1], expected[1]
         exact = (left.double() @ right.double()).mT
         assert error_within(found.contiguous(), expected.contiguous(), exact.contiguous())
+
+
+def test_machines_with_another_answer_have_other_keys_in_the_cache(monkeypatch):
+    """Such a graph calls functions that are registered only where MKL is slow."""
+    keys = set()
+    for is_slow in (True, False):
+        monkeypatch.setattr(matmul, "mkl_is_slow", lambda answer=is_slow: answer)
+        keys.add(matmul.inductor_options()["post_grad_custom_post_pass"].uuid())
+    assert len(keys) == 2

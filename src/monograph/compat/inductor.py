@@ -170,13 +170,14 @@ def read_wide_rows_once(max_numbers: int) -> None:
     )
 
 
-def graph_pass(rewrite: Callable[[Graph], None], *files: str) -> object:
+def graph_pass(rewrite: Callable[[Graph], None], *files: str, choice: str = "") -> object:
     """Return a pass for Inductor that calls `rewrite` for each graph.
 
     Args:
         rewrite: changes a graph in place.
         files: paths of the source files of `rewrite`. Their hash is part of the cache's key, so
             that a change of the sources compiles graphs again.
+        choice: what `rewrite` depends on besides the graph. It is part of the cache's key, too.
     """
     import torch._inductor.custom_graph_pass as passes
 
@@ -185,7 +186,7 @@ def graph_pass(rewrite: Callable[[Graph], None], *files: str) -> object:
             rewrite(graph)
 
         def uuid(self) -> bytes:
-            return passes.get_hash_for_files(files)
+            return bytes(passes.get_hash_for_files(files, choice))
 
     return Pass()
 

@@ -172,11 +172,16 @@ def inductor_options() -> dict[str, Any]:
 
     Where MKL is slow, also let compiled code call `matmul.cpp` without torch's dispatcher.
     """
-    if mkl_is_slow():
+    is_slow = mkl_is_slow()
+    if is_slow:
         # Such a call takes 2.3 microseconds instead of 4.3 (dev/log.md).
         compat.lower_to_call(torch.ops.monograph.small_matmul.default, native_out)
         compat.lower_to_call(torch.ops.monograph.batched_matmul.default, native_out)
-    return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__, inductor.__file__)}
+    # Two users of a machine may share Inductor's cache, but have measured another answer. A graph that was
+    # compiled where MKL is slow calls functions that are registered only there.
+    choice = f"MKL is slow: {is_slow}"
+    rewrite_products = compat.graph_pass(rewrite, __file__, inductor.__file__, choice=choice)
+    return {"post_grad_custom_post_pass": rewrite_products}
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
