@@ -265,6 +265,8 @@ def largest_values(values_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     member_BW = index_BW // width
     group_BW = chosen_groups_BW.gather(-1, index_BW % width)
     ids_BW = member_BW * grouped_BMG.shape[-1] + group_BW
+    if not padding:
+        return values_BW, ids_BW
     # In a row with less than `width` values above -inf, padding may be among the largest values, but
     # its ids do not exist. Then the chosen group with the smallest maximum has no value above -inf.
     # The id of its first member, which is the group's number, takes the padding's place.
