@@ -481,6 +481,7 @@ def test_a_new_reward_with_a_parameter_is_one_file(copy: Path) -> None:
     assert "rl.reward_tolerance cannot be an axis: members of one graph learn from texts" in axis
 
 
+@pytest.mark.slow
 def test_a_new_loss_of_preferences_is_one_file(copy: Path) -> None:
     assert len(LOSS_OF_PAIRS) == 1
     given, usual, key, wrong, strange = printed_by(

@@ -386,7 +386,7 @@ planes(named, dict.fromkeys(named, ParameterKind(None, 1.0, 0.0)), "%s")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("state", ["fp32", "8bit"])
+@pytest.mark.parametrize("state", [pytest.param("fp32", marks=pytest.mark.slow), "8bit"])
 def test_on_a_cpu_a_plane_is_never_a_second_copy_of_its_parameters(state: str) -> None:
     # Without the variable, glibc keeps some freed parameters.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}

@@ -54,8 +54,9 @@ def test_memory_and_time_are_said_before_it_trains(place: Path) -> None:
     """Of all at once, and of one after another."""
     before_training = (place / "err").read_text().partition("100 %")[0]
     assert re.search(
-        r"4 members, all at once \([\d.]+ [KMG]iB; one alone [\d.]+ [KMG]iB\): [\d.]+x over one after another .*, "
-        r"about \d.* instead of \d",
+        r"4 members, all at once \([\d.]+ [KMG]iB; one alone [\d.]+ [KMG]iB\): [\d.]+x over one after another"
+        # A machine on which one after another is faster says so, and its time alone.
+        r"(.*, about \d.* instead of \d|, so one after another .*, about \d)",
         " ".join(before_training.split()),
     ), before_training
 

@@ -66,7 +66,7 @@ def windows(each: bool) -> list[dict[str, Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("each", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("micro_batch", "captured"), [(2, False), (None, False), (None, True)])
 def test_a_member_s_loss_is_that_of_the_member_alone(
     micro_batch: int | None, captured: bool, each: bool

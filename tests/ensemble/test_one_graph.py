@@ -52,6 +52,7 @@ def test_a_window_of_one_micro_batch_is_one_graph(micro_batch: int | None, graph
             torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_language_models_have_two_graphs() -> None:
     """Which the planner assumes."""
     engine = Ensemble([tiny_llama(seed=seed) for seed in range(2)])

@@ -72,7 +72,10 @@ def trained(engine, device, updates=6):
 
 
 @DEVICES
-@pytest.mark.parametrize(("schedule", "clip"), [(None, None), (warmup_cosine(2, 6), 0.5)])
+@pytest.mark.parametrize(
+    ("schedule", "clip"),
+    [(None, None), pytest.param(warmup_cosine(2, 6), 0.5, marks=pytest.mark.slow)],
+)
 def test_an_update_that_is_replayed(device, schedule, clip):
     results = []
     for recorder in (None, recorder_on(device)):

@@ -242,7 +242,7 @@ def test_a_pass_of_mixed_rows_is_the_passes_of_their_adapters(
         assert (found_BTV[row] - expected_TV).abs().max() <= 1e-12 * expected_TV.abs().max(), name
 
 
-@pytest.mark.parametrize("base", ["int8", "nf4"])
+@pytest.mark.parametrize("base", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 def test_rows_on_a_base_in_few_bits_are_those_of_their_adapters(base: str) -> None:
     """Their products are in fp32 whatever the model's dtype: texts, and law 7's bound of fp32."""
     many = Many(base=base)

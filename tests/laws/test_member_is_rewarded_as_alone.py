@@ -141,7 +141,16 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, *BASES])
+NIGHTLY = ("dapo, several draws", "nf4, dora")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=pytest.mark.slow) if each in NIGHTLY else each
+        for each in (*CASES, *BASES)
+    ],
+)
 def test_members_sample_and_learn_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = CASES.get(name, {})
     members = members_of()

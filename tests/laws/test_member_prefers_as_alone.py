@@ -184,12 +184,22 @@ def compared(
                 assert row[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-9), key
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+BY_DAY = ("dpo", "kto")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *BY_DAY,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in PARAMETERS if each not in BY_DAY),
+    ],
+)
 def test_members_prefer_as_alone(name: str, tmp_path: Path) -> None:
     compared(name, members_of(), tmp_path)
 
 
-@pytest.mark.parametrize("micro_batch", [pytest.param(2, marks=pytest.mark.slow), ROWS])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch", [2, ROWS])
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_members_prefer_as_alone_captured(name: str, micro_batch: int, tmp_path: Path) -> None:
     """With one micro-batch, and with several."""
@@ -197,7 +207,11 @@ def test_members_prefer_as_alone_captured(name: str, micro_batch: int, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "lora", [replace(SMALL, base="nf4", dora=True), replace(SMALL, base="int8")]
+    "lora",
+    [
+        pytest.param(replace(SMALL, base="nf4", dora=True), marks=pytest.mark.slow),
+        replace(SMALL, base="int8"),
+    ],
 )
 def test_members_on_a_quantised_base_prefer_as_alone(lora: Lora, tmp_path: Path) -> None:
     compared("dpo", members_of(lora, [lora] * (N - 1)), tmp_path)
@@ -215,7 +229,7 @@ def test_members_of_all_weights_prefer_as_alone(tmp_path: Path) -> None:
     compared("dpo", [copy.deepcopy(model) for _ in range(N)], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_a_member_that_diverges_leaves_the_bits_of_the_others(name: str, tmp_path: Path) -> None:
     def left(poisoned: bool) -> list[Tensor]:
         folder = tmp_path / str(poisoned)

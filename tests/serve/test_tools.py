@@ -80,7 +80,14 @@ def require_valid(message: dict[str, Any]) -> None:
             assert arguments.keys() <= {"sum", "fast"}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# Each family takes a server. How its frame is found and read is tested by day for all, in tests/text.
+BY_DAY = ("tags", "list")
+SERVED = [
+    each if each in BY_DAY else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES
+]
+
+
+@pytest.mark.parametrize("name", SERVED)
 def test_a_required_call_is_a_call(name: str, family: Callable[[str], Served]) -> None:
     served = family(name)
     for seed in range(3):
@@ -96,7 +103,7 @@ def test_a_required_call_is_a_call(name: str, family: Callable[[str], Served]) -
     assert served.idle()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SERVED)
 def test_a_call_in_pieces_is_the_same_call(name: str, family: Callable[[str], Served]) -> None:
     served = family(name)
     scored = {"logprobs": True, "tool_choice": ADD_CHOICE}
@@ -135,7 +142,7 @@ def test_a_call_in_pieces_is_the_same_call(name: str, family: Callable[[str], Se
                 assert sent == choice["logprobs"]["content"] and sent
 
 
-@pytest.mark.parametrize("name", ["marks", "list"])
+@pytest.mark.parametrize("name", [pytest.param("marks", marks=pytest.mark.slow), "list"])
 def test_a_strict_call_that_has_begun_is_valid(name: str, family: Callable[[str], Served]) -> None:
     """The first token of the frame, which is made likely here, switches the constraint on."""
     served = family(name)
