@@ -462,6 +462,7 @@ def printed_by(copy: Path, expression: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_new_reward_with_a_parameter_is_one_file(copy: Path) -> None:
     assert len(REWARD) == 1
     given, usual, key, rewards, wrong, strange, axis = printed_by(

@@ -392,6 +392,7 @@ def test_the_tracker_s_own_reader_finds_each_number_once(to: str, tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
+@pytest.mark.slow
 def test_a_tensorboard_that_runs_forgets_what_it_has_read_of_an_earlier_call(
     tmp_path: Path,
 ) -> None:

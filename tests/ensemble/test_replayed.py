@@ -88,6 +88,7 @@ def test_an_update_that_is_replayed(device, schedule, clip):
     assert not differing(*results)
 
 
+@pytest.mark.slow
 def test_replayed_as_often_as_it_runs():
     engine = ensemble("cpu", micro_batch=3)
     engine.step.recorder = tape = Tape()
@@ -212,6 +213,7 @@ def test_shapes_keywords_and_own_rows():
     assert graphs(replayed) == 5
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_contiguous_are_called():
     replayed, called = replaying("cpu")
     for engine in (replayed, called):
@@ -233,6 +235,7 @@ def test_a_call_whose_gradient_is_wanted_is_not_replayed():
     assert graphs(replayed) == 0
 
 
+@pytest.mark.slow
 def test_inference_mode():
     replayed, called = replaying("cpu")
     for engine in (replayed, called):

@@ -182,6 +182,7 @@ def test_only_without_clipping_weights_are_updated_in_the_backward_pass():
     }
 
 
+@pytest.mark.slow
 def test_the_best_fits_and_the_others_say_why_they_are_not():
     limits = Limits(2 * GIB, 8 * GIB, link=LINK)
     best, *others = stream_candidates(ASKED, H200, limits, H200.peak_flops)

@@ -293,7 +293,8 @@ def test_on_a_gpu_query_key_and_value_are_one_product_and_attention_s_result_is_
     assert found[1] - found[0] == 8 * 64 * (2 * numbers + 4 * (2 + 6))
 
 
-@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 4])
 def test_the_search_counts_what_a_shallow_model_with_adapters_keeps_once(layers: int) -> None:
     """Nothing is recomputed, so what the last block gives is stored, and only its gradients come
     beside it.

@@ -174,6 +174,7 @@ def test_a_line_that_is_not_reached_needs_a_reason(package: Path) -> None:
     assert wrong == 0 and any("no line" in line and "names.py told" in line for line in said)
 
 
+@pytest.mark.slow
 def test_every_reason_is_of_a_line_that_only_a_gpu_reaches() -> None:
     """`make gpu-less` tells whether it is still not reached."""
     mine = reached.lines()

@@ -110,6 +110,7 @@ def test_a_loss_of_ones_own_stays() -> None:
     assert engine.step.loss is before
 
 
+@pytest.mark.slow
 def test_each_rung_trains_the_way_that_it_says(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
