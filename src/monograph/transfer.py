@@ -2,12 +2,12 @@
 
 The narrow model is called the base; `narrowed` returns its shape. Each tensor of the wide model has its
 own initial spread (standard deviation), learning rate, weight decay and eps. They are those of the base
-times the factors of the table below. There m is the tensor's fan_in divided by that of the base's tensor.
-For the embedding, gains and biases, which have no fan_in that grows with the width, m is the hidden size
-divided by that of the base. With these factors, every activation and its change in an update keep their
-size at any width, so the best learning rate stays the same (Yang et al. 2022, "Tensor Programs V", arXiv
-2203.03466, table 3; in spectral form Yang, Simon and Bernstein 2023, arXiv 2310.17813). There is no
-multiplier in the forward pass, so exports are plain models of their family.
+times the factors of the table below. There m is how many times wider the model is than its base: for
+matrices in blocks, the tensor's fan_in divided by that of the base's tensor; for all other tensors, the
+hidden size divided by that of the base. With these factors, every activation and its change in an update
+keep their size at any width, so the best learning rate stays the same (Yang et al. 2022, "Tensor Programs
+V", arXiv 2203.03466, table 3; in spectral form Yang, Simon and Bernstein 2023, arXiv 2310.17813). There
+is no multiplier in the forward pass, so exports are plain models of their family.
 
 | tensor | initial spread | AdamW lr | AdamW eps | Muon lr |
 |---|---|---|---|---|
@@ -19,8 +19,8 @@ multiplier in the forward pass, so exports are plain models of their family.
 
 The learning rates of the second row are computed by `width_factor` of each optimizer. Where Muon has no
 entry, AdamW updates the tensor. A tied head has the embedding's weights, so it cannot have factors of its
-own. The final norm gain, which multiplies the head's inputs, has table 3's factors of a head instead: it
-begins at 1/m.
+own. The factors that table 3 gives to a head are then those of the final norm gain, which multiplies the
+head's inputs. This gain begins at 1/m.
 
 The factor of weight decay is 1 / (factor of lr), so that lr * decay, the decay of one update, is the same
 at every width (Wang and Aitchison 2024, arXiv 2405.13698). The factor of the spread of a head that is not
@@ -45,8 +45,8 @@ from monograph.optim import AdamW, Group, Optimizer
 # The smallest width of a base. Narrower models begin to differ from the limit of infinite width, in which
 # the rule is derived (Tensor Programs V, appendix).
 MIN_BASE_WIDTH = 256
-# If a model's feed-forward width is a multiple of this, which suits matrix units, its base's is a multiple,
-# too.
+# Multiples of this suit matrix units. If a model's feed-forward width is a multiple of this, so is the
+# feed-forward width of the base that `narrowed` returns.
 FFN_MULTIPLE = 8
 MAX_RATIO_DIFFERENCE = 0.1  # the largest relative difference of two shapes' ratios
 
@@ -80,10 +80,12 @@ class Factors(NamedTuple):
     """The factors with which a tensor of the wide model is initialised and updated.
 
     Attributes:
-        init: by how much the values that the wide model begins with are multiplied. Its weights were
-            sampled with its own `initializer_range`, and its norm gains begin at 1.
-        lr: the learning rate over the base's.
-        eps: eps over the base's, if the tensor's update has one.
+        init: the factor by which `initialise_` multiplies the values that `Llama` gave the tensor. These
+            are weights that were sampled with the model's own `initializer_range`, or gains of 1. So
+            for weights this is the table's factor times the base's `initializer_range` divided by the
+            model's own.
+        lr: the learning rate divided by the base's.
+        eps: eps divided by the base's, if the tensor's update has an eps.
     """
 
     init: float
@@ -116,28 +118,28 @@ class WidthTransfer:
     base: LlamaConfig
 
     def __post_init__(self) -> None:
-        wide = self.config
-        narrow = self.base
+        config = self.config
+        base = self.base
         differences = list[str]()
-        for name in (field.name for field in fields(wide) if field.name not in _MAY_DIFFER):
-            narrow_value = getattr(narrow, name)
-            wide_value = getattr(wide, name)
-            if narrow_value != wide_value:
-                differences.append(f"{name} {(narrow_value, wide_value)}")
+        for name in (field.name for field in fields(config) if field.name not in _MAY_DIFFER):
+            base_value = getattr(base, name)
+            own_value = getattr(config, name)
+            if base_value != own_value:
+                differences.append(f"{name} {(base_value, own_value)}")
         for numerator, denominator in (
             ("intermediate_size", "hidden_size"),
             ("num_attention_heads", "hidden_size"),
             ("num_attention_heads", "num_key_value_heads"),
         ):
-            narrow_ratio = getattr(narrow, numerator) / getattr(narrow, denominator)
-            wide_ratio = getattr(wide, numerator) / getattr(wide, denominator)
-            if abs(math.log(wide_ratio / narrow_ratio)) > math.log1p(MAX_RATIO_DIFFERENCE):
+            base_ratio = getattr(base, numerator) / getattr(base, denominator)
+            own_ratio = getattr(config, numerator) / getattr(config, denominator)
+            if _differs_too_much(own_ratio / base_ratio):
                 differences.append(
-                    f"{numerator} / {denominator} ({narrow_ratio:.4g}, {wide_ratio:.4g})"
+                    f"{numerator} / {denominator} ({base_ratio:.4g}, {own_ratio:.4g})"
                 )
         if differences:
             raise UsageError(
-                f"width transfer from a hidden_size of {narrow.hidden_size} to {wide.hidden_size}: the two models "
+                f"width transfer from a hidden_size of {base.hidden_size} to {config.hidden_size}: the two models "
                 f"differ in more than width: {', '.join(differences)}; a rate carries between equal depth, "
                 "head size and ratios"
             )
@@ -149,8 +151,8 @@ class WidthTransfer:
 
     @property
     def _spread_ratio(self) -> float:
-        """Return the base's initializer_range divided by that of `config`, with which the wide model's
-        weights were sampled.
+        """Return the base's initializer_range divided by that of `config`, with which the weights of
+        the trained model were sampled.
         """
         return self.base.initializer_range / self.config.initializer_range
 
@@ -165,47 +167,47 @@ class WidthTransfer:
         Raises:
             UsageError: the table has no row for a tensor.
         """
-        wide = self.config
-        narrow = self.base
         optim = optim or AdamW()
-        # Block 0 stands for all: `initialise_` refuses a model whose blocks have other tensors.
-        narrow_shapes = block_shapes(narrow, layer=0)
+        # Block 0 stands for all. If another block of a model has a tensor that block 0 does not have,
+        # `initialise_` refuses the model (`_pattern`).
+        base_shapes = block_shapes(self.base, layer=0)
         block_factors = {
-            f"model.layers.*.{name}": self._block_factors(name, shape, narrow_shapes[name], optim)
-            for name, shape in block_shapes(wide, layer=0).items()
+            f"model.layers.*.{name}": self._block_factors(name, shape, base_shapes[name], optim)
+            for name, shape in block_shapes(self.config, layer=0).items()
         }
-        return {name: self._outer_factors(name) for name in outer_shapes(wide)} | block_factors
+        outer_factors = {name: self._outer_factors(name) for name in outer_shapes(self.config)}
+        return outer_factors | block_factors
 
     def _block_factors(
         self,
         name: str,
-        wide_shape: tuple[int, ...],
-        narrow_shape: tuple[int, ...],
+        shape: tuple[int, ...],
+        base_shape: tuple[int, ...],
         optim: Optimizer,
     ) -> Factors:
         if name in _MATRICES:
             # A matrix is [fan_out, fan_in].
-            m = wide_shape[1] / narrow_shape[1]
+            m = shape[1] / base_shape[1]
             return Factors(
                 init=self._spread_ratio / math.sqrt(m),
-                lr=optim.width_factor(wide_shape, narrow_shape),
+                lr=optim.width_factor(shape, base_shape),
                 eps=1 / m,
             )
         if name in _GAINS | _BIASES:
-            return Factors(1.0, 1.0, 1 / self.width_ratio)
+            return Factors(init=1.0, lr=1.0, eps=1 / self.width_ratio)
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
 
     def _outer_factors(self, name: str) -> Factors:
         m = self.width_ratio
         is_tied = self.config.tie_word_embeddings
         if name == _EMBEDDING:
-            return Factors(self._spread_ratio, 1.0, 1 / m)
+            return Factors(init=self._spread_ratio, lr=1.0, eps=1 / m)
         if name == _HEAD:
-            return Factors(self._spread_ratio / math.sqrt(m), 1 / m, 1.0)
+            return Factors(init=self._spread_ratio / math.sqrt(m), lr=1 / m, eps=1.0)
         if name == _FINAL_GAIN:
             if is_tied:
-                return Factors(1 / m, 1 / m, 1.0)
-            return Factors(1.0, 1.0, 1 / m)
+                return Factors(init=1 / m, lr=1 / m, eps=1.0)
+            return Factors(init=1.0, lr=1.0, eps=1 / m)
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
 
     @torch.no_grad()
@@ -238,7 +240,8 @@ class WidthTransfer:
             is_decayed = is_block_matrix or pattern in (_EMBEDDING, _HEAD)
             # None: the optimizer's default, which is no decay for gains and biases.
             weight_decay = optim.weight_decay / factors.lr if is_decayed else None
-            yield Group(pattern, factors.lr, weight_decay, factors.eps)
+            # `lr` and `eps` are factors of the optimizer's values; `weight_decay` is the decay itself.
+            yield Group(pattern, lr=factors.lr, weight_decay=weight_decay, eps=factors.eps)
 
 
 def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig:
@@ -246,14 +249,15 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
 
     Depth, head size, ratios, vocabulary and length stay. Heads are removed in whole groups, which are
     one key-value head with its query heads. The initial spread is proportional to 1 / sqrt(width), so
-    that the products of matrices and activations have the same size in both models. The table's factor
-    m^-1/2 asks for the same, so between these two shapes it changes no initial value of a matrix or of an
-    untied head, except where the feed-forward width was rounded.
+    that the products of matrices and activations have the same size in both models. The base's
+    `initializer_range` is thus sqrt(m) times that of `config`. For a matrix or an untied head,
+    `Factors.init` is this sqrt(m) times the table's m^-1/2, which is 1: their initial values stay as they
+    are sampled. Only where the feed-forward width was rounded is the factor slightly different.
 
     Args:
         config: the model's shape.
-        hidden_size: any width that keeps the ratios; None: the smallest such width of at least 256. If
-            no width below the model's is at least 256, it is the smallest of all.
+        hidden_size: any width that keeps the ratios. None: of these widths below the model's, the
+            smallest of at least 256; if all are less than 256, the smallest of all.
 
     Raises:
         UsageError: no narrower shape keeps the ratios, or `hidden_size` does not; then the message
@@ -278,28 +282,36 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
 def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
     """Yield every shape that keeps the ratios and is at most `widest` wide."""
     width = config.hidden_size
-    all_heads = config.num_key_value_heads
-    query_heads_per_head = config.num_attention_heads // all_heads
+    own_kv_heads = config.num_key_value_heads
+    query_heads_per_kv_head = config.num_attention_heads // own_kv_heads
     multiple = FFN_MULTIPLE if config.intermediate_size % FFN_MULTIPLE == 0 else 1
-    most_heads = widest * all_heads // width
-    for heads in range(1, most_heads + 1):  # key-value heads
-        if width * heads % all_heads:
+    most_kv_heads = widest * own_kv_heads // width
+    for kv_heads in range(1, most_kv_heads + 1):
+        if width * kv_heads % own_kv_heads:
             continue
-        hidden_size = width * heads // all_heads
-        exact_ffn_width = config.intermediate_size * heads / all_heads
+        hidden_size = width * kv_heads // own_kv_heads
+        exact_ffn_width = config.intermediate_size * kv_heads / own_kv_heads
         ffn_width = multiple * max(1, round(exact_ffn_width / multiple))
         # This width was rounded, so its ratio to the hidden size may differ too much.
         ratio_change = ffn_width * width / (hidden_size * config.intermediate_size)
-        if abs(math.log(ratio_change)) > math.log1p(MAX_RATIO_DIFFERENCE):
+        if _differs_too_much(ratio_change):
             continue
         yield replace(
             config,
             hidden_size=hidden_size,
             intermediate_size=ffn_width,
-            num_attention_heads=query_heads_per_head * heads,
-            num_key_value_heads=heads,
+            num_attention_heads=query_heads_per_kv_head * kv_heads,
+            num_key_value_heads=kv_heads,
             initializer_range=config.initializer_range * math.sqrt(width / hidden_size),
         )
+
+
+def _differs_too_much(quotient: float) -> bool:
+    """Return whether two values, whose quotient is given, differ by more than MAX_RATIO_DIFFERENCE.
+
+    It does not matter which of the two is larger: 1.1 and 1 / 1.1 are equally different from 1.
+    """
+    return abs(math.log(quotient)) > math.log1p(MAX_RATIO_DIFFERENCE)
 
 
 def _described(config: LlamaConfig) -> str:

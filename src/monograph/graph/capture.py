@@ -1,7 +1,11 @@
 """Compile a step's functions in place; its modules, their names and checkpoints stay the same.
 
 A step (`monograph.Step`) computes updates of a model. Its micro-step is the forward and the backward
-pass of one micro-batch. A block is a module that the model repeats, such as a layer of a transformer.
+pass of one micro-batch, and its `apply` updates the parameters by the summed gradient. A block is a module
+that the model repeats, such as a layer of a transformer.
+
+A capture compiles both. On a GPU, a step has a `recorder`, which also records the kernels of a micro-step
+as a CUDA graph. A replay launches them all again at once (`monograph.graph.replay`).
 """
 
 import copy
@@ -31,8 +35,9 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 # The beginnings of the lines that say why something is not replayed.
 ONE_BY_ONE = "micro-steps are launched one by one"
 UPDATES_ONE_BY_ONE = "the kernels of an update are launched one by one"
-# On a GPU, a kernel that reduces rows, such as a norm, keeps rows of at most this many elements in
-# registers. It reads longer rows twice. The norms of most models are no wider.
+# A setting for Inductor (`_configure_inductor`): on a GPU, a kernel that reduces rows, such as a norm, keeps
+# rows of up to this many elements in registers. It reads longer rows twice. The norms of most models are
+# no wider.
 MAX_ROW_LENGTH = 4096
 
 
@@ -44,14 +49,18 @@ class FunctionsToCompile(Protocol):
 
     @property
     def replays_update(self) -> bool:
-        """Return whether `apply` is replayed, too, if the step has a recorder."""
+        """Return whether the step's `apply` is replayed, as its micro-step is, if it has a recorder."""
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions that a capture of this scope compiles."""
 
 
 class Capturable(Protocol):
-    """What a capture needs of a step; `monograph.Step` describes each attribute."""
+    """What a capture needs of a step; `monograph.Step` describes each attribute.
+
+    A `Compilable` calls a function that a capture can replace. `former_values` lists the attributes
+    that the capture replaced, with their values before, so that `uncapture` can restore them.
+    """
 
     model: nn.Module
     loss: Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
@@ -108,8 +117,8 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
         backend: "inductor", or "aot_eager" or "eager", which trace the same graphs without
             generating code. "eager" becomes "aot_eager" if a graph recomputes activations.
         scope: "whole": each function is one graph. "blocks": equal blocks of the model share one
-            graph, and the update (`apply`) has its own. If the loss has a `head`, a function that
-            computes it from hidden states, that has its own graph, too. The code between them runs
+            graph, the update (`apply`) has its own, and so has the loss's `head` (a function that
+            computes the loss from hidden states) if it has one. The code between these graphs runs
             eagerly. The time to compile then does not grow with the number of blocks.
 
     Returns:
@@ -118,8 +127,8 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
     Raises:
         UsageError: the model has no blocks but the scope is "blocks", or `step` is an engine,
             which contains a step and has its own `capture` (`monograph.engine`).
-        CaptureFailed: the model has a 0-d float64 buffer; or a function cannot be captured as one
-            graph, which its first call raises.
+        CaptureFailed: the model has a 0-d float64 buffer. If a function cannot be captured as one
+            graph, not `capture` but the function's first call raises this error.
     """
     if not hasattr(step, "micro_step"):
         raise UsageError(
@@ -156,8 +165,9 @@ def _backend_for_recomputation(step: Capturable, backend: Backend, scope: Scope)
 
     Under "eager", a recomputation would use other random numbers than the forward pass.
     """
-    # Off recomputes nothing. Offload recomputes between graphs, and so does Full if each block is a
-    # graph: eager code calls the block's graph again.
+    # `Off` recomputes nothing. Under `Offload`, eager code recomputes a block: it calls the block's graph
+    # again. If each block is a graph (scope "blocks"), this is also true of `Full`. In all other cases the
+    # recomputation may be inside of a graph.
     recompute_nothing_in_graphs: list[Policy] = [Remat.Off(), Remat.Offload()]
     if scope == "blocks":
         recompute_nothing_in_graphs.append(Remat.Full())
@@ -199,7 +209,9 @@ def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"])
     """
     if scope == "none":
         return "nothing is captured"
-    # Eager recomputation copies the random state to the host, which has to wait for the device.
+    # Under `Full` and `Offload`, eager code recomputes blocks. It copies the random state to the host,
+    # which has to wait for the device. `Pointwise` and `Budget` recompute inside of the blocks' graphs (see
+    # `recompute.forward_to_compile`), but they are not replayed either.
     if scope == "blocks" and remat != Remat.Off():
         return "blocks are recomputed between graphs"
     return None
@@ -212,15 +224,15 @@ def replayed(step: Capturable) -> StaticInputs:
     """
     assert step.recorder is not None
     return StaticInputs(
-        step.micro_step,
-        step.recorder,
-        step.device,
+        function=step.micro_step,
+        recorder=step.recorder,
+        device=step.device,
         # These are the objects by which Python code decides what a micro-step does. If one of their
         # attributes changes, the micro-step is recorded again.
-        lambda: HostState(
+        host=lambda: HostState(
             step.model, step.loss, attributes=[(step, "loss"), (step.forward, "function")]
         ),
-        lambda reason: step.announce(f"{ONE_BY_ONE}: {reason}"),
+        announce=lambda reason: step.announce(f"{ONE_BY_ONE}: {reason}"),
     )
 
 
@@ -233,17 +245,17 @@ def replayed_update(step: Capturable) -> StaticInputs:
     # The lambda must not look up `step.apply.function`: that is replaced by what is returned here.
     apply = step.apply.function
     return StaticInputs(
-        lambda _: apply(),
-        step.recorder,
-        step.device,
+        function=lambda _: apply(),
+        recorder=step.recorder,
+        device=step.device,
         # Of the step itself only some attributes count. Others, such as `index`, change in every update.
-        lambda: HostState(
+        host=lambda: HostState(
             step.parameters,
             step.optim,
             *step.planes,
             attributes=[(step, name) for name in ("optim", "clip", "precision", "loss")],
         ),
-        lambda reason: step.announce(f"{UPDATES_ONE_BY_ONE}: {reason}"),
+        announce=lambda reason: step.announce(f"{UPDATES_ONE_BY_ONE}: {reason}"),
     )
 
 
@@ -307,17 +319,18 @@ def _replacements_of_blocks(step: Capturable, compiler: Compiler) -> list[Attrib
     # Linear layers of several blocks may have been fused into one product. A graph of one block must
     # not contain the layers of others.
     split_fused_linears_at_blocks(step.model)
-    # The shared function is compiled once for each kind of block, and torch's default limit is
-    # eight.
-    compat.allow_variants()
     # Dynamo reads `grad` of a block's input, which is not a leaf.
     compat.ignore_warning_of_block_input_grad()
-    call_block = compiler(_call_block)  # one function, so that equal blocks share its graph
+    # All blocks call this one function, so that equal blocks share its graph. It gets a graph for each
+    # kind of block, and torch's default limit is eight graphs of a function.
+    compat.allow_variants()
+    call_block = compiler(_call_block)
     # `Llama` reads this attribute when it makes its attention masks.
     replacements = [AttributeValue(step.model, "blocks_captured", True)]
     for block in model_blocks.values():
-        # If eager code recomputes the block, `block.forward` is that code, and the forward pass to compile
-        # is an attribute of the block's recomputation plan.
+        # In most cases, the forward pass to compile is `block.forward`. But under `Full` and `Offload`,
+        # `block.forward` is eager code that recomputes the block, and the forward pass to compile is
+        # `block.remat.own_forward`.
         owner, name = recompute.forward_to_compile(block)
         forward = getattr(owner, name)
         method_function = getattr(forward, "__func__", None)
@@ -377,8 +390,9 @@ def compiled(
     # kernel of attention.
     compat.cache_custom_functions()
     compat.cache_attention_kernels()
-    # By default, torch compiles a backward pass inside of the autocast context of the forward pass. That
-    # rounds the backward pass of code that the forward pass ran with autocast disabled.
+    # By default, torch compiles a backward pass inside of the autocast context of the forward pass. For
+    # example, if a part of the forward pass disables autocast and computes a product in fp32, autocast
+    # would round the products of its backward pass.
     compat.differentiate_outside_autocast()
     options = None
     if backend == "inductor":
@@ -398,12 +412,8 @@ def compiled(
             with compat.restore_saved_tensor_hooks():
                 return graph(*arguments, **keywords)
         except Exception as error:
-            # When an error leaves a torch.func transform, torch 2.11 raises a second error, which says
-            # nothing of the first. The first one is then its context.
-            capture_error: BaseException | None = error
-            if not compat.is_capture_error(error):
-                capture_error = error.__context__
-            if capture_error is None or not compat.is_capture_error(capture_error):
+            capture_error = _capture_error(error)
+            if capture_error is None:
                 raise
             failure = CaptureFailed(failure_reason(capture_error))
         # This is outside of the except block, so that Python does not print torch's own error, too. Its
@@ -411,6 +421,18 @@ def compiled(
         raise failure
 
     return call_graph
+
+
+def _capture_error(error: BaseException) -> BaseException | None:
+    """Return the error that says why a capture failed, or None if the error has another cause.
+
+    When a capture error leaves a torch.func transform, torch 2.11 raises a second error, which says
+    nothing of the first. The first one is then the second one's context.
+    """
+    for candidate in (error, error.__context__):
+        if candidate is not None and compat.is_capture_error(candidate):
+            return candidate
+    return None
 
 
 def _configure_inductor() -> None:
@@ -428,8 +450,8 @@ def _configure_inductor() -> None:
     # page fault.
     keep_freed_memory()
     if torch.cuda.is_available():
-        # A GPU's kernel of attention has the strides of a block mask as constants. Otherwise torch may
-        # change these strides afterwards, and the kernel would read the wrong elements of the mask.
+        # A GPU's kernel of attention has the strides of a block mask as constants. By default, torch may
+        # change the strides after it generated the kernel, which then reads wrong elements of the mask.
         compat.keep_strides_of_block_masks()
         compat.read_wide_rows_once(MAX_ROW_LENGTH)
     # `materialize` must write its result to memory. Otherwise Inductor fuses an update's coefficients
@@ -442,10 +464,11 @@ def _inductor_options() -> dict[str, Any]:
 
     Inductor's cache needs a key for each pass, which is the hash of its source file.
     """
-    # `mark_recomputed` marks what the backward pass recomputes. By default, the partitioner keeps the
-    # dense copy of every frozen int8 or nf4 weight for the backward pass, and recomputes values from
-    # a buffer that the forward pass has overwritten.
-    mark_recomputed = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
+    # The partitioner splits a graph into a forward and a backward graph. By default, it has two faults.
+    # It keeps the dense copy of every frozen int8 or nf4 weight for the backward pass. And it may
+    # recompute a value from a buffer that the forward pass has overwritten in the meantime. The marks
+    # of `mark_recomputed` tell it to recompute these copies, and to keep these values.
+    mark_recomputed = compat.graph_pass(inductor.mark_recomputed, inductor.__file__)
     rewrite_convolutions = compat.graph_pass(convolutions.rewrite, convolutions.__file__)
     return matmul.inductor_options() | {
         "joint_custom_pre_pass": rewrite_convolutions,
@@ -484,7 +507,8 @@ def failure_reason(error: BaseException) -> str:
     raised = next((line for line in lines if "raised exception" in line), None)
     if raised:
         return raised.partition("raised exception ")[2]
-    # If a function reached the recompile limit, torch's message is only this line.
+    # If a function reached the recompile limit, torch's message is only "Hard failure due to
+    # fullgraph=True".
     if lines and "fullgraph=True" in lines[0]:
         return (
             "it was compiled too often: an attribute of the module changes between calls; store it in a buffer, and "

@@ -1,5 +1,7 @@
-"""The policies of rematerialisation (remat): which activations a module's blocks keep for the
-backward pass, and which they recompute in it, which is also called activation checkpointing.
+"""The policies of rematerialisation (remat), which is also called activation checkpointing.
+
+A policy says which activations a module's blocks keep for the backward pass. The backward pass computes
+the others again.
 
 A block is a module that the model repeats, such as a layer of a transformer. A product is a matrix
 product, convolution or attention of a block. One run of a block, which may be with fake tensors,
@@ -24,18 +26,19 @@ from monograph.graph.inspect import storage_of
 from monograph.ranges import between
 
 # The number of choices on a Pareto front (`pareto_front`) may double with every group, so the front is
-# thinned to about this many. The best choice that is left then leaves at most 1 / MAX_CHOICES of all bytes
-# unused.
+# thinned to about this many. This costs little: if N is the largest number of bytes on the front, the best
+# choice that is left within a limit needs no more FLOPs than the best choice of the whole front within a
+# limit that is lower by N / MAX_CHOICES (`_thin_out`).
 MAX_CHOICES = 512
 
 
 class Choice(NamedTuple):
-    """A selection of results to keep, or a policy for each block, with its costs.
+    """A selection of results to keep, with its costs.
 
     Attributes:
         stored_bytes: bytes that are kept until the backward pass.
         flops: FLOPs that are computed a second time.
-        selection: the names of the results that are kept, or the policies of the blocks.
+        selection: the names of the results that are kept.
     """
 
     stored_bytes: int
@@ -83,7 +86,8 @@ def _thin_out(choices: list[Choice]) -> list[Choice]:
     if len(choices) <= MAX_CHOICES:
         return choices
     step = choices[-1].stored_bytes / MAX_CHOICES
-    # The dict keeps the last choice of each step, which has the fewest FLOPs.
+    # The bytes are divided into MAX_CHOICES steps of equal width. The dict keeps the last choice of each
+    # step, which has the fewest FLOPs.
     last_of_step = {int(choice.stored_bytes / step): choice for choice in choices[1:]}
     # The first choice is kept for tight limits.
     return [choices[0], *last_of_step.values()]
@@ -128,7 +132,9 @@ class Remat:
         """Keep the block's arguments, and at most a fraction of the bytes that `Off` keeps.
 
         A 0-1 knapsack chooses the products to keep, by their bytes and the FLOPs of recomputing
-        them.
+        them. All other operators are recomputed, so with enough bytes for all products, this is
+        `Pointwise`. Only at a fraction of 1 nothing is recomputed: `recompute.apply_policy` then does
+        what it does for `Off`.
 
         Attributes:
             fraction: from 0 (`Full`) to 1 (`Off`).
@@ -165,7 +171,8 @@ def policy_named(value: str | float) -> Policy:
     """Return the policy that the value of `train.remat` names.
 
     Args:
-        value: "none", "pointwise", "full" or "offload"; or the fraction of a `Remat.Budget`.
+        value: "none", "pointwise", "full" or "offload"; or the fraction of a `Remat.Budget`, a float.
+            The configuration has refused all other values.
     """
     if isinstance(value, float):
         return Remat.Budget(value)
@@ -200,8 +207,9 @@ class Recording(NamedTuple):
         stored_bytes: size of the tensors that autograd keeps if nothing is recomputed, without the
             inputs and parameters.
         rest_flops: cost of all operators that are not products, counted as one FLOP for each number
-            that they write. Every policy except `Off` recomputes these operators. 0 if the block is
-            compiled, because the compiler fuses them into kernels that run anyway.
+            that they write. Every policy except `Off` recomputes these operators. If the block is
+            compiled, `recompute.record_blocks` sets this to 0, because the compiler fuses these
+            operators into kernels that run anyway.
         products: the products whose results the backward pass or a recomputation needs, in the order
             of their calls.
     """
@@ -214,6 +222,7 @@ class Recording(NamedTuple):
     def choices(self) -> tuple[Choice, ...]:
         """Return choices of products to keep, from none (`Remat.Full`) to all (`Remat.Pointwise`).
 
+        Each choice recomputes the operators that are not products, so `Remat.Off` is none of them.
         The `selection` of a choice has the products' names.
         """
         recompute_or_keep = [
@@ -239,6 +248,7 @@ def record(
     Returns:
         The block's output and the recording.
     """
+    # `storage_of` returns a key of a tensor's storage, so that views of one storage count once.
     inputs = {storage_of(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
     saved: list[Tensor] = []
 
@@ -332,7 +342,8 @@ class _Calls(TorchDispatchMode):
     def needed_for(self, stored: set[int]) -> tuple[tuple[Product, ...], int]:
         """Return what has to be recomputed to make the storages `stored` again.
 
-        A product that is overwritten later cannot be kept, so it counts among the other operators.
+        A product whose result is overwritten later cannot be kept, so it counts among the other
+        operators.
 
         Returns:
             The products, in the order of their calls, and the FLOPs of all other operators.
@@ -345,7 +356,9 @@ class _Calls(TorchDispatchMode):
         for call in reversed(self.calls):
             if needed & (call.created | call.changed):
                 needed |= call.read
-                if call.flops and not call.created & changed_later:
+                is_product = call.flops > 0
+                is_overwritten_later = not call.created.isdisjoint(changed_later)
+                if is_product and not is_overwritten_later:
                     products.append(Product(call.name, call.created_bytes, call.flops))
                 else:
                     # An operator that is not a product counts as one FLOP for each element.

@@ -1,15 +1,18 @@
 """Find in which order a compiler runs the kernels of a captured graph, and how long it keeps what
 they write.
 
-`predict.kernels` finds which kernels a graph has. Each kernel writes one buffer; if an operator has
-several outputs, they are one buffer here. A loop here is a run of consecutive kernels that the
-compiler fuses into one.
+`predict.kernels` finds which kernels a graph has. A kernel here writes one buffer; if an operator has
+several outputs, they are one buffer here. The compiler fuses some consecutive kernels, and the device
+then runs them as one. These consecutive kernels are called a loop here, and so is a kernel that is not
+fused with others.
 
-The order follows the rules of torch._inductor that decide about memory. It orders nodes for a low
-peak (`reorder_for_peak_memory`). It fuses loops of which one reads the other's result, or which read
-the same values, and computes the fused loop's inputs first (`fuse_nodes`). It writes a kernel's
-result over a buffer that this kernel reads, if no other kernel of its loop reads the buffer, and no
-later kernel does.
+The order follows the rules of torch._inductor that decide about memory:
+
+- It orders nodes for a low peak (`reorder_for_peak_memory`).
+- It fuses two loops if one reads the other's result, or if both read the same values. All inputs of
+  the fused loop are then computed before it (`fuse_nodes`).
+- It writes a kernel's result over a buffer that this kernel reads, if no other kernel of its loop
+  and no later kernel reads the buffer (`decide_inplace_update`).
 """
 
 import itertools
@@ -24,9 +27,11 @@ BufferName = int | str  # the name of a buffer: an argument's index or a node's 
 # Two loops are not fused if more than this many nodes lie between them (`are_long_distant_nodes` in
 # torch._inductor).
 MAX_DISTANCE = 64
-# They are not fused either if reusable bytes > MAX_REUSE_RATIO * shared bytes, where the shared bytes are
-# those that both read, and the reusable ones those that one loop could take over from the other if they
-# were not fused (`can_fusion_increase_peak_memory`).
+# They are not fused either if reusable bytes > MAX_REUSE_RATIO * shared bytes
+# (`can_fusion_increase_peak_memory`). The shared bytes are those of the values that both loops read. The
+# reusable bytes are those that fusing may cost. For example, only the first loop reads a certain buffer
+# of 4 MB, and only the second loop reads a certain other buffer of 4 MB. Without fusion the second buffer
+# can have the memory of the first. The fused loop needs both buffers at once, so these 4 MB are reusable.
 MAX_REUSE_RATIO = 32
 
 
@@ -41,18 +46,21 @@ class PlannedKernel:
         size_bytes: bytes of the buffer, which has all outputs.
         reads: the arguments and earlier kernels that it reads.
         fusable: whether it is elementwise, a reduction, or a write at places that are given by indices,
-            so that the compiler can fuse it with other kernels. Then its buffer may be written over
-            a value of the same size that it is the last to read, if nothing else in its loop reads
-            that value.
-        changes: the value that it changes in place, whose memory it takes; None if it changes
-            nothing. The result of a later kernel is never written over this buffer,
-            because it shares its memory with an older one (`decide_inplace_update`).
-        not_over: values that it reads, and over which it cannot be written.
+            so that the compiler can fuse it with other kernels. Its result may then be written over
+            a value that it reads, if that has the same size, and if neither another kernel of the
+            loop nor a later kernel reads it.
+        changes: the value that it changes in place, whose memory its result takes; None if it changes
+            nothing. If it does, no later result is written over its result, whose memory is
+            that of the changed value (`decide_inplace_update`).
+        not_over: values that it reads, but over which its result cannot be written, for example
+            because an expensive intermediate value between them and the result has another size.
         intermediate_bytes: bytes of intermediate values. The compiler expects to need memory for
             them, but then needs none.
-        is_workspace: whether this is the workspace of the operator that follows, which the compiler
-            does not know of.
-        written_over: the argument or kernel whose memory it takes; None: new memory.
+        is_workspace: whether this entry is no kernel, but stands for the workspace of the operator
+            that follows. The compiler does not know of this workspace.
+        written_over: the argument or kernel whose memory its result takes: either it reads that value
+            and is written over it, or it reuses the memory of a kernel's result that was freed
+            earlier. None: new memory.
         freed_after: the values whose memory is freed after it.
     """
 
@@ -84,7 +92,8 @@ def order_kernels(
     """
     ordered = _run_order(in_graph_order, returned, arguments)
     loop_ends = _loop_ends(ordered)
-    # For each value, the index of the last kernel that reads or writes it.
+    # For each value, the index of the last kernel that reads it, or of the one that writes it if none
+    # reads it.
     last_use: dict[BufferName, int] = {}
     # By (end of a loop, value): how many kernels of the loop read the value.
     readers = Counter[tuple[int, BufferName]]()
@@ -97,27 +106,30 @@ def order_kernels(
         **arguments,
         **{kernel.name: kernel.size_bytes for kernel in ordered},
     }
-    changed_in_place = {kernel.name for kernel in ordered if kernel.changes is not None}
-    # `last_use` has the same names, but in an order that depends on the hashes of texts. In the order of
-    # `sizes`, equal blocks of a model get equal plans.
+    in_place_results = {kernel.name for kernel in ordered if kernel.changes is not None}
+    # `sizes` has the values in the order of the arguments and kernels, so equal blocks of a model get
+    # equal plans. The order of `last_use` is not used: `reads` are sets of texts, whose order is random.
     for name in sizes:
         if name not in last_use or name in returned:
             continue
-        reader = ordered[last_use[name]]
+        last_user = ordered[last_use[name]]
         loop_end = loop_ends[last_use[name]]
-        needs_memory = reader.fusable and reader.written_over is None
-        # Another kernel of the loop would read the value after the result is written.
+        needs_memory = last_user.fusable and last_user.written_over is None
+        # If other kernels of the loop read the value, they may do so after the result is written.
         is_only_reader_in_loop = readers[loop_end, name] == 1
-        may_be_overwritten = name not in reader.not_over and name not in changed_in_place
-        # If nothing reads a value, its name is that of the kernel that writes it.
-        fits = name != reader.name and sizes[name] == reader.size_bytes
+        may_be_overwritten = name not in last_user.not_over and name not in in_place_results
+        # If nothing reads the value, `last_user` is the kernel that writes it.
+        is_read = name != last_user.name
+        has_equal_size = sizes[name] == last_user.size_bytes
+        fits = is_read and has_equal_size
         takes_over = needs_memory and is_only_reader_in_loop and may_be_overwritten and fits
-        if reader.changes == name or takes_over:
-            reader.written_over = name
+        if last_user.changes == name or takes_over:
+            last_user.written_over = name
         else:
             # The inputs of a loop are needed until its last kernel.
             ordered[loop_end].freed_after.append(name)
-    # The compiler's estimate assumes that nothing is written over, so here every value is freed.
+    # In the plan above, a value that is written over is not freed. The compiler's estimate of the peak
+    # assumes that nothing is written over, so in the estimate each value is freed after its last use.
     freed_at = {name: loop_ends[index] for name, index in last_use.items() if name not in returned}
     _reuse_buffers(ordered, _expected_bytes(ordered, freed_at, arguments))
     return ordered
@@ -134,7 +146,8 @@ def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> N
     # Freed buffers, as (index of the kernel after which it is freed, name), by (dtype, bytes). The one
     # that was freed last is last.
     freed = dict[tuple[object, int], list[tuple[int, BufferName]]]()
-    # Arguments are not in this dict: the compiler frees them at once, and no kernel takes their memory.
+    # Arguments are not in this dict: the compiler gives their memory back as soon as they are freed, so
+    # no later kernel reuses it. (Their last reader may still be written over them, in `order_kernels`.)
     dtype_and_bytes: dict[BufferName, tuple[object, int]] = {
         kernel.name: (kernel.output.dtype, kernel.size_bytes)
         for kernel in ordered
@@ -146,8 +159,8 @@ def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> N
             candidates = freed.get(dtype_and_bytes[kernel.name], [])
         if candidates:
             freed_at, name = candidates[-1]
-            # A buffer that is reused stays alive between its old use and its new one. At both of these
-            # kernels it counts already, as the old and as the new buffer.
+            # If the buffer is reused, its memory is also alive at the kernels after `freed_at` and before
+            # `index`. At `freed_at` it counts already as the old buffer, and at `index` as the new one.
             between = range(freed_at + 1, index)
             if all(expected_bytes[step] + kernel.size_bytes <= peak_bytes for step in between):
                 candidates.pop()
@@ -225,22 +238,23 @@ def _run_order(
     users = Counter(name for kernel in kernels for name in kernel.reads) + Counter(returned)
     ordered: list[PlannedKernel] = []
 
-    def single_use_bytes(kernel: PlannedKernel) -> set[int]:
-        """Return the sizes of the values that only this kernel reads, and so could write over."""
+    def single_use_sizes(kernel: PlannedKernel) -> set[int]:
+        """Return the different sizes, in bytes, of the values that only this kernel reads."""
         return {known_bytes.get(name, 0) for name in kernel.reads if users[name] == 1}
 
     def may_join(loop: PlannedKernel, kernel: PlannedKernel) -> bool:
-        """Return whether the kernel is near the loop, and the bytes that both read are not small
-        against the bytes that one of them could reuse from the other.
+        """Return whether the kernel is near the loop, and the two read enough bytes that are the same
+        (see MAX_DISTANCE and MAX_REUSE_RATIO).
 
         Arguments that the graph may not free do not count, because the two may read different parts
         of them, as chunks of a loss do.
         """
         shared = sum(known_bytes.get(name, 0) for name in loop.reads & kernel.reads)
         is_far = position[kernel.name] - position[loop.name] > MAX_DISTANCE
-        # One could be written over a value of the other if these values have the same size. As in
-        # torch._inductor, buffers of one size count once.
-        reusable = sum(single_use_bytes(loop) & single_use_bytes(kernel))
+        # Only a buffer of the same size can have the memory of another one. As in torch._inductor, each
+        # size that occurs in both sets counts once, however many buffers have it.
+        sizes_in_both = single_use_sizes(loop) & single_use_sizes(kernel)
+        reusable = sum(sizes_in_both)
         return shared > 0 and not is_far and reusable <= MAX_REUSE_RATIO * shared
 
     for index, kernel in enumerate(kernels):
@@ -275,11 +289,13 @@ def _place_in_order(ordered: list[PlannedKernel], kernel: PlannedKernel, freed_b
         index for index in range(after_inputs, end) if _share_a_loop(ordered[index], kernel)
     ]
     if same_loop:
+        # All inputs come before the first kernel of `same_loop`, so any place after it would be valid.
         place = same_loop[0] + 1
     elif input_indices and freed_bytes >= kernel.size_bytes:
         place = after_inputs
     else:
         place = end
+    # A kernel that does not belong to a loop over rows comes after that loop, not inside of it.
     while 0 < place < end and _splits_row_loop(ordered[place - 1], ordered[place], kernel):
         place += 1
     return place
@@ -289,19 +305,20 @@ def _delay_constants(in_graph_order: list[PlannedKernel]) -> list[PlannedKernel]
     """Move each kernel that reads nothing, such as zeros, directly before the first kernel that
     reads it, and return all kernels.
     """
-    constants = {
+    unplaced_constants = {
         kernel.name: kernel for kernel in in_graph_order if kernel.fusable and not kernel.reads
     }
     ordered = []
     for kernel in in_graph_order:
         # Names of arguments are integers; as texts they can be sorted together with other names.
         for name in sorted(map(str, kernel.reads)):
-            if name in constants:
-                ordered.append(constants.pop(name))
-        # A constant comes before its readers in the graph, so it still waits in `constants` here.
-        if kernel.name not in constants:
+            if name in unplaced_constants:
+                ordered.append(unplaced_constants.pop(name))
+        # A constant itself is skipped here. It comes before its readers in the graph, so it is not yet
+        # placed, and its first reader will place it.
+        if kernel.name not in unplaced_constants:
             ordered.append(kernel)
-    return [*ordered, *constants.values()]
+    return [*ordered, *unplaced_constants.values()]  # the last ones have no reader
 
 
 def _move_inputs_ahead(
@@ -322,36 +339,46 @@ def _move_inputs_ahead(
         begin = loop_ends.index(loop_end)
         end = loop_end + 1
         members = {other.name for other in ordered[begin:end]}
+        # The kernel's own inputs that the loop computes are left out: the kernel will follow them.
         needed = set(kernel.reads) - members
+        # Of the kernels after the loop, those that move ahead of it and those that stay after it. Both
+        # lists are in reverse order, because what a needed kernel reads is needed, too.
         ahead = list[PlannedKernel]()
         after = list[PlannedKernel]()
-        # This goes backwards, because what a needed kernel reads is needed, too.
         for other in reversed(ordered[end:]):
             if other.name in needed:
                 ahead.append(other)
                 needed |= other.reads
             else:
                 after.append(other)
-        if ahead and not needed & members:
-            ordered[begin:] = [*ahead[::-1], *ordered[begin:end], *after[::-1]]
+        # If a kernel in `ahead` reads a member, it cannot be moved ahead of the loop.
+        inputs_need_loop = not needed.isdisjoint(members)
+        if ahead and not inputs_need_loop:
+            ordered[begin:] = [*reversed(ahead), *ordered[begin:end], *reversed(after)]
             return
 
 
-def _share_a_loop(loop: PlannedKernel, kernel: PlannedKernel) -> bool:
-    """Return whether one loop computes both, because they go over equally many elements and have
-    a common input.
+def _share_a_loop(other: PlannedKernel, kernel: PlannedKernel) -> bool:
+    """Return whether one loop computes both kernels, because they go over equally many elements and
+    have a common input. Whether one reads the other's result is not asked here (see `_loop_ends`).
+
+    Args:
+        other: a kernel; the result is False if it is not fusable.
+        kernel: another kernel. Whether it is fusable is not checked here.
     """
-    has_common_input = not loop.reads.isdisjoint(kernel.reads)
-    return loop.fusable and loop.loop_elements == kernel.loop_elements and has_common_input
+    has_common_input = not other.reads.isdisjoint(kernel.reads)
+    return other.fusable and other.loop_elements == kernel.loop_elements and has_common_input
 
 
 def _splits_row_loop(before: PlannedKernel, after: PlannedKernel, kernel: PlannedKernel) -> bool:
     """Return whether a kernel between two others would split their loop over rows, because it does
     not belong to that loop.
 
-    Only on a GPU does a reduction over rows have such a loop. `predict.kernels` therefore counts the
-    elements of the rows as its `loop_elements` only for a GPU.
+    On a GPU, a reduction over rows (such as a norm's) and other kernels that read the same rows are
+    one loop over the elements of the rows. `predict.kernels` counts these elements as the reduction's
+    `loop_elements`. For a CPU it counts the results, so that there is no such loop.
     """
+    # A reduction over rows reads more elements than it writes.
     reduces_rows = before.loop_elements > before.output.numel()
     is_one_loop = reduces_rows and _share_a_loop(before, after)
     return is_one_loop and not _share_a_loop(after, kernel)

@@ -1,4 +1,4 @@
-"""Repeat a pass that ran out of device memory in a way that needs less; for any engine.
+"""Repeat a pass that ran out of device memory, and use less memory for it; for any engine.
 
 Neither smaller micro-batches nor recomputed blocks change a gradient (laws 2 and 3 in docs/laws.md), so
 the update stays the same.
@@ -96,7 +96,9 @@ class Retries:
         while True:
             try:
                 return work()
-            except (RuntimeError, InputRefused) as error:  # either may say that memory ran out
+            # The trial step wraps a module's error in an `InputRefused`, so either may say that memory ran
+            # out.
+            except (RuntimeError, InputRefused) as error:
                 if not out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
@@ -115,7 +117,7 @@ class Retries:
         # The cheapest change comes first: without CUDA graphs only launches cost more, fewer rows
         # cost some speed, and recomputed blocks add about a third to the computation.
         if capture.stop_replaying(step):
-            change = f"{capture.ONE_BY_ONE} from now on"
+            change = f"{capture.ONE_BY_ONE} from now on"  # "micro-steps are launched one by one"
         elif rows > 1:
             self.micro_batch = (rows + 1) // 2
             change = f"micro_batch is now {self.micro_batch}"
@@ -127,7 +129,8 @@ class Retries:
             )
         empty_cache(step.device)
         self.announce(f"out of memory at {rows_text(rows)}: {change}, the update stays the same")
-        # This comes last, because some parameters prepare for the next pass by the step's new scope.
+        # This comes last, because a streamed engine reads here whether the step is captured
+        # (`step.scope`), and `_recompute` undoes the capture and repeats it.
         step.parameters.begin_again()
 
     def _recompute(self, step: Step) -> bool:
@@ -139,11 +142,15 @@ class Retries:
         if not self._recomputes or step.remat in (Remat.Full(), Remat.Offload()):
             return False
         capture.uncapture(step)
-        # A streamed engine's last update may still be running (planes are the parameters' buffers).
+        # Planes are the buffers of parameters, gradients and moments. In a streamed engine, the last
+        # update of them may still be running, and has to end first. The weights are not changed here, so
+        # they need not be copied to the device again (`to_write=False`).
         step.parameters.wait_for_planes(to_write=False)
         try:
             recompute.apply_policy(step.model, Remat.Full())
         except UsageError:
+            # The model has no blocks that can be recomputed. The caller then raises OutOfDeviceMemory, so
+            # the step is not captured again.
             return False
         step.remat = Remat.Full()
         if self.captured:
