@@ -134,7 +134,9 @@ class CommandServer:
 
         Only with `figures=1` it draws figures, which take most of a small run's time, and writes
         long samples; with `page=1` it writes a run's page alone, as a run does that has no time for
-        more. Only with `memory=1` it measures the memory of an update after a run.
+        more. Only with `memory=1` it measures the memory of an update after a run. With `at_once=1` a
+        sweep finds that any number of members at once takes as long as one, and compiling no time, so
+        that a busy machine does not decide how it trains.
         `file_bytes` limits the size of its files, `reader=0` gives it a standard output that nobody
         reads any more, `modes=1` lets file modes bind it even as root, and `terminal=1` a terminal
         for both streams, whose text comes back as `out`.
@@ -175,6 +177,8 @@ def carry_out(case: dict[str, object]) -> None:
     import monograph.session.reporting
     import monograph.sweeps.progress
     from monograph.report.run_report import write_run_page
+    from monograph.run.progress import Progress
+    from monograph.sweeps.concurrency import TimedGroup, WidthTime
 
     os.chdir(str(case["folder"]))
     os.environ.update(case["env"])  # type: ignore[call-overload]
@@ -196,6 +200,14 @@ def carry_out(case: dict[str, object]) -> None:
     sys.stdout, sys.stderr = (os.fdopen(each, "w", 1, encoding, closefd=False) for each in (1, 2))
     if not case.get("memory"):
         monograph.commands.train.measure_memory = lambda session: None
+    if case.get("at_once"):
+        time_width = TimedGroup._time
+
+        def equally_fast(group: TimedGroup, width: int, progress: Progress) -> WidthTime:
+            time_width(group, width, progress)
+            return WidthTime(update_s=1.0, compile_s=0.0)
+
+        TimedGroup._time = equally_fast  # type: ignore[method-assign]
     if "file_bytes" in case:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (case["file_bytes"], resource.RLIM_INFINITY))  # type: ignore[arg-type]

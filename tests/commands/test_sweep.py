@@ -265,7 +265,9 @@ def test_members_that_cannot_win_are_stopped_and_change_no_other(
     server: CommandServer, here: Path
 ) -> None:
     """The others have the bits of a sweep in which none is stopped."""
-    done = server.run(here, "sweep", *PRUNED, "--prune", "0.2", "--out", "s", "--json", figures=0)
+    done = server.run(
+        here, "sweep", *PRUNED, "--prune", "0.2", "--out", "s", "--json", figures=0, at_once=1
+    )
     assert done.code == 0, done.err
     assert "prune     members that can hardly win are stopped after update 6 or 12" in done.err
     found = result(done.out)
@@ -276,7 +278,7 @@ def test_members_that_cannot_win_are_stopped_and_change_no_other(
     )
     assert "is among them with a probability of at most 20 %" in " ".join(done.err.split())
     assert [row["update"] for row in rows(here / "s/members/000")] == list(range(1, stopped[0] + 1))
-    assert server.run(here, "sweep", *PRUNED, "--out", "whole", figures=0).code == 0
+    assert server.run(here, "sweep", *PRUNED, "--out", "whole", figures=0, at_once=1).code == 0
     for index, update in enumerate(stopped):
         if update is None:
             one, other = (here / name / "members" / f"{index:03d}" for name in ("s", "whole"))
@@ -293,7 +295,9 @@ def test_killed_where_members_are_stopped_and_gone_on_with(
     server: CommandServer, here: Path, moment: str
 ) -> None:
     """Law 10: between the rows that say so, or soon after them."""
-    command = server.start(here, "sweep", *PRUNED, "--prune", "0.2", "--out", "s", figures=0)
+    command = server.start(
+        here, "sweep", *PRUNED, "--prune", "0.2", "--out", "s", figures=0, at_once=1
+    )
 
     def is_reached() -> bool:
         if moment == "stopped":
@@ -307,7 +311,7 @@ def test_killed_where_members_are_stopped_and_gone_on_with(
     done = server.run(here, "sweep", "--out", "s", "--json", figures=0)
     assert done.code == 0, done.err
     whole = server.run(
-        here, "sweep", *PRUNED, "--prune", "0.2", "--out", "whole", "--json", figures=0
+        here, "sweep", *PRUNED, "--prune", "0.2", "--out", "whole", "--json", figures=0, at_once=1
     )
     pairs = zip(result(done.out)["members"], result(whole.out)["members"], strict=True)
     for index, (ours, theirs) in enumerate(pairs):
