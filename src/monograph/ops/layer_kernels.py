@@ -6,8 +6,8 @@
     y = act(norm(x) Wg^T + ...) * (norm(x) Wu^T + ...)          `multiply_gated`
 
 The first two take a dense weight, in which several layers may lie one after another. The last two take
-up to three separate layers, such as query, key and value. Each of these may have an adapter (A, B and
-s), and their weights may be stored in 8 or 4 bits (`monograph.graph.frozen`).
+up to three separate layers, such as query, key and value. Each of these may have an adapter (LoRA: A, B
+and the factor s), and their weights may be stored in 8 or 4 bits (`monograph.graph.frozen`).
 
 **Kernels.** One launch of `_multiply` computes any of the four. If a layer has an adapter, a launch of
 `_project_down` comes before it.
@@ -30,7 +30,8 @@ with a bank of adapters have such tiles, too. All other products, and all in fp3
 **A bank of adapters** (`monograph.decode.adapter_bank`) lets each row have its own adapter. The row's
 *slot* says which one; slot 0 means none. A program computes the rows of one adapter together and leaves
 the other rows of its tile as they are. So an adapter is read once for all its rows in a tile, and an
-adapter with NaN changes its own rows only. If adapters have magnitudes (DoRA, g = m / norm), then
+adapter with NaN changes its own rows only. With DoRA an adapter also has a magnitude m for each column of
+y. The column is scaled by g, which is m divided by the length of the column's row of W + s B A:
 
     y = norm(x) W^T + b + (g - 1) (norm(x) W^T) + s (norm(x) A^T) (g B)^T
 
@@ -81,7 +82,7 @@ _MAX_SPLITS = 16  # ranges of the channels, each with a program, for one x A^T
 def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
     """Return act(gate) * up; both are rounded first, as two linear layers would round them."""
     gate_RO = gate_RO.to(dtype).to(tl.float32)
-    if GELU:  # by its tanh approximation
+    if GELU:  # by its tanh approximation, with sqrt(2 / pi) = 0.797...
         inner_RO = 0.7978845608028654 * (gate_RO + 0.044715 * gate_RO * gate_RO * gate_RO)
         activated_RO = gate_RO / (1 + tl.exp(-2 * inner_RO))
     else:
@@ -91,7 +92,10 @@ def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
 
 @triton.jit
 def _of_layer(layer, of_0, of_1, of_2, LAYERS: tl.constexpr):
-    """Return the pointer or number of one of LAYERS layers, whose index is known only at run time."""
+    """Return that of `of_0`, `of_1` and `of_2` which belongs to the layer with the index `layer`.
+
+    They are pointers or numbers. A kernel cannot index a list by a number that it learns at run time.
+    """
     chosen = of_0
     if LAYERS > 1:
         chosen = tl.where(layer == 1, of_1, chosen)
