@@ -92,7 +92,7 @@ class Settings(BaseModel):
 
     @property
     def programs(self) -> list[str]:
-        """Return the values that name a function in a Python file."""
+        """Return the values that name a function in a Python file, such as FILE.py:FUNCTION."""
         return programs_in(self.values())
 
     def vouching(self, digests: Mapping[str, str]) -> "Settings":
@@ -108,16 +108,19 @@ class Settings(BaseModel):
             values |= {f"{name}.{key}": value for key, value in section}
         return values
 
-    def said(self, key: str) -> str:
-        """Return the beginning of a message about a key: "run.toml:7: train.seed = 3"."""
+    def quoted(self, key: str) -> str:
+        """Return a key as a message quotes it: its origin, its name and its value.
+
+        For example "run.toml:7: train.seed = 3".
+        """
         return f"{self.origins.get(key, 'default')}: {key} = {self.as_written(key)}"
 
     def as_written(self, key: str) -> str:
         """Return a key's value as a person wrote it, or as Python writes it if no person did."""
         return self.written.get(key) or str(self.values()[key])
 
-    def pinned(self) -> dict[str, Any]:
-        """Return the values that were set, without defaults."""
+    def given_values(self) -> dict[str, Any]:
+        """Return the values that were set, by key, without defaults."""
         return {key: value for key, value in self.values().items() if key in self.origins}
 
     def resolve(self, values: Mapping[str, Any], origin: str) -> "Settings":
@@ -141,7 +144,7 @@ class Settings(BaseModel):
             sets_a_key = not checked.keys().isdisjoint(group)
             if sets_a_key:
                 unset |= set(group) - checked.keys()
-        kept = {key: value for key, value in self.pinned().items() if key not in unset}
+        kept = {key: value for key, value in self.given_values().items() if key not in unset}
         origins = {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin)
         written = {
             key: text for key, text in self.written.items() if key in kept and key not in checked
