@@ -121,17 +121,17 @@ def calls_expression(
     any_call = Alternation(tuple(builder.call(name, schema) for name, schema in calls.functions))
     calls_and_closing: list[Expression] = [any_call]
     if calls.parallel and frame["between"] is not None:
-        further_call = concatenation(builder.literal(frame["between"]), any_call)
+        further_call = concatenation(builder.literal_of(frame["between"]), any_call)
         calls_and_closing.append(Repetition(further_call, 0, None))
-    calls_and_closing.append(builder.literal(frame["closing"]))
+    calls_and_closing.append(builder.literal_of(frame["closing"]))
     if calls.must_call:
-        return concatenation(builder.literal(frame["opening"]), *calls_and_closing)
+        return concatenation(builder.literal_of(frame["opening"]), *calls_and_closing)
     # After the trigger calls must follow, so an answer without calls has no trigger.
     trigger = builder.bytes_of(frame["trigger"])
     without_calls = text_without(trigger, alphabet, anywhere=frame["follows_text"])
     with_calls = concatenation(
         text_up_to(trigger, alphabet, anywhere=frame["follows_text"]),
-        builder.literal(frame["after_trigger"]),
+        builder.literal_of(frame["after_trigger"]),
         *calls_and_closing,
     )
     return Alternation((without_calls, with_calls))
@@ -182,10 +182,10 @@ class _CallBuilder:
             if isinstance(part, Mapping):
                 expressions.append(expression_of_hole[part["hole"]])
             else:
-                expressions.append(self.literal([part]))
+                expressions.append(self.literal_of([part]))
         return concatenation(*expressions)
 
-    def literal(self, parts: Sequence[Part]) -> Expression:
+    def literal_of(self, parts: Sequence[Part]) -> Expression:
         """Return an expression for parts without holes."""
         return literal(self.bytes_of(parts))
 

@@ -18,8 +18,8 @@ computes all blocks of its row and head. Otherwise it has a program for each blo
 finishes last adds up the sums of all blocks.
 
 **A row's bits do not depend on the other rows**, nor on how the blocks are shared among programs. A
-product always has a tile of 16 rows, and rows beyond the batch are zeros, so the terms of a row's sums
-are always added in the same order. Attention begins with the new token, sums each block of the cache by
+product with a dense weight always has tiles of 16 rows, and rows beyond the batch are zeros, so the terms
+of a row's sums are always added in the same order. Attention begins with the new token, sums each block of the cache by
 itself, and adds the blocks' sums one by one, from the first block to the last. A block that the row does
 not see adds nothing.
 
@@ -156,8 +156,9 @@ def _attend(
     one knows that it is the last.
 
     Heads are loaded as two halves of F channels, which rotation mixes: q1 has the first half of the
-    queries and q2 the second, and likewise k1 and k2, v1 and v2, sum1 and sum2. SINKS: heads have sinks.
-    WINDOW: a query sees only `window` positions.
+    queries and q2 the second, and likewise k1 and k2, v1 and v2, sum1 and sum2. SINKS: each query head has a
+    sink, a score without a value that takes part in the softmax. WINDOW: a query sees only `window`
+    positions.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     own_block = tl.program_id(2)  # the block of this program, if each block has one
