@@ -43,18 +43,18 @@ class _TensorLocation(NamedTuple):
         name: the tensor's name in the whole module. A tied tensor has several locations, all with the
             name of the first one.
         owner: the submodule that has the tensor.
-        kind: the owner's dictionary: "_parameters" or "_buffers".
+        dictionary_name: the owner's attribute that has the tensor: "_parameters" or "_buffers".
         key: the tensor's key in that dictionary.
     """
 
     name: str
     owner: nn.Module
-    kind: str
+    dictionary_name: str
     key: str
 
     def dictionary(self) -> dict[str, Any]:
         """Return the owner's dictionary that has the tensor."""
-        tensors: dict[str, Any] = getattr(self.owner, self.kind)
+        tensors: dict[str, Any] = getattr(self.owner, self.dictionary_name)
         return tensors
 
 
@@ -183,8 +183,10 @@ class MemberCaller:
             for owner, key in self._hook_attributes:
                 setattr(owner, key, None)
             leaves, spec = tree_flatten(outputs)
-            plain_leaves = [leaf if isinstance(leaf, _PLAIN) else _TENSOR for leaf in leaves]
-            structure[:] = [spec, plain_leaves]
+            leaves_without_tensors = [
+                leaf if isinstance(leaf, _PLAIN) else _TENSOR for leaf in leaves
+            ]
+            structure[:] = [spec, leaves_without_tensors]
             return [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
 
         def call_all() -> Any:
@@ -233,7 +235,7 @@ class MemberCaller:
         return {
             location.name: location.dictionary()[location.key]
             for location in (*self._module_locations, *self._loss_locations)
-            if location.kind == "_buffers" and location.name not in self._shared_names
+            if location.dictionary_name == "_buffers" and location.name not in self._shared_names
         }
 
     def _call_with(self, tensors: Tensors, function: Function, *inputs: object) -> Any:
@@ -518,12 +520,12 @@ def _tensor_locations(modules: list[tuple[str, nn.Module]]) -> list[_TensorLocat
     """Return the locations of all parameters, then of all buffers, of (path, module) pairs."""
     locations = []
     names = dict[int, str]()  # by the tensor's identity
-    for kind in ("_parameters", "_buffers"):
+    for dictionary_name in ("_parameters", "_buffers"):
         for path, owner in modules:
-            for key, tensor in getattr(owner, kind).items():
+            for key, tensor in getattr(owner, dictionary_name).items():
                 if tensor is not None:
                     name = names.setdefault(id(tensor), f"{path}.{key}".lstrip("."))
-                    locations.append(_TensorLocation(name, owner, kind, key))
+                    locations.append(_TensorLocation(name, owner, dictionary_name, key))
     return locations
 
 
