@@ -25,7 +25,7 @@ class LosslessCheck:
         added: the ids of its added tokens that are not special.
         engine: the library's tokenizer for a text at the beginning of a document; it encodes the
             letters of special tokens as text.
-        inner: the library's tokenizer for a text that follows other text.
+        engine_inside: the library's tokenizer for a text that follows other text.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class LosslessCheck:
         checked: CheckedTokenizer,
         added: Collection[int],
         engine: tokenizers.Tokenizer,
-        inner: tokenizers.Tokenizer,
+        engine_inside: tokenizers.Tokenizer,
     ) -> None:
         self._checked = checked
         self._engine = engine
-        self._inner = inner
+        self._engine_inside = engine_inside
         # In a byte-level vocabulary each letter stands for a byte. So the letters of an added token may
         # be read as bytes: the token is then decoded to other text than its own, or merges produce it
         # from other text.
@@ -73,7 +73,7 @@ class LosslessCheck:
         )
         if not character_fault and has_no_suspects:
             return ""
-        engine = self._inner if inside else self._engine
+        engine = self._engine_inside if inside else self._engine
         encoded = engine.encode(text, add_special_tokens=False)
         for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
             if token_id in self._special_from_text:
