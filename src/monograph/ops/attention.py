@@ -310,7 +310,7 @@ BLOCK = 128  # slots of a cache's block
 MIN_BLOCK = 16  # slots of a block of a cache for short texts
 
 
-def block_of(slots: int) -> int:
+def slots_per_block(slots: int) -> int:
     """Return the number of slots in a block of a cache with at most `slots` slots.
 
     Caches for short texts have smaller blocks.
@@ -380,24 +380,24 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     """
     query_BHTE, key_BKSE, value_BKSE = heads
     key_heads, keys = key_BKSE.shape[1:3]
-    block = block_of(keys)
-    blocks = -(-keys // block)  # rounded up
-    padding = blocks * block - keys
+    block_slots = slots_per_block(keys)
+    blocks = -(-keys // block_slots)  # rounded up
+    padding = blocks * block_slots - keys
     # Keys and values get the axes of a cache, [N, B, K, C, E], since decoding multiplies them so and the
     # bits of a product may depend on the layout.
     keys_NBKCE, values_NBKCE = (
-        F.pad(each, (0, 0, 0, padding)).unflatten(2, (blocks, block)).movedim(2, 0)
+        F.pad(each, (0, 0, 0, padding)).unflatten(2, (blocks, block_slots)).movedim(2, 0)
         for each in (key_BKSE, value_BKSE)
     )
     # The softmax of a query that sees no key would be NaN. Such a query computes with all keys, and
     # its result is replaced by zeros, which have no gradient.
     sees_nothing = ~mask.any(dim=-1, keepdim=True)
     padded_mask = F.pad(mask | sees_nothing, (0, padding))
-    blocks_of_mask = padded_mask.unflatten(3, (blocks, block)).movedim(3, 0)  # [N, B, H, T, C]
+    mask_NBHTC = padded_mask.unflatten(3, (blocks, block_slots)).movedim(3, 0)
     # A mask of all heads is the same for each key-value head, so K's axis keeps the size 1.
     mask_heads = 1 if mask.shape[1] == 1 else key_heads
     groups = query_BHTE.shape[1] // key_heads
-    is_visible_NBKGTC = blocks_of_mask.expand(-1, -1, mask_heads * groups, -1, -1).unflatten(
+    is_visible_NBKGTC = mask_NBHTC.expand(-1, -1, mask_heads * groups, -1, -1).unflatten(
         2, (mask_heads, groups)
     )
     is_visible_NBKMC = is_visible_NBKGTC.flatten(3, 4).contiguous()

@@ -276,9 +276,9 @@ def _chunk_gradients(
     if is_traced:
         losses_C, grad_CV = _traced_gradients(hidden_CD, head, targets_C, mask_C.dtype, differences)
     else:
-        block = block_rows(device_type, head.weight_VD.shape[0])
+        block_size = block_rows(device_type, head.weight_VD.shape[0])
         losses_C, grad_CV = _eager_gradients(
-            hidden_CD, head, targets_C, mask_C.dtype, differences, block
+            hidden_CD, head, targets_C, mask_C.dtype, differences, block_size
         )
     grad_CD = head.hidden_gradient(grad_CV)
     if differences is not None:
@@ -343,18 +343,19 @@ def _eager_gradients(
     targets_C: Tensor,
     dtype: torch.dtype,
     differences: ReplacementRows | None,
-    block: int,
+    block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], as `_traced_gradients` does.
 
-    The logits are overwritten, those of `block` tokens at a time, because on a CPU the allocation of
+    The logits are overwritten, those of `block_size` tokens at a time, because on a CPU the allocation of
     a new [C, V] tensor takes longer than the arithmetic.
     """
     logits_CV = head.logits(hidden_CD)
     if differences is not None:
         logits_CV = _add_differences(logits_CV, hidden_CD, differences)
     losses: list[Tensor] = []
-    for logits_RV, targets_R in zip(logits_CV.split(block), targets_C.split(block), strict=True):
+    blocks = zip(logits_CV.split(block_size), targets_C.split(block_size), strict=True)
+    for logits_RV, targets_R in blocks:
         log_softmax_RV = logits_RV.to(dtype).log_softmax(-1)
         target_R1 = targets_R.unsqueeze(-1)
         losses_R1 = -log_softmax_RV.gather(-1, target_R1)
@@ -493,7 +494,7 @@ class _MembersLoss(torch.autograd.Function):
             needed_chunks(members * tokens, len(weight_VD), device_type),
         )
         head = HeadWeight(weight_VD.to(hidden_MND.dtype))
-        block = block_rows(device_type, len(weight_VD))
+        block_size = block_rows(device_type, len(weight_VD))
         losses: list[Tensor] = []
         hidden_grads: list[Tensor] = []
         pieces = _split(
@@ -501,7 +502,7 @@ class _MembersLoss(torch.autograd.Function):
         )
         for hidden_CD, targets_C, mask_C in pieces:
             losses_C, grad_CV = _eager_gradients(
-                hidden_CD, head, targets_C, mask_C.dtype, None, block
+                hidden_CD, head, targets_C, mask_C.dtype, None, block_size
             )
             losses.append(losses_C * mask_C)
             hidden_grad_CD = head.hidden_gradient(grad_CV)
