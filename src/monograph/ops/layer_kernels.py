@@ -196,8 +196,9 @@ def _project_down(
         slot = tl.load(slots + row).to(tl.int32)
         is_own_R = slot_R == slot
         # Rows beyond the last one have slot 0, so they are not among a program's own.
+        has_adapter = slot > 0
         first_own_row = tl.min(tl.where(is_own_R, row_R, row_count), 0)
-        is_needed = (slot > 0) & (first_own_row == row)
+        is_needed = has_adapter & (first_own_row == row)
         # `a` has the slots one after another, each of RANK rows.
         first_rank = slot * RANK
     else:
