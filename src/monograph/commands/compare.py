@@ -60,8 +60,8 @@ class _Side:
     Attributes:
         name: the name that the user gave.
         models: the models: one for each seed of a sweep's best setting, otherwise one.
-        knobs: the setting in which the models differ, {"seed": seed} for each; empty if there is
-            only one model. `compare_on` pairs the models of two sides by this.
+        knobs: the seed of each model as a setting, {"seed": seed}; empty if there is only one model.
+            `compare_on` pairs the models of two sides that have equal settings.
         tokens_per_s: the training speed; None if it was not measured, or if members of a sweep
             trained at the same time.
         runs: the run of each model; empty for a model's folder and for a mixture.
@@ -201,9 +201,8 @@ def _open_side(name: str) -> _Side:
         if is_file(folder / SWEEP):
             runs_by_seed = seeds_of_best(folder)
         else:
-            runs_by_seed = {
-                0: Run.open(name)
-            }  # a single run is not paired by its seed, so any will do
+            # A single run is not paired with others by its seed, so any number will do.
+            runs_by_seed = {0: Run.open(name)}
         models = [load_from_run(run, warn) for run in runs_by_seed.values()]
     else:
         models = [load_from_folder(name, warn)]
@@ -299,8 +298,9 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
     text_of_first = first.models[0].own_text_arguments
     side_reading = model.reading
     if not side.has_own_text:
-        # Such a side does not record how to read text. Its rows must not be longer than the number of
-        # the model's positions, nor than the rows of the others.
+        # Such a side does not record how to read text, so its text is read as that of another side. Its
+        # rows must not be longer than the number of the model's positions, nor than the rows of the others.
+        # `reading` is {} if no side has a text of its own.
         readings = [each for each in (model.reading, reading) if each]
         length = min(int(each["sequence_length"]) for each in readings)
         side_reading = reading | {"sequence_length": length}
@@ -330,7 +330,9 @@ def _compare_answers_to_questions(
 ) -> _Result:
     """Measure the share of questions that each side answers correctly."""
     questions = read_questions(data)
-    answers_of_sides: list[dict[Hashable, list[ChoiceMarks]]] = []  # answers by seed
+    answers_of_sides: list[
+        dict[Hashable, list[ChoiceMarks]]
+    ] = []  # for each side its answers by seed
     accuracies = []
     for side in sides:
         # A side with one model has no seeds, and any will do.
@@ -380,7 +382,7 @@ def _difference_line(first: _Side, side: _Side, comparison: Comparison, document
 def _pairs_text(comparison: Comparison, documents: int) -> str:
     """Return how many pairs of measurements the difference is made from, and what a pair is."""
     n = comparison.difference.n
-    if comparison.paired_by == "document" and n < documents:
+    if comparison.paired_by == "document" and n < documents:  # of many documents, some are one pair
         return f"{n} groups of documents"
     return counted(n, comparison.paired_by)
 

@@ -32,13 +32,13 @@ from monograph.text.template import Message
 from monograph.text.tokenizer import Tokenizer
 
 PromptContent = str | list[Message]
-# Names of flags of the command that are not options of `Sampling`, so that --sampler refuses them.
+# Flags of the command that are not options of `Sampling`. --sampler refuses them with a hint.
 _FLAGS = (
     *("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json"),
     *("adapter", "use"),
 )
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
-# The types whose values are written as they are, with the words for them in messages. Values of all
+# The types whose values a user writes as they are, with the words for them in messages. Values of all
 # other types are written as JSON.
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "a text"}
 # The type of each option of `Sampling`, which is that of its default. An option whose default is None
@@ -116,9 +116,9 @@ def prompts_in_file(
 
     In a file of JSON lines, each line is an object with the key `prompt` or, in a chat, `messages`.
     If there are adapters, `adapter` is the name of one. The object's other keys are options of
-    `Sampling` for this prompt. `order`, the order of filters, is
-    not allowed, because all texts that are written together have the same order. In a file of any other
-    kind each line is a prompt. Empty lines are skipped.
+    `Sampling` for this prompt. `order`, the order of filters, is not allowed, because all texts that are
+    written together have the same order. In a file of any other kind each line is a prompt. Empty lines
+    are skipped.
 
     A file has JSON lines if its name ends with .jsonl, or if its first line that is not empty is an
     object with `prompt` or `messages`.
@@ -199,13 +199,13 @@ def _replace_options(sampling: Sampling, values: dict[str, Any]) -> Sampling:
     Raises:
         UsageError: a value is impossible.
     """
-    bias = values.get("logit_bias")
-    if isinstance(bias, dict):
+    biases = values.get("logit_bias")
+    if isinstance(biases, dict):
         bias_by_id = {}
-        for key, value in bias.items():
-            # `Sampling` refuses a key that is not an id.
+        for key, bias in biases.items():
+            # A key that is not an id stays a string, which `Sampling` refuses.
             is_id = re.fullmatch("0|[1-9][0-9]{0,17}", key)
-            bias_by_id[int(key) if is_id else key] = value
+            bias_by_id[int(key) if is_id else key] = bias
         values = {**values, "logit_bias": bias_by_id}
     return replace(sampling, **values)
 
@@ -273,8 +273,9 @@ def _read_at_least(file: BinaryIO, min_bytes: int) -> bytes:
 
     The file is read in pieces, because a single `read` would allocate memory for all `min_bytes`.
     """
+    max_pieces = math.ceil(min_bytes / _PIECE_BYTES)
     pieces = iter(lambda: file.read(_PIECE_BYTES), b"")  # until the end of the file
-    return b"".join(itertools.islice(pieces, math.ceil(min_bytes / _PIECE_BYTES)))
+    return b"".join(itertools.islice(pieces, max_pieces))
 
 
 class GenerateOptions(NamedTuple):
@@ -378,18 +379,19 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
         raise UsageError(
             f"--use {options.use}: expected {', '.join([*folders, BASE])}, a name that --adapter gives"
         )
-    network, tokenizer = load_with_tokenizer(run, warn)
-    base = AdapterBase(network, tokenizer)
-    stored = {name: base.read(folder, warn) for name, folder in folders.items()}
+    model, tokenizer = load_with_tokenizer(run, warn)
+    base = AdapterBase(model, tokenizer)
+    stored_adapters = {name: base.read(folder, warn) for name, folder in folders.items()}
     end_ids = [tokenizer.eos_id]
     if options.chat:
-        end_ids = list(stop_ids(tokenizer, network.config.eos_token_ids))
-    network.to(default_device())
-    if stored:
-        install(network, stored)
-    adapter = options.use or next(iter(stored), BASE)
+        end_ids = list(stop_ids(tokenizer, model.config.eos_token_ids))
+    model.to(default_device())
+    if stored_adapters:
+        install(model, stored_adapters)
+    first_adapter = next(iter(stored_adapters), BASE)
+    adapter = options.use or first_adapter
     stop: list[str | int] = [*options.stop, *end_ids]
-    return ReadyModel(network, tokenizer, sampling, stop, None, options, adapter)
+    return ReadyModel(model, tokenizer, sampling, stop, None, options, adapter)
 
 
 def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> ReadyModel:
@@ -405,7 +407,7 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
         UsageError: the constraint would differ from prompt to prompt.
     """
     for kind, value in model.options.constraints.items():
-        if value is None:
+        if value is None:  # all but one are None
             continue
         if isinstance(value, Path):
             value = _read_text(value, "--json-schema", LARGEST_SCHEMA_BYTES)
@@ -413,11 +415,11 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
             for choice in value:
                 change = model.tokenizer.describe_change(choice)
                 if change:
-                    # The tokenizer cannot give back this text. To leave the choice out would be
-                    # another question, so the command is refused.
+                    # The tokenizer changes this text, so the model cannot write it. The command is
+                    # refused: without this choice the model would be asked another question.
                     raise InputRefused(f"--choice: {change}")
         end_ids = [end for end in model.stop if not isinstance(end, str)]
-        lead = _lead_bytes(model, prompts)  # what the tokenizer puts before a completion
+        lead = _lead_bytes(model, prompts)
         automaton = constraint(kind, value, model.tokenizer.pieces, end_ids, lead)
         model = model._replace(constraint=automaton)
     return model
@@ -471,10 +473,10 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
 
 
 def _lead_bytes(model: ReadyModel, prompts: Sequence[PromptRequest]) -> bytes:
-    """Return the bytes that the tokenizer puts before a completion: a space, or nothing.
+    """Return the bytes that the tokenizer puts before a completion, which are no part of it.
 
-    Some tokenizers put a space before the first text of a document, and before a text that follows
-    certain special tokens. Decoding removes it again (`strips_space`).
+    They are a space or nothing. Some tokenizers put a space before the first text of a document, and
+    before a text that follows certain special tokens. Decoding removes it again (`strips_space`).
 
     Raises:
         UsageError: the bytes differ from prompt to prompt.
@@ -524,7 +526,7 @@ def _print_text(
         is_constrained: whether there is a constraint. If so, a completion that reached max_tokens
             was cut before it satisfied the constraint, and a warning says so.
     """
-    last_number = -1  # the completion that the piece before belongs to
+    last_number = -1  # of the completion that the last piece belonged to
     for piece in generation.stream():
         if piece.number != last_number:
             separator = "\n" if last_number >= 0 else ""

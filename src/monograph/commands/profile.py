@@ -308,7 +308,7 @@ def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
         climbs.append(Climb(rung, base, outcome))
         if isinstance(outcome, str):
             progress.line("", f"not here: {outcome}")
-        elif rung.base is None:
+        elif rung.base is None:  # a rung that names its base is not changed by later ones
             variants[rung.name] = rung.applied_to(base_variant)
     warn_if_busy(progress)
     return climbs

@@ -16,7 +16,7 @@ from monograph.run.run_index import CONFIG, SWEEP, folders_with_lock, json_objec
 from monograph.storage.reading import contents, entries, exists, is_file, open_input, parse_json
 from monograph.terminal import shell_words
 
-# Of a run's metrics, which may be long, only this many bytes are read at the beginning and at the end.
+# A run's metrics may be long, so only this many bytes are read at their beginning and at their end.
 PIECE_BYTES = 1 << 16
 # The states of a run.
 FINISHED = "finished"
@@ -80,8 +80,8 @@ class ListedRun(NamedTuple):
         updates: the number of updates after which it ends; None if that is not known yet.
         resume: the command that continues it; "" if it cannot be continued.
         fault: what is damaged.
-        comparable_if_equal: what its result depends on besides the model. Two results can be
-            compared if this is equal.
+        comparable_if_equal: the conditions of its result, such as the data that it was measured on. Two
+            runs can be compared if their conditions are equal.
     """
 
     folder: Path
@@ -125,8 +125,9 @@ def list_runs(root: Path, kinds: Sequence[RunKind]) -> list[ListedRun]:
 
 
 def best_runs(runs: Sequence[ListedRun]) -> set[Path]:
-    """Return the folders of the best runs: one of each group of comparable runs, unless it is the
-    only one in its group.
+    """Return the folders of the best runs: one of each group of comparable runs.
+
+    A group of a single run has no best one.
     """
     groups: dict[tuple[Any, ...], list[ListedRun]] = {}
     for run in runs:
@@ -338,8 +339,9 @@ def _data(config: Mapping[str, Mapping[str, Any]]) -> str:
 def _result_conditions(
     kind: RunKind, config: Mapping[str, Mapping[str, Any]], measure: Measure | None
 ) -> tuple[str, ...]:
-    """Return what results of this kind depend on besides the model: the text and, for nats per
-    token, the tokenizer.
+    """Return the conditions of a result; see `ListedRun.comparable_if_equal`.
+
+    They are the text, for nats per token the tokenizer, and what the kind of run adds.
     """
     data = config.get("data", {})
     conditions = [kind.name, str(data.get("source")), str(data.get("held_out"))]

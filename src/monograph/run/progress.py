@@ -2,7 +2,8 @@
 
 A stage is a piece of work with a name, such as "compile". It is shown as one line. The training of
 a run, or of a sweep, is shown as a bar with figures, a curve or a table. On a terminal, what runs
-now is redrawn in place. Elsewhere plain lines are printed.
+now is redrawn in place, in the *region* at the bottom of the screen. Elsewhere plain lines are printed.
+`monograph.run.screen` does both.
 """
 
 from __future__ import annotations
@@ -104,11 +105,13 @@ class Progress:
 
     @contextmanager
     def watched(self, watch: Callable[[str], None]) -> Iterator[None]:
-        """Call a function at each `RunningStage.report` of stages that begin in the `with` block.
+        """Call a function each time that a stage reports how far it is, for stages in the `with` block.
+
+        So a run whose time is limited can notice during a long stage that its time is over.
 
         Args:
-            watch: gets the stage's text and what was reported. It may raise an error, which then
-                ends the stage's work.
+            watch: gets the stage's text and what was reported (`RunningStage.report`). It may raise an
+                error, which then ends the stage's work.
         """
         former_watch = self._watch
         self._watch = watch
@@ -231,6 +234,7 @@ class _Display:
         self._note = ""
         self._start_s = monotonic()
         self._outcome = ""  # words before the elapsed time, as in `RunningStage.outcome`
+        # On a terminal the region is redrawn. Elsewhere the status is printed if the state has changed.
         self._live = screen.live(
             region=self._region,
             status=self._plain_line,
@@ -333,9 +337,10 @@ class TrainingBlock(_Display):
         updates: number of updates of the whole run.
         tokens: number of tokens of the whole run, as estimated. It scales the curve until the first
             point says how many tokens an update has.
-        yardsticks: {name: value} of levels that are drawn with the curve.
+        yardsticks: {name: value} of levels that are drawn with the curve for comparison, such as what
+            simple models of text reach.
         start: the update after which this process continues the run.
-        measure: the name of the values of the curve.
+        measure: the name of what the curve shows, such as "bits/byte".
     """
 
     def __init__(
@@ -434,10 +439,9 @@ class TrainingBlock(_Display):
 
     def _time(self) -> str:
         time = super()._time()
+        # Before the first update the time that is left is unknown, so `time` is the elapsed time.
         if self._done == self._done_before and not self._outcome:
-            time += (
-                " so far"  # `time` is the elapsed time, since no update tells how long one takes
-            )
+            time += " so far"
         return time
 
     def _curve(self, room: int = _CURVE_ROWS) -> list[Text]:
@@ -513,7 +517,10 @@ class SweepDisplay(_Display):
         self._figures = figures
 
     def resume(self, units: int) -> None:
-        """Report that `units` more units of work were done by an earlier process."""
+        """Report that `units` more units of work were done by an earlier process.
+
+        They count as done, but not for the speed of this process.
+        """
         self._done += units
         self._done_before += units
 

@@ -83,7 +83,10 @@ class Expected:
 
 
 def number_within(allowed: Range) -> PlainValidator:
-    """Return a validator that refuses all values but the numbers in a range."""
+    """Return a validator that refuses all values but the numbers in a range.
+
+    It is also that of fields whose default is None: a field that is missing or null is not validated.
+    """
     bounds = Field(ge=allowed.low, le=allowed.high)
 
     def check(value: object, info: ValidationInfo) -> Any:
@@ -176,15 +179,15 @@ def _are_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
-_PROMPT_COUNT = Field(min_length=1, max_length=MAX_PROMPTS)
+_PROMPT_COUNT_LIMITS = Field(min_length=1, max_length=MAX_PROMPTS)
 PromptsField = Annotated[
     list[str | list[int]],
     PlainValidator(
         _check_prompts,
         json_schema_input_type=str
         | TokenIds
-        | Annotated[list[str], _PROMPT_COUNT]
-        | Annotated[list[TokenIds], _PROMPT_COUNT],
+        | Annotated[list[str], _PROMPT_COUNT_LIMITS]
+        | Annotated[list[TokenIds], _PROMPT_COUNT_LIMITS],
     ),
 ]
 
