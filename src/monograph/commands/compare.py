@@ -110,7 +110,7 @@ class _Result:
 
     Attributes:
         scores: for each side, bits per byte or the share of correctly answered questions.
-        comparisons: the comparison of each other side with the first.
+        comparisons: for each side but the first, its comparison with the first.
         documents: number of documents of the text; 0 for questions.
         accuracies: the accuracy of each side's first model; empty for text.
     """

@@ -41,8 +41,7 @@ _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
 # The types whose values a user writes as they are, with the words for them in messages. Values of all
 # other types are written as JSON.
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "a text"}
-# The type of each option of `Sampling`, which is that of its default. An option whose default is None
-# is a whole number.
+# The type of each option of `Sampling`: that of its default, or int if its default is None.
 _OPTION_TYPES = {
     name: type(value) if value is not None else int for name, value in vars(Sampling()).items()
 }

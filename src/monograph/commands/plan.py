@@ -123,7 +123,7 @@ def _plan(run_to_plan: RunToPlan, target: Device, limits: Limits, json: bool) ->
     run_plan = resolve(run_to_plan.settings, target, will_build=False)
     job = run_plan.job
     objective = job.objective
-    # The embedding rows without those of new tokens.
+    # The number of rows of the embedding before rows for new tokens are added.
     vocabulary_rows = shape_of(run_plan).vocab_size
     new_tokens = job.tokens.compare_if_readable()
     config = shape_of(run_plan, new_tokens)

@@ -44,8 +44,8 @@ _SHADES = {
     "loss head": "h",
     "workspace": "w",
     # The last three exist only in streamed ways.
-    "slots": "s",  # for the weights and gradients of the stages that are on the device just now
-    "staging buffers": "t",  # for the pieces that the device updates just now
+    "slots": "s",  # for the weights and gradients of the stages that are on the device at the moment
+    "staging buffers": "t",  # for the pieces that the device updates at the moment
     "boundaries": "b",  # the tensors that pass from one stage to the next
 }
 # How frozen weights are stored, by `Lora.base`. "auto" stores them in the bits of the computation:

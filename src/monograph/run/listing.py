@@ -263,7 +263,7 @@ def _row(line: bytes) -> dict[str, Any]:
 def _kind(
     config: Mapping[str, Mapping[str, Any]], first_row: Mapping[str, Any], kinds: Sequence[RunKind]
 ) -> RunKind:
-    """Return a run's kind: that of `kinds` whose key it has, or else CONVERSATIONS or TEXTS."""
+    """Return a run's kind: the one of `kinds` whose key is in config.toml, or CONVERSATIONS or TEXTS."""
     for kind in kinds:
         if kind.key and _config_value(config, kind.key) is not None:
             return kind

@@ -202,7 +202,7 @@ def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
     for update, (losses, norms, tokens, skipped) in zip(updates, numbers, strict=True):
         if isinstance(update.lr, tuple):  # an ensemble has a learning rate for each member
             rates = update.lr
-            times = {}  # not written: they are those of all members together
+            times = {}  # not written, because all members are trained together
         else:
             rates = (update.lr,) * len(losses)
             times = seconds(update.marks)  # of each part of the update, such as "optimizer_s"

@@ -246,9 +246,9 @@ def _load_run_unmerged(
             "`monograph evaluate` scores it, and Python loads it"
         )
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
-    # Without adapters the checkpoint has all weights, also those of a Llama that a user's Python file
-    # has built, which is not run here. If such a Llama has adapters, the checkpoint has only these, so
-    # `_restore_llama` refuses it.
+    # Without adapters the checkpoint has all weights, even if a user's Python file has built the Llama.
+    # The file is not run here. So if its Llama has adapters, the base is missing: the checkpoint has only
+    # the adapters, and `_restore_llama` refuses it.
     if recipe.lora is None or recipe.code:
         model = _restore_llama(run, checkpoint)
         model.sampling = checkpoint.state.get("sampling") or {}

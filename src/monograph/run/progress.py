@@ -56,7 +56,7 @@ def _with_label(label: str, text: str) -> Text:
 
 
 def _with_label_first(label: str, lines: Sequence[str]) -> list[Text]:
-    """Return lines of which the first has the label; the column of the others is empty."""
+    """Return lines with an empty column at the left, in which the first line has the label."""
     return [_with_label(label if i == 0 else "", line) for i, line in enumerate(lines)]
 
 
@@ -330,7 +330,7 @@ class TrainingBlock(_Display):
     """A context manager that shows a run's bar, its held-out curve, and texts that the model wrote.
 
     On a terminal it is redrawn in place, and its last state stays. Elsewhere it prints a line of
-    figures at growing intervals, each text at once, and the curve at the end.
+    figures at growing intervals, each text as soon as it is written, and the curve at the end.
 
     Args:
         screen: where it is shown.

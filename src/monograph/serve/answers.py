@@ -57,6 +57,7 @@ class EventStream:
 
     async def begin(self) -> None:
         """Send the status and the headers."""
+        # The last header keeps a proxy from collecting events before it passes them on.
         headers = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
         await _send_start(self._send, 200, headers)
 
@@ -433,7 +434,7 @@ class ChatAnswerBuilder(AnswerBuilder):
     id_prefix = "chatcmpl-"
 
     def first_pieces(self, index: int) -> list[TextPiece]:
-        """Return one empty piece, of which `_event_choice` makes the event with the speaker's role."""
+        """Return one empty piece. `_event_choice` turns it into the event with the speaker's role."""
         return [TextPiece(index, "", [], None)]
 
     def split_by_event(self, piece: TextPiece) -> list[TextPiece]:

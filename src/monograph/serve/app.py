@@ -269,8 +269,8 @@ class _Information:
         if request.add_special_tokens:
             ids = [version.tokenizer.bos_id, *ids]
         elif text in version.tokenizer.special:
-            # `encode` reads the names of special tokens as text. A client looks up the id of such a token
-            # with its name, which it has from /tokenizer_info, as the whole prompt.
+            # `encode` reads the name of a special token as text. To look up the token's id, a client sends
+            # the name, which it has from /tokenizer_info, as the whole prompt.
             ids = [version.tokenizer.special[text]]
         return {"tokens": ids, "count": len(ids), "max_model_len": version.context}
 

@@ -250,10 +250,8 @@ class ConstraintCompiler:
                 result = _read_automaton(child.output, self._vocabulary_size)
         except InputRefused as error:
             result = str(error)
-        except (
-            ValueError,
-            struct.error,
-        ):  # a hostile value has made the child write something else
+        except (ValueError, struct.error):
+            # A hostile value has made the child write something that is not an automaton.
             result = _failure_reason(kind, child.exit_code)
         self._cache[key] = result
         while self._is_cache_too_large():
@@ -282,13 +280,14 @@ class ConstraintCompiler:
                 self._end_process()
                 if isinstance(error, TimeoutError):
                     return ChildResult(_TOO_LONG, bytearray())
-                # These two errors of the socket mean that the process is dead.
+                # Other errors of the socket mean that the process is dead.
                 is_dead = isinstance(error, OSError | EOFError)
                 if not is_dead:
                     raise
         raise RuntimeError("the process that compiles constraints died twice")
 
     async def _start_process(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Start the compiling process, send it the vocabulary, and return the streams to it."""
         if self._is_closed:
             raise RuntimeError("the compiler is closed")
         ours, theirs = socket.socketpair()

@@ -3,8 +3,8 @@
 The protocol is that of OpenAI's API. A field of it that is not supported is refused if it would change
 the answer, and ignored if it would not. A field that is null counts as missing.
 
-To refuse a request is to raise `Refused(status, message, field, code)`, of which the server makes the
-answer: an HTTP status, an error message, the name of the wrong field, and OpenAI's name of the error.
+A request is refused by raising `Refused(status, message, field, code)`. The client then gets these: an
+HTTP status, an error message, the name of the wrong field, and OpenAI's name of the error.
 
 `monograph.serve.document` makes the OpenAPI document from the same models. Where a validator replaces
 pydantic's own check, `json_schema_input_type` says what the document shows instead.
@@ -411,7 +411,7 @@ class JsonSchemaFormat(Body):
 
 
 class BaseRequest(Body):
-    """The fields of all requests: those of the protocol that change nothing here."""
+    """Fields that every request may have. The protocol has them, and they change nothing here."""
 
     user: Ignored = None
     metadata: Ignored = None
@@ -773,8 +773,8 @@ class CompletionRequest(TextRequest):
     )
     logprobs: Annotated[int | None, number_within(whole(0, MAX_LOGPROBS))] = Field(
         None,
-        description="Reports the log-probability of each token under the model's own distribution, and those of this "
-        "number of the likeliest tokens in its place.",
+        description="Reports the log-probability of each token under the model's own distribution, and this number of "
+        "the likeliest tokens at its position with theirs.",
     )
     best_of: Annotated[int, number_within(whole(1, 2**31 - 1))] = Field(
         1, description="Is not supported: may be at most n."
@@ -836,7 +836,7 @@ class ChatRequest(TextRequest):
     )
     top_logprobs: Annotated[int | None, number_within(whole(0, MAX_LOGPROBS))] = Field(
         None,
-        description="Reports this number of the likeliest tokens in the place of each. Needs logprobs.",
+        description="Reports this number of the likeliest tokens at the position of each token. Needs logprobs.",
     )
     chat_template_kwargs: TemplateOptions = Field(
         TemplateOptions(), description="What the chat template reads in addition to the messages."

@@ -196,7 +196,7 @@ class Service:
         return list(dict.fromkeys((version.id, *version.names, *self._aliases)))
 
     def served_models(self) -> dict[str, ServedModel]:
-        """Return what each name stands for: those of the newest version, then those of its adapters.
+        """Return the models by name: first the names of the newest version, then those of its adapters.
 
         Raises:
             Refused: see `newest`.
@@ -315,7 +315,7 @@ class Service:
         Raises:
             Refused: see `newest`.
         """
-        _ = self.newest  # the property raises while the owner, whose counts follow, does not exist
+        _ = self.newest  # the property raises `Refused` as long as there is no `owner`
         counts = self.owner.counts
         lines = ["# TYPE monograph_requests_total counter"]
         for status, number in self.request_counts.by_status.items():

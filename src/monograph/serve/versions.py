@@ -50,8 +50,8 @@ class Version:
         precision: the precision in which prompts are scored: that of the run, as in
             `monograph evaluate`.
         rows: how many texts are written at once; 0 until the version's decoder sets it.
-        context: the maximum number of tokens of a prompt and its text: what the model allows, until
-            the version's decoder sets what the memory holds.
+        context: the maximum number of tokens of a prompt and its text. At first it is what the model
+            allows; the version's decoder sets it to what also fits the memory.
         created: when the version was loaded, in seconds since 1970.
         base: reads adapters, and checks that they fit this model.
         bank: the weights of the model's adapters; None: it has none, and gets none.
@@ -188,10 +188,10 @@ class AdapterRoom(NamedTuple):
     Attributes:
         folders: the folder or run of each adapter, by its name; it changes as adapters come and go.
         directory: where adapters may be added from; None: none may be added.
-        slots: how many there may be at the same time; None: those of the start, and SPARE_SLOTS more
-            if there is a directory.
-        rank: the largest rank; None: that of the adapters at the start, but at least
-            `adapter_bank.LEAST_RANK`.
+        slots: how many adapters there may be at the same time; None: as many as at the start, and
+            SPARE_SLOTS more if there is a directory.
+        rank: the largest rank that an adapter may have; None: the largest of the adapters at the start,
+            but at least `adapter_bank.LEAST_RANK`.
     """
 
     folders: dict[str, str]
