@@ -100,6 +100,7 @@ def _check_laws() -> CheckResult:
     """Compare fast computations with slow ones (`monograph.laws.check`), and print a line for
     each comparison as soon as it is made.
     """
+    # Imported here, because the other checks do not need these modules, which import many others.
     from monograph.laws.check import laws
     from monograph.laws.comparisons import LawComparison
 
@@ -122,7 +123,7 @@ def _check_laws() -> CheckResult:
             first_line = str(error).partition("\n")[0][:200]
             comparison = LawComparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
         spent_s = clock() - law_began
-        difference, bound, verdict = comparison.said
+        difference, bound, verdict = comparison.in_words
         print(f"{difference:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")
         law = {
             "number": number,

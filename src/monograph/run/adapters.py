@@ -149,26 +149,34 @@ def _require_readable(lora: Lora, place: str, max_rank: int | None) -> None:
         require_rank(lora.rank, max_rank, place)
 
 
-def named_folders(flag: str, given: Sequence[str]) -> dict[str, str]:
+def named_folders(flag: str, pairs: Sequence[str]) -> dict[str, str]:
     """Return the folders of adapters by name, from texts NAME=FOLDER of the command line.
+
+    Args:
+        flag: the flag that the texts were given with, for messages.
+        pairs: the texts.
 
     Raises:
         UsageError: a text has another form, or a name is unusable or given twice.
     """
     folders = dict[str, str]()
-    for text in given:
-        name, equals, folder = text.partition("=")
+    for pair in pairs:
+        name, equals, folder = pair.partition("=")
         if not equals or not folder:
-            raise UsageError(f"{flag} {text}: expected NAME=FOLDER")
+            raise UsageError(f"{flag} {pair}: expected NAME=FOLDER")
         require_name(flag, name)
         if name in folders:
-            raise UsageError(f"{flag} {text}: the name {name} is given twice")
+            raise UsageError(f"{flag} {pair}: the name {name} is given twice")
         folders[name] = folder
     return folders
 
 
-def require_name(what: str, name: str) -> None:
+def require_name(origin: str, name: str) -> None:
     """Refuse a name of an adapter that could not be sent or read, or that means the base.
+
+    Args:
+        origin: the flag or field that the name comes from, for the message.
+        name: the name.
 
     Raises:
         UsageError: the name is unusable.
@@ -176,7 +184,7 @@ def require_name(what: str, name: str) -> None:
     is_visible = bool(name.strip()) and name.isprintable()
     if not is_visible or len(name) > MAX_NAME_LENGTH:
         raise UsageError(
-            f"{what} {name!r:.80}: expected a name of 1 to {MAX_NAME_LENGTH} visible characters"
+            f"{origin} {name!r:.80}: expected a name of 1 to {MAX_NAME_LENGTH} visible characters"
         )
     if name == BASE:
-        raise UsageError(f"{what} {name}: this name means the model without an adapter")
+        raise UsageError(f"{origin} {name}: this name means the model without an adapter")

@@ -55,6 +55,7 @@ def run(
     adapter_rank: int | None = None,
 ) -> None:
     """Serve a run's newest checkpoint or a folder's model; see the command line's help."""
+    # This must come before the import of torch._dynamo, which sets its own cache path in the environment.
     keep_compiled()
     require_names(served_names)
     keys = read_keys(api_key_file) if api_key_file else []

@@ -269,18 +269,19 @@ class Body(BaseModel):
             return body
         # A field has an alias if pydantic reserves its name for itself, as it does `schema`.
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        given = {name: value for name, value in body.items() if value is not None}
-        for name in given:
+        fields_set = {name: value for name, value in body.items() if value is not None}
+        for name in fields_set:
             if name not in known:
                 hint = did_you_mean(name, known)
                 raise Refused(400, f"there is no field {name!r:.80}{hint}", name)
-        return given
+        return fields_set
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """Return the schema, in which every field that is not required may be null."""
+        # The handler may return a reference to the schema, so that is looked up.
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, value in schema.get("properties", {}).items():
             if name not in schema.get("required", ()):
