@@ -170,7 +170,7 @@ class Run:
             for other in others:
                 _remove_stdin_copy(other)
             with _locked(run.lock_file) as descriptor:
-                if not _has_not_begun(run.folder):
+                if not _can_be_replaced(run.folder):
                     raise _already_a_run(run.folder)
                 for name in _FILES_BEFORE_BEGIN - {"run.lock"}:
                     (run.folder / name).unlink(missing_ok=True)
@@ -602,9 +602,10 @@ def _claim_given_folder(folder: Path) -> Path:
     return folder
 
 
-def _has_not_begun(folder: Path) -> bool:
-    """Return whether a folder contains a run.lock of this package, and otherwise at most files that
-    a run writes before it begins.
+def _can_be_replaced(folder: Path) -> bool:
+    """Return whether a folder has a run that has not begun, and nothing else.
+
+    It then has a run.lock of this package, and besides at most files that a run writes before it begins.
     """
     content = contents(folder / "run.lock")
     if content is None:

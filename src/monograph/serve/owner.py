@@ -45,7 +45,7 @@ STEPS_WHILE_WAITING = 4
 MAX_PROMPT_CHUNKS = 2
 # Options of the sampler with the filters that most requests use. Their values do not matter here.
 _FILTER_OPTIONS: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}
-# Options that turn every stage of the sampler on, with the longest list of biases.
+# Options that turn every stage of the sampler on (those of its examples), with the longest list of biases.
 _ALL_OPTIONS: dict[str, Any] = {
     name: value for stage in STAGES.values() for name, value in stage.example.items()
 }
@@ -53,11 +53,11 @@ _ALL_OPTIONS |= {"logit_bias": dict.fromkeys(range(MAX_BIASES), 0.0)}
 
 
 def serving_chains(logprobs: int) -> list[Chain]:
-    """Return the chains for which a step is captured, from the cheapest to the most expensive.
+    """Return the chains for which a decode step is captured, from the cheapest to the most expensive.
 
-    A chain is the list of the sampler's stages that a step computes. Of the chains that have all stages
-    which the running requests need, a step uses the first. The last chain has all, so it serves every
-    request.
+    A chain is the list of the sampler's stages that a step computes. A captured step is a graph that was
+    recorded before the first request, and that a GPU replays. A step uses the first chain with all stages
+    that the running requests need. The last chain has all, so it serves every request.
 
     Args:
         logprobs: the number of likeliest tokens that the chains with log-probabilities report.
@@ -69,7 +69,7 @@ def serving_chains(logprobs: int) -> list[Chain]:
             # A chain with filters has the stage top_k, too. It must serve requests with top_k and requests
             # without, so it is made from one of each: a chain that is made from requests with top_k alone
             # reads only the few likeliest tokens.
-            top_ks.append(5)
+            top_ks.append(5)  # any small number
         samplings = [Sampling(**{**options, "top_k": k}, logprobs=logprobs) for k in top_ks]
         # The protocol reports probabilities under the raw logits only.
         return replace(chain_of(samplings, MAX_STOP_IDS), reports_processed=False)

@@ -81,7 +81,9 @@ class Service:
         # The version that takes new requests.
         self._newest: Version | None = None
         self._has_owner = False
-        self._users: Counter[Version] = Counter()  # the number of requests that use each version
+        self._version_users: Counter[Version] = (
+            Counter()
+        )  # the number of requests that use each version
         # The compilers of constraints, each by the digest of its tokenizer and the ids that end a text.
         self._compilers: dict[tuple[str, tuple[int, ...]], ConstraintCompiler] = {}
 
@@ -146,7 +148,7 @@ class Service:
                 return
             last_fault = ""
             self._say(f"now {version.id}: {version.capacity}")
-            if previous is not None and not self._users[previous]:
+            if previous is not None and not self._version_users[previous]:
                 self._drop(previous)
 
     def end(self) -> None:
@@ -225,15 +227,15 @@ class Service:
         version = model.version
         # A model without an adapter is counted, too, under the slot of the base model. It is never retired.
         adapter = version, model.slot
-        self._users[version] += 1
+        self._version_users[version] += 1
         self._adapter_users[adapter] += 1
         try:
             yield model
         finally:
             self._adapter_users[adapter] -= 1
             self._free_if_unused(adapter)
-            self._users[version] -= 1
-            if version is not self._newest and not self._users[version]:
+            self._version_users[version] -= 1
+            if version is not self._newest and not self._version_users[version]:
                 self._drop(version)
 
     async def add_adapter(self, name: str, folder: str) -> ServedModel:
@@ -338,7 +340,7 @@ class Service:
 
     def _drop(self, version: Version) -> None:
         """Free an old version that no request uses any more, and the compilers that only it needed."""
-        del self._users[version]
+        del self._version_users[version]
         self.owner.drop(version)
         if self._newest_did_not_fit:
             # Its memory is free now, so the newest version may fit.
