@@ -81,9 +81,8 @@ class Service:
         # The version that takes new requests.
         self._newest: Version | None = None
         self._has_owner = False
-        self._version_users: Counter[Version] = (
-            Counter()
-        )  # the number of requests that use each version
+        # The number of requests that use each version.
+        self._version_users: Counter[Version] = Counter()
         # The compilers of constraints, each by the digest of its tokenizer and the ids that end a text.
         self._compilers: dict[tuple[str, tuple[int, ...]], ConstraintCompiler] = {}
 
