@@ -203,16 +203,18 @@ class RunningStage:
         """
         time = self.outcome + quantities.duration(monotonic() - self._start_s)
         room = min(_TIME_COLUMN, width) - LABEL_WIDTH
-        # Room for the time, two spaces and at least three dots.
-        *lines, last = wrap_lines(self.text, room - len(time) - 5) or [""]
+        # Dots fill the last line of the text up to the time: at least three, between two spaces.
+        *earlier_lines, last = wrap_lines(self.text, room - len(time) - 5) or [""]
         dots = "." * (room - len(last) - len(time) - 2)
         last = f"{last} {dots} {time}"
+        # The result stands behind the time if there is room, after three spaces, or else below.
+        has_room = LABEL_WIDTH + len(last) + 3 + len(self.result) <= width
         result_lines = list[str]()
-        if self.result and LABEL_WIDTH + len(last) + 3 + len(self.result) <= width:
+        if self.result and has_room:
             last += f"   {self.result}"
         elif self.result:
             result_lines = wrap_lines(self.result, width - LABEL_WIDTH)
-        return _with_label_first(self.label, [*lines, last, *result_lines])
+        return _with_label_first(self.label, [*earlier_lines, last, *result_lines])
 
 
 class _Display:
@@ -290,7 +292,7 @@ class _Display:
         return Text(self._text_before_bar() + self._text_after_bar())
 
     def _text_before_bar(self) -> str:
-        """Return the text before the bar."""
+        """Return the text before the bar, which also begins the plain line."""
         return "  "
 
     def _text_after_bar(self) -> str:
