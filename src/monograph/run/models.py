@@ -432,17 +432,17 @@ def load_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     Raises:
         InputRefused: a file is damaged or was replaced; the message says where to find a copy.
     """
-    recorded = state.get("tokenizer")
-    recorded_digests = state.get("tokenizer_files")
+    recorded_digest = state.get("tokenizer")
+    other_digests = state.get("tokenizer_files")  # of the files next to tokenizer.json
     try:
         # The recorded digest is that of the text without its last line end. A file with this digest
         # is as the run wrote it, so it need not pass the checks of a file from elsewhere.
         content = contents(run.tokenizer, MAX_FILE_BYTES) or b""
-        is_unchanged = hashlib.sha256(content.rstrip()).hexdigest() == recorded
+        is_unchanged = hashlib.sha256(content.rstrip()).hexdigest() == recorded_digest
         tokenizer = Tokenizer.from_file(run.tokenizer, trusted=is_unchanged)
-        if recorded not in (None, tokenizer.digest):
+        if recorded_digest not in (None, tokenizer.digest):
             raise InputRefused(
-                f"{run.tokenizer}: expected content of sha256 {recorded}, found {tokenizer.digest}"
+                f"{run.tokenizer}: expected content of sha256 {recorded_digest}, found {tokenizer.digest}"
             )
     except InputRefused as error:
         # Without the advice after "; ", which another one replaces.
@@ -451,12 +451,12 @@ def load_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
             f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
         )
         raise InputRefused(f"{fault}; put it back: {remedy}") from None
-    if recorded_digests is None:  # no checkpoint, or one from before these files were recorded
+    if other_digests is None:  # no checkpoint, or one from before these files were recorded
         return tokenizer
     # Files that are not recorded are not compared: the user may have given a chat template to a run
     # without one. Only a new tokenizer_config.json is refused.
-    for name in sorted({*recorded_digests, tokenizer_config.CONFIG}):
-        expected = recorded_digests.get(name, "nothing")
+    for name in sorted({*other_digests, tokenizer_config.CONFIG}):
+        expected = other_digests.get(name, "nothing")
         actual = tokenizer.config.digests.get(name, "nothing")
         if expected != actual:
             raise InputRefused(

@@ -1,4 +1,7 @@
-"""Limits on what clients may ask for at once: texts, tokens of prompts, log-probabilities."""
+"""Limits on what clients may ask for at once: texts, tokens of prompts, log-probabilities.
+
+The decoder writes one text at a time in each of its rows; other texts wait for a row.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
