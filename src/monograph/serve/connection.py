@@ -23,6 +23,7 @@ READ_TIMEOUT_S = 30.0
 # answered.
 MAX_PIPELINED_BYTES = 1 << 16
 MAX_CONNECTIONS = 1000
+_LARGE_HEAD = f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes"
 
 
 class _RequestReader(h11.Connection):
@@ -57,14 +58,12 @@ class _RequestReader(h11.Connection):
         return event
 
 
-_LARGE_HEAD = f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes"
-
-
 class Connection(H11Protocol):
     """A connection that is closed if its client does nothing for too long.
 
     It is closed if no request comes, if the client does not read an answer, or if it is idle and a
-    new connection needs its place.
+    new connection needs its place. The public methods are called by asyncio and uvicorn; they do what
+    uvicorn's own do, and more.
     """
 
     # uvicorn's names: `conn` reads requests, and `cycle` is the present or last request with its answer.
@@ -117,7 +116,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes: while a request is answered, at most MAX_PIPELINED_BYTES of further ones."""
+        """Receive bytes. While a request is answered, at most MAX_PIPELINED_BYTES are accepted."""
         if self._is_answering():
             self._pipelined_bytes += len(data)
         else:
@@ -187,7 +186,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _is_answering(self) -> bool:
-        """Whether a request has arrived with its whole body, and its answer is not complete."""
+        """Return whether a request has arrived with its whole body, and its answer is not complete."""
         return not self.is_idle and not self.cycle.more_body
 
     def _check_idle(self) -> None:
