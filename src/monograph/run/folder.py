@@ -308,7 +308,8 @@ class Run:
             InputRefused: a complete row is damaged.
         """
         content = self._read_metrics()
-        return self._checked_rows(content[: content.rfind(b"\n") + 1])
+        complete_lines = content[: content.rfind(b"\n") + 1]
+        return self._checked_rows(complete_lines)
 
     def _read_metrics(self) -> bytes:
         """Return the bytes of metrics.jsonl, or none if the file does not exist."""
@@ -321,7 +322,7 @@ class Run:
             raise InputRefused(f"{self.metrics}: cannot be read: {error.strerror}") from None
 
     def _checked_rows(self, content: bytes) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, of which `content` has only complete lines.
+        """Return the rows in some bytes of metrics.jsonl, which are complete lines.
 
         Raises:
             InputRefused: a row is damaged; the message names its line.
@@ -348,8 +349,10 @@ class Run:
         return entry.st_size if entry else 0
 
     def sync_metrics(self) -> int:
-        """Flush metrics.jsonl to disk, so that a power cut cannot lose rows, and return
-        `metrics_offset`.
+        """Flush metrics.jsonl to disk, so that a power cut cannot lose rows.
+
+        Returns:
+            `metrics_offset`.
         """
         if exists(self.metrics):
             with write_errors_explained(self.metrics):
@@ -361,8 +364,9 @@ class Run:
         return hashlib.sha256(self._read_metrics()[:offset]).hexdigest()
 
     def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
-        """Remove the rows after byte `offset`. The arguments and errors are those of
-        `require_metrics`.
+        """Remove the rows after byte `offset`, if `require_metrics` raises no error.
+
+        The arguments are those of `require_metrics`.
         """
         self.require_metrics(offset, sha256)
         if exists(self.metrics):
@@ -415,10 +419,10 @@ def _locate(name: str | Path, root: str | Path, obstacle_of: ObstacleOf) -> Path
         )
     if not is_file(folder / "run.lock"):
         reason = "it has no run.lock" if exists(folder) else "there is no such folder"
-        newest = runs_in(Path(root))[:-4:-1]  # the last three in reverse: the newest first
+        newest_first = [*reversed(runs_in(Path(root)))]
         hint = _suggestion(folder, root)
-        if newest and not hint:
-            hint = f"; newest runs: {', '.join(map(str, newest))}"
+        if newest_first and not hint:
+            hint = f"; newest runs: {', '.join(map(str, newest_first[:3]))}"
         raise InputRefused(f"{folder} is not a run: {reason}{hint}")
     run = Run(folder)
     for path in (run.config, run.tokenizer, run.metrics, run.parent_file):
