@@ -116,12 +116,12 @@ def list_runs(root: Path, kinds: Sequence[RunKind]) -> list[ListedRun]:
     """
     parent = root / "members" if is_file(root / SWEEP) else root
     # A folder with checkpoints but without config.toml is listed as damaged.
-    begun = [
+    begun_folders = [
         folder
         for folder in folders_with_lock(parent)
         if exists(folder / CONFIG) or exists(folder / "checkpoints")
     ]
-    return [_read_folder(folder, kinds) for folder in reversed(begun)]
+    return [_read_folder(folder, kinds) for folder in reversed(begun_folders)]
 
 
 def best_runs(runs: Sequence[ListedRun]) -> set[Path]:
