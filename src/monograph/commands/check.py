@@ -249,31 +249,47 @@ def _verify_run(run: Run) -> CheckResult:
     }
     faults = file_faults | checkpoint_faults
     lines = {name: _state_text(fault) for name, fault in faults.items()}
-    unreadable = [fault for fault in faults.values() if isinstance(fault, Unreadable)]
-    damaged = [name for name, fault in faults.items() if fault]
-    error: MonographError | None = None
-    if unreadable:
-        # This is reported first, because it is not known whether an unreadable file is damaged.
-        error = unreadable[0]
-    elif not sound:
-        present_faults = [fault for fault in checkpoint_faults.values() if fault]
-        # The reason is the fault of the newest checkpoint.
-        reason = present_faults[-1] if present_faults else "none was saved"
-        if folders or run.metrics_offset:
-            remedy = "put a copy of one back"
-        else:
-            remedy = "the run begins with --resume"
-        error = NoValidCheckpoint(f"{run.checkpoints}: no checkpoint is sound: {reason}; {remedy}")
-    elif damaged:
-        error = InputRefused(
-            f"{run.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}"
-        )
     facts = {
         "run": str(run.folder),
         "files": _fault_objects(file_faults),
         "checkpoints": _fault_objects(checkpoint_faults),
     }
-    return CheckResult(facts, lines, error)
+    return CheckResult(facts, lines, _error_of_run(run, faults, checkpoint_faults))
+
+
+def _error_of_run(
+    run: Run,
+    faults: Mapping[str, MonographError | None],
+    checkpoint_faults: Mapping[str, MonographError | None],
+) -> MonographError | None:
+    """Return the error with which the check of a run ends; None if all of its files are sound.
+
+    Args:
+        run: the run.
+        faults: the fault of each file and each checkpoint, by its name; None where it is sound.
+        checkpoint_faults: those of the checkpoints alone, the oldest first.
+    """
+    # This is reported first, because it is not known whether an unreadable file is damaged.
+    for fault in faults.values():
+        if isinstance(fault, Unreadable):
+            return fault
+    sound_checkpoints = [name for name, fault in checkpoint_faults.items() if fault is None]
+    if not sound_checkpoints:
+        newest_fault: MonographError | str = "none was saved"
+        if checkpoint_faults:
+            newest_fault = [fault for fault in checkpoint_faults.values() if fault][-1]
+        remedy = "the run begins with --resume"
+        if checkpoint_faults or run.metrics_offset:
+            remedy = "put a copy of one back"
+        return NoValidCheckpoint(
+            f"{run.checkpoints}: no checkpoint is sound: {newest_fault}; {remedy}"
+        )
+    damaged = [name for name, fault in faults.items() if fault]
+    if damaged:
+        return InputRefused(
+            f"{run.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound_checkpoints[-1]}"
+        )
+    return None
 
 
 def _sha256(path: Path) -> str:

@@ -162,12 +162,8 @@ def run(
             result = _compare_texts(sides, data, reading, stage.report)
     width = max(map(len, runs))
     for side, score in zip(sides, result.scores, strict=True):
-        speed = f"   {count(side.tokens_per_s, 'tok/s')}" if side.tokens_per_s else ""
-        seeds = f"   {counted(len(side.models), 'seed')}" if len(side.models) > 1 else ""
         score_text = f"acc {score:.4f}" if has_questions else f"{score:.4f} bits/byte"
-        print(
-            f"{side.name:<{width}}   {score_text}   {count(side.params)} parameters{speed}{seeds}"
-        )
+        print(f"{side.name:<{width}}   {score_text}   {_facts_text(side)}")
     lines = [
         _difference_line(first, side, comparison, result.documents)
         for side, comparison in zip(sides[1:], result.comparisons, strict=True)
@@ -216,6 +212,16 @@ def _open_side(name: str) -> _Side:
     if runs and not models[0].samples_answers:
         tokens_per_s = _median_speed(runs[0])
     return _Side(name, models, knobs, tokens_per_s, runs)
+
+
+def _facts_text(side: _Side) -> str:
+    """Return a side's number of parameters, its training speed, and its number of seeds if several."""
+    facts = [f"{count(side.params)} parameters"]
+    if side.tokens_per_s:
+        facts.append(count(side.tokens_per_s, "tok/s"))
+    if len(side.models) > 1:
+        facts.append(counted(len(side.models), "seed"))
+    return "   ".join(facts)
 
 
 def _require_page(path: Path) -> None:

@@ -136,13 +136,6 @@ def prompts_in_file(
     # `splitlines` is not used, because it also splits at other line separators, such as U+2028, which
     # JSON may contain unescaped.
     lines = _read_text(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
-    expected = 'expected an object with "prompt", a text'
-    known_keys = {"prompt", *_OPTION_TYPES} - {"order"}
-    if adapters:
-        known_keys.add("adapter")
-    if chat:
-        expected += ', or "messages", a list of objects with "role" and "content", texts'
-        known_keys.add("messages")
     first_line = next((line for line in lines if line.strip()), "")
     first_record = json_object(first_line)  # {} if it is no JSON object
     begins_with_record = "prompt" in first_record or "messages" in first_record
@@ -151,40 +144,62 @@ def prompts_in_file(
         where = f"{path}:{number}"
         if not line.strip():
             continue
-        if not has_records:
-            yield PromptRequest(line, sampling, where)
-            continue
-        try:
-            record = parse_json(line)
-        except (ValueError, RecursionError) as error:
-            raise InputRefused(f"{where}: not JSON: {json_fault(error)}; {expected}") from None
-        options = dict(record) if isinstance(record, dict) else {}
-        text = options.pop("prompt", None)
-        messages = options.pop("messages", None) if chat else None
-        if text is not None and messages is not None:
-            raise InputRefused(f"{where}: has prompt and messages: give one of them")
-        prompt: PromptContent
-        if isinstance(text, str):
-            prompt = text
-        elif isinstance(messages, list) and messages:
-            prompt = _messages(messages, where)
+        if has_records:
+            yield _prompt_in_record(line, where, chat, sampling, vocabulary, adapters)
         else:
-            raise InputRefused(f"{where}: {expected}")
-        unknown_keys = options.keys() - known_keys
-        if unknown_keys:
-            hint = _unknown_key_hint(min(unknown_keys), known_keys)
-            raise InputRefused(f"{where}: there is no key {hint}")
-        adapter = options.pop("adapter", None)
-        if adapter is not None and adapter not in adapters:
-            raise InputRefused(
-                f"{where}: adapter = {adapter!r:.80}: expected {', '.join(adapters)}"
-            )
-        try:
-            own_sampling = _replace_options(sampling, options)
-            own_sampling.check_vocabulary(vocabulary)
-        except UsageError as error:
-            raise InputRefused(f"{where}: {error}") from None
-        yield PromptRequest(prompt, own_sampling, where, adapter)
+            yield PromptRequest(line, sampling, where)
+
+
+def _prompt_in_record(
+    line: str,
+    where: str,
+    chat: bool,
+    sampling: Sampling,
+    vocabulary: int,
+    adapters: Sequence[str],
+) -> PromptRequest:
+    """Return the prompt in a line of JSON, with its own options.
+
+    `chat` and the arguments after it, and the errors, are those of `prompts_in_file`. `where` is the
+    line's file and number, for messages.
+    """
+    expected = 'expected an object with "prompt", a text'
+    known_keys = {"prompt", *_OPTION_TYPES} - {"order"}
+    if adapters:
+        known_keys.add("adapter")
+    if chat:
+        expected += ', or "messages", a list of objects with "role" and "content", texts'
+        known_keys.add("messages")
+    try:
+        record = parse_json(line)
+    except (ValueError, RecursionError) as error:
+        raise InputRefused(f"{where}: not JSON: {json_fault(error)}; {expected}") from None
+    # The keys that are left in `options` when the others have been taken out are options of `Sampling`.
+    options = dict(record) if isinstance(record, dict) else {}
+    text = options.pop("prompt", None)
+    messages = options.pop("messages", None) if chat else None
+    if text is not None and messages is not None:
+        raise InputRefused(f"{where}: has prompt and messages: give one of them")
+    prompt: PromptContent
+    if isinstance(text, str):
+        prompt = text
+    elif isinstance(messages, list) and messages:
+        prompt = _messages(messages, where)
+    else:
+        raise InputRefused(f"{where}: {expected}")
+    unknown_keys = options.keys() - known_keys
+    if unknown_keys:
+        hint = _unknown_key_hint(min(unknown_keys), known_keys)
+        raise InputRefused(f"{where}: there is no key {hint}")
+    adapter = options.pop("adapter", None)
+    if adapter is not None and adapter not in adapters:
+        raise InputRefused(f"{where}: adapter = {adapter!r:.80}: expected {', '.join(adapters)}")
+    try:
+        own_sampling = _replace_options(sampling, options)
+        own_sampling.check_vocabulary(vocabulary)
+    except UsageError as error:
+        raise InputRefused(f"{where}: {error}") from None
+    return PromptRequest(prompt, own_sampling, where, adapter)
 
 
 def _replace_options(sampling: Sampling, values: dict[str, Any]) -> Sampling:

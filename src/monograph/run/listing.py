@@ -283,9 +283,9 @@ def _newest_result_in_lines(
 ) -> tuple[float | None, Measure | None]:
     """Return the newest result in lines of metrics, and its measure; None, None if there is none."""
     keys = [measure.key.encode() for measure in kind.measures]
-    # Only lines that may have a result are parsed.
-    rows = (_row(line) for line in reversed(lines) if any(key in line for key in keys))
-    return _newest_result(kind, rows)
+    # Only lines that may have a result are parsed. `map` parses each when it is needed.
+    possible_lines = [line for line in reversed(lines) if any(key in line for key in keys)]
+    return _newest_result(kind, map(_row, possible_lines))
 
 
 def _newest_result(
@@ -332,7 +332,8 @@ def _model(config: Mapping[str, Mapping[str, Any]]) -> str:
 def _data(config: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the source of the data, or the first of several and the number of the others."""
     source = config.get("data", {}).get("source", "stdlib")
-    first, *others = source if isinstance(source, list) and source else [source]
+    is_filled_list = isinstance(source, list) and len(source) > 0
+    first, *others = source if is_filled_list else [source]
     return f"{first} and {len(others)} more" if others else str(first)
 
 

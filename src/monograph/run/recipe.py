@@ -335,7 +335,9 @@ def find_tokenizer(folder: str | Path) -> Path | None:
     path = tokenizer_path(folder)
     if path is None and adapter.is_adapter(folder):
         return find_tokenizer(adapter.resolved_base(adapter.read_adapter(folder)))
-    return path if path is not None and is_file(path) else None
+    if path is None or not is_file(path):
+        return None
+    return path
 
 
 def require_tokenizer(folder: str | Path) -> Path:

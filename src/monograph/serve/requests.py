@@ -204,8 +204,11 @@ def _check_biases(value: object, info: ValidationInfo) -> dict[int, float]:
             raise Refused(400, f"{name} has the key {key!r:.40}: expected a token id", name)
         if not BIAS.holds(bias):
             raise Refused(400, f"{name}[{int(key)}] = {bias!r:.80}: expected {BIAS.expected}", name)
-    # In the protocol, the lowest bias, -100, forbids a token. Only -inf does so for every logit.
-    return {int(key): -math.inf if bias == -100 else bias for key, bias in value.items()}
+    bias_by_id = {int(key): bias for key, bias in value.items()}
+    for token, bias in bias_by_id.items():
+        if bias == -100:  # the lowest bias, which forbids a token in the protocol
+            bias_by_id[token] = -math.inf  # forbids it whatever its logit is
+    return bias_by_id
 
 
 Biases = Annotated[
@@ -917,7 +920,9 @@ class ChatRequest(TextRequest):
 
         None: the answer has no log-probabilities, not even those of its own tokens.
         """
-        return (self.top_logprobs or 0) if self.logprobs else None
+        if not self.logprobs:
+            return None
+        return self.top_logprobs or 0
 
     @property
     def echo(self) -> bool:

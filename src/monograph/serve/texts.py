@@ -52,6 +52,7 @@ from monograph.serve.versions import ServedModel, Version
 from monograph.text.call_reader import CallReader
 from monograph.text.calls import CallFrame, with_tools
 from monograph.text.chat import chat_ids
+from monograph.text.tokenizer import Tokenizer
 
 PromptIds = Sequence[Sequence[int]]  # the ids of each prompt
 EventBatch = list[tuple[ServedText, Event]]  # events that came at the same time, each with its text
@@ -266,18 +267,7 @@ class TextEndpoint:
         if request.likeliest_count is not None:
             logprobs = min(request.likeliest_count, tokenizer.vocab_size)
             sampling = replace(sampling, logprobs=logprobs)
-        # The lead is what the tokenizer inserts between a prompt and a text that follows: a space, or
-        # nothing (b"").
-        leads = {bytes(tokenizer.inserted_space(ids)) for ids in prompts}
-        inserts_space = any(leads)
-        if inserts_space and any(text.startswith(" ") for text in request.stop):
-            message = "stop: the tokenizer begins every text with a space: leave out the stop's own"
-            raise Refused(400, message, "stop")
-        # The automaton of a constraint is compiled for one lead. Only an empty prompt may have another
-        # lead than the other prompts.
-        if request.constraint is not None and len(leads) > 1:
-            raise Refused(400, "prompt: under a constraint, give an empty prompt alone", "prompt")
-        lead = leads.pop()  # without a constraint it is not used, so any of them will do
+        lead = _lead(request, tokenizer, prompts)
         try:
             sampling.check_vocabulary(tokenizer.vocab_size)
         except MonographError as error:  # a bias is for a token that the model does not have
@@ -546,6 +536,24 @@ class TextEndpoint:
                 entries = prompt_entries(version.tokenizer, ids, scores)
             echoes.append(TextPiece(0, text, entries, None))
         return echoes
+
+
+def _lead(request: AnyTextRequest, tokenizer: Tokenizer, prompts: PromptIds) -> bytes:
+    """Return the lead: what the tokenizer inserts between a prompt and its text, a space or nothing.
+
+    Raises:
+        Refused: a stop text or the constraint does not go with the lead.
+    """
+    leads = {bytes(tokenizer.inserted_space(ids)) for ids in prompts}
+    inserts_space = any(leads)
+    if inserts_space and any(text.startswith(" ") for text in request.stop):
+        message = "stop: the tokenizer begins every text with a space: leave out the stop's own"
+        raise Refused(400, message, "stop")
+    # The automaton of a constraint is compiled for one lead. Only an empty prompt may have another lead
+    # than the other prompts.
+    if request.constraint is not None and len(leads) > 1:
+        raise Refused(400, "prompt: under a constraint, give an empty prompt alone", "prompt")
+    return leads.pop()  # without a constraint it is not used, so any of them will do
 
 
 def _calls(tools: ToolUse, call_frame: CallFrame) -> Calls:
