@@ -67,8 +67,11 @@ class Version:
         tokenizer: Tokenizer,
         precision: Precision,
     ):
-        """Put the model on the device; the arguments are the attributes of the same names."""
-        self._digest = module_digest(model)
+        """Put the model on the device; the arguments are the attributes of the same names.
+
+        `identity` is the attribute `id`.
+        """
+        self._digest = module_digest(model)  # while the model is still on the CPU
         self.id = identity
         self.names = names
         self.tokenizer = tokenizer
