@@ -228,7 +228,7 @@ def test_it_writes_what_the_models_own_forward_pass_writes(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("llama", torch.float32),
+        pytest.param("llama", torch.float32, marks=pytest.mark.slow),
         ("llama", torch.bfloat16),
         ("a delta net and a shared expert", torch.bfloat16),
         pytest.param("a delta net and a shared expert", torch.float32, marks=pytest.mark.slow),

@@ -57,6 +57,4 @@ def test_a_compiler_is_told_what_the_kernels_return_and_write() -> None:
     named = {operator._opname: (operator, call) for operator, call in calls.first.items()}
     assert OF_A_HYBRID <= named.keys()
     for operator, (args, kwargs) in named.values():
-        torch.library.opcheck(
-            operator, args, kwargs, test_utils=("test_schema", "test_faketensor")
-        )
+        torch.library.opcheck(operator, args, kwargs, test_utils=("test_schema", "test_faketensor"))

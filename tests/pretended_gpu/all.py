@@ -52,8 +52,8 @@ CANNOT = {
 }  # fmt: skip
 
 
-# What the test of a CPU's makes of a card or its driver: a card that is older than torch, a driver that
-# refuses, a recorder in the place of graphs. They reach a GPU's lines, too.
+# Tests of a CPU that put something in the place of a card or its driver: a card that is older than
+# torch, a driver that refuses memory, a recorder of graphs. They reach lines of a GPU, too.
 STAND_INS = [
     "tests/test_cards.py",
     "tests/test_device.py",
@@ -76,6 +76,7 @@ STAND_INS = [
 ]
 # Tests whose kernels have other tiles, or other ways to compute, on another card.
 BY_CARD = ["tests/graph", "tests/ops"]
+FAST = ["-m", "gpu and not slow"]
 
 
 class Part(NamedTuple):
@@ -109,8 +110,9 @@ QUICK = [
     ),
 ]
 ALL = [
-    Part("gpu tests", "90", True, ["-m", "gpu and not slow", "tests"]),
-    *(Part("gpu tests", sm, True, ["-m", "gpu and not slow", *BY_CARD]) for sm in ("89", "80")),
+    Part("gpu tests", "90", True, [*FAST, "--ignore=tests/decode", "tests"]),
+    Part("decoding", "90", True, [*FAST, "tests/decode"]),
+    *(Part("gpu tests", sm, True, [*FAST, *BY_CARD]) for sm in ("89", "80")),
     Part("stand-ins", "90", True, ["-m", "not gpu and not slow", *STAND_INS]),
     Part("order", "90", True, [f"{HERE}/test_order.py"]),
     Part("commands", "90", True, [f"{HERE}/test_commands.py"]),
