@@ -140,7 +140,7 @@ class Setting:
 
 
 class Best(NamedTuple):
-    """The setting with the lowest mean, and the index of its member with the lowest value."""
+    """The setting with the best mean, and the index of its member with the best value."""
 
     setting: Setting
     member: int
@@ -148,7 +148,7 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A comparison of settings, in which lower values are better.
+    """A comparison of settings.
 
     Attributes:
         settings: the settings in the order of their first members.
@@ -159,6 +159,7 @@ class Table:
         degrees: the degrees of freedom of `noise`.
         over: the name of the repeated knob.
         unit: the unit of the values.
+        higher_is_better: whether higher values are better; otherwise lower ones are.
     """
 
     settings: tuple[Setting, ...]
@@ -168,6 +169,13 @@ class Table:
     degrees: int
     over: str = "seed"
     unit: str = field(default="bits/byte", kw_only=True)
+    higher_is_better: bool = field(default=False, kw_only=True)
+
+    def worse_by(self, setting: Setting) -> float:
+        """Return by how much a setting, which was compared with the best, is worse than it."""
+        assert setting.difference is not None
+        value = setting.difference.value
+        return -value if self.higher_is_better else value
 
     @property
     def how(self) -> str:
@@ -225,7 +233,7 @@ class Table:
         if self.best and setting is self.best.setting:
             standing = "best"
         elif setting.tied and setting.difference:
-            standing = f"tied (+{setting.difference.value:.3f})"
+            standing = f"tied ({setting.difference.value:+.3f})"
         return ", ".join(filter(None, (standing, fate)))
 
 
@@ -244,6 +252,8 @@ def tabulate(
     over: str = "seed",
     unit: str = "bits/byte",
     stopped: Collection[int] = (),
+    *,
+    higher_is_better: bool = False,
 ) -> Table:
     """Compare settings, each of which was repeated with the same seeds (or values of another knob).
 
@@ -267,6 +277,7 @@ def tabulate(
         over: the name of the repeated knob; members without this knob are numbered instead.
         unit: the values' unit.
         stopped: the members that were stopped early, whose values are those of that moment.
+        higher_is_better: whether higher values are better.
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     settings = _group_settings(finite, knobs, over, stopped)
@@ -275,11 +286,21 @@ def tabulate(
         for setting in settings
         if setting.mean and not setting.stopped
     ]
-    # Settings with a member that diverged come last, and otherwise the lowest mean comes first.
-    with_mean.sort(key=lambda pair: (bool(pair[1].failed), pair[0]))
+    sign = -1 if higher_is_better else 1
+    # Settings with a member that diverged come last, and otherwise the best mean comes first.
+    with_mean.sort(key=lambda pair: (bool(pair[1].failed), sign * pair[0]))
     ranked = [setting for _, setting in with_mean]
     if not ranked:
-        return Table(tuple(settings), None, tuple(finite), None, 0, over, unit=unit)
+        return Table(
+            tuple(settings),
+            None,
+            tuple(finite),
+            None,
+            0,
+            over,
+            unit=unit,
+            higher_is_better=higher_is_better,
+        )
     top = ranked[0]
     # The paired differences d of each setting. Settings are not hashable, so their ids are keys.
     differences = {id(other): _paired_differences(other, top, finite) for other in ranked[1:]}
@@ -294,7 +315,7 @@ def tabulate(
     values_of_top = {
         member: value for member in top.members.values() if (value := finite[member]) is not None
     }
-    best_member = min(values_of_top, key=lambda member: values_of_top[member])
+    best_member = min(values_of_top, key=lambda member: sign * values_of_top[member])
 
     def compare_with_top(setting: Setting) -> Setting:
         paired = differences.get(id(setting))
@@ -313,6 +334,7 @@ def tabulate(
         degrees,
         over,
         unit=unit,
+        higher_is_better=higher_is_better,
     )
 
 
