@@ -15,8 +15,6 @@ from monograph.report.chart_markup import payload
 from monograph.report.sweep_charts import (
     MemberCurve,
     Score,
-    limits_of,
-    limits_of_curves,
     sweep_drawings,
 )
 from monograph.report.sweep_report import draw_sweep, write_page_so_far, write_sweep_report

@@ -21,14 +21,13 @@ from monograph.device import describe
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
-from monograph.errors import InputRefused
 from monograph.graph.lora import adapted_layers
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND, member_is_alone, outcome
 from monograph.loop import train
 from monograph.rl.members import MembersDrawer
 from monograph.rl.rollouts import Drawer
 from monograph.run.folder import Run
-from monograph.run.progress import Progress, silent
+from monograph.run.progress import silent
 from monograph.session.objective import SweptTask
 from monograph.session.plan import RunPlan
 from monograph.session.resolve import resolve

@@ -155,7 +155,8 @@ class Table:
         best: the best setting; None if every member diverged.
         values: each member's value; None for a member that diverged.
         noise: standard deviation of a paired difference over seeds, pooled over settings; None if
-            there is only one seed.
+            there is only one seed, or if all seeds have the same differences. They have if scores are
+            coarse, such as shares of few answers, and then they do not tell the noise.
         degrees: the degrees of freedom of `noise`.
         over: the name of the repeated knob.
         unit: the unit of the values.
@@ -191,6 +192,8 @@ class Table:
         if len(rivals) < 2:
             fate = "stopped early or diverged" if self._any_stopped else "diverged"
             return f"the others {fate}: there is nothing to compare the best with"
+        if self.noise is None and self.degrees:
+            return f"the differences are the same for each {over}, so they do not tell the noise; give more of them"
         if self.noise is None:
             return f"one {over}: no error bar, and no difference can be told from chance; give more of them"
         errors = t_quantile(max(1, self.degrees))
@@ -310,7 +313,8 @@ def tabulate(
         paired = differences[id(setting)]
         squares += [(d - statistics.fmean(paired)) ** 2 for d in paired]
         degrees += max(0, len(paired) - 1)
-    noise = math.sqrt(sum(squares) / degrees) if degrees else None
+    is_known = any(squares) or not any(any(paired) for paired in differences.values())
+    noise = math.sqrt(sum(squares) / degrees) if degrees and is_known else None
     t = t_quantile(degrees) if degrees else 0.0
     values_of_top = {
         member: value for member in top.members.values() if (value := finite[member]) is not None

@@ -33,7 +33,6 @@ from monograph.rl.rollouts import (
     without_collection,
 )
 
-
 # Why members sample their answers one after another.
 WITHOUT_ADAPTERS = (
     "members without adapters each have weights of their own, which one decoder cannot have"

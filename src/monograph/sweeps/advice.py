@@ -110,12 +110,17 @@ def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Ad
     rivals.sort(key=table.worse_by)
     if not rivals:
         return
-    if table.noise is None:  # no setting has two seeds
+    if table.noise is None:
         # The noise will be estimated from the better half of the settings, so no others are proposed.
         nearest_rivals = rivals[: pooled(1 + len(rivals))]
+        unknown = "One seed cannot tell a difference from chance."
+        seeds = MIN_SEEDS
+        if table.degrees:
+            unknown = "Scores that differ equally for each seed do not tell a difference from chance."
+            seeds = max(MIN_SEEDS, 2 * len(best.members))
         yield Advice(
-            f"One seed cannot tell a difference from chance. Run the best with {MIN_SEEDS} seeds each.",
-            _command(sweep, _product_axes([best, *nearest_rivals]), MIN_SEEDS),
+            f"{unknown} Run the best with {seeds} seeds each.",
+            _command(sweep, _product_axes([best, *nearest_rivals]), seeds),
         )
         return
     tied = [setting for setting in rivals if setting.tied]

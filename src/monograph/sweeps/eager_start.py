@@ -141,11 +141,9 @@ def _is_possible(timed_groups: Sequence[TimedGroup]) -> bool:
     """Return whether a sweep can begin eagerly.
 
     Its length must be given as a time, its graphs are to be compiled, its models must be those of this
-    package, its windows are prepared in the background, and there must be a core for the compiler.
+    package, it samples no answers, and there must be a core for the compiler.
     """
     if not has_spare_core(timed_groups[0].machine):
-        return False
-    if not all(timed_group.task.prepares_windows for timed_group in timed_groups):
         return False
     plans = [timed_group.group.plan for timed_group in timed_groups]
     return not any(
@@ -154,6 +152,7 @@ def _is_possible(timed_groups: Sequence[TimedGroup]) -> bool:
         or plan.training.compile == "none"
         or plan.memory == "stream"
         or plan.job.recipe.code
+        or plan.job.objective.samples_answers
         for plan in plans
     )
 
