@@ -177,9 +177,7 @@ def test_scores_of_which_a_higher_one_is_better(place: Path) -> None:
     assert table.standing(table.settings[2], "") == "tied (-0.015)"
     found = advise(sweep_of(points), table)
     assert "separate lr=0.1 from lr=1 (-0.015)" in found[0].text
-    without_rival = tabulate(
-        rewards[:4], points[:4], "train.seed", "reward", higher_is_better=True
-    )
+    without_rival = tabulate(rewards[:4], points[:4], "train.seed", "reward", higher_is_better=True)
     found = advise(sweep_of(points[:4]), without_rival)
     assert "is worse by 0.405 ± 0.064 reward (95 %)" in found[-1].text
 
@@ -187,9 +185,7 @@ def test_scores_of_which_a_higher_one_is_better(place: Path) -> None:
 def test_scores_that_are_too_coarse_to_tell_the_noise_separate_nothing(place: Path) -> None:
     """Shares of few answers may differ by just as much for each seed."""
     points = grid({"optim.lr": (0.01, 0.1)})
-    table = tabulate(
-        [0.25, 0.5, 0.5, 0.75], points, "train.seed", "reward", higher_is_better=True
-    )
+    table = tabulate([0.25, 0.5, 0.5, 0.75], points, "train.seed", "reward", higher_is_better=True)
     assert table.noise is None and table.degrees == 1
     assert "do not tell the noise" in table.how
     found = advise(sweep_of(points), table)

@@ -21,6 +21,7 @@ from monograph.device import describe
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
+from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import adapted_layers
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND, member_is_alone, outcome
 from monograph.loop import train
@@ -36,6 +37,8 @@ from monograph.step import Update
 from monograph.storage.code import digests
 from monograph.sweeps import cohort
 from monograph.sweeps.cohort import Cohort
+from monograph.sweeps.concurrency import TimedGroup
+from monograph.sweeps.rehearsal import Rehearsal
 from monograph.sweeps.spec import Member, groups_of, have_own_rows, members_of, plan_of_member
 
 UPDATES = 4
@@ -264,3 +267,202 @@ def test_members_sample_and_learn_as_train_does(
                 expected = [float(getattr(update, name)) for update in own_updates]
                 assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
     together.close()
+
+
+class Killed(BaseException):
+    """As a signal that no handler sees."""
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, engine: Engine, moment: str) -> None:
+    """End training in the middle of the third update: after its answers are sampled, after those of the
+    second member are scored, or after weights have changed.
+    """
+    owner, name, last_call = {
+        "draw": (MembersDrawer, "draw", 1),
+        "score": (Drawer, "score", 2),
+        "update": (Ensemble, "update", 1),
+    }[moment]
+    original = getattr(owner, name)
+    calls = 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += engine.index == 2
+        result = original(*arguments)
+        if calls == last_call:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def trained(together: Cohort, updates: int, saves_at: int = 0) -> list[Any]:
+    """The losses and figures of each update; what is saved is saved as soon as it can be."""
+    rows = []
+    for update in train(together.engine, together.windows, updates):
+        rows.append((update.loss.tolist(), [counted(each) for each in together.figures()]))
+        if update.index + 1 == saves_at:
+            assert together.can_save
+            together.save()
+    return rows
+
+
+def states(together: Cohort) -> list[torch.Tensor]:
+    states_of_members = [session.engine.state() for session in together.sessions]
+    return [
+        tensor.clone()
+        for state in states_of_members
+        for tensor in (*state.model.values(), *state.optimizer.values())
+    ]
+
+
+RESUMED: list[tuple[str, dict[str, Any]]] = [
+    ("draw", {"rl.kl": "k2", "rl.kl_coef": 0.2}),
+    ("score", {"rl.draws": 2}),
+    ("update", {"rl.updates": 2, "lora.dropout": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("moment", "keys"), RESUMED, ids=[moment for moment, _ in RESUMED])
+def test_members_go_on_with_the_same_bits(
+    moment: str, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law 10: ended while the members sample, while their answers are scored, or in the update, as a
+    kill may do. Then losses, figures, weights and moments are those of an uninterrupted sweep.
+    """
+    these = members(**keys)
+    with closing(task_of(these[0])) as task:
+        whole = mustered(these, tmp_path / "whole", task)
+        whole.prepare_references(False, silent())
+        expected = trained(whole, UPDATES)
+        killed = mustered(these, tmp_path / "killed", task)
+        killed.prepare_references(False, silent())
+        killed.save()
+        with monkeypatch.context() as patch:
+            fail_at(patch, killed.engine, moment)
+            with pytest.raises(Killed):
+                trained(killed, UPDATES, saves_at=2)
+        again = mustered(these, tmp_path / "killed", task)
+        assert cohort.resume_cohort(again, {}, silent()) == 2
+        again.prepare_references(True, silent())
+        for member_task, figures in zip(again.tasks, expected[1][1], strict=True):
+            member_task.answer_tokens = figures["tokens"]  # the rows of metrics.jsonl have them
+        assert trained(again, UPDATES) == expected[2:]
+        assert all(map(torch.equal, states(again), states(whole)))
+        for each in (whole, killed, again):
+            each.close()
+
+
+def test_a_checkpoint_after_a_failed_reward_has_every_members_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of the first member were scored when the reward of the second one failed, but it has
+    not learned from them: it samples them again.
+    """
+    these = members()
+    with closing(task_of(these[0])) as task:
+        whole = mustered(these, tmp_path / "whole", task)
+        expected = trained(whole, UPDATES)
+        failed = mustered(these, tmp_path / "failed", task)
+        with monkeypatch.context() as patch:
+            fail_at(patch, failed.engine, "score")
+            with pytest.raises(Killed):
+                trained(failed, UPDATES)
+        assert failed.can_save
+        failed.save()
+        again = mustered(these, tmp_path / "failed", task)
+        assert cohort.resume_cohort(again, {}, silent()) == 2
+        found = trained(again, UPDATES)
+        assert [losses for losses, _ in found] == [losses for losses, _ in expected[2:]]
+        for each in (whole, failed, again):
+            each.close()
+
+
+def test_a_member_without_finite_logits_touches_no_other(tmp_path: Path) -> None:
+    """It is named as diverged at once, and samples no answers any more, also after a resume."""
+    these = members(**{"lora.dropout": 0.2})
+    with closing(task_of(these[0])) as task:
+
+        def sweep(name: str, poisoned: bool) -> tuple[list[Any], Cohort]:
+            together = mustered(these, tmp_path / name, task)
+            together.save()
+            rows = trained(together, 1)
+            if poisoned:
+                first_layer = next(iter(adapted_layers(together.sessions[1].engine.model).values()))
+                first_layer.lora_B.weight.data.fill_(torch.nan)
+            rows += trained(together, 2)
+            together.freeze(dict.fromkeys(together.windows.left_out, 1))
+            together.save()
+            rows += trained(together, UPDATES)
+            scores = task.evaluate_members(together.tasks, together.engine, 0, None)
+            assert (scores[1] is None) == poisoned and scores[0] and scores[2]
+            return rows, together
+
+        expected, whole = sweep("whole", poisoned=False)
+        found, together = sweep("poisoned", poisoned=True)
+        assert together.divergences == {1: 1} and together.windows.left_out == {1}
+        assert "reward" not in found[1][1][1], "no figures of a window before"
+        for (losses, figures), (losses_found, figures_found) in zip(expected, found, strict=True):
+            for place in (0, 2):
+                assert losses[place] == losses_found[place]
+                assert figures[place] == figures_found[place]
+        for place in (0, 2):
+            one, other = (each.sessions[place].engine.state() for each in (whole, together))
+            assert all(torch.equal(one.model[name], other.model[name]) for name in one.model)
+        again = mustered(these, tmp_path / "poisoned", task)
+        assert cohort.resume_cohort(again, {1: 1}, silent()) == 2
+        assert again.windows.left_out == {1}
+        resumed = trained(again, UPDATES)
+        for (losses, _), (losses_found, _) in zip(expected[2:], resumed, strict=True):
+            assert [losses[0], losses[2]] == [losses_found[0], losses_found[2]]
+
+
+def test_members_without_adapters_are_refused_before_they_are_built() -> None:
+    without = {key: value for key, value in KEYS.items() if not key.startswith("lora.")}
+    settings = load(None, without, {})
+    plan = plan_of_member(settings.vouching(digests(settings.programs)), describe())
+    with pytest.raises(UsageError, match="members without adapters each have weights of their own"):
+        plan.job.objective.require_at_once(plan)
+
+
+def test_a_sweep_without_held_out_prompts_is_refused() -> None:
+    [member] = members([{"data.held_out": 1e-9}])
+    with pytest.raises(InputRefused, match=r"nothing is held out, .*: raise data.held_out = 1e-09"):
+        task_of(member)
+
+
+def test_epochs_of_several_draws_are_refused() -> None:
+    [member] = members([{}], **{"rl.draws": 3})
+    assert member.plan
+    with closing(task_of(member)) as task:
+        with pytest.raises(
+            UsageError, match="train.epochs = 2: with rl.draws = 3 .* give train.up"
+        ):
+            task.updates_in_epochs(member.plan, 2)
+    [member] = members([{}], **{"rl.updates": 3})
+    assert member.plan
+    with closing(task_of(member)) as task:
+        assert task.updates_in_epochs(member.plan, 2) == 3 * 2 * task.records_per_epoch // 2
+
+
+def test_the_plan_counts_a_decoder_of_all_members() -> None:
+    """The memory of the answers' keys and values grows with the members, and so do the copies of the
+    adapters that it reads.
+    """
+    these = members()
+    [member, *_] = these
+    assert member.plan
+    with closing(task_of(member)) as task:
+        built = build_run(member.plan, task, describe())
+        timed = TimedGroup(groups_of(these)[0], task, CPU, describe())
+        planned = timed._extra_bytes(built, 3)
+        expected_runs = cohort.with_length(cohort.build_models(these, task, describe()), UPDATES)
+        engine = cohort.make_members_engine(expected_runs, True, CPU)
+        rehearsal = Rehearsal(expected_runs, task, engine)
+        assert rehearsal.window["tokens"].shape[0] == 3
+        assert rehearsal.window_s() > 0 and rehearsal.evaluation_s(4) > 0
+        drawer = rehearsal.tasks[0]._members_drawer  # type: ignore[attr-defined]
+        generator = drawer._generator
+        caches = (generator.cache, generator.reader.cache)
+        measured = sum(t.nbytes for cache in caches for t in (*cache.keys, *cache.values))
+    assert planned == pytest.approx(measured + drawer.bank.nbytes, rel=0.02)
