@@ -180,10 +180,17 @@ class MetricsLogs(_PendingUpdates[Sequence[Entries]]):
                 continue
             if log.has_diverged or (updates and log.diverges_at_end(updates)):
                 newly_diverged.append(index)
-                last_applied = log.last["update"] - log.skipped_in_a_row
-                self.divergences[index] = last_applied
-                log.run.log({"update": log.last["update"], "diverged": last_applied})
+        self.note_diverged(newly_diverged)
         return newly_diverged
+
+    def note_diverged(self, indices: Sequence[int]) -> None:
+        """Record that members have diverged, as `find_diverged` does for those that it finds."""
+        for index in indices:
+            log = self.logs[index]
+            update = log.last.get("update", 0)
+            last_applied = update - log.skipped_in_a_row
+            self.divergences[index] = last_applied
+            log.run.log({"update": update, "diverged": last_applied})
 
 
 def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
