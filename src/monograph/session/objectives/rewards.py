@@ -245,9 +245,9 @@ class Rewards(Objective):
         # that of these keys, as in the config.toml of an earlier run.
         size_key = "train.tokens_per_update"
         tokens_per_update = decided_values["rl.prompts"] * decided_values["rl.group"] * length
-        if settings.pinned().get(size_key, "auto") not in ("auto", tokens_per_update):
+        if settings.given_values().get(size_key, "auto") not in ("auto", tokens_per_update):
             reason = "with rl.reward an update has rl.prompts x rl.group answers"
-            raise UsageError(f"{settings.said(size_key)}: {reason}: leave it out")
+            raise UsageError(f"{settings.quoted(size_key)}: {reason}: leave it out")
         decided_values[size_key] = tokens_per_update
         decided = Rewards(
             reward=reward,
@@ -447,7 +447,7 @@ def _require_parameters(settings: Settings) -> None:
     parameters = parameters_of(chosen)
     for parameter in parameters:
         if parameter.default is None and values[parameter.key] is None:
-            raise UsageError(f"{settings.said('rl.reward')} needs {parameter.key}: give it, too")
+            raise UsageError(f"{settings.quoted('rl.reward')} needs {parameter.key}: give it, too")
     # Another reward may have the same key as the chosen one.
     keys_of_chosen = [parameter.key for parameter in parameters]
     for name, reward in REWARDS.items():
@@ -455,7 +455,7 @@ def _require_parameters(settings: Settings) -> None:
             key = parameter.key
             if key not in keys_of_chosen and values[key] is not None:
                 raise UsageError(
-                    f"{settings.said(key)} is of rl.reward = {name}, not {chosen}: leave it out"
+                    f"{settings.quoted(key)} is of rl.reward = {name}, not {chosen}: leave it out"
                 )
 
 
@@ -465,7 +465,7 @@ def _refuse_keys_of_whole_answers(settings: Settings, reward: str) -> None:
     Raises:
         UsageError: such a key is given.
     """
-    set_values = settings.pinned()
+    set_values = settings.given_values()
     for key in _KEYS_OF_WHOLE_ANSWERS:
         # "none", such as rl.kl = none, asks for nothing.
         if set_values.get(key, "none") != "none":
