@@ -21,8 +21,8 @@ from monograph.graph.lora import Factor
 from monograph.graph.precision import FP8, Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Batch, check_result, count_tensor, has_count, require_constant
-from monograph.optim import Muon, Optimizer, Plane, planes, require_optimizer, trainable
 from monograph.ops.fused_gradients import FusedGradient, fused_gradients
+from monograph.optim import Muon, Optimizer, Plane, planes, require_optimizer, trainable
 from monograph.optim.formats import FORMATS
 from monograph.schedule import Schedule, factor_at
 from monograph.step import OnDevice, Step, Update, finish_update, prepared_loss
