@@ -132,7 +132,10 @@ Varies = Literal["in one graph", "between graphs"]
 _SAME_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
 _DEPENDS_ON_MACHINE = "how much a member learns in a given time depends on the machine"
-_TEXTS_ALONE = "members of one graph learn from texts alone: start a run for each value"
+_OTHER_LOSS = "losses of other kinds cannot be compared: start a run for each value"
+_DECIDES_WHAT_IS_MEASURED = (
+    "members are compared by the reward of answers sampled alike: start a run for each value"
+)
 
 
 class Key(NamedTuple):
@@ -883,7 +886,7 @@ class LoraSection(Section):
 class _RewardSection(Section):
     """The key that chooses a reward, before the keys of the rewards' parameters."""
 
-    fixed = _TEXTS_ALONE
+    fixed = _DECIDES_WHAT_IS_MEASURED
 
     reward: Text | None = _choice(
         None,
@@ -919,6 +922,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         "How an answer is weighed against the others of its group.",
         {name: advantage.meaning for name, advantage in ADVANTAGES.items()},
         implied="dr_grpo",
+        varies="between graphs",
     )
     prompts: Size | None = _key(None, _EXPECTS_SIZE, "Prompts of an update.", implied=16)
     group: Annotated[int, Field(ge=2, le=MAX_SIZE)] | None = _key(
@@ -929,9 +933,14 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         _EXPECTS_SIZE,
         "Maximum number of samplings in an update, which end when rl.prompts groups have unequal rewards.",
         implied=1,
+        varies="between graphs",
     )
     updates: Size | None = _key(
-        None, _EXPECTS_SIZE, "Updates made from the answers of one sampling.", implied=1
+        None,
+        _EXPECTS_SIZE,
+        "Updates made from the answers of one sampling.",
+        implied=1,
+        fixed="of as many updates, members would sample unequally many answers",
     )
     kl: Literal["none", "k1", "k2", "k3"] | None = _choice(
         None,
@@ -943,6 +952,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
             "k3": "KL(start, model) of each token, added to the loss",
         },
         implied="none",
+        varies="between graphs",
     )
     kl_coef: PositiveFloat | None = _key(
         None,
@@ -950,6 +960,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         "Strength of rl.kl.",
         example=0.05,
         belongs_to="rl.kl",
+        varies="between graphs",
     )
     entropy_coef: PositiveFloat | None = _key(
         None,
@@ -958,6 +969,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         otherwise="no bonus",
         example=0.01,
         belongs_to="rl.kl",
+        varies="between graphs",
     )
     max_new_tokens: Size | None = _key(
         None,
@@ -971,6 +983,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         "What is done with answers that were cut.",
         {"keep": "they are learned from", "mask": "they are left out of the loss"},
         implied="keep",
+        varies="between graphs",
     )
     truncation_penalty: NonNegativeFloat | None = _key(
         None,
@@ -978,6 +991,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         "What is taken from the reward of an answer that was cut.",
         implied=0.0,
         belongs_to="rl.truncated",
+        varies="between graphs",
     )
     temperature: Annotated[float, Field(gt=0, le=100)] | None = _key(
         None,
@@ -990,7 +1004,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
 class _PreferenceSection(Section):
     """The key that chooses a loss, before the keys of the losses' parameters."""
 
-    fixed = _TEXTS_ALONE
+    fixed = _OTHER_LOSS
 
     loss: Literal[tuple(LOSSES)] | None = _choice(  # type: ignore[valid-type]
         None,

@@ -403,6 +403,20 @@ class Ensemble(Engine):
         """
         return loss_of_member(self.step.loss, member)
 
+    def member_views(self, member: int, params: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return views of a member's part of values of all trained parameters, by parameter.
+
+        Args:
+            member: the member's number.
+            params: the values, one tensor of its shape for each plane.
+        """
+        shapes = {name: p.shape for name, p in self.members[member].named_parameters()}
+        return {
+            name: member_view(view, member, shapes[name])
+            for plane, flat in zip(self.step.planes, params, strict=True)
+            for name, view in plane.views(flat)
+        }
+
     def member_buffers(self, member: int) -> dict[str, Tensor]:
         """Return views of a member's part of the optimizer's buffers, by "<buffer>.<parameter>"."""
         shapes = {name: p.shape for name, p in self.members[member].named_parameters()}

@@ -285,7 +285,7 @@ def require_swept(settings: Settings) -> None:
         UsageError: a key chooses such records, or data.source has them.
     """
     _require_objective(
-        settings, "sweep", "texts and preferences", lambda objective: objective.sweeps
+        settings, "sweep", "texts, preferences and rewards", lambda objective: objective.sweeps
     )
 
 
