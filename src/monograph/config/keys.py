@@ -133,9 +133,7 @@ _SAME_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
 _DEPENDS_ON_MACHINE = "how much a member learns in a given time depends on the machine"
 _OTHER_LOSS = "losses of other kinds cannot be compared: start a run for each value"
-_DECIDES_WHAT_IS_MEASURED = (
-    "members are compared by the reward of answers sampled alike: start a run for each value"
-)
+_DECIDES_WHAT_IS_MEASURED = "members are compared by the rewards of answers that are sampled alike: start a run for each value"
 
 
 class Key(NamedTuple):
@@ -940,7 +938,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         _EXPECTS_SIZE,
         "Updates made from the answers of one sampling.",
         implied=1,
-        fixed="of as many updates, members would sample unequally many answers",
+        fixed="in the same number of updates, members would sample different numbers of answers",
     )
     kl: Literal["none", "k1", "k2", "k3"] | None = _choice(
         None,

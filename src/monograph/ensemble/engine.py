@@ -302,9 +302,8 @@ class Ensemble(Engine):
             # the counters that `counters_kept` restores.
             self.stacked_parameters.frozen.fill_(True)
             self.stacked_parameters.accumulate_and_update(batch)
-            step.index -= (
-                1  # the update has counted itself, and the index is not among the counters
-            )
+            # The update has counted itself, and the index is not among the counters.
+            step.index -= 1
         self._score(batch)
 
     def accumulate(self, window: Batch) -> None:

@@ -53,9 +53,8 @@ class StackedParameters(OnDevice):
     """
 
     differentiable = False  # a gradient inside vmap is not a gradient of the stack
-    replays_update = (
-        True  # members are small, so launching their kernels takes longer than these run
-    )
+    # Members are small, so launching the kernels of an update takes longer than running them.
+    replays_update = True
 
     def __init__(
         self,
