@@ -119,14 +119,15 @@ class Positions:
     are merged, so common endings are merged as well. This keeps the automaton small for a
     character's UTF-8 sequences and for a schema's optional properties.
 
-    A loop is a placeholder for a part that may repeat without limit, since its positions are among
-    their own successors. It reads no symbol, and `without_loops` replaces it.
+    If a part may repeat without limit, its positions are among their own successors, so these do not all
+    exist when a position is made. A *loop* stands for the part's first positions in the meantime. It reads
+    no symbol, and `without_loops` replaces it.
 
     Attributes:
         symbol_masks: for each position a bit mask of the symbols that it reads; 0 for loops and the
             end.
-        successors: for each position its successors; for a loop, the first positions of its part
-            and the positions after it.
+        successors: for each position its successors. Those of a loop are the first positions of its
+            part, and the positions after the part.
 
     Raises:
         InputRefused: there are more than MAX_POSITIONS positions, or the budget is spent. Any

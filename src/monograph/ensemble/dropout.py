@@ -38,7 +38,7 @@ class DropoutCounter(nn.Module):
 class Dropout:
     """Replaces torch's dropout functions in a forward pass.
 
-    With the rate p, an element i is kept or dropped:
+    With the rate p, this says whether element i is kept:
 
     keep[i] = word_i >= p 2^32,   word_i = Philox(key = seed, counter = (i, draw, site))
 

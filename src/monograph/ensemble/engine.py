@@ -57,9 +57,9 @@ class Ensemble(Engine):
     stack, so they can be saved, evaluated or exported at any time. A member that diverges has its
     updates skipped, and no other member is affected.
 
-    Members are refused if they differ in more than the numbers in their tensors, or if they decide by
-    a tensor's value or use torch's random numbers, which one graph of all members cannot do. Dropout
-    is supported and exact, see `monograph.ensemble.dropout`.
+    Members are refused if one graph cannot compute all of them: if they differ in more than the numbers in
+    their tensors, decide by a tensor's value, or use torch's random numbers. Dropout is supported and exact,
+    see `monograph.ensemble.dropout`.
 
     Attributes:
         members: the modules.

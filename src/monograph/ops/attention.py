@@ -60,15 +60,14 @@ def attention(
             eager models do. In a compiled graph on a CPU it takes half the time of the fused kernel
             (dev/log.md), but its memory grows with T^2.
             "cached": the arithmetic of `cached_attention`, as if keys and values were in a cache
-            with T slots. It is for scores that must have the bits of decoding: on a CPU, in eager
-            mode, a text at the beginning of its row gets the bits that it gets if it is decoded token
-            by token. All probabilities are kept for the backward pass.
+            with T slots. On a CPU, in eager mode, a text at the beginning of its row then gets the same
+            bits as if it were decoded token by token. All probabilities are kept for the backward pass.
             "auto": "flex" for a BlockMask; "blocks" for bf16 and up to 1,024 keys in a compiled
             graph on a CPU; else "sdpa". The choice does not depend on what the mask says. So name
             "sdpa" for a mask that is not causal, because "blocks" would ignore later keys.
         kernel: the kernel of "sdpa" without a mask. "torch": torch's own choice; "repeated": torch's
-            choice after key-value heads were repeated; "cudnn", "flash", "efficient": this kernel,
-            on a GPU. With a dense mask it is always torch's choice.
+            choice after key-value heads were repeated; "cudnn", "flash", "efficient": the kernel of this
+            name, on a GPU. With a dense mask torch always chooses.
         sink_H: for each query head, a score that takes part in every softmax and has no value, so
             that a query's probabilities may sum to less than 1 (Xiao et al., arXiv 2309.17453; it
             is 0 in Miller's "Off By One"). None: no sinks.

@@ -578,9 +578,9 @@ def token_log_probabilities(
         tokens_N: [N] int64, in [0, V).
         temperature: above 0; it divides the logits.
         rows: trained rows that replace some rows of a frozen weight.
-        among: a function that returns which tokens are allowed in the given states of a grammar's
-            automaton: states [C] to bool [C, at most V] (`monograph.decode.automaton_tables`); and the state at
-            each place, [N]. None: all tokens are allowed.
+        among: (function, states). The states are those of a grammar's automaton, one at each place, [N].
+            The function takes states [C] and returns which tokens are allowed in each, bool [C, at most V]
+            (`monograph.decode.automaton_tables`). None: all tokens are allowed.
         chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
 
     Returns:

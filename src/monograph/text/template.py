@@ -37,9 +37,9 @@ MAX_BATCH = 16  # the maximum number of renderings that are requested in one lin
 REPLY_TIMEOUT_S = 30.0 + 2 * sandbox.CPU_LIMIT_S * MAX_BATCH
 
 Message = Mapping[str, Any]  # "role", "content", and any other keys that a template reads
-# The keys that transformers accepts for a model's reasoning; templates read the first.
+# The keys of a message that may have the model's reasoning, as in transformers. Templates read the first two.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# Arguments of a tool call that is rendered to find out which form of arguments a template needs.
+# The arguments of the call that `ChatTemplate.wants_objects` tries out.
 _PROBE_ARGUMENTS = {"key": "needle"}
 
 
