@@ -226,9 +226,8 @@ def _byte_transitions(
     queue = [(state, ALWAYS)]
     for current, effect in queue:
         if len(queue) > len(rows) + 1:
-            # There are more entries than states, so some state was reached in two ways: by a loop of
-            # operations without a byte, in which the queue would never end, or with two effects
-            # before the same byte.
+            # There are more entries than states, so some state was reached in two ways. Either operations
+            # form a loop without a byte, and the queue would never end; or a byte has two effects before it.
             raise Ambiguous
         for symbol, next_state in rows[current].items():
             if symbol not in byte_classes:

@@ -555,9 +555,9 @@ def _minimize(
 def _equivalence_blocks(rows: StateTransitionTable, accepting: Sequence[bool]) -> list[int]:
     """Return the block of each state, by Hopcroft's algorithm (1971).
 
-    The states of a block accept the same texts. A missing transition is one to a dead state, from which
-    no text is accepted. The dead state needs no block of its own: splitting by all other blocks already
-    separates the states that have a transition from those that lack it.
+    The states of a block accept the same texts. A missing transition leads to a dead state, which accepts no
+    text. The dead state needs no block of its own: splitting by all other blocks already separates the states
+    that have a transition from the states that lack it.
     """
     # For each state, (class of symbols, state before it) of the transitions that lead to it.
     predecessors: list[list[tuple[int, int]]] = [[] for _ in rows]
@@ -651,8 +651,8 @@ def _product(
     """
     symbols_of: dict[int, int] = defaultdict(int)
     pair_base = max(right.classes) + 1  # the pair of classes (l, r) is the number l * pair_base + r
-    # An operation that became known after an automaton was made has no class there. Neither the
-    # automaton nor the product has a transition for it.
+    # If an operation became known after an automaton was made, the automaton has no class for it, and no
+    # transition. So the product has none either.
     symbol_count = min(len(left.classes), len(right.classes))
     for symbol in range(symbol_count):
         pair = left.classes[symbol] * pair_base + right.classes[symbol]

@@ -43,8 +43,8 @@ from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
 # These limits bound the time that any schema can take.
-MAX_DEPTH = 32  # the maximum number of schemas inside each other, for which reading recurses
-MAX_OPTIONS = 64  # the maximum number of options of 'oneOf', which are compared in pairs
+MAX_DEPTH = 32  # the maximum number of schemas inside each other; reading recurses for each
+MAX_OPTIONS = 64  # the maximum number of options of 'oneOf'; all pairs of them are compared
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 # Keywords that do not restrict a value.
 _ANNOTATIONS = {

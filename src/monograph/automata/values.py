@@ -23,9 +23,9 @@ from monograph.automata.expression import (
     single,
 )
 
-# Without 'maxLength', a string may have this many characters more than 'minLength'.
+# A string without 'maxLength' may have up to this number of characters more than 'minLength'.
 STRING_LENGTH = 64
-# Without bounds, a number may have this many digits: as many as a float64 holds exactly.
+# The maximum number of digits of a number without bounds. A float64 holds this number of digits exactly.
 DIGITS = 15
 # The maximum number of digits after the point: serialisers write 17 significant digits after at most
 # five zeros.

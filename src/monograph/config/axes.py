@@ -30,7 +30,7 @@ BETWEEN_GRAPHS = tuple(
     key for key, each in _DECLARATIONS.items() if each.varies == "between graphs"
 )
 AXIS_KEYS = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
-# Keys of which a larger value nearly always scores better (`monograph.config.keys.Key.is_amount`).
+# Keys whose larger values nearly always score better (`monograph.config.keys.Key.is_amount`).
 AMOUNT_KEYS = tuple(key for key, each in _DECLARATIONS.items() if each.is_amount)
 # {each other key: the reason why it cannot be an axis}.
 _WHY_NO_AXIS = {key: each.fixed for key, each in _DECLARATIONS.items() if key not in AXIS_KEYS}

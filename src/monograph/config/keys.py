@@ -1118,8 +1118,7 @@ def key_declaration(key: str) -> Key:
 def dependent_keys() -> dict[str, tuple[str, ...]]:
     """Return {key: the keys that say something about its value} (`Key.belongs_to`).
 
-    If another value overrides the key's value, the keys that say something about it no longer
-    apply.
+    They no longer apply if the key's value is overridden by another one.
     """
     dependents: dict[str, tuple[str, ...]] = {}
     for key in KEYS:

@@ -107,8 +107,8 @@ def _with_new_spellings(sourced: Mapping[str, SourcedValue]) -> dict[str, Source
     for key, entry in sourced.items():
         new_texts = new_spelling(key, entry.value)
         if new_texts is None:
-            # A value that an old spelling of another key has set stays, such as that of optim.state
-            # by optim.name = "muon:8bit".
+            # An old spelling of another key may have set this key already, as optim.name = "muon:8bit" sets
+            # optim.state. Then that value stays.
             result.setdefault(key, entry)
             continue
         for new_key, text in new_texts.items():

@@ -237,7 +237,7 @@ def hook_attributes(module: nn.Module) -> set[str]:
     `nn.utils.weight_norm` and pruning do.
     """
     hooks = module._forward_pre_hooks.values()
-    # Hooks of weight norms have the attribute `name`, those of pruning have `_tensor_name`.
+    # A weight norm's hook has the attribute `name`, and a pruning hook has `_tensor_name`.
     names = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
     return {name for name in names if name in vars(module)}
 
@@ -255,7 +255,7 @@ def _derived_attributes(module: nn.Module) -> set[str]:
 def _differences_of_modules(
     one: nn.Module, other: nn.Module, compared: _Pairs
 ) -> Iterator[Difference]:
-    """Yield the differences of two modules, without those of their submodules.
+    """Yield the differences of two modules; their submodules are not compared.
 
     Args:
         one: a module.

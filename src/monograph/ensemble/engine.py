@@ -103,8 +103,8 @@ class Ensemble(Engine):
                 members train on the same rows, [R, ...].
 
         Raises:
-            UsageError: there are not as many knobs, optimizers or schedules as members, optimizers
-                differ in a field that must be equal, or nothing reads a knob.
+            UsageError: the number of knobs, optimizers or schedules is not the number of members,
+                optimizers differ in a field that must be equal, or nothing reads a knob.
             InputRefused: the members differ in structure.
         """
         members, member_knobs = _build_members(build, knobs)

@@ -217,8 +217,8 @@ def member_view(stacked: Tensor, number: int, shape: torch.Size) -> Tensor:
     Args:
         stacked: [N, ...].
         number: the member's number.
-        shape: the tensor's shape in this member. It is smaller than that of `stacked` if the rank of
-            its adapters is.
+        shape: the tensor's shape in this member. It may be smaller than the shape in `stacked`, if the
+            member's adapters have a lower rank.
     """
     return stacked[number][tuple(slice(size) for size in shape)]
 
@@ -289,7 +289,7 @@ def _copy_with_stacked_tensors(member: nn.Module, tensors: list[_StackedTensor])
 
     Args:
         member: the first member.
-        tensors: the stacked tensors. The copy has the shared ones, too, and no copies of them.
+        tensors: the stacked tensors, and the shared ones. The copy has these tensors themselves.
     """
     # The memo of copy.deepcopy: {an object's id: what the copy has in the object's place}. A tied tensor is
     # one object, so it stays tied.

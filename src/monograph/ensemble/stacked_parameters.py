@@ -94,7 +94,7 @@ class StackedParameters(OnDevice):
         self.optim = self.optims[0]
 
     def member_counters(self, member: int) -> dict[str, Tensor]:
-        """Return one member's counters, 0-d views by name, without those of the ensemble as a whole."""
+        """Return one member's counters, 0-d views by name. Counters of the ensemble as a whole are left out."""
         return {
             name: counter[member]
             for name, counter in self.step.counters.items()

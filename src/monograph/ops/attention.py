@@ -133,7 +133,7 @@ def _reference(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
 
 
 def _repeat_heads(heads_BKSE: Tensor, query_heads: int) -> Tensor:
-    """Return as many key-value heads as query heads, by repetition."""
+    """Repeat each key-value head, so that there are as many of them as query heads."""
     groups = query_heads // heads_BKSE.shape[1]
     return heads_BKSE if groups == 1 else heads_BKSE.repeat_interleave(groups, dim=1)
 
@@ -145,8 +145,8 @@ _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# The channels by which `_sdpa` widens each head to compute sinks. It uses the first of them. The
-# others are zeros, because fused kernels need a head dimension that is a multiple of 8.
+# The number of channels that `_sdpa` adds to each head to compute sinks. Only the first of them is used. The
+# others are zeros: fused kernels need a head dimension that is a multiple of 8.
 SINK_CHANNELS = 8
 
 
@@ -225,7 +225,7 @@ def _flash_supports(query_BHTE: Tensor) -> bool:
 
 
 def _flex(heads: Heads, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
-    """Return attention by flex attention, in which a sink takes its share of the result afterwards."""
+    """Return attention by flex attention, which has no sinks; a sink takes its share of the result afterwards."""
     # torch's type of the kernel options lists only options that both passes have. Ours also name
     # those of the forward or the backward pass alone, such as "bwd_BLOCK_M1".
     options: Any = flex_options(heads[0])
@@ -343,8 +343,8 @@ def cached_attention(
         keys_NBKCE: the first N blocks of a layer, finite everywhere.
         values_NBKCE: of the same shape and dtype.
         positions_BT: the queries' positions, int64, below N C; their slots have been written.
-        window: the number of positions that a query sees, the last of which is its own; None: all
-            positions up to its own.
+        window: the number of positions that a query sees, up to and including its own; None: all positions
+            up to its own.
         pads_products: whether matrix products of few rows are padded with rows of zeros
             (`ops.padded_rows`). The number of rows decides how a product is rounded, so without
             padding a step of decoding, which has one query, may have other bits than a pass over the

@@ -3,8 +3,8 @@
 The tokens are cut into chunks. Only the logits of one chunk are in memory at a time.
 
 A frozen weight may have trained rows (`ReplacementRows`), which replace some of its own rows. A fused weight
-(`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`, to which the backward pass adds
-the weight's gradient instead of returning it.
+(`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`. The backward pass adds the weight's
+gradient to it instead of returning the gradient.
 
 Shapes: N tokens, C tokens of a chunk, R tokens of a block (the part of a chunk whose softmax is
 computed at once), D hidden size, V vocabulary, K trained rows of a frozen weight.

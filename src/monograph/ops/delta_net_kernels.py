@@ -91,8 +91,8 @@ def _convolve_token(
 ):
     """Compute CHANNELS channels of one row, for `convolve_token`.
 
-    `convolved` gets the outputs, and `is_new_token` whether each row's token is new. In the names of
-    tensors, the size of C is CHANNELS, and that of K is TAPS, a power of two.
+    `convolved` gets the outputs, and `is_new_token` whether each row's token is new. Tensors with the suffixes
+    _C and _K have the lengths CHANNELS and TAPS. TAPS is the smallest power of two that is at least K.
     """
     row = tl.program_id(1)
     channel_C = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -181,7 +181,8 @@ def _delta_rule_token(
 ):
     """Compute one value head of one row, for `delta_rule_token`.
 
-    In the names of tensors, the size of E is KEYS, and that of V is VALUES.
+    Tensors with the suffixes _E and _V have the lengths KEYS and VALUES, which are the smallest powers of two
+    that are at least E and V.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     channel_E, channel_V = tl.arange(0, KEYS), tl.arange(0, VALUES)
@@ -367,7 +368,7 @@ def delta_rule_token(
 
     Args:
         convolved_BC: queries, keys and values, by `convolve_token`.
-        projected_BP: all projections of the token, of which z, b and a are read.
+        projected_BP: all projections of the token; this reads z, b and a.
         parameters: in the dtype of the projections.
         is_new_B: by `convolve_token`.
         state_BHEV: S, fp32, contiguous; changed in place.

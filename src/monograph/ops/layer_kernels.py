@@ -92,7 +92,7 @@ def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
 
 @triton.jit
 def _of_layer(layer, of_0, of_1, of_2, LAYERS: tl.constexpr):
-    """Return that of `of_0`, `of_1` and `of_2` which belongs to the layer with the index `layer`.
+    """Return `of_0`, `of_1` or `of_2`, whichever belongs to the layer with the index `layer`.
 
     They are pointers or numbers. A kernel cannot index a list by a number that it learns at run time.
     """
@@ -138,7 +138,7 @@ def _add_nf4(
     block_OG = column_O1 * (K // 64) + begin // 64 + tl.arange(0, BLOCKS)[None, :]
     level_OG = tl.load(levels + block_OG, mask=is_column_O1, other=0).to(tl.float32)
     step_OG = tl.load(steps + block_OG // 256, mask=is_column_O1, other=1.0)
-    # `div_rn` rounds as torch's division, by which `NF4Weight` makes its dense weight.
+    # `div_rn` rounds as torch's division, which `NF4Weight` uses to make its dense weight.
     scale_OG1 = (tl.math.div_rn(level_OG, step_OG) + mean)[:, :, None]
     # `tl.gather` looks codes up in a flat tensor. A block has 32 even and 32 odd channels.
     flat_codes = tl.reshape(codes_OH, (COLUMNS * CHANNELS // 2,))
@@ -583,9 +583,9 @@ def tile_of(form: str, columns: int, tile_rows: int, dtype: torch.dtype, device:
     card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute
     if card.shared_memory_per_block_optin < _SHARED_BYTES_OF_TILES:
         return _SMALL_NF4_TILE if form == "nf4" else _SMALL_TILE
-    # The narrowest tile with which all programs run at once, one on each multiprocessor. With wider
-    # tiles some multiprocessors would have no work, and with narrower ones some programs would have to
-    # wait for others.
+    # Take the narrowest tile that lets all programs run at once, one on each multiprocessor. With wider tiles
+    # some multiprocessors would have no work. With narrower tiles some programs would have to wait for
+    # others.
     tiles = _NF4_TILES if form == "nf4" else _TILES
     for tile in tiles:
         if triton.cdiv(columns, tile.columns) <= card.multi_processor_count:
@@ -608,7 +608,7 @@ class LowRank(NamedTuple):
 
 
 class LowRankBank(NamedTuple):
-    """The tensors of a layer's bank of adapters, of which each row has one.
+    """The tensors of a layer's bank of adapters. Each row uses one adapter of the bank.
 
     Attributes:
         a_ZQK: A of each slot.

@@ -363,7 +363,7 @@ class Tokenizer:
         return tuple(notes)
 
     def _added_tokens_with_spaces(self, added: Sequence[str]) -> list[str]:
-        """Return the added tokens next to which encoding and decoding insert a space."""
+        """Return the added tokens that get a space before or after them by encoding and decoding."""
         if not self.inserts_space and not self._marks:
             return []
         texts = [f"a{content}a" for content in added]
@@ -401,7 +401,7 @@ class Tokenizer:
 
         Args:
             text: the text.
-            before: the ids before it, the last of which is a special token; may be empty.
+            before: the ids before it. They may be empty; otherwise the last one is a special token.
             inside: whether the text follows other text, if `before` is empty.
         """
         if before:
