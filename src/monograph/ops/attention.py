@@ -440,7 +440,7 @@ def _over_blocks(
 def _wide_product(
     left: Tensor, right_NBKXY: Tensor, wide_dtype: torch.dtype, pads_products: bool
 ) -> Tensor:
-    """Return the products left @ right, [N, B, K, M, Y], summed in the dtype `wide_dtype`.
+    """Return the products left @ right, [N, B, K, M, Y], summed over X in the dtype `wide_dtype`.
 
     Args:
         left: [N, B, K, M, X], or [B, K, M, X] if all blocks have the same left factor.

@@ -1,4 +1,7 @@
-"""Find torch's fastest kernel for causal attention on a GPU, by timing a run's own shapes."""
+"""Find torch's fastest kernel for causal attention on a GPU, by timing a run's own shapes.
+
+Shapes: B rows, T positions, H query heads, K key-value heads, D head dimension.
+"""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -84,10 +87,10 @@ def time_kernels(
     The dict is empty if there is no memory for the inputs.
 
     Args:
-        batch: rows, B.
-        heads: query heads H and key-value heads K.
-        length: T.
-        size: D.
+        batch: the number of rows, B.
+        heads: the numbers of query heads and of key-value heads, (H, K).
+        length: the number of positions, T.
+        size: the head dimension, D.
         dtype: dtype of queries, keys and values.
         device: the device to time on.
     """

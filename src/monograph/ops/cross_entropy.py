@@ -7,7 +7,8 @@ A frozen weight may have trained rows (`ReplacementRows`), which replace some of
 gradient to it instead of returning the gradient.
 
 Shapes: N tokens, C tokens of a chunk, R tokens of a block (the part of a chunk whose softmax is
-computed at once), D hidden size, V vocabulary, K trained rows of a frozen weight.
+computed at once), D hidden size, V vocabulary, K trained rows of a frozen weight, M members of an
+ensemble.
 """
 
 from collections.abc import Callable

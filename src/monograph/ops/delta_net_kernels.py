@@ -24,7 +24,7 @@ others may not have read it yet.
 Since a program belongs to one row, a row's bits do not depend on the other rows.
 
 Shapes: B rows, P columns of the projections, C channels of the convolution, K its taps, G key heads,
-H value heads, R = H / G value heads of a key head, E key dimension, V value dimension. In kernels, K,
+H value heads, R = H / G value heads of a key head, E key dimension, V value dimension, X = H V. In kernels, K,
 E and V are padded to powers of two.
 """
 

@@ -71,7 +71,7 @@ _TILES: dict[tuple[Capability, int], Options] = {
 
 
 def flex_options(query_BHTD: Tensor) -> Options:
-    """Return the options of flex attention for these queries."""
+    """Return the options of flex attention for these queries: B rows, H heads, T positions, D channels."""
     # Without this option, torch 2.13 would use its kernel for decoding if there are fewer than 128 queries
     # and no gradients. It reads these queries with wrong strides, or finds no kernel for grouped heads.
     options: Options = {"FORCE_USE_FLEX_ATTENTION": True}

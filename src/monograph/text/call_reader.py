@@ -1,4 +1,7 @@
-"""Read the calls of tools in an answer while it is written."""
+"""Read the calls of tools in an answer while it is written.
+
+Shapes: V tokens of the vocabulary.
+"""
 
 import codecs
 import re
