@@ -399,13 +399,7 @@ class Drawer:
             for completion in completions
         ]
         rollouts = [
-            Rollout(
-                prompt.ids,
-                completion.token_ids,
-                logprobs,
-                is_cut=completion.finish_reason == "length",
-                states=self.form.states(completion.token_ids) if self.form else (),
-            )
+            self._rollout(prompt, completion, logprobs)
             for prompt, completion, logprobs in zip(
                 prompts, completions, logprobs_of_answers, strict=True
             )
@@ -413,9 +407,7 @@ class Drawer:
         if self.options.kl is None:
             return rollouts
         if not self.options.kl.needs_reference:
-            return [
-                rollout._replace(reference=[0.0] * len(rollout.token_ids)) for rollout in rollouts
-            ]
+            return [rollout._replace(reference=[0.0] * rollout.length) for rollout in rollouts]
         # In this block the planes have the reference's weights.
         with temporary_params(self.engine.step.planes, self.reference or ()):
             self._gather_model()
@@ -424,6 +416,18 @@ class Drawer:
             rollout._replace(reference=reference)
             for rollout, reference in zip(rollouts, references, strict=True)
         ]
+
+    def _rollout(
+        self, prompt: Prompt, completion: Completion, logprobs: Sequence[float]
+    ) -> Rollout:
+        """Return an answer with the log-probabilities of its tokens."""
+        return Rollout(
+            prompt.ids,
+            completion.token_ids,
+            logprobs,
+            is_cut=completion.finish_reason == "length",
+            states=self.form.states(completion.token_ids) if self.form else (),
+        )
 
     def log_probabilities_of(self, rollouts: Sequence[Rollout], model: Llama) -> list[list[float]]:
         """Return a model's log-probabilities of each answer's tokens.

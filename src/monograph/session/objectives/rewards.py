@@ -37,10 +37,11 @@ from monograph.predict.roofline import AnswersToSample, Calibration, peak_flops,
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
 from monograph.rl.arrange import RolloutOptions
+from monograph.rl.episodes import EpisodeDrawer
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import Kl, PolicyLoss, kl_term
 from monograph.rl.prompts import Prompts, read_prompts
-from monograph.rl.rewards import REWARDS, Reward, form_named, parameters_of, reward_of
+from monograph.rl.rewards import ENVIRONMENT, REWARDS, Reward, form_named, parameters_of, reward_of
 from monograph.rl.rollouts import (
     MAX_DECODED_ROWS,
     MAX_PREFILL_PROMPTS,
@@ -129,6 +130,20 @@ class Rewards(Objective):
         masks_truncated: whether answers that were cut at `max_new_tokens` are left out of the loss.
         truncation_penalty: is subtracted from the reward of an answer that was cut.
     """
+
+    @property
+    def turns(self) -> int:
+        """Return the maximum number of answers of an episode; 1 without an environment."""
+        turns = self.parameters.get("turns", 1)
+        assert isinstance(turns, int)
+        return turns
+
+    @property
+    def discount(self) -> float:
+        """Return the discount of an episode's rewards by turn; 1 without an environment."""
+        discount = self.parameters.get("discount", 1.0)
+        assert isinstance(discount, int | float)
+        return float(discount)
 
     way = REWARDS_WAY
     needs_model = True
@@ -225,6 +240,8 @@ class Rewards(Objective):
                 decided_values[parameter.key] = teacher.name
             else:
                 parameters[parameter.name] = value
+        if reward == ENVIRONMENT:
+            _refuse_forms(settings)
         max_new_tokens = decided_values["rl.max_new_tokens"]
         if max_new_tokens >= length:
             raise UsageError(
@@ -438,6 +455,19 @@ def _refuse_keys_of_whole_answers(settings: Settings, reward: str) -> None:
             raise UsageError(f"{settings.origins[key]}: {key}: {reason}: leave it out")
 
 
+def _refuse_forms(settings: Settings) -> None:
+    """Refuse forms of answers, which episodes do not have yet.
+
+    Raises:
+        UsageError: a form is given.
+    """
+    for key in ("rl.answer_regex", "rl.answer_schema"):
+        if key in settings.pinned():
+            raise UsageError(
+                f"{settings.origins[key]}: {key}: answers to an environment can have no form: leave it out"
+            )
+
+
 def _model_named(name: str) -> ModelSource:
     """Return the model that a parameter of a reward names, with its path as its name.
 
@@ -495,6 +525,8 @@ def rollout_options(plan: RunPlan) -> RolloutOptions:
         kl=objective.kl,
         masks_truncated=objective.masks_truncated,
         truncation_penalty=objective.truncation_penalty,
+        turns=objective.turns,
+        discount=objective.discount,
     )
 
 
@@ -549,8 +581,8 @@ def predicted_sampling_s(
     sampled = AnswersToSample(
         answers=options.prompts * options.group,
         max_rows=MAX_DECODED_ROWS,
-        prompt_tokens=prompt_tokens or options.length - options.max_new_tokens,
-        answer_tokens=answer_tokens or options.max_new_tokens,
+        prompt_tokens=prompt_tokens or max(1, options.length - options.max_answer_tokens),
+        answer_tokens=answer_tokens or options.max_answer_tokens,
         number_bytes=_stored_dtype(training).itemsize,
         block_weight_bytes=_block_weight_bytes(training, machine.type),
         captured=training.compile != "none",
@@ -619,7 +651,11 @@ class RewardTask(Task):
 
     def slots(self, plan: RunPlan) -> int:
         """Return the maximum number of tokens of a prompt and its answer."""
-        return self.data.longest + rollout_options(plan).max_new_tokens
+        options = rollout_options(plan)
+        if self.reward.environments is not None:
+            # The last token of an episode is only a target.
+            return options.length + 1
+        return self.data.longest + options.max_new_tokens
 
     @property
     def records_per_epoch(self) -> int:
@@ -638,7 +674,8 @@ class RewardTask(Task):
         engine's weights.
         """
         super().begin(run, engine, world, current_plan)
-        self.drawer = Drawer(
+        drawer_class = Drawer if self.reward.environments is None else EpisodeDrawer
+        self.drawer = drawer_class(
             engine,
             self.data,
             self.reward,
@@ -743,12 +780,15 @@ class RewardTask(Task):
         """Return a text on the prompts and answers of an update; `updates` is not used."""
         options = self.drawer.options
         prompts = counted(rows_per_window, "prompt")
+        if self.reward.environments is not None:
+            turns = counted(options.turns, "answer")
+            return f"{prompts}, {options.group} episodes each of up to {turns}"
         return f"{prompts}, {options.group} answers each of up to {options.max_new_tokens} tokens"
 
     def max_tokens(self, updates: int) -> int:
         """Return the number of tokens of all answers if each has the maximum length."""
         options = self.drawer.options
-        return updates * options.prompts * options.group * options.max_new_tokens
+        return updates * options.prompts * options.group * options.max_answer_tokens
 
     def tokens_of_last_update(self, windows: RunWindows) -> float:
         """Return the number of tokens of the answers that were sampled last."""
