@@ -195,7 +195,8 @@ class FileEnvironments:
             return
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in self._processes]
         try:
-            self._tools = self._threads[0].submit(self._processes[0].start).result()
+            tools = self._threads[0].submit(self._processes[0].start).result()
+            self._tools = worker.decoded(tools)
         except BaseException:
             self.close()
             raise
@@ -211,7 +212,7 @@ class _EnvironmentProcess(CodeProcess):
 
     key = KEY
     role = "environment"
-    expected = "defines a class with the methods reset(record) and step(answer)"
+    expected = "has a class whose reset(record) and step(answer) return"
 
     def reset(self, episode: int, seed: int, record: Mapping[str, Any], where: str) -> Said:
         """Begin an episode."""

@@ -331,7 +331,10 @@ def _hide(libc: ctypes.CDLL, folders: list[bytes], lifetime_s: float) -> None:
         is_parent = os.fork() != 0
         if is_parent:
             signal.sigtimedwait({signal.SIGCHLD}, lifetime_s)
-            os._exit(0)
+            _, status = os.waitpid(-1, os.WNOHANG)
+            # The exit code of the child, or 128 and its signal, as shells have it.
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
 
 
 # The types of containers, apart from dicts, by the names that `encoded` gives them.
