@@ -15,6 +15,7 @@ from monograph.resident import Resident
 from monograph.rl.environments import OwnEnvironments
 from monograph.rl.episodes import EpisodeDrawer
 from monograph.rl.loss import PolicyLoss
+from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import EnvironmentReward
 from monograph.rl.rollouts import Rollouts
 from rewarded import OPTIONS, prompts
@@ -39,10 +40,15 @@ def episodes(
     options: Any = PLAYED,
     environment: Callable[[], Any] = Echo,
     dtype: torch.dtype = torch.float32,
+    opened: Prompts | None = None,
     **engine: Any,
 ) -> Rollouts:
     """Windows of episodes of a model whose distributions are far from even."""
-    model = tiny_llama(dtype, vocab_size=259, num_hidden_layers=2)
+    opened = opened or prompts("2+2=", "a", "the longest of them", "7")
+    vocabulary = opened.tokenizer.vocab_size
+    model = tiny_llama(
+        dtype, vocab_size=vocabulary, num_hidden_layers=2, max_position_embeddings=512
+    )
     if options.exact:
         model.use_attention("cached")
     with torch.no_grad():
@@ -52,5 +58,4 @@ def episodes(
     engine.setdefault("loss", PolicyLoss(options.temperature))
     trained = Resident(model, **engine)
     reward = EnvironmentReward(OwnEnvironments(environment))
-    opened = prompts("2+2=", "a", "the longest of them", "7")
     return Rollouts(EpisodeDrawer(trained, opened, reward, options, lambda: 0))

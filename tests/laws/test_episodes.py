@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+import calling
 from batches import flat_gradient, tiny_llama
 from monograph.loss import IGNORE
 from monograph.model.llama import Llama
@@ -18,6 +21,7 @@ from monograph.rl.advantages import ADVANTAGES, ratio_of
 from monograph.rl.arrange import Rollout, arrange_window
 from monograph.rl.episodes import Episode, EpisodeDrawer
 from monograph.rl.loss import PolicyLoss
+from monograph.rl.prompts import Prompt, Prompts
 from played import PLAYED, episodes
 from rewarded import OPTIONS, apart
 
@@ -28,7 +32,8 @@ def drawn() -> tuple[EpisodeDrawer, list[Episode]]:
     drawer = episodes().drawer
     assert isinstance(drawer, EpisodeDrawer)
     prompts = [prompt for prompt in drawer.prompts.train[:2] for _ in range(4)]
-    return drawer, drawer.draw(prompts, [11, 12, 13, 14, 21, 22, 23, 24])
+    found = drawer.draw(prompts, [11, 12, 13, 14, 21, 22, 23, 24])
+    return drawer, cast(list[Episode], found)
 
 
 def test_answers_of_all_turns_are_scored_in_the_bits_in_which_they_were_drawn() -> None:
@@ -45,7 +50,7 @@ def test_observations_have_no_target_and_answers_are_never_encoded_again(
     drawn: tuple[EpisodeDrawer, list[Episode]],
 ) -> None:
     drawer, found = drawn
-    rollouts = drawer.rollouts([drawer.prompts.train[0]] * len(found), found)  # type: ignore[arg-type]
+    rollouts = drawer.rollouts([drawer.prompts.train[0]] * len(found), found)
     assert max(len(episode.turns) for episode in found) > 1
     weights = ADVANTAGES["rloo"].weights(
         [float(number) for number in range(8)], [rollout.length for rollout in rollouts], 12
@@ -81,10 +86,44 @@ def test_a_return_is_the_discounted_sum_of_the_rewards_of_turns(
     drawn: tuple[EpisodeDrawer, list[Episode]],
 ) -> None:
     drawer, found = drawn
-    scores = drawer.score(drawer.prompts.train, found)  # type: ignore[arg-type]
+    scores = drawer.score(drawer.prompts.train, found)
     for episode, score in zip(found, scores, strict=True):
         rewards = [sum(letter < "p" for letter in turn.completion.text) for turn in episode.turns]
         assert score.value == sum(0.5**turn * reward for turn, reward in enumerate(rewards))
+
+
+class Asked:
+    """A chat with a tool; each answer is a message, in which calls were read."""
+
+    tools = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+
+    def reset(self, record: Mapping[str, Any]) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "1+1?"}]
+
+    def step(self, answer: Mapping[str, Any]) -> tuple[str, float, bool]:
+        assert answer["role"] == "assistant"
+        return f"{len(answer['tool_calls'])} calls", float(len(answer["content"]) % 3), False
+
+
+def test_episodes_of_a_chat_with_tools_have_the_ids_that_its_template_writes(
+    tmp_path: Path,
+) -> None:
+    tokenizer = calling.speaking(tmp_path, "tags")
+    options = replace(PLAYED, length=300, turns=2, prompts=1, group=2)
+    prompt = Prompt("", (1,), {}, "records.jsonl:1", is_chat=True)
+    opened = Prompts("records.jsonl", tokenizer, [prompt], [], "", True, 1, {})
+    rollouts = episodes(options, Asked, opened=opened)
+    engine = rollouts.drawer.engine
+    engine.accumulate(next(rollouts))
+    largest, number = apart(rollouts)
+    assert number >= 4 and largest == 0
+    [episode] = cast(list[Episode], rollouts.drawer.draw([prompt], [3]))
+    ends = [turn.completion.token_ids[-1] in rollouts.drawer.end_ids for turn in episode.turns]
+    written = tokenizer.decode([*episode.prompt_ids, *episode.ids_after_prompt])
+    tail = "" if ends[0] else "<|im_end|>"
+    assert tokenizer.encode_rendered(
+        f"{tail}\n<|im_start|>tool\n0 calls<|im_end|>\n<|im_start|>assistant\n", inside=True
+    ) == list(episode.turns[0].observed_ids), written
 
 
 def test_episodes_accumulated_one_by_one_are_one_batch() -> None:

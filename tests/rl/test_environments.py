@@ -121,7 +121,10 @@ def test_a_file_without_such_a_class_is_refused(tmp_path: Path, source: str, sai
 
 def test_a_step_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "ANSWER_TIMEOUT_S", 0.5)
-    source = "class Counting:\n    def reset(self, record): return 'a'\n    def step(self, answer):\n        while True: pass\n"
+    source = (
+        "class Counting:\n    def reset(self, record): return 'a'\n"
+        "    def step(self, answer):\n        while True: pass\n"
+    )
     made = environments(tmp_path, source)
     try:
         made.reset(0, 1, {}, "x:1").result()

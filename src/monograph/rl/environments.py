@@ -5,15 +5,17 @@ environment says what it observes of the answer and how good the answer was, and
 environment is done. An environment is a class:
 
     class Game:
-        tools = [...]                  # optional: given to the chat template, as in a record
+        tools = [...]                  # optional: the tools that the chat template shows
 
         def reset(self, record):       # the opening: a text, or a list of messages
             ...
         def step(self, answer):        # (observation, reward, done)
             ...
 
-Each episode has an object of its own. An observation is a text, a message, or a list of messages;
-without a value (None) it is an empty text. A reward is a number, or a dict of numbers by name.
+Each episode has an object of its own. An answer is a text. If there are tools, it is a message, in which
+the calls have been read: {"role": "assistant", "content": "...", "tool_calls": [{"name": "add",
+"arguments": {"a": 1}}]}. Arguments that are no JSON are a text. An observation is a text, a message, or
+a list of messages; None is an empty text. A reward is a number, or a dict of numbers by name.
 
 A user's file runs in a few separate processes, each of which has many episodes. A process first runs
 the file as the user's own program, and then gives up its rights, as the process of a model's program
@@ -43,6 +45,8 @@ from monograph.storage.reading import is_folder
 KEY = "rl.environment"
 # What opens an episode, or what an environment observes: a text, or messages of a chat.
 Said: TypeAlias = str | list[dict[str, Any]]
+# An answer as an environment gets it: a text, or a message with calls of tools.
+Answer: TypeAlias = str | dict[str, Any]
 EXPECTED_OPENING = "returns a text or a list of messages from reset(record)"
 EXPECTED_STEP = f"returns (observation, reward, done) from step(answer): a text or messages, {SCORES}, and a bool"
 # The most processes of an environment. One is hardly ever busy, since decoding takes longer.
@@ -80,7 +84,7 @@ class Environments(Protocol):
     def reset(self, episode: int, seed: int, record: Mapping[str, Any], where: str) -> Future[Said]:
         """Begin an episode; the future has its opening, or an `InputRefused`."""
 
-    def step(self, episode: int, answer: str, where: str) -> Future[Observation]:
+    def step(self, episode: int, answer: Answer, where: str) -> Future[Observation]:
         """Give the episode an answer; the future has what it observes, or an `InputRefused`."""
 
     def end(self, episode: int) -> None:
@@ -102,7 +106,7 @@ class OwnEnvironments:
     @property
     def tools(self) -> Any:
         """Return the tools of the class."""
-        return getattr(self._class, "tools", None)
+        return _tools(getattr(self._class, "tools", None), self._name)
 
     def reset(self, episode: int, seed: int, record: Mapping[str, Any], where: str) -> Future[Said]:
         """Begin an episode; see `Environments`."""
@@ -114,7 +118,7 @@ class OwnEnvironments:
 
         return _done(begin)
 
-    def step(self, episode: int, answer: str, where: str) -> Future[Observation]:
+    def step(self, episode: int, answer: Answer, where: str) -> Future[Observation]:
         """Give the episode an answer; see `Environments`."""
         played, state = self._episodes[episode]
         return _done(
@@ -159,6 +163,7 @@ class FileEnvironments:
         """
         count = processes or min(os.cpu_count() or 1, MAX_PROCESSES)
         self._processes = [_EnvironmentProcess(code, sha256) for _ in range(count)]
+        self._code = code
         # A process ends with the thread that started it, so each has a thread that lives as long.
         self._threads: list[ThreadPoolExecutor] = []
         self._tools: Any = None
@@ -173,7 +178,7 @@ class FileEnvironments:
         """Begin an episode; see `Environments`."""
         return self._submit(episode, lambda process: process.reset(episode, seed, record, where))
 
-    def step(self, episode: int, answer: str, where: str) -> Future[Observation]:
+    def step(self, episode: int, answer: Answer, where: str) -> Future[Observation]:
         """Give the episode an answer; see `Environments`."""
         return self._submit(episode, lambda process: process.step(episode, answer, where))
 
@@ -196,7 +201,7 @@ class FileEnvironments:
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in self._processes]
         try:
             tools = self._threads[0].submit(self._processes[0].start).result()
-            self._tools = worker.decoded(tools)
+            self._tools = _tools(worker.decoded(tools), self._code.value)
         except BaseException:
             self.close()
             raise
@@ -220,7 +225,7 @@ class _EnvironmentProcess(CodeProcess):
         reply = self._ask("reset", episode, seed, worker.encoded(record), where=where)
         return _opening(worker.decoded(reply), where, self._code.value)
 
-    def step(self, episode: int, answer: str, where: str) -> Observation:
+    def step(self, episode: int, answer: Answer, where: str) -> Observation:
         """Give the episode an answer."""
         if self._process is None:
             # It was ended because of another episode, whose error ends the run.
@@ -270,6 +275,20 @@ def _done(call: Callable[[], Any]) -> Future[Any]:
     except Exception as error:
         future.set_exception(error)
     return future
+
+
+def _tools(tools: Any, code: str) -> list[Any] | None:
+    """Return the tools of a class, as a chat template reads them.
+
+    Raises:
+        InputRefused: they are no list of JSON objects.
+    """
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple) or not _are_messages(list(tools)):
+        expected = "has tools as a list of objects with the type and the function of each"
+        raise code_error(KEY, code, f"has the tools {tools!r:.60}", expected)
+    return list(tools)
 
 
 def _opening(opening: Any, where: str, code: str) -> Said:

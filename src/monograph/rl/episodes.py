@@ -38,10 +38,12 @@ from monograph.decode.sampling import Sampling
 from monograph.decode.transcript import Transcript
 from monograph.errors import InputRefused
 from monograph.rl.arrange import Rollout
-from monograph.rl.environments import KEY, Environments, Observation, Said
+from monograph.rl.environments import KEY, Answer, Environments, Observation, Said
 from monograph.rl.prompts import Prompt
 from monograph.rl.rewards import AnswerScore, score_of
 from monograph.rl.rollouts import Drawer, not_finite, slots_per_row
+from monograph.text.call_reader import message_of
+from monograph.text.calls import find_frame, spellings
 from monograph.text.chat import require_variables_read
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.turns import ChatTurns, TextTurns
@@ -65,37 +67,43 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Episode:
-    """An episode. It has the attributes of a `Completion`, about all of its answers together.
+class Episode(Completion):
+    """An episode: a completion of several answers.
 
     Attributes:
+        text: the texts of answers and observations, each on lines of its own.
+        token_ids: the ids of all answers.
+        finish_reason: "stop" if the environment was done; "length" if it was not, since no room was
+            left or the last turn that is allowed was over, or if an answer was cut on the way.
+        logprobs: one for each of `token_ids`.
         prompt_ids: the ids of the opening.
         turns: the turns, at least one.
         discount: the discount of rewards by turn.
-        finish_reason: "stop" if the environment was done; "length" if it was not, since no room was
-            left or the last turn that is allowed was over, or if an answer was cut on the way.
     """
 
-    prompt_ids: tuple[int, ...]
-    turns: tuple[Turn, ...]
-    discount: float
-    finish_reason: Finish
+    prompt_ids: tuple[int, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    discount: float = 1.0
 
-    @property
-    def text(self) -> str:
-        """Return the texts of answers and observations, each on lines of its own."""
-        texts = [said for turn in self.turns for said in (turn.completion.text, turn.observed)]
-        return "\n".join(text for text in texts if text)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Return the ids of all answers."""
-        return [each for turn in self.turns for each in turn.completion.token_ids]
-
-    @property
-    def logprobs(self) -> list[LogProbability]:
-        """Return a log-probability for each of `token_ids`."""
-        return [each for turn in self.turns for each in turn.completion.logprobs or ()]
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        turns: Sequence[Turn],
+        discount: float,
+        finish_reason: Finish,
+    ) -> Episode:
+        """Return the episode of these turns."""
+        texts = [said for turn in turns for said in (turn.completion.text, turn.observed)]
+        return cls(
+            text="\n".join(text for text in texts if text),
+            token_ids=[each for turn in turns for each in turn.completion.token_ids],
+            finish_reason=finish_reason,
+            logprobs=[each for turn in turns for each in turn.completion.logprobs or ()],
+            prompt_ids=tuple(prompt_ids),
+            turns=tuple(turns),
+            discount=discount,
+        )
 
     @property
     def ids_after_prompt(self) -> list[int]:
@@ -199,6 +207,13 @@ class EpisodeSampler:
         self._end_ids = end_ids
         self._options = options
         self._sampling = Sampling(temperature=options.temperature, logprobs=0)
+        self._has_tools = environments.tools is not None
+        if self._has_tools:
+            try:
+                self._frame = find_frame(tokenizer, end_ids)
+            except InputRefused as error:
+                raise InputRefused(f"the tools of {KEY}: {error}") from None
+            self._spelling_V = spellings(tokenizer)
 
     def sample(self, generator: Generator, starts: Sequence[Start]) -> list[Episode]:
         """Sample an episode from each start.
@@ -251,8 +266,8 @@ class EpisodeSampler:
                     if finish is None:
                         go_on(episode)
                         continue
-                    finished[episode.number] = Episode(
-                        episode.prompt_ids, tuple(episode.turns), self._options.discount, finish
+                    finished[episode.number] = Episode.of(
+                        episode.prompt_ids, episode.turns, self._options.discount, finish
                     )
                     self._environments.end(episode.number)
                     begin(1)
@@ -308,7 +323,20 @@ class EpisodeSampler:
         transcript.finish()
         episode.answer = Completion(transcript.text, transcript.token_ids, finish, episode.logprobs)
         episode.ids += transcript.token_ids
-        return self._environments.step(episode.number, transcript.text, prompt.where)
+        answer = self._as_read(episode, len(episode.ids) - len(transcript.token_ids))
+        return self._environments.step(episode.number, answer, prompt.where)
+
+    def _as_read(self, episode: _Unfinished, begin: int) -> Answer:
+        """Return the last answer of an episode, which begins at an index of its ids, as the environment
+        gets it.
+        """
+        if not self._has_tools:
+            return episode.answer.text
+        answer_ids = episode.answer.token_ids
+        if answer_ids[-1] in self._end_ids:
+            answer_ids = answer_ids[:-1]
+        lead = bytes(self._tokenizer.inserted_space(episode.ids[:begin]))
+        return message_of(answer_ids, self._frame, self._spelling_V, lead)
 
     def _observed(
         self, episode: _Unfinished, observation: Observation, slots: int
@@ -350,7 +378,7 @@ class EpisodeSampler:
                     raise InputRefused("it has messages, but the opening was a text: return a text")
                 return chat.ids_after(answer_ids, said)
             if isinstance(said, str):
-                role = "user" if self._environments.tools is None else "tool"
+                role = "tool" if self._has_tools else "user"
                 said = [{"role": role, "content": said}]
             return chat.ids_after(answer_ids, read_messages(said, "observation"))
         except (Unusable, InputRefused) as error:
@@ -396,7 +424,7 @@ class EpisodeDrawer(Drawer):
         # The last token of an episode is only a target.
         return slots_per_row(self.options, self.model.config, self.options.length + 1)
 
-    def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Episode]:
+    def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         """Sample an episode of each prompt's record; see `Drawer.draw`."""
         group = self.options.group
         starts = [
@@ -473,9 +501,9 @@ def _as_json(episode: Episode) -> list[Any]:
 def _from_json(value: Sequence[Any], discount: float) -> Episode:
     """Return the episode that `_as_json` has written."""
     prompt_ids, turns, finish = value
-    return Episode(
-        tuple(prompt_ids),
-        tuple(
+    return Episode.of(
+        prompt_ids,
+        [
             Turn(
                 Completion(text, token_ids, reason, [LogProbability(*each) for each in logprobs]),
                 observed,
@@ -483,7 +511,7 @@ def _from_json(value: Sequence[Any], discount: float) -> Episode:
                 parts,
             )
             for text, token_ids, reason, logprobs, observed, observed_ids, parts in turns
-        ),
+        ],
         discount,
         finish,
     )

@@ -464,7 +464,7 @@ def _play(channel: _Channel, folders: Sequence[str]) -> None:
         episodes[episode] = played, random.getstate()
         return opening
 
-    def step(episode: int, answer: str) -> Any:
+    def step(episode: int, answer: object) -> Any:
         played, state = episodes[episode]
         random.setstate(state)
         result = encoded(played.step(answer))

@@ -193,9 +193,14 @@ class Rewards(Objective):
 
     def unused_key_error(self, origin: str, key: str, written: str) -> str:
         """Return the error message for a key of [rl] without rl.reward."""
-        return (
-            f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact"
-        )
+        # A parameter belongs to the rewards that have it.
+        rewards = [
+            name
+            for name, reward in REWARDS.items()
+            if key in [parameter.key for parameter in reward.parameters]
+        ]
+        given = f"rl.reward={rewards[0]}, too" if rewards else "rl.reward, too, such as exact"
+        return f"{origin}: {key} is of answers that are rewarded: give {given}"
 
     def require_keys(self, settings: Settings) -> None:
         """Refuse values of [rl] that do not go together; see `Objective.require_keys`."""
