@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -37,7 +38,7 @@ from monograph.decode.request import Finish, LogProbability, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.transcript import Transcript
 from monograph.errors import InputRefused
-from monograph.rl.arrange import Rollout
+from monograph.rl.arrange import AnswerGroup, Rollout
 from monograph.rl.environments import KEY, Answer, Environments, Observation, Said
 from monograph.rl.prompts import Prompt
 from monograph.rl.rewards import AnswerScore, score_of
@@ -472,6 +473,12 @@ class EpisodeDrawer(Drawer):
             is_cut=episode.finish_reason == "length",
             is_sampled=episode.is_sampled,
         )
+
+    def group_figures(self, groups: Sequence[AnswerGroup]) -> dict[str, float]:
+        """Return figures on groups of episodes, with the mean number of their turns."""
+        episodes = [episode for group in groups for episode in group.completions]
+        turns = statistics.fmean(len(cast(Episode, episode).turns) for episode in episodes)
+        return {**super().group_figures(groups), "turns": turns}
 
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]

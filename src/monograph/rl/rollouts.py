@@ -533,6 +533,10 @@ class Drawer:
             **{f"reward.{name}": statistics.fmean(of) for name, of in values_of_parts.items()},
         }
 
+    def group_figures(self, groups: Sequence[AnswerGroup]) -> dict[str, float]:
+        """Return figures on groups of answers; see `monograph.rl.arrange.group_figures`."""
+        return group_figures(groups)
+
     def evaluate(self) -> dict[str, float]:
         """Sample a group of answers to each of some held-out prompts; return figures on them.
 
@@ -660,7 +664,7 @@ class Rollouts(Iterator[Batch]):
         seconds = {"drawn_s": drawn_s, "scored_s": scored_s}
         self.numbers = {
             **self.drawer.reward_figures(scores),
-            **group_figures(groups),
+            **self.drawer.group_figures(groups),
             **seconds,
         }
         # With several draws, an update uses only groups that teach, unless there are none.
