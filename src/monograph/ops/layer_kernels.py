@@ -41,10 +41,10 @@ in the same order in both cases. (Padding changes no bits if both ranks have til
 is the next power of two from 16 to 64.)
 
 Shapes: B rows, P layers, K channels of x, over which products sum, N columns, M columns of gate or up, Q the
-adapters' rank, Z slots of a bank. In kernels: R = ROWS and O = COLUMNS of a tile, S = CHANNELS and Q = RANKS that are read
-at once, H = S / 2 bytes of two codes each, G = S / 64 blocks of codes, T the 16 numbers of NF4. `x_at_RS`
-are the addresses of the elements of `x_RS`. Numbers at the end of a name, as in `weight_1`, are the
-layer's. Flags in capitals that have the name of a term, such as NORM, BIAS and RESIDUAL, say whether the
+adapters' rank, Z slots of a bank. In kernels: R = ROWS and O = COLUMNS of a tile, S = CHANNELS and Q = RANKS
+that are read at once, H = S / 2 bytes of two codes each, G = S / 64 blocks of codes, T the 16 numbers of
+NF4. `x_at_RS` are the addresses of the elements of `x_RS`. Numbers at the end of a name, as in `weight_1`,
+are the layer's. Flags in capitals that have the name of a term, such as NORM, BIAS and RESIDUAL, say whether the
 product has this term; CENTRED says that the norm multiplies by 1 + gain.
 """
 

@@ -116,6 +116,7 @@ class ChatTemplate:
         rendered_with_text = self._render_call(probe_json)
         rendered_with_object = self._render_call(_PROBE_ARGUMENTS)
         [needle] = _PROBE_ARGUMENTS.values()
+        # A template that needs an object writes its value, and changes the text by escaping it.
         return needle in rendered_with_object and probe_json not in rendered_with_text
 
     def _render_call(self, arguments: object) -> str:
@@ -205,6 +206,7 @@ class ChatTemplate:
     ) -> str:
         """Return the JSON of a request to the process; `sandbox` describes it."""
         request = {
+            # transformers always gives these two variables to a template.
             "tools": None,
             "documents": None,
             **self.tokens,
