@@ -394,8 +394,8 @@ def _axis_of_range(
         # The key must accept both ends.
         first_value = float(_check_value(key, first))
         last_value = float(_check_value(key, last))
-        sampled_range = SampledRange("log" if scale == "log" else "lin", first_value, last_value)
-        return Axis(key, (), sampled_range)
+        known_scale: Literal["log", "lin"] = "log" if scale == "log" else "lin"
+        return Axis(key, (), SampledRange(known_scale, first_value, last_value))
     if not count.isdecimal():
         raise UsageError(
             f"{key}={text}: expected a whole number of values after the last colon, not {count!r}"

@@ -338,7 +338,8 @@ def _new_spelling_advice(key: str, value: object, from_text: bool) -> str:
     """Return what to write instead of one or more old spellings; "" for other values."""
     new_texts = new_spelling(key, value)
     if new_texts:
-        return f"say {as_typed(new_texts) if from_text else in_toml(new_texts)}"
+        assignments = as_typed(new_texts) if from_text else in_toml(new_texts)
+        return f"say {assignments}"
     new_texts_of_each = new_spellings(key, value)
     return advise_run_each(new_texts_of_each) if new_texts_of_each else ""
 

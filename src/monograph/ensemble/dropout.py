@@ -103,6 +103,7 @@ class Dropout:
         """
         # The limit of SELU for very negative inputs, -lambda alpha with SELU's two constants.
         limit = -1.7580993408473766
+        # With the rate 1 all elements are dropped, and the formula would divide by zero.
         scale = ((1 - rate) * (1 + rate * limit**2)) ** -0.5 if rate < 1 else 0.0
         kept_or_limit = torch.where(self.keep_mask(mask_shape, rate), hidden, limit)
         output = kept_or_limit * scale - scale * limit * rate

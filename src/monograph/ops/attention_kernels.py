@@ -61,7 +61,8 @@ def fastest(times: Mapping[AttentionKernel, float]) -> AttentionKernel:
     if not times:
         return "torch"
     best = min(times, key=times.__getitem__)
-    return best if MARGIN * times[best] <= times.get("torch", float("inf")) else "torch"
+    torch_time = times.get("torch", float("inf"))
+    return best if MARGIN * times[best] <= torch_time else "torch"
 
 
 def describe_speeds(times: Mapping[AttentionKernel, float], kernel: AttentionKernel) -> str:
