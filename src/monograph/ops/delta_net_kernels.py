@@ -7,9 +7,9 @@
     S     = S + k u^T
     out   = norm(S^T q) silu(z)
 
-The first line is `convolve_token`, and all others are `delta_rule_token`. With the product that
-computes the projections and the output's product, a layer takes four launches; PyTorch's operators take
-more than eighty. `monograph.model.delta_net.GatedDeltaNet` is the reference.
+The first line is `convolve_token`, and all others are `delta_rule_token`. A layer takes four launches: these
+two, the product that computes the projections, and the output's product. PyTorch's operators take more than
+eighty. `monograph.model.delta_net.GatedDeltaNet` is the reference.
 
 The convolution's last inputs and the state S are changed in place. A row's count says how many tokens they
 include. A step may be repeated with the same token: if its position is below the count, the token leaves
@@ -100,16 +100,21 @@ def _convolve_token(
     is_channel_C = channel_C < C
     column_C = channel_C  # the column of the projections that has the channel
     if BY_KEY_HEAD:
+        # The channels are all queries, all keys, all values. The columns are, for each key head, a query, a
+        # key, R values and R gates.
         R: tl.constexpr = H // G
-        # Each key head has a query, a key, R values and R gates.
         columns_of_head: tl.constexpr = 2 * (E + R * V)
-        # A query or a key is at this offset in its head's columns.
+        # For queries and keys: the offset of a query or a key in its head's columns, and the channel's index
+        # among all queries or among all keys.
         offset_in_head_C = tl.where(channel_C < G * E, 0, E)
-        head_channel_C = channel_C % (G * E)
-        column_C = head_channel_C // E * columns_of_head + offset_in_head_C + head_channel_C % E
-        value_channel_C = channel_C - 2 * G * E
-        value_column_C = value_channel_C // (R * V) * columns_of_head + 2 * E
-        value_column_C += value_channel_C % (R * V)
+        index_C = channel_C % (G * E)
+        key_head_C = index_C // E
+        column_C = key_head_C * columns_of_head + offset_in_head_C + index_C % E
+        # For values: the channel's index among all values.
+        value_index_C = channel_C - 2 * G * E
+        value_key_head_C = value_index_C // (R * V)
+        value_column_C = value_key_head_C * columns_of_head + 2 * E
+        value_column_C += value_index_C % (R * V)
         column_C = tl.where(channel_C < 2 * G * E, column_C, value_column_C)
     position_of_row = tl.load(position + row)
     is_new = position_of_row >= tl.load(count + row)
@@ -192,7 +197,7 @@ def _delta_rule_token(
     # The first column of the head's gates z, and the columns of its b and a; see `DeltaNetShape`.
     if BY_KEY_HEAD:
         columns_of_head: tl.constexpr = 2 * (E + R * V)
-        gate_column = key_head * columns_of_head + 2 * E + R * V + head % R * V
+        gate_column = key_head * columns_of_head + 2 * E + R * V + (head % R) * V
         b_column = G * columns_of_head + key_head * (2 * R) + head % R
         a_column = b_column + R
     else:

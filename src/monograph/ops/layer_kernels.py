@@ -191,7 +191,7 @@ def _project_down(
     """
     if BANK:
         row = tl.program_id(1)
-        row_R = row // ROWS * ROWS + tl.arange(0, ROWS)
+        row_R = (row // ROWS) * ROWS + tl.arange(0, ROWS)  # all rows of its tile
         slot_R = _slots_of_rows(slots, row_R, row_count)
         slot = tl.load(slots + row).to(tl.int32)
         is_own_R = slot_R == slot
@@ -207,10 +207,10 @@ def _project_down(
         is_needed = True
         first_rank = 0
     if is_needed:
-        # Axis 0 of the grid has a program for each tile of ranks, layer and split.
+        # Axis 0 of the grid has a program for each tile of ranks, layer and split. Splits change fastest.
         split = tl.program_id(0) % SPLITS
-        layer = tl.program_id(0) // SPLITS % LAYERS
-        rank_Q = tl.program_id(0) // (SPLITS * LAYERS) * RANKS + tl.arange(0, RANKS)
+        layer = (tl.program_id(0) // SPLITS) % LAYERS
+        rank_Q = (tl.program_id(0) // (SPLITS * LAYERS)) * RANKS + tl.arange(0, RANKS)
         offset_S = tl.arange(0, CHANNELS)
         is_row_R1 = is_own_R[:, None]
         is_rank_Q = rank_Q < RANK
