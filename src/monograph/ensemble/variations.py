@@ -1,5 +1,5 @@
-"""Say in what members may differ apart from the numbers in their tensors: the rates of dropout, and
-the scale and rank of adapters.
+"""Members may differ in the numbers in their tensors, and in the few other things that this file lists: the
+rates of dropout, and the scale and rank of adapters.
 
 Shapes: N members.
 """

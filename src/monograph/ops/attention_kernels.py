@@ -12,8 +12,8 @@ from torch import Tensor
 from monograph.device import clock, synchronize
 from monograph.ops.attention import AttentionKernel, attention
 
-# torch's unfused kernel is not among them. It keeps the scores of all pairs of a query and a key, for
-# which no memory plan has room.
+# torch's unfused kernel is not among them. It keeps the scores of all pairs of a query and a key, and no memory
+# plan has room for these.
 KERNELS: tuple[AttentionKernel, ...] = ("torch", "cudnn", "flash", "efficient")
 # Each kernel is timed ROUNDS times, over CALLS calls.
 ROUNDS = 5

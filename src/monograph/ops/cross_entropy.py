@@ -89,10 +89,10 @@ def linear_cross_entropy(
         device_type: "cpu" or "cuda": the device whose limits decide how the tokens are cut. The
             planner names it, because its fake tensors may be on another device. None: the device of the
             tensors.
-        in_fp8: whether, for bf16 hidden states and gradients, the logits and the gradient of the hidden
-            states are products of operands that are rounded to fp8 (`Float8Weight`). The weight's
-            gradient stays a product in bf16, which adds to fp32 sums; no fp8 product does. V and D
-            must be multiples of 16, and there are no `rows`.
+        in_fp8: whether the logits and the gradient of the hidden states are products in fp8
+            (`Float8Weight`), for bf16 hidden states. The weight's gradient stays a product in bf16, since
+            only such a product can add to fp32 sums. V and D must be multiples of 16, and there are no
+            `rows`.
 
     Returns:
         loss: 0-d fp32 (fp64 for fp64 input), the sum in nats, differentiable.
@@ -317,8 +317,9 @@ def _traced_gradients_on_cuda(
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], both zero for ignored tokens.
 
-    In the form for fp64 and for transforms of torch.func, Inductor needs only two passes over the
-    logits. On a CPU this form would not be faster, because it computes the exponentials twice.
+    The logits are replaced by one kernel, if it takes them (`replace_logits_`). For fp64, and inside
+    transforms of torch.func, there is a form for which Inductor needs only two passes over the logits. On a CPU
+    this form would not be faster, because it computes the exponentials twice.
     """
     logits_CV = head.logits(hidden_CD)
     if can_replace_logits(logits_CV) and not compat.in_transform():
@@ -436,7 +437,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
         _loss, *grads = output
         ctx.mark_non_differentiable(*(grad for grad in grads if grad is not None))
-        # Otherwise both unused outputs get a full-size gradient of zeros.
+        # The gradients are outputs that nothing uses. Without this, autograd would make zeros of their size for
+        # the backward pass.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*grads)
         _, weight_VD, _, _, settings, values_KD, _, _, _, total_VD = inputs

@@ -115,8 +115,8 @@ def read_marks(
         raise ValueError(
             f"model.vocab has no {MARK!r} for a single space: 'a  b' would not come back"
         )
-    # If decoding turns <0xXX> into a byte, these letters in a text must not be encoded to that token. There
-    # are three ways how they could be: by merges, as a whole vocabulary entry, or as an added token.
+    # If decoding turns <0xXX> into a byte, these letters in a text must not be encoded to that token. This could
+    # happen in three ways: by merges, as a whole vocabulary entry, or as an added token.
     merges = model.get("merges")
     pairs = [
         merge.split(" ") if isinstance(merge, str) else merge
