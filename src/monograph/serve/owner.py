@@ -193,9 +193,7 @@ class _Decoder:
         block_steps = BLOCK_STEPS[device.type]
         version.context = positions_per_row(model, rows)
         cache_sizes = CacheSizes(version.context)
-        advice = (
-            "serve a model with fewer positions"  # the end of the error if not even one row fits
-        )
+        advice = "serve a model with fewer positions"  # for the error if not even one row fits
         version.rows = rows_that_fit(model, cache_sizes, rows, advice)
         self.texts = dict[int, ServedText]()
         self.sampled_tokens = 0
