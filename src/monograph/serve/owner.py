@@ -388,7 +388,7 @@ class Owner:
             while self._advance():
                 pass
             self._end_error = OwnerEnded()
-        except OwnerEnded as ended:
+        except OwnerEnded as ended:  # from `_require_not_ending`, within a warm-up
             self._end_error = ended
         except Exception as error:  # any other error is a bug, which ends the server
             self._call_in_loop(self._record_crash, error)
