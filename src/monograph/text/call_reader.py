@@ -1,12 +1,12 @@
 """Read the calls of tools in an answer while it is written."""
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from monograph.storage.reading import parse_json
 from monograph.text.calls import (
     ARGUMENTS,
     ID,
@@ -114,8 +114,8 @@ def message_of(
             calls.append({"name": piece.name, "arguments": ""})
         calls[piece.number]["arguments"] += piece.arguments
     for call in calls:
-        with suppress(ValueError):
-            call["arguments"] = json.loads(call["arguments"])
+        with suppress(ValueError, RecursionError):
+            call["arguments"] = parse_json(call["arguments"])
     content = "".join(answer.content for answer in pieces)
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
