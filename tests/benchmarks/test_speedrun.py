@@ -403,7 +403,7 @@ def weights(this):
     return {name: weight.clone() for name, weight in this.engine.state().model.items()}
 
 
-@pytest.mark.parametrize("order", ["stream", "shuffled"])
+@pytest.mark.parametrize("order", [pytest.param("stream", marks=pytest.mark.slow), "shuffled"])
 def test_a_resumed_run_is_an_uninterrupted_run(part, folder, tmp_path, monkeypatch, order):
     whole, one = run(part, folder, tmp_path / "whole.json", "--order", order, "--seed", "5")
     module, out = part("run"), tmp_path / "cut.json"

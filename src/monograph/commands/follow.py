@@ -109,8 +109,8 @@ class _Followed:
         self._out = out
         self._tracker: Tracker | None = None
         self._config = b""  # the settings that were sent
-        self._sent_bytes = 0  # of the metrics
-        self._last_sent = b""  # the last of these bytes, at most COMPARED_BYTES
+        self._sent_bytes = 0  # the number of bytes of metrics.jsonl that were sent
+        self._last_sent = b""  # the last of the sent bytes, at most COMPARED_BYTES
 
     def send(self) -> None:
         """Send the rows since the last call.

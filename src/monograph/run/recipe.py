@@ -251,8 +251,8 @@ def build_from_file(recipe: ModelRecipe, code: Code) -> tuple[nn.Module, Loss]:
             hint = did_you_mean(code.function, function_names)
             raise InputRefused(f"{where}: {file} has no function {code.function!r}{hint}")
         parameters = inspect.signature(function).parameters
-        offered = {"seed": recipe.seed, **recipe.sizes}
-        arguments = {key: value for key, value in offered.items() if key in parameters}
+        possible_arguments = {"seed": recipe.seed, **recipe.sizes}
+        arguments = {key: value for key, value in possible_arguments.items() if key in parameters}
         model = function(**arguments)
     except InputRefused:
         raise

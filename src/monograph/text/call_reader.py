@@ -4,12 +4,12 @@ Shapes: V tokens of the vocabulary.
 """
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from monograph.storage.reading import parse_json
 from monograph.text.calls import (
     ARGUMENTS,
     ID,
@@ -118,8 +118,9 @@ def message_of(
                 calls.append({"name": call_piece.name, "arguments": ""})
             calls[call_piece.number]["arguments"] += call_piece.arguments
     for call in calls:
-        with suppress(ValueError):  # text that is no JSON stays as it is
-            call["arguments"] = json.loads(call["arguments"])
+        # Text that is no JSON, or is nested too deeply, stays as it is.
+        with suppress(ValueError, RecursionError):
+            call["arguments"] = parse_json(call["arguments"])
     content = "".join(answer_piece.content for answer_piece in answer_pieces)
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
