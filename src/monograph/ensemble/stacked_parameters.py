@@ -179,8 +179,11 @@ class StackedParameters(OnDevice):
     def fuse_gradients_of_adapters(self, stacked_planes: Sequence[Plane]) -> None:
         """Round adapters once for an update, and let their products add gradients to the planes.
 
-        Captured, a layer then has no kernels but products for its adapters
-        (`monograph.graph.member_factors`). Those of experts are left to autograd.
+        In a captured graph, a layer's adapters then have no other kernels than products
+        (`monograph.graph.member_factors`). The gradients of experts' adapters are left to autograd.
+
+        Args:
+            stacked_planes: the planes [N, size] of all trained parameters.
         """
         factors = {
             f"{path}.weight": module
@@ -195,12 +198,13 @@ class StackedParameters(OnDevice):
                 plane.views(plane.rounded), plane.views(plane.grad), strict=True
             ):
                 if name in factors:
-                    # With `.data` each has a version of its own: one that changes does not make another stale.
+                    # Autograd refuses a tensor that has changed, and views of one plane count changes
+                    # together. With `.data` each weight counts its own.
                     factors[name].fused_gradient = FusedGradient(weight.data, total.data)
                     self._fuses_gradients = True
 
     def fused_gradients(self) -> AbstractContextManager[None]:
-        """Let adapters' products in the block add their gradients to the planes, if `place` chose that."""
+        """Make a context in which adapters' products add their gradients to the planes, if `place` chose that."""
         return fused_gradients() if self._fuses_gradients else nullcontext()
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
