@@ -466,8 +466,8 @@ def _multiply(
             weight_OS = tl.load(weight + offset_OS, mask=is_column_O1, other=0).to(dtype)
             total_RO = tl.dot(factor_RS, weight_OS.T, total_RO, input_precision=PRECISION)
             if GATED:
-                weight_OS = tl.load(weight_1 + offset_OS, mask=is_column_O1, other=0).to(dtype)
-                up_RO = tl.dot(factor_RS, weight_OS.T, up_RO, input_precision=PRECISION)
+                up_weight_OS = tl.load(weight_1 + offset_OS, mask=is_column_O1, other=0).to(dtype)
+                up_RO = tl.dot(factor_RS, up_weight_OS.T, up_RO, input_precision=PRECISION)
     if FORM == "int8":
         total_RO *= tl.load(scales + column_O, mask=is_column_O, other=0.0)[None, :]
         if GATED:
