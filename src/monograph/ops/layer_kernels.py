@@ -15,8 +15,8 @@ and the factor s), and their weights may be stored in 8 or 4 bits (`monograph.gr
     kernel            axis 0 of the grid                axis 1          a program writes
     `_multiply`       tiles of columns, of all layers   tiles of rows   ROWS x COLUMNS outputs of one layer; if
                                                                         GATED, of gate and up together
-    `_project_down`   ranks, layers and SPLITS ranges   tiles of rows   ROWS x RANKS partial sums of norm(x) A^T
-                      of channels                                       of one layer, over one range
+    `_project_down`   tiles of ranks, of all layers     tiles of rows   ROWS x RANKS partial sums of norm(x) A^T
+                      and SPLITS ranges of channels                     of one layer, over one range
 
 `_multiply` adds up the partial sums of the SPLITS ranges, always in the same order.
 
@@ -608,7 +608,7 @@ class LowRank(NamedTuple):
 
 
 class LowRankBank(NamedTuple):
-    """The tensors of a layer's bank of adapters. Each row uses one adapter of the bank.
+    """The tensors of a layer's bank of adapters. Each row uses one adapter of the bank, or none.
 
     Attributes:
         a_ZQK: A of each slot.
