@@ -88,4 +88,5 @@ ABOVE_0 = Range("a number above 0", 0, math.inf, excludes_low=True, excludes_hig
 NOT_NEGATIVE = Range("a number, 0 or more", 0, math.inf, excludes_high=True)
 DECAY = Range("a number, 0 or more and below 1", 0, 1, excludes_high=True)
 FRACTION = Range("a number between 0 and 1", 0, 1, excludes_low=True, excludes_high=True)
+WHOLE = Range("a whole number, 0 or more", 0, math.inf, whole=True)
 COUNT = Range("a whole number above 0", 1, math.inf, whole=True)
