@@ -116,7 +116,9 @@ def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Ad
         unknown = "One seed cannot tell a difference from chance."
         seeds = MIN_SEEDS
         if table.degrees:
-            unknown = "Scores that differ equally for each seed do not tell a difference from chance."
+            unknown = (
+                "Scores that differ equally for each seed do not tell a difference from chance."
+            )
             seeds = max(MIN_SEEDS, 2 * len(best.members))
         yield Advice(
             f"{unknown} Run the best with {seeds} seeds each.",
