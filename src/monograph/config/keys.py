@@ -1,7 +1,8 @@
 """Define every key of the configuration: its type, default, accepted values and meaning.
 
-A section is a table of the TOML file, such as [optim], and a pydantic model here. A key is a field
-of it. Pages, `--print-config` and errors show what a key's declaration says (`key_declaration`).
+A section is a table of the TOML file, such as [optim], and a pydantic model here. A key is a field of
+this model. Its declaration says what it means and accepts (`Key`), and pages, `--print-config` and errors
+show the declaration.
 """
 
 import re
@@ -40,8 +41,8 @@ _MULTIPLES = {
 }
 
 
-# The functions `_parse_...` run before a key's type is checked. They turn a text, as a shell gives
-# it, into a value of the type, and return any other value unchanged: the type then refuses it.
+# The functions `_parse_...` run before pydantic checks a key's type. They turn a text, as a shell gives it,
+# into a value of the type. Other values are returned unchanged, and pydantic refuses them if they are wrong.
 
 
 def _parse_count(value: object) -> Any:
@@ -77,7 +78,8 @@ def _parse_texts(value: object) -> Any:
         try:
             return tomllib.loads(f"list = {value}")["list"]
         except tomllib.TOMLDecodeError:
-            # A text that begins with [" is a list with a mistake: no pattern of files begins so.
+            # A text that begins with [" is a list with a mistake, since no pattern of files begins so. The
+            # error is a ValueError, by which pydantic learns that the value is wrong.
             if re.match(r"\[\s*[\"']", value):
                 raise
         except RecursionError:
@@ -118,7 +120,7 @@ HeldOutShare = Annotated[float, Field(ge=0, le=MAX_HELD_OUT)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_parse_numbers)]
-Momentum = Annotated[float, AfterValidator(DECAY.checked)]
+BelowOne = Annotated[float, AfterValidator(DECAY.checked)]  # from 0, without 1
 
 # How the members of a sweep, the runs that it trains, may differ in a key.
 #   in one graph:    members with different values train in one graph: the key is a number that an
@@ -174,9 +176,12 @@ class Key(NamedTuple):
 
 
 class _Details(TypedDict, total=False):
-    """The optional parts of a declaration, which `Key` describes.
+    """The optional arguments of `_key`. All except `implied` are attributes of `Key`.
 
-    `implied` is the `Key.default` of a key whose field has the default None.
+    Attributes:
+        implied: the `Key.default` of a key whose field has the default None. Such a field tells a key that
+            is not set from one that is set to its default: for example, lora.alpha is refused without
+            lora.rank, and that lora.alpha is 32 by default must not count as setting it.
     """
 
     implied: object
@@ -196,7 +201,8 @@ def _key(default: Any, expected: str, meaning: str, **details: Unpack[_Details])
     """Declare a key, and return the pydantic field.
 
     Args:
-        default: the field's value if the key is not set; None if another place decides the value.
+        default: the field's value if the key is not set; None if the field is to say that it is not set
+            (see `_Details.implied`) or another place decides the value.
         expected: see `Key`.
         meaning: see `Key`, without `auto`.
         details: see `Key`; `fixed` can be left out if the section has it.
@@ -261,21 +267,21 @@ def _with_parameters(
         declared: {choice: its parameters}. Several choices may have the same parameter with
             different defaults.
     """
-    parameters: dict[str, Parameter] = {}
-    # For each parameter: {a default: the choices that have the parameter with this default}.
-    choices_by_default: dict[str, dict[float | str | None, list[str]]] = {}
+    parameters: dict[str, Parameter] = {}  # by name
+    # For each parameter's name: {a default: the choices that have the parameter with this default}.
+    defaults: dict[str, dict[float | str | None, list[str]]] = {}
     for choice, choice_parameters in declared.items():
         for parameter in choice_parameters:
             name = parameter.field
             parameters.setdefault(name, parameter)
-            choices = choices_by_default.setdefault(name, {}).setdefault(parameter.default, [])
-            choices.append(choice)
+            choices_by_default = defaults.setdefault(name, {})
+            choices_by_default.setdefault(parameter.default, []).append(choice)
     fields: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        if len(choices_by_default[name]) == 1:
+        if len(defaults[name]) == 1:
             details = _Details(implied=parameter.default, otherwise="", example=parameter.example)
         else:
-            words = _defaults_in_words(choices_by_default[name])
+            words = _defaults_in_words(defaults[name])
             details = _Details(implied=None, otherwise=words, example=parameter.default)
         details["belongs_to"] = chosen_by
         values = parameter.values
@@ -556,7 +562,7 @@ class OptimSection(Section):
         example=0.01,
         varies="in one graph",
     )
-    betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_parse_pair)] = _key(
+    betas: Annotated[tuple[BelowOne, BelowOne], BeforeValidator(_parse_pair)] = _key(
         (0.9, 0.95),
         "two numbers, 0 or more and below 1",
         "Decay of the first and second moment.",
@@ -850,7 +856,7 @@ class LoraSection(Section):
         implied="all-linear",
         varies="between graphs",
     )
-    dropout: Momentum | None = _key(
+    dropout: BelowOne | None = _key(
         None,
         DECAY.expected,
         "Dropout of the adapters' inputs.",
@@ -1065,7 +1071,7 @@ REWARDS_WAY = WayToLearn(
         result_keys=("rl.reward",),
     ),
     RlSection,
-    names_code=("rl.reward",),
+    names_code=("rl.reward", "rl.environment"),
     exclusive=(("rl.answer_regex", "rl.answer_schema"),),
 )
 PREFERENCES_WAY = WayToLearn(

@@ -290,7 +290,7 @@ def _require_comparable(settings: Settings) -> None:
     require_one_device(settings, "sweep")
     if settings.train.wall_minutes is not None:
         raise UsageError(
-            f"{settings.said('train.wall_minutes')} is for `monograph train`; the members of a sweep share "
+            f"{settings.quoted('train.wall_minutes')} is for `monograph train`; the members of a sweep share "
             "train.minutes: leave it out"
         )
     if settings.data.held_out == 0:
@@ -347,7 +347,9 @@ def _newest_run_settings() -> Settings:
     run = Run(runs[-1])
     settings_of_run = run_settings(run)
     kept = {
-        key: value for key, value in settings_of_run.pinned().items() if key not in _NOT_TAKEN_OVER
+        key: value
+        for key, value in settings_of_run.given_values().items()
+        if key not in _NOT_TAKEN_OVER
     }
     if is_file(run.tokenizer):
         kept["data.tokenizer"] = str(run.tokenizer)
