@@ -40,11 +40,11 @@ and a row without an adapter has the bits of a layer without adapters. The same 
 in the same order in both cases. (Padding changes no bits if both ranks have tiles of the same size, which
 is the next power of two from 16 to 64.)
 
-Shapes: B rows, P layers, K channels of x, over which products sum, N columns, Q the adapters' rank, Z
-slots of a bank. In kernels: R = ROWS and O = COLUMNS of a tile, S = CHANNELS and Q = RANKS that are read
-at once, H = S / 2 bytes of two codes each, G = S / 64 blocks of codes, T the 16 numbers of NF4. `x_at_RS`
-are the addresses of the elements of `x_RS`. Numbers at the end of a name, as in `weight_1`, are the
-layer's. Flags in capitals that have the name of a term, such as NORM, BIAS and RESIDUAL, say whether the
+Shapes: B rows, P layers, K channels of x, over which products sum, N columns, M columns of gate or up, Q the
+adapters' rank, Z slots of a bank. In kernels: R = ROWS and O = COLUMNS of a tile, S = CHANNELS and Q = RANKS
+that are read at once, H = S / 2 bytes of two codes each, G = S / 64 blocks of codes, T the 16 numbers of
+NF4. `x_at_RS` are the addresses of the elements of `x_RS`. Numbers at the end of a name, as in `weight_1`,
+are the layer's. Flags in capitals that have the name of a term, such as NORM, BIAS and RESIDUAL, say whether the
 product has this term; CENTRED says that the norm multiplies by 1 + gain.
 """
 
@@ -92,7 +92,7 @@ def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
 
 @triton.jit
 def _of_layer(layer, of_0, of_1, of_2, LAYERS: tl.constexpr):
-    """Return that of `of_0`, `of_1` and `of_2` which belongs to the layer with the index `layer`.
+    """Return `of_0`, `of_1` or `of_2`, whichever belongs to the layer with the index `layer`.
 
     They are pointers or numbers. A kernel cannot index a list by a number that it learns at run time.
     """
@@ -138,7 +138,7 @@ def _add_nf4(
     block_OG = column_O1 * (K // 64) + begin // 64 + tl.arange(0, BLOCKS)[None, :]
     level_OG = tl.load(levels + block_OG, mask=is_column_O1, other=0).to(tl.float32)
     step_OG = tl.load(steps + block_OG // 256, mask=is_column_O1, other=1.0)
-    # `div_rn` rounds as torch's division, by which `NF4Weight` makes its dense weight.
+    # `div_rn` rounds as torch's division, which `NF4Weight` uses to make its dense weight.
     scale_OG1 = (tl.math.div_rn(level_OG, step_OG) + mean)[:, :, None]
     # `tl.gather` looks codes up in a flat tensor. A block has 32 even and 32 odd channels.
     flat_codes = tl.reshape(codes_OH, (COLUMNS * CHANNELS // 2,))
@@ -191,13 +191,14 @@ def _project_down(
     """
     if BANK:
         row = tl.program_id(1)
-        row_R = row // ROWS * ROWS + tl.arange(0, ROWS)
+        row_R = (row // ROWS) * ROWS + tl.arange(0, ROWS)  # all rows of its tile
         slot_R = _slots_of_rows(slots, row_R, row_count)
         slot = tl.load(slots + row).to(tl.int32)
         is_own_R = slot_R == slot
         # Rows beyond the last one have slot 0, so they are not among a program's own.
+        has_adapter = slot > 0
         first_own_row = tl.min(tl.where(is_own_R, row_R, row_count), 0)
-        is_needed = (slot > 0) & (first_own_row == row)
+        is_needed = has_adapter & (first_own_row == row)
         # `a` has the slots one after another, each of RANK rows.
         first_rank = slot * RANK
     else:
@@ -206,10 +207,10 @@ def _project_down(
         is_needed = True
         first_rank = 0
     if is_needed:
-        # Axis 0 of the grid has a program for each tile of ranks, layer and split.
+        # Axis 0 of the grid has a program for each tile of ranks, layer and split. Splits change fastest.
         split = tl.program_id(0) % SPLITS
-        layer = tl.program_id(0) // SPLITS % LAYERS
-        rank_Q = tl.program_id(0) // (SPLITS * LAYERS) * RANKS + tl.arange(0, RANKS)
+        layer = (tl.program_id(0) // SPLITS) % LAYERS
+        rank_Q = (tl.program_id(0) // (SPLITS * LAYERS)) * RANKS + tl.arange(0, RANKS)
         offset_S = tl.arange(0, CHANNELS)
         is_row_R1 = is_own_R[:, None]
         is_rank_Q = rank_Q < RANK
@@ -597,9 +598,9 @@ def tile_of(
         return _FP32_TILE if form == "dense" else _FP32_TILE_OF_CODES
     if has_less_memory:
         return _SMALL_NF4_TILE if form == "nf4" else _SMALL_TILE
-    # The narrowest tile with which all programs run at once, one on each multiprocessor. With wider
-    # tiles some multiprocessors would have no work, and with narrower ones some programs would have to
-    # wait for others.
+    # Take the narrowest tile that lets all programs run at once, one on each multiprocessor. With wider tiles
+    # some multiprocessors would have no work. With narrower tiles some programs would have to wait for
+    # others.
     tiles = _NF4_TILES if form == "nf4" else _TILES
     for tile in tiles:
         if triton.cdiv(columns, tile.columns) <= card.multi_processor_count:
@@ -622,7 +623,7 @@ class LowRank(NamedTuple):
 
 
 class LowRankBank(NamedTuple):
-    """The tensors of a layer's bank of adapters, of which each row has one.
+    """The tensors of a layer's bank of adapters. Each row uses one adapter of the bank.
 
     Attributes:
         a_ZQK: A of each slot.
