@@ -282,6 +282,7 @@ class Ensemble(Engine):
         # torch may be able to compile as two graphs what it cannot differentiate inside one.
         if reason and self._updates_in_one_graph:
             self._updates_in_one_graph = False
+            self.announce(f"gradient and update are compiled as two graphs: {reason}")
             reason = super().capture(window, backend, scope)
         return reason
 
