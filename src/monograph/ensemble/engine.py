@@ -39,6 +39,7 @@ from monograph.model.llama import Llama
 from monograph.optim import AdamW, Optimizer
 from monograph.schedule import Schedule, constant
 from monograph.step import Clip, Step, Update
+from monograph.step.on_device import can_fuse_gradients
 from monograph.step.retries import Retries
 
 Reduce = Literal["stack", "mean", "vote", "variance"]
@@ -268,6 +269,9 @@ class Ensemble(Engine):
                 f"scope {scope!r}: an ensemble's step is one graph, for deep models too: take 'whole'"
             )
         compat.allow_recurrent()
+        # Uncompiled, adapters' products are those of `monograph.graph.member_products`.
+        if can_fuse_gradients(self.step, self.step.device.type == "cuda"):
+            self.stacked_parameters.fuse_gradients_of_adapters()
         # One graph keeps all activations, as a smaller share can be chosen only between two graphs, of
         # the forward and of the backward pass. With a recorder, a GPU replays micro-steps instead. The
         # language models of this package are larger, and two graphs are faster (dev/log.md). Their planned
