@@ -52,7 +52,9 @@ class StackedParameters(OnDevice):
     """
 
     differentiable = False  # a gradient inside vmap is not a gradient of the stack
-    replays_update = True  # members are small
+    replays_update = (
+        True  # members are small, so launching their kernels takes longer than these run
+    )
 
     def __init__(
         self,

@@ -140,7 +140,7 @@ class Setting:
 
 
 class Best(NamedTuple):
-    """The setting with the lowest mean, and the index of its member with the lowest value."""
+    """The setting with the best mean, and the index of its member with the best value."""
 
     setting: Setting
     member: int
@@ -148,17 +148,19 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A comparison of settings, in which lower values are better.
+    """A comparison of settings.
 
     Attributes:
         settings: the settings in the order of their first members.
         best: the best setting; None if every member diverged.
         values: each member's value; None for a member that diverged.
         noise: standard deviation of a paired difference over seeds, pooled over settings; None if
-            there is only one seed.
+            there is only one seed, or if all seeds have the same differences. They have if scores are
+            coarse, such as shares of few answers, and then they do not tell the noise.
         degrees: the degrees of freedom of `noise`.
         over: the name of the repeated knob.
         unit: the unit of the values.
+        higher_is_better: whether higher values are better; otherwise lower ones are.
     """
 
     settings: tuple[Setting, ...]
@@ -168,6 +170,13 @@ class Table:
     degrees: int
     over: str = "seed"
     unit: str = field(default="bits/byte", kw_only=True)
+    higher_is_better: bool = field(default=False, kw_only=True)
+
+    def worse_by(self, setting: Setting) -> float:
+        """Return by how much a setting, which was compared with the best, is worse than it."""
+        assert setting.difference is not None
+        value = setting.difference.value
+        return -value if self.higher_is_better else value
 
     @property
     def how(self) -> str:
@@ -183,6 +192,8 @@ class Table:
         if len(rivals) < 2:
             fate = "stopped early or diverged" if self._any_stopped else "diverged"
             return f"the others {fate}: there is nothing to compare the best with"
+        if self.noise is None and self.degrees:
+            return f"the differences are the same for each {over}, so they do not tell the noise; give more of them"
         if self.noise is None:
             return f"one {over}: no error bar, and no difference can be told from chance; give more of them"
         errors = t_quantile(max(1, self.degrees))
@@ -225,7 +236,7 @@ class Table:
         if self.best and setting is self.best.setting:
             standing = "best"
         elif setting.tied and setting.difference:
-            standing = f"tied (+{setting.difference.value:.3f})"
+            standing = f"tied ({setting.difference.value:+.3f})"
         return ", ".join(filter(None, (standing, fate)))
 
 
@@ -244,6 +255,8 @@ def tabulate(
     over: str = "seed",
     unit: str = "bits/byte",
     stopped: Collection[int] = (),
+    *,
+    higher_is_better: bool = False,
 ) -> Table:
     """Compare settings, each of which was repeated with the same seeds (or values of another knob).
 
@@ -267,6 +280,7 @@ def tabulate(
         over: the name of the repeated knob; members without this knob are numbered instead.
         unit: the values' unit.
         stopped: the members that were stopped early, whose values are those of that moment.
+        higher_is_better: whether higher values are better.
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     settings = _group_settings(finite, knobs, over, stopped)
@@ -275,11 +289,21 @@ def tabulate(
         for setting in settings
         if setting.mean and not setting.stopped
     ]
-    # Settings with a member that diverged come last, and otherwise the lowest mean comes first.
-    with_mean.sort(key=lambda pair: (bool(pair[1].failed), pair[0]))
+    sign = -1 if higher_is_better else 1
+    # Settings with a member that diverged come last, and otherwise the best mean comes first.
+    with_mean.sort(key=lambda pair: (bool(pair[1].failed), sign * pair[0]))
     ranked = [setting for _, setting in with_mean]
     if not ranked:
-        return Table(tuple(settings), None, tuple(finite), None, 0, over, unit=unit)
+        return Table(
+            tuple(settings),
+            None,
+            tuple(finite),
+            None,
+            0,
+            over,
+            unit=unit,
+            higher_is_better=higher_is_better,
+        )
     top = ranked[0]
     # The paired differences d of each setting. Settings are not hashable, so their ids are keys.
     differences = {id(other): _paired_differences(other, top, finite) for other in ranked[1:]}
@@ -289,12 +313,13 @@ def tabulate(
         paired = differences[id(setting)]
         squares += [(d - statistics.fmean(paired)) ** 2 for d in paired]
         degrees += max(0, len(paired) - 1)
-    noise = math.sqrt(sum(squares) / degrees) if degrees else None
+    is_known = any(squares) or not any(any(paired) for paired in differences.values())
+    noise = math.sqrt(sum(squares) / degrees) if degrees and is_known else None
     t = t_quantile(degrees) if degrees else 0.0
     values_of_top = {
         member: value for member in top.members.values() if (value := finite[member]) is not None
     }
-    best_member = min(values_of_top, key=lambda member: values_of_top[member])
+    best_member = min(values_of_top, key=lambda member: sign * values_of_top[member])
 
     def compare_with_top(setting: Setting) -> Setting:
         paired = differences.get(id(setting))
@@ -313,6 +338,7 @@ def tabulate(
         degrees,
         over,
         unit=unit,
+        higher_is_better=higher_is_better,
     )
 
 

@@ -64,8 +64,8 @@ class LawComparison(NamedTuple):
         return not self.why and math.isfinite(self.error) and self.error <= self.bound
 
     @property
-    def said(self) -> tuple[str, str, str]:
-        """Return the error, the bound and the verdict in words."""
+    def in_words(self) -> tuple[str, str, str]:
+        """Return the error, the bound and the verdict as texts."""
         if self.bound:
             error, bound = f"{self.error:.1e}", f"{self.bound:.1e}"
         else:
