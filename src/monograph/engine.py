@@ -366,8 +366,10 @@ class Engine:
                 name: tensor.narrow(dim, start, min(size, rows - start))
                 for name, tensor in window.items()
             }
+            # Part of the rows of each member has gaps. A graph is compiled for strides, and padded rows
+            # have none.
             batch = {
-                name: tensor.to(self.step.device, non_blocking=True)
+                name: tensor.to(self.step.device, non_blocking=True).contiguous()
                 for name, tensor in host_batch.items()
             }
             yield self._padded(batch, size)
