@@ -132,10 +132,11 @@ class Engine:
             def loss() -> tuple[Tensor, Tensor]:
                 with self.step.context():
                     loss_sum, count = self.step.parameters.sums(batch)
-                    return loss_sum.sum(), count.sum()
+                    return loss_sum.sum(), count.sum()  # over the members of an ensemble
 
             with buffers_kept(self.step.loss):
                 findings = trial(self.step.model, loss)
+                # What the loss's method `count` says; None if it has no such method.
                 targets = self.step.parameters.targets(batch)
             if targets is not None and not math.isclose(
                 float(targets.sum()), findings.count, rel_tol=1e-4
@@ -336,6 +337,7 @@ class Engine:
             # Copied in the saved order, because the tensors may be read from a file one by one.
             for name, tensor in saved.items():
                 write_tensor(live[name].detach(), tensor)
+        # Split weights in `own` are copies, so the engine has not got their new values yet.
         self.step.parameters.take_weights(own.model)
         self.step.index = index
         for name, counter in self.step.counters.items():
@@ -358,13 +360,10 @@ class Engine:
         for i in range(batches_per_rank):
             # A micro-batch that lies beyond the window has no rows; `_padded` fills it.
             start = min((i * ranks + rank) * size, rows)
-            host_batch = {
-                name: tensor.narrow(dim, start, min(size, rows - start))
-                for name, tensor in window.items()
-            }
+            batch_rows = min(size, rows - start)
             batch = {
-                name: tensor.to(self.step.device, non_blocking=True)
-                for name, tensor in host_batch.items()
+                name: tensor.narrow(dim, start, batch_rows).to(self.step.device, non_blocking=True)
+                for name, tensor in window.items()
             }
             yield self._padded(batch, size)
 
@@ -428,9 +427,11 @@ class Engine:
         return next(iter(rows.values()))
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
-        """Return the batch padded to `rows` rows without targets, if the loss has a `fill`."""
+        """Return the batch, which is on the device, with rows without targets added up to `rows` rows.
+
+        If the loss has no `fill`, the batch stays as it is.
+        """
         dim = self._row_dim
-        device = self.step.device
         batch_rows = next(iter(batch.values())).shape[dim]
         if batch_rows == rows:
             return batch
@@ -443,10 +444,7 @@ class Engine:
                 )
             return batch
         empty = self._empty_rows(batch, rows - batch_rows, fill)
-        return {
-            name: torch.cat([tensor.to(device, non_blocking=True), empty[name]], dim)
-            for name, tensor in batch.items()
-        }
+        return {name: torch.cat([tensor, empty[name]], dim) for name, tensor in batch.items()}
 
 
 def require_member_axis(tensors: object, members: int, what: str) -> None:

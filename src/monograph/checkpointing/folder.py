@@ -321,7 +321,8 @@ def _load_state(path: Path, entry: FileEntry) -> dict[str, Any]:
         raise CheckpointDamaged(path, f"at most {MAX_JSON_BYTES} bytes", f"{entry.bytes} bytes")
     text = bytearray(entry.bytes)
     with _open_regular(path, entry.bytes) as descriptor:
-        _require_digests(path, entry.sha256, blocks.read_pieces(descriptor, [memoryview(text)]))
+        digests = blocks.read_pieces(descriptor, [memoryview(text)])  # this fills `text`
+    _require_digests(path, entry.sha256, digests)
     try:
         return dict(parse_json(text))
     except (ValueError, TypeError, RecursionError) as error:
@@ -347,7 +348,7 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
                 return LargeFile(
                     descriptor, layout, len(prefix), functools.partial(_read_block, path, entry)
                 )
-            tensors = tensor_layout.decode(prefix, entry.bytes)
+            tensors = tensor_layout.decode(prefix, entry.bytes)  # allocated, but not read yet
         except tensor_layout.LayoutError as error:
             # The header was read before its digest was checked. A wrong digest is the better
             # explanation, so it is raised first.
@@ -355,7 +356,8 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
             raise CheckpointDamaged(path, "a safetensors file", str(error)) from error
         verified_prefix = bytearray(len(prefix))
         pieces = [memoryview(verified_prefix), *map(tensor_layout.bytes_of, tensors.values())]
-        _require_digests(path, entry.sha256, blocks.read_pieces(descriptor, pieces))
+        digests = blocks.read_pieces(descriptor, pieces)  # this fills the pieces
+        _require_digests(path, entry.sha256, digests)
         # The shapes of `tensors` come from the first read of the header, before its verification.
         if verified_prefix != prefix:
             raise CheckpointDamaged(path, "the same header when read twice", "another one")

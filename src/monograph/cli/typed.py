@@ -47,6 +47,7 @@ TRAIN = "Train"
 INSPECT = "Prepare and inspect"
 USE = "Use"
 UNDERSTAND = "Understand"
+# The beginning of the line with an example, which ends a command's help.
 EXAMPLE = "Example: "
 
 
@@ -436,6 +437,7 @@ def sweep(
     _trust_code_if(trust_code)
     all_arguments = _with_recipe(recipe, arguments)
     if minutes is not None:
+        # The command itself reads the arguments, because their values may be axes of the sweep.
         all_arguments = [*all_arguments, f"train.minutes={minutes:g}"]
     return interrupts.working(run)(
         all_arguments,
@@ -558,7 +560,7 @@ def check(
 
 _FOLLOW = f"""Log a run to {join_with_or(library.title for library in LIBRARIES.values())}.
 
-It follows a run that is training until that stops, and sends a finished run at once."""
+It follows a run that is training until the run stops, and sends a finished run at once."""
 
 
 @_command(INSPECT, "monograph follow last --to tensorboard", _FOLLOW)

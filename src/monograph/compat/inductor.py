@@ -70,6 +70,7 @@ def _is_truncated(path: Path) -> bool:
         return False
     if len(header) < 64 or header[:4] != b"\x7fELF":
         return True
+    # The fields e_shoff, e_shentsize and e_shnum of the header.
     table_offset = struct.unpack_from("<Q", header, 40)[0]
     entry_bytes, entry_count = struct.unpack_from("<HH", header, 58)
     return bool(size_bytes < table_offset + entry_bytes * entry_count)

@@ -65,7 +65,9 @@ class Shards(ByRank):
             otherwise all.
     """
 
-    differentiable = False  # after each call of `root`, FSDP2 waits for its backward pass
+    # A loss by `sums` is not differentiated on its own: after each call of `root`, FSDP2 expects the
+    # backward pass of the whole micro-batch.
+    differentiable = False
 
     root: nn.Module
     names: list[str]
@@ -92,8 +94,8 @@ class Shards(ByRank):
         self.by_machine = by_machine
         self.row_ranks = world
         self._copy: nn.Module | None = None  # see `gathered`
-        # It updates planes without cut blocks only, because torch 2.13 compiles the padding of cut blocks
-        # to code that reads beyond their end (dev/log.md).
+        # The compiled update is only called for planes without cut blocks, because torch 2.13 compiles
+        # the padding of cut blocks to code that reads beyond their end (dev/log.md).
         self.captured_update = Compilable(self._update_plane_eagerly)
 
     def place(self, step: Step) -> list[Plane]:
@@ -456,6 +458,7 @@ class RowsPlane(Plane):
         [(name, sharded, _)] = self.placed  # the only parameter
         parameter = cast(DTensor, sharded)
         mesh = parameter.device_mesh
+        # The name of the buffer, if it is one of moments. `flat` may also be the weights or the gradient.
         buffer_names = [key for key, buffer in self.state.items() if buffer is flat]
         per_element = self.numbers_per_element.get(buffer_names[0], 1) if buffer_names else 1
         if per_element == 1:
@@ -473,8 +476,9 @@ def make_rows_planes(
 ) -> list[RowsPlane]:
     """Make a plane for each trainable parameter of a sharded module.
 
-    A single process has one plane for all parameters of a kind. `Plane.number` says which of its planes
-    has the elements of a plane here, and `Plane.start` where they begin in it.
+    A single process has one plane for all parameters of a kind. Stochastic rounding must draw the same
+    random numbers for an element here as there. So `Plane.number` is the number of that plane, and
+    `Plane.start` is the place of these elements in it.
 
     Raises:
         UsageError: a rank's rows begin between two numbers that the form of the optimizer's state
@@ -493,6 +497,7 @@ def make_rows_planes(
         # Each rank's first element in the parameter, and the one after its last.
         bounds = [(rows.start * row_elements, rows.stop * row_elements) for rows in slices]
         require_whole_elements(name, bounds, form)
+        # A parameter's last block that is not full counts as cut, too: it is padded like the others.
         has_cut_blocks = any(end % block_size for _, end in bounds)
         begin = bounds[rank][0]
         own_elements = parameter.to_local().detach().view(-1)

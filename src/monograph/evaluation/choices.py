@@ -199,18 +199,21 @@ def _score_rows(model: Llama, rows: Sequence[_Row]) -> list[Score]:
     tokens_BT = torch.tensor(padded, device=device)
     targets = [token for row in rows for token in row.ids[-row.scored :]]
     targets_N = torch.tensor(targets, device=device)
-    # The positions of the predictions of the targets, among those of all rows.
-    positions: list[int] = []
+    # The positions that predict the targets, as indices into the positions of all rows, B * T.
+    predicting: list[int] = []
     for index, row in enumerate(rows):
         # A position predicts the next id, so the predictions end one position before the last id.
         end = index * length + len(row.ids) - 1
-        positions += range(end - row.scored, end)
-    hidden_ND = model(tokens_BT).flatten(0, 1)[torch.tensor(positions, device=device)]
+        predicting += range(end - row.scored, end)
+    hidden_ND = model(tokens_BT).flatten(0, 1)[torch.tensor(predicting, device=device)]
     target_log_p_N, likeliest_N = _log_probabilities(model, hidden_ND, targets_N)
     counts = [row.scored for row in rows]
-    sums = [float(log_p.double().sum()) for log_p in target_log_p_N.cpu().split(counts)]
-    greedy = [bool(hits.all()) for hits in (likeliest_N == targets_N).cpu().split(counts)]
-    return [Score(total, all_hit) for total, all_hit in zip(sums, greedy, strict=True)]
+    log_p_of_rows = target_log_p_N.cpu().split(counts)
+    hits_of_rows = (likeliest_N == targets_N).cpu().split(counts)
+    return [
+        Score(log_probability=float(log_p.double().sum()), greedy=bool(hits.all()))
+        for log_p, hits in zip(log_p_of_rows, hits_of_rows, strict=True)
+    ]
 
 
 def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,8 +388,8 @@ class Accuracy(NamedTuple):
         acc_bytes_stderr: the standard error of `acc_bytes`.
         chance: the accuracy of guessing: the mean of 1 / number of choices.
         questions: the number n of questions.
-        cut: the number of questions that were longer than the model's positions, so that their
-            beginning was left out.
+        cut: the number of questions that are too long for the model's positions. Their beginning was
+            left out.
     """
 
     acc: float
@@ -524,5 +527,6 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Contin
     if begins_with_context and len(all_ids) > len(context_ids):
         ids = all_ids[len(context_ids) :]
     else:
+        # `inside` says that other text comes before.
         ids = tokenizer.encode(continuation, inside=bool(context_ids))
     return Continuation([tokenizer.bos_id, *context_ids], ids)

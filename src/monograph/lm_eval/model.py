@@ -68,9 +68,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             run: a run ("last", or a run's folder), a Hugging Face folder, or a weight file.
             precision: "fp32" or "bf16".
             batch_tokens: the maximum number of ids in a forward pass, including padding.
-            others: batch_size, max_batch_size and device. lm_eval gives them to every model, and
-                they are ignored: batches are sized in tokens, and the device is the machine's.
-                    Results
+            others: batch_size, max_batch_size and device, which lm_eval gives to every model. They are
+                ignored: batches are sized in tokens, and the device is the machine's. Results would
                 depend on them only by rounding.
 
         Raises:

@@ -202,6 +202,7 @@ def _with_trace(
     """
     resident = _resident_of(way, candidate.placement)
     tiers = way.bytes_by_tier(resident, traced=True)
+    # If device and host share one memory, no buffer is resident, so there cannot be fewer.
     if not limits.shared and "device" in _exceeded_tiers(tiers, limits):
         resident = way.resident_within(limits.device_bytes, traced=True)
         tiers = way.bytes_by_tier(resident, traced=True)
@@ -213,7 +214,7 @@ def _with_trace(
         by_origin=tiers["device"],
         placement=way.placement(resident),
         tiers=tiers,
-        disk_moved_bytes=2 * sum(tiers["disk"].values()),
+        disk_moved_bytes=_disk_moved_bytes(tiers),
     )
 
 
@@ -339,20 +340,27 @@ def _candidate(
 ) -> StreamCandidate:
     """Return the candidate of a way, with its time in closed form."""
     tiers = way.bytes_by_tier(resident)
-    costs = roofline.pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
-    seconds = closed_form_seconds(way, resident, costs, limits.link)
-    rate, share = speed(way.work, seconds, device)
+    pass_times = roofline.pass_times(
+        way.work, device, peak_flops[way.work.precision], limits.host_rate
+    )
+    update_s = closed_form_seconds(way, resident, pass_times, limits.link)
+    tokens_per_s, mfu = speed(way.work, update_s, device)
     return StreamCandidate(
         way.work,
         peak_memory_bytes=sum(tiers["device"].values()),
-        update_s=seconds,
-        tokens_per_s=rate,
-        mfu=share,
+        update_s=update_s,
+        tokens_per_s=tokens_per_s,
+        mfu=mfu,
         by_origin=tiers["device"],
         placement=way.placement(resident),
         tiers=tiers,
-        disk_moved_bytes=2 * sum(tiers["disk"].values()),
+        disk_moved_bytes=_disk_moved_bytes(tiers),
     )
+
+
+def _disk_moved_bytes(tiers: Tiers) -> int:
+    """Return the bytes to and from files in an update, which reads and writes each file once."""
+    return 2 * sum(tiers["disk"].values())
 
 
 def _time_by_clock(
@@ -360,14 +368,14 @@ def _time_by_clock(
 ) -> StreamCandidate:
     """Return the candidate with its time by the clock."""
     work = candidate.work
-    costs = roofline.pass_times(work, device, peak_flops[work.precision], limits.host_rate)
-    timing = clock_timing(work, candidate.placement, costs, limits.link)
-    rate, share = speed(work, timing.update_s, device)
+    pass_times = roofline.pass_times(work, device, peak_flops[work.precision], limits.host_rate)
+    timing = clock_timing(work, candidate.placement, pass_times, limits.link)
+    tokens_per_s, mfu = speed(work, timing.update_s, device)
     return replace(
         candidate,
         update_s=timing.update_s,
-        tokens_per_s=rate,
-        mfu=share,
+        tokens_per_s=tokens_per_s,
+        mfu=mfu,
         bottleneck=LANES[timing.bottleneck],
     )
 
@@ -412,10 +420,10 @@ def _refusal(request: PlanRequest, device: Device, limits: Limits) -> str:
     smallest_on_device = min(tiers_of_ways, key=lambda tiers: sum(tiers["device"].values()))
     if "device" in _exceeded_tiers(smallest_on_device, limits):
         return _device_refusal(smallest_on_device["device"], device, limits)
-    fitting_device = [
+    fitting_on_device = [
         tiers for tiers in tiers_of_ways if "device" not in _exceeded_tiers(tiers, limits)
     ]
-    smallest_on_host = min(fitting_device, key=lambda tiers: sum(tiers["host"].values()))
+    smallest_on_host = min(fitting_on_device, key=lambda tiers: sum(tiers["host"].values()))
     return _host_refusal(smallest_on_host, request, device, limits)
 
 

@@ -2,8 +2,9 @@
 belongs to.
 
 An event is an entry of the trace: an operator, a call of the CUDA runtime, a kernel, or a span,
-which is an interval that `monograph.profiling.profiler` has recorded under a name. Events of a
-thread are nested as their calls. The part of a kernel is given by the first rule that applies:
+which is an interval that `monograph.profiling.profiler` has recorded under a name. If one operator
+calls another, the event of the latter lies inside that of the former. The part of a kernel is given by
+the first rule that applies:
 
 1. It is inside the span of the optimizer's update: "optimizer".
 2. It is inside the span of the loss's head, or in the backward pass of an operator in that span:
@@ -31,10 +32,12 @@ STEP = "monograph.step"
 DATA = "monograph.data"
 HEAD = "monograph.head"
 UPDATE = f"monograph.{OPTIMIZER}"
-# Operators that compute the gradient of a head or add to it, by products of torch's. They count as part
-# of the loss's head, which calls them in one graph of the step, where the head has no span.
-BY_PRODUCTS = ("monograph::add_product_", "monograph::product")
-ADDED = (*BY_PRODUCTS, "monograph::add_scaled_")
+# Operators that compute a gradient by calling one of torch's matrix products. So they are no kernels
+# themselves.
+PRODUCT_CALLERS = ("monograph::add_product_", "monograph::product")
+# Operators that compute the gradient of a head's weights or add to it. They count as part of the loss's
+# head by their names, because the head has no span in one graph of the whole step.
+HEAD_GRADIENT_OPERATORS = (*PRODUCT_CALLERS, "monograph::add_scaled_")
 TraceEvent = Mapping[str, Any]
 # Returns whether the operator with a name computes something itself.
 HasKernel = Callable[[str], bool]
@@ -86,10 +89,9 @@ class _Place(NamedTuple):
     """The place of an event in the step.
 
     Attributes:
-        span_part: the part of the spans around the event; None: they give none.
-        kernel_part: the part of the operator around the event that computes something itself, or of
-            the event, if it is this operator; None: there is no such operator. Operators inside
-            such an operator do not count.
+        span_part: the part to which the spans around the event belong; None: to no part.
+        kernel_part: the part of the outermost operator that computes something itself, among the event
+            and the events around it; None: there is no such operator.
     """
 
     span_part: Part | None = None
@@ -188,7 +190,7 @@ def _seconds(microseconds: float) -> float:
 def _sequence_numbers(events: Sequence[TraceEvent]) -> set[int]:
     """Return the sequence numbers of the operators in a head's span.
 
-    The nodes of their backward pass have the same numbers.
+    Autograd numbers operators, and each node of the backward pass has the number of its operator.
     """
     heads = [event for event in events if event["name"] == HEAD]
     return {
@@ -255,6 +257,7 @@ class _Reader:
                 launch = _Launch(self._begin_s(event), outer_place, operator)
                 self.launches[event["args"]["correlation"]] = launch
             if is_main:
+                # Recording an event takes the profiler some time. The counts say in which part.
                 in_update = outer_place.span_part == "optimizer"
                 counts = self.update_event_counts if in_update else self.event_counts
                 counts[outer_place.kernel_part or "host gaps"] += 1
@@ -303,7 +306,7 @@ class _Reader:
             is_backward_of_head = name.startswith(_BACKWARD) and number in self.head_numbers
             if name == UPDATE:
                 span_part = "optimizer"
-            elif name in (HEAD, *ADDED) or is_backward_of_head:
+            elif name in (HEAD, *HEAD_GRADIENT_OPERATORS) or is_backward_of_head:
                 span_part = "loss head"
         kernel_part = outer.kernel_part
         is_operator = event.get("cat") == "cpu_op" and not _WAITS.search(name)

@@ -334,7 +334,7 @@ def ladder_cells(rungs: Sequence[Values]) -> list[list[Cell]]:
                 ("", None) if size is None else (quantities.memory(size), size),
                 number(rung["memory_times"], "{:.2f} ×"),
                 number(loss, "{:.3f}"),
-                number(rung["compile_s"] or None, "{:.0f}"),
+                number(rung["compile_s"] or None, "{:.0f}"),  # 0: an eager rung, an empty cell
                 number(rung["micro_batch"], "{}"),
                 "; ".join([rung["obstacle"] or rung["change"], *rung["notes"]]),
             ]
