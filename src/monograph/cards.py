@@ -57,8 +57,10 @@ def _card(
     return Card(group, name, int(gibibytes * 2**30), link_gb_per_s * 1e9, rates, pattern or exact)
 
 
+# The rows of each group. A row is a list: the short name that users type, and the arguments of `_card`
+# without the group.
 _GROUPS = tomllib.loads(files(__package__).joinpath("cards.toml").read_text("utf-8"))["cards"]
-# By the short names that users type.
+# By the short names.
 CARDS = {short: _card(group, *row) for group, rows in _GROUPS.items() for short, *row in rows}
 
 

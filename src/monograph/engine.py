@@ -63,7 +63,7 @@ class Engine:
         # The numbers of rows that the captured step was called with. A new number needs one more
         # graph, which is announced once.
         self._captured_sizes = set[int]()
-        self._empty_rows_scored = False
+        self._empty_rows_checked = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copying and pickling: the copy's parameters would not be views of its planes."""
@@ -151,12 +151,12 @@ class Engine:
 
     def _require_empty_rows_add_nothing(self, window: Batch, rows: int) -> None:
         """Check once, by a pass over `rows` empty rows, that they add nothing to sum and count."""
-        if self._empty_rows_scored:
+        if self._empty_rows_checked:
             return
         fill = fill_of(self.step.loss, window)
         if fill is not None:
             require_nothing_added(self.step, self._empty_rows(window, rows, fill), fill)
-            self._empty_rows_scored = True
+            self._empty_rows_checked = True
 
     def _empty_rows(self, like: Batch, rows: int, fill: Mapping[str, float]) -> Batch:
         """Return rows without targets on the device.
@@ -235,12 +235,13 @@ class Engine:
         # spikes and draw the dropout of an ensemble.
         with step.counters_kept():
             if step.recorder:
-                # The recorder waits for WARM_UP calls before it records a micro-step for replays. The
-                # last of these calls is that of `rehearse`.
+                # The recorder waits for WARM_UP calls before it records a micro-step for replays.
+                # `rehearse` makes the last of these calls.
                 accumulate(step, [batch] * (WARM_UP - 1))
             self.rehearse(batch)
             if step.recorder and step.parameters.replays_update:
-                # `rehearse` has called it once. After this second call the recorder records the next update.
+                # `rehearse` has called `apply` once. After this second call the recorder records the next
+                # update.
                 step.apply()
         self._score(batch)
 
@@ -284,7 +285,7 @@ class Engine:
         return self.step.sum_over_ranks(loss_sum), self.step.sum_over_ranks(count)
 
     def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return what `evaluate` returns, for this rank's micro-batches alone."""
+        """Return the sum of the losses and the number of targets of this rank's micro-batches."""
         with modes_kept(self.model), torch.no_grad(), self.step.averaged():
             self.model.eval()
             sums_of_batches = self._with_retries(

@@ -33,7 +33,8 @@ class Range(NamedTuple):
 
     def holds(self, value: object) -> bool:
         """Return whether the value is a number in this range."""
-        if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
+        number_type = Integral if self.whole else Real
+        if isinstance(value, bool) or not isinstance(value, number_type):
             return False
         # Any `Real` can be compared with a float. It is not converted, which would round a large integer.
         number: Any = value

@@ -103,7 +103,8 @@ def guard() -> None:
 def is_terminal(stream: object) -> bool:
     """Return whether a stream is a terminal."""
     # A program that calls `main` may have replaced sys.stdout by an object that only has `write`.
-    return bool(getattr(stream, "isatty", bool)())
+    isatty = getattr(stream, "isatty", None)
+    return isatty is not None and bool(isatty())
 
 
 def takes_escapes(stream: object) -> bool:

@@ -234,7 +234,8 @@ class WidthTransfer:
         return replace(optim, groups=tuple(self._groups(optim)))
 
     def _groups(self, optim: Optimizer) -> Iterator[Group]:
-        # lr * decay stays the same (see above), for the tensors that are decayed: matrices and embeddings.
+        # lr * decay stays the same, as this file's docstring says, for the tensors that are decayed:
+        # matrices and embeddings.
         for pattern, factors in self.factors(optim).items():
             is_block_matrix = pattern.removeprefix("model.layers.*.") in _MATRICES
             is_decayed = is_block_matrix or pattern in (_EMBEDDING, _HEAD)

@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         reports_late = isinstance(error, errors.PeerLost)
         code = _report_error(str(error), error.exit_code, reported_elsewhere, reports_late)
     except KeyboardInterrupt as interrupt:
-        interrupts.while_ending()  # a second Ctrl-C must not print a traceback
+        interrupts.handle_while_ending()  # a second Ctrl-C must not print a traceback
         # The exit codes are those of a shell for SIGTERM and SIGINT.
         if isinstance(interrupt, interrupts.Terminated):
             reason = "terminated"
@@ -248,7 +248,7 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
     following = arguments[position] if position < len(arguments) else "-"
     is_option = following.startswith("-")
     is_key_or_config = "=" in following or following.endswith(".toml")
-    # The name of a run's folder may look like one of these.
+    # The name of a run's folder may look like an option, a key or a configuration.
     is_run = is_file(Path(following, "run.lock"))
     if is_run or not (is_option or is_key_or_config):
         return arguments

@@ -122,8 +122,8 @@ def _check_laws() -> CheckResult:
             first_line = str(error).partition("\n")[0][:200]
             comparison = LawComparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
         spent_s = clock() - law_began
-        difference, bound, verdict = comparison.said
-        print(f"{difference:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")
+        error_text, bound, verdict = comparison.texts
+        print(f"{error_text:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")
         law = {
             "number": number,
             "name": name,

@@ -62,10 +62,8 @@ class ByRank(OnDevice):
 
     @abstractmethod
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `Step.forward` returns.
-
-        Returns:
-            The number to differentiate, the sum of losses, and the number of targets.
+        """Return the number to differentiate, the sum of losses and the number of targets of a
+        micro-batch; see `Step.forward`.
         """
 
     @abstractmethod

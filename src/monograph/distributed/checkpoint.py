@@ -92,7 +92,8 @@ def load_newest(
             checkpoint = checkpointing.load_newest(checkpoints, warn, at, until)
         except NoValidCheckpoint as error:
             fault = str(error)
-    update, fault = world.broadcast([checkpoint.update if checkpoint else None, fault])
+    chosen_update = checkpoint.update if checkpoint else None
+    update, fault = world.broadcast([chosen_update, fault])
     if update is None:
         raise NoValidCheckpoint(fault)
     if checkpoint is None:  # on ranks other than 0
@@ -142,8 +143,8 @@ def _write_together(world: World, path: Path, tensors: Mapping[str, Tensor]) -> 
             # all ranks have written.
             world.barrier()
             block_count = math.ceil(length / blocks.BLOCK_BYTES)
-            # Each rank computes some of the digests, which are SHA-256 of 32 bytes. In the others it has
-            # zeros, so the sum over ranks has all digests.
+            # Each rank computes some of the digests, which are SHA-256 of 32 bytes, and has zeros in place
+            # of the others. So the sum over ranks has all digests.
             digests = torch.zeros(block_count, 32, dtype=torch.uint8)
             for index in range(world.rank, block_count, world.size):
                 digest = blocks.digest_at(file.fileno(), index, length)

@@ -22,7 +22,7 @@ class Replicas(ByRank):
         parallel: DDP around the module and its loss.
         buckets: all buckets of a backward pass, in the order in which they are summed, as tensors
             without memory.
-        summed: the first of these: those that this rank has begun to sum for the present window.
+        summed: the buckets that this rank has begun to sum for the present window, in the same order.
     """
 
     parallel: DistributedDataParallel
@@ -70,7 +70,7 @@ class Replicas(ByRank):
         self.wrap()
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `Step.forward` returns, with DDP around it."""
+        """Return the results of `Step.forward`, which DDP calls."""
         loss, loss_sum, count = self.parallel(batch, self.step.loss_factor)
         return loss, loss_sum, count
 

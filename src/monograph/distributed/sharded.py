@@ -150,7 +150,7 @@ class Shards(ByRank):
         return [self.step.squares, self.captured_update]
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `Step.forward` returns."""
+        """Return the results of `Step.forward`."""
         return self.step.forward(batch, self.step.loss_factor)
 
     def handle_missing_gradient(self) -> None:

@@ -104,7 +104,8 @@ def share_largest_numbers(
         all_WMPE[row_ranks.rank] = own_MPE
         all_MPWE = row_ranks.sum(all_WMPE).permute(1, 2, 0, 3)
         # The largest number of a block is the largest of those that ranks have found in parts of this
-        # block. The second pair of axes, WE, is that of all ranks' parts.
+        # block. In `is_same_PEWE`, the first E is for this rank's end blocks, and WE for those of all
+        # ranks.
         blocks_PWE = torch.stack([cut.end_blocks.block_indices_WE for cut in same_formula])
         blocks_PWE = blocks_PWE.to(scale.device)
         own_blocks_PE = blocks_PWE[:, row_ranks.rank]
@@ -127,8 +128,8 @@ def _own_largest_numbers(
     rule = planes[0].plane.kind.rule
     # Each end block of each plane becomes a row [block_size] of this rank's elements and then zeros. So
     # there are P · E rows.
-    parts = [(cut, part) for cut in planes for part in cut.end_blocks.slices]
-    grads = _padded_rows([cut.total[part] for cut, part in parts], block_size)
+    ends = [(cut, elements) for cut in planes for elements in cut.end_blocks.slices]
+    grads = _padded_rows([cut.total[elements] for cut, elements in ends], block_size)
     grads = grads * scale.to(grads.dtype)
     moments = []
     for moment in rule.moments:
@@ -136,8 +137,8 @@ def _own_largest_numbers(
         for buffer in form.parts:
             name = buffer.buffer_name(moment)
             rows = [
-                cut.plane.state[name][_buffer_slice(buffer, part, cut.plane.block_offset)]
-                for cut, part in parts
+                cut.plane.state[name][_buffer_slice(buffer, elements, cut.plane.block_offset)]
+                for cut, elements in ends
             ]
             row_elements = block_size // buffer.numbers_per_element
             buffers[name] = _padded_rows(rows, row_elements).view(-1)

@@ -270,16 +270,24 @@ def tabulate(
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     settings = _group_settings(finite, knobs, over, stopped)
-    with_mean = [
-        (setting.mean.value, setting)
-        for setting in settings
-        if setting.mean and not setting.stopped
-    ]
-    # Settings with a member that diverged come last, and otherwise the lowest mean comes first.
-    with_mean.sort(key=lambda pair: (bool(pair[1].failed), pair[0]))
-    ranked = [setting for _, setting in with_mean]
+    rivals = [setting for setting in settings if setting.mean and not setting.stopped]
+
+    def rank(setting: Setting) -> tuple[bool, float]:
+        """Settings with a member that diverged come last, and otherwise the lowest mean comes first."""
+        assert setting.mean is not None
+        return bool(setting.failed), setting.mean.value
+
+    ranked = sorted(rivals, key=rank)
     if not ranked:
-        return Table(tuple(settings), None, tuple(finite), None, 0, over, unit=unit)
+        return Table(
+            tuple(settings),
+            best=None,
+            values=tuple(finite),
+            noise=None,
+            degrees=0,
+            over=over,
+            unit=unit,
+        )
     top = ranked[0]
     # The paired differences d of each setting. Settings are not hashable, so their ids are keys.
     differences = {id(other): _paired_differences(other, top, finite) for other in ranked[1:]}
@@ -307,11 +315,11 @@ def tabulate(
 
     return Table(
         tuple(map(compare_with_top, settings)),
-        Best(top, best_member),
-        tuple(finite),
-        noise,
-        degrees,
-        over,
+        best=Best(top, best_member),
+        values=tuple(finite),
+        noise=noise,
+        degrees=degrees,
+        over=over,
         unit=unit,
     )
 
@@ -333,7 +341,7 @@ def _group_settings(
     stopped: Collection[int],
 ) -> list[Setting]:
     """Return the settings in the order of their first members, not compared yet."""
-    # By the shared knobs as text: these knobs, and the members' indices by seed.
+    # The key is the shared knobs as text; the value is these knobs, and the members' indices by seed.
     groups: dict[str, tuple[dict[str, Any], dict[Hashable, int]]] = {}
     for index, member_knobs in enumerate(knobs):
         shared = {name: value for name, value in member_knobs.items() if name != over}
@@ -342,7 +350,8 @@ def _group_settings(
         members[seed] = index
     settings = []
     for shared, members in groups.values():
-        measured = [value for member in members.values() if (value := values[member]) is not None]
+        member_values = [values[member] for member in members.values()]
+        measured = [value for value in member_values if value is not None]
         failed = tuple(seed for seed, member in members.items() if values[member] is None)
         stopped_seeds = tuple(seed for seed, member in members.items() if member in stopped)
         settings.append(

@@ -62,7 +62,8 @@ def evaluate(
 ) -> Evaluation:
     """Score rows.
 
-        loss = sum over targets of -ln p(target) / targets        bits per byte = sum of -log2 p(target) / bytes
+        loss          = sum over targets of -ln p(target) / number of targets
+        bits per byte = sum over targets of -log2 p(target) / bytes of their text
 
     A document longer than a row is scored in pieces. The context of a piece does not include the
     previous piece.

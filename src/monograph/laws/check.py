@@ -143,8 +143,15 @@ class _Small:
     def __init__(self, device: torch.device, name: str) -> None:
         self.name = name
         self.device = device
-        self.precision = Precision("fp32" if name == "fp64" else name)
-        self.model = Llama(SHAPE).to(device, torch.float64 if name == "fp64" else torch.float32)
+        if name == "fp64":
+            # There is no precision of this name. With "fp32" nothing is cast, so float64 weights are
+            # computed with in float64.
+            self.precision = Precision("fp32")
+            weights_dtype = torch.float64
+        else:
+            self.precision = Precision(name)
+            weights_dtype = torch.float32
+        self.model = Llama(SHAPE).to(device, weights_dtype)
         self.packed_window, self.unpacked_window = _windows()
 
     def engine(self, model: Llama | None = None, **more: Any) -> Resident:

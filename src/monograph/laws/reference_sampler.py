@@ -1,7 +1,10 @@
 """The reference of law 7: the sampler by its definitions, by brute force, for one row.
 
 It computes in the dtype of the logits, and neither sorts nor searches. The definitions are those of
-the papers and programs that docs/generate.md names. Shape: V tokens of the vocabulary.
+the papers and programs that docs/generate.md names.
+
+In these functions x is the row's logits [V], where V is the size of the vocabulary. A filter sets the
+logits of the tokens that it removes to -inf.
 """
 
 import math
@@ -28,8 +31,8 @@ def probabilities(
     Args:
         logits_V: the logits, in any floating dtype.
         options: the sampler's options.
-        uniform: the row's random number that decides whether XTC acts.
-        mu: mirostat's number; None: its first.
+        uniform: the row's random number that decides whether the filter XTC acts.
+        mu: the surprise in bits that mirostat allows; None: that of a text's first token.
     """
     x = logits_V
     if mu is None:
@@ -45,14 +48,17 @@ def probabilities(
 
 
 def _temperature(x: Tensor, options: Sampling) -> float:
+    """Return the temperature. If it has a range, it grows with the entropy of the tokens that are
+    left.
+    """
     spread = options.temperature_range
-    left = int((x > -torch.inf).sum())
-    if spread == 0 or left < 2:
+    tokens_left = int((x > -torch.inf).sum())
+    if spread == 0 or tokens_left < 2:
         return options.temperature
     low = max(0.0, options.temperature - spread)
     high = options.temperature + spread
-    share = float(_entropy(x)) / math.log(left)
-    return low + (high - low) * float(share**options.temperature_exponent)
+    entropy_share = float(_entropy(x)) / math.log(tokens_left)  # of the largest possible entropy
+    return low + (high - low) * float(entropy_share**options.temperature_exponent)
 
 
 def _entropy(x: Tensor) -> Tensor:
@@ -66,29 +72,39 @@ def _surprise(x: Tensor) -> Tensor:
 
 
 def _keeps_enough(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
-    """Return which tokens a stage keeps, at least min_keep; XTC keeps all if it would leave fewer."""
+    """Return which tokens a stage keeps, bool [V]: at least `min_keep` of those that are left.
+
+    If XTC would keep fewer, it removes none. Any other stage then keeps the first `min_keep` in its own
+    order.
+    """
     kept = _keeps(stage, x, options, mu)
-    left = x > -torch.inf
-    least = min(options.min_keep, int(left.sum()))
-    if (kept & left).sum() >= (options.min_keep if stage == "xtc" else least):
-        return kept
+    is_left = x > -torch.inf
+    kept_count = int((kept & is_left).sum())
     if stage == "xtc":
-        return left
-    nearer = -_surprise(x) if stage == "typical" else x
-    return torch.stack([(nearer > own).sum() < least for own in nearer])
+        return kept if kept_count >= options.min_keep else is_left
+    least = min(options.min_keep, int(is_left.sum()))
+    if kept_count >= least:
+        return kept
+    # The order is by probability, and for "typical" by how near a token's surprise is to the expected.
+    key = -_surprise(x) if stage == "typical" else x
+    return torch.stack([(key > own).sum() < least for own in key])
 
 
 def _keeps(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
+    """Return which tokens a stage keeps by its definition, bool [V]."""
     p = torch.softmax(x, 0)
 
     def mass_above(key: Tensor) -> Tensor:
+        """Return for each token the total probability of the tokens with a larger key."""
         return torch.stack([p[key > own].sum() for own in key])
 
     def xtc() -> Tensor:
+        """Of the tokens that reach the threshold, only the least likely are kept."""
         reaching = p[p >= options.xtc_threshold]
         return p <= reaching.min() if len(reaching) else p >= 0
 
     def at_least(least: float) -> Tensor:
+        """The likeliest token is always kept."""
         return (p >= least) | (x == x.max())
 
     keeping: dict[str, Callable[[], Tensor]] = {
@@ -115,7 +131,7 @@ class Support(NamedTuple):
 
     Attributes:
         kept_V: which tokens the definitions keep, bool.
-        decided_V: which tokens they keep or remove whatever rounding does to a threshold, bool.
+        decided_V: for which tokens rounding of a threshold cannot change this, bool.
     """
 
     kept_V: Tensor
@@ -130,16 +146,19 @@ def support_of(logits_V: Tensor, options: Sampling, uniform: float = 1.0) -> Sup
         options: the sampler's options.
         uniform: decides whether XTC acts.
     """
-    kept_V, *nudged_V = (
-        probabilities(logits_V.double(), each, uniform) > 0
-        for each in (options, nudged(options, 1 - NUDGE), nudged(options, 1 + NUDGE))
-    )
-    decided_V = (nudged_V[0] == kept_V) & (nudged_V[1] == kept_V)
+
+    def kept_with(these_options: Sampling) -> Tensor:
+        return probabilities(logits_V.double(), these_options, uniform) > 0
+
+    kept_V = kept_with(options)
+    kept_with_lower_V = kept_with(nudged(options, 1 - NUDGE))
+    kept_with_higher_V = kept_with(nudged(options, 1 + NUDGE))
+    decided_V = (kept_with_lower_V == kept_V) & (kept_with_higher_V == kept_V)
     return Support(kept_V, decided_V)
 
 
-def nudged(options: Sampling, by: float) -> Sampling:
-    """Return the same options, each threshold that is on multiplied by a factor."""
+def nudged(options: Sampling, factor: float) -> Sampling:
+    """Return the same options, with each threshold that is in use multiplied by a factor."""
     names = (
         "top_p",
         "min_p",
@@ -150,10 +169,12 @@ def nudged(options: Sampling, by: float) -> Sampling:
         "eta_cutoff",
     )
     values = {name: getattr(options, name) for name in names}
-    moved = {name: value * by for name, value in values.items() if 0 < value < 1}
-    return replace(options, **moved, mirostat_tau=options.mirostat_tau * by)
+    moved = {name: value * factor for name, value in values.items() if 0 < value < 1}
+    return replace(options, **moved, mirostat_tau=options.mirostat_tau * factor)
 
 
 def wrong_tokens(kept_V: Tensor, support: Support) -> int:
-    """Count law 7's wrong tokens: kept or removed against the definitions, which decide."""
+    """Count the wrong tokens of law 7: those that were kept or removed against the definitions. Tokens
+    that rounding may decide do not count.
+    """
     return int(((kept_V.cpu() != support.kept_V) & support.decided_V).sum())

@@ -235,7 +235,7 @@ def slower_text(ratio: float) -> str:
     """Return in words how much slower a way is than the best one.
 
     Args:
-        ratio: the way's time over that of the best way. 1.21 gives "21% slower".
+        ratio: the way's time divided by the best way's. 1.21 gives "21% slower".
     """
     if ratio < 1.005:
         return "no faster"

@@ -80,7 +80,8 @@ LEARNING_RATES = {
 # For presets for which the optimizer has `tuned` fields, the weight decay is DECAY_PER_EPOCH times the
 # number of epochs, but at most MAX_DECAY. A text that is read several times would be learned by heart
 # with less (docs/training.md).
-DECAY_PER_EPOCH, MAX_DECAY = 0.3, 1.0
+DECAY_PER_EPOCH = 0.3
+MAX_DECAY = 1.0
 # Rates for existing weights. Adapters need ten times the rate of all weights (Schulman et al. 2025,
 # "LoRA Without Regret").
 FINETUNING_RATES = {"all": 2e-5, "adapters": 2e-4}
@@ -88,9 +89,10 @@ FINETUNING_RATES = {"all": 2e-5, "adapters": 2e-4}
 # answers say less than texts.
 JUDGED_SHARE = 0.1
 UNKNOWN_RATE = 1e-3  # for a shape without a name
-# The maximum of epochs of a run that is limited by time: with a weight decay below MAX_DECAY, and with
-# MAX_DECAY (docs/training.md).
-MAX_EPOCHS, MAX_DECAYED_EPOCHS = 8, 16
+# The maximum of epochs of a run that is limited by time (docs/training.md), for a weight decay below
+# MAX_DECAY.
+MAX_EPOCHS = 8
+MAX_DECAYED_EPOCHS = 16  # the same for a weight decay of MAX_DECAY
 # From this many layers on, one graph for all of them takes minutes to compile
 # (benchmarks/scopes.py).
 DEEP_LAYERS = 16
@@ -104,7 +106,9 @@ END_STARTS = 1.5
 MAX_END_SHARE = 0.25
 # Held-out rows that are scored for a point of the loss curve; the last point uses all.
 CURVE_ROWS = 64
-EVALUATIONS, CHECKPOINTS = 12, 6  # per run, if the settings leave their number open
+# The numbers of evaluations and of checkpoints of a run, if the settings leave them open.
+EVALUATIONS = 12
+CHECKPOINTS = 6
 
 
 def default_seconds(minutes: float, seconds_per_update: float) -> float:
@@ -170,7 +174,8 @@ def likely_updates(
 
 # The default tokens of a row. For a new model, which is small, they are enough for most texts; for an
 # existing model, for most conversations.
-NEW_LENGTH, EXISTING_LENGTH = 256, 1024
+NEW_LENGTH = 256
+EXISTING_LENGTH = 1024
 
 
 def sequence_length(fresh: bool, positions: int | None, tokens_per_update: int | None) -> int:
@@ -212,7 +217,8 @@ USUAL_SIZES = (
 )
 # Rows of an update of existing weights: for adapters the 16 of QLoRA (Dettmers et al. 2023, arXiv
 # 2305.14314, table 9), and for all weights the 128 of Stanford Alpaca (Taori et al. 2023).
-ADAPTED_ROWS, FINETUNED_ROWS = 16, 128
+ADAPTED_ROWS = 16
+FINETUNED_ROWS = 128
 # Training tokens per parameter of a new model. With this ratio a given number of FLOPs gives the lowest
 # loss (Hoffmann et al. 2022, arXiv 2203.15556).
 TOKENS_PER_PARAMETER = 20
@@ -262,7 +268,7 @@ def precision(device: Device) -> str:
 def known_learning_rate(preset: str, optimizer: str) -> float:
     """Return the peak learning rate of a preset for an optimizer.
 
-    Rates were searched for with models of the Llama family only.
+    It was found with models of the Llama family, and is used for all families.
     """
     optimizer_class = OPTIMIZERS[optimizer]
     usual_rate = LEARNING_RATES[preset] * optimizer_class.rate_factor

@@ -447,11 +447,12 @@ class StreamWay:
         tokens = self.work.tokens
         is_eager = self.work.compile == "none"
 
-        # What the forward pass of a stage keeps for its backward pass, without the first block's input.
-        # That is the input of the stage, which is counted as a boundary.
+        # What the forward pass of a stage keeps for its backward pass (`stored_numbers` are for each
+        # block and token), without the first block's input. That is the input of the stage, which is
+        # counted as a boundary.
         kept_by_block = stored_numbers(self.work, self.work.remat) * number_bytes * tokens
         kept = kept_by_block * self.blocks_per_stage - self.work.input_bytes
-        matrices = [plane.update_unit for plane in self.stages.middle if plane.update_unit > 1]
+        matrix_sizes = [plane.update_unit for plane in self.stages.middle if plane.update_unit > 1]
         planes = (*self.stages.first, *self.stages.middle, *self.stages.last)
         largest_chunk = max(
             end - begin for plane in planes for begin, end in plane.first_and_last_chunk()
@@ -462,7 +463,8 @@ class StreamWay:
             state_format = FORMATS[self.work.optim.state]
             update_bytes = (state_format.eager_update_bytes + 8) * largest_chunk
         else:
-            largest_matrix = max(matrices, default=0)
+            # An fp32 number for each of a chunk's parameters, or what orthogonalises the largest matrix.
+            largest_matrix = max(matrix_sizes, default=0)
             update_bytes = max(
                 4 * largest_chunk, ORTHOGONAL_NUMBERS * number_bytes * largest_matrix
             )
@@ -508,8 +510,8 @@ class StreamWay:
             # In the trace all rows share the rotations of one row. With flex attention, each row has
             # its own.
             argument_bytes += 4 * work.config.head_dim * window_tokens
-        # All middle stages have the same update. Most boundaries are there during that of the last
-        # middle stage, whose index is count - 2.
+        # All middle stages have the same update. It is counted for the last of them, whose index is
+        # count - 2, because most boundaries are on the device then.
         update_peaks = (
             traced.first_update + self._boundary_bytes_in_update(0),
             traced.block_update + self._boundary_bytes_in_update(self.stages.count - 2),

@@ -88,7 +88,8 @@ class RemedyChoices(NamedTuple):
 
 # If a training fits already, a change is worth a line if it gives at least this many times the
 # tokens per second, or needs at most this share of the memory.
-MIN_SPEEDUP, MAX_MEMORY_SHARE = 1.05, 0.75
+MIN_SPEEDUP = 1.05
+MAX_MEMORY_SHARE = 0.75
 
 
 def remedies_worth_showing(
@@ -117,7 +118,7 @@ def remedies_worth_showing(
         choices = choices._replace(may_stream=False)
         return [*fitting_remedies(request, plan.device, peak_flops, choices, limits)]
     # No adapters are offered, because the training of all weights fits already.
-    narrower_numbers = _narrower_numbers(request, choices._replace(may_add_adapters=False))
+    narrower_numbers = _narrower_or_adapted(request, choices._replace(may_add_adapters=False))
     return [
         remedy
         for remedy in _remedies_that_fit(narrower_numbers, plan.device, peak_flops)
@@ -133,14 +134,14 @@ def fitting_remedies(
     choices: RemedyChoices,
     limits: Limits,
 ) -> Iterator[Remedy]:
-    """Yield the changes with which the training fits: all narrower numbers, then the least change
-    of each other kind.
+    """Yield the changes with which the training fits: all changes to narrower numbers or to adapters,
+    then the least change of each other kind.
 
     The arguments are those of `remedies_worth_showing`.
     """
-    narrower_numbers = [*_narrower_numbers(request, choices)]
-    narrower_that_fit = [*_remedies_that_fit(narrower_numbers, device, peak_flops)]
-    yield from narrower_that_fit
+    narrower_or_adapted = [*_narrower_or_adapted(request, choices)]
+    fitting_here = [*_remedies_that_fit(narrower_or_adapted, device, peak_flops)]
+    yield from fitting_here
     # Of each other kind, only the first change that fits is estimated and shown.
     yield from itertools.islice(_remedies_that_fit(_shorter(request), device, peak_flops), 1)
     if choices.may_stream:
@@ -157,12 +158,11 @@ def fitting_remedies(
     if choices.may_change_card:
         # On larger cards the training is tried unchanged, and with each change of adapters that does
         # not fit this device: adding them, or rounding the frozen weights below them.
-        fitting_here = [remedy.arguments for remedy in narrower_that_fit]
-        too_large_here = [
-            change for change in narrower_numbers if change.arguments not in fitting_here
-        ]
+        arguments_here = [remedy.arguments for remedy in fitting_here]
         adapters_too_large_here = [
-            change for change in too_large_here if change.request.training.lora is not None
+            change
+            for change in narrower_or_adapted
+            if change.request.training.lora is not None and change.arguments not in arguments_here
         ]
         unchanged = TrainingChange("", "", request)
         yield from _larger_cards([unchanged, *adapters_too_large_here], device)
@@ -200,7 +200,7 @@ def fastest_fitting(
     return min(fitting, key=lambda candidate: candidate.update_s, default=None)
 
 
-def _narrower_numbers(request: PlanRequest, choices: RemedyChoices) -> Iterator[TrainingChange]:
+def _narrower_or_adapted(request: PlanRequest, choices: RemedyChoices) -> Iterator[TrainingChange]:
     """Yield changes to numbers of fewer bits, and to adapters in place of all weights."""
     training = request.training
     if request.precisions == ("fp32",) and choices.half_precision:

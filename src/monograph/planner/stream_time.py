@@ -8,7 +8,7 @@ tensor.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -162,26 +162,29 @@ def closed_form_seconds(
     """
     host_planes = [way.planes_updated_on_host(index, resident) for index in range(way.stages.count)]
 
-    def off_device_bytes(names: Iterable[str], *, host_updated: bool) -> int:
-        """Return the bytes off the device of these buffers, of planes that the host updates or of
-        planes that the device updates.
+    def off_device_bytes(names: Collection[str], *, host_updated: bool) -> int:
+        """Return the bytes of these buffers that are not resident.
+
+        Args:
+            names: the buffers' names.
+            host_updated: whether to count those of planes that the host updates, or else those of
+                planes that the device updates.
         """
-        return sum(
-            plane.size_bytes(name)
-            for index, resident_names in enumerate(resident)
-            for plane in way.stages.planes[index]
-            if (plane in host_planes[index]) == host_updated
-            for name in names
-            if name not in resident_names
-        )
+        total = 0
+        for index, resident_names in enumerate(resident):
+            for plane in way.stages.planes[index]:
+                if (plane in host_planes[index]) == host_updated:
+                    off_device = [name for name in names if name not in resident_names]
+                    total += sum(plane.size_bytes(name) for name in off_device)
+        return total
 
     seconds = stage_seconds(way, resident, costs)
     forward_s = sum(seconds.forward)
     backward_s = sum(seconds.backward)
     update_s = sum(seconds.device_update)
 
-    # All of these are bytes that are not resident. The update on the device copies all buffers but
-    # gradients in both directions.
+    # All of these are bytes of buffers that are not resident. `update_bytes` are copied in both
+    # directions when the device updates weights; gradients are only copied to it.
     host_weights = off_device_bytes([WEIGHTS], host_updated=True)
     weights = off_device_bytes([WEIGHTS], host_updated=False) + host_weights
     gradients = off_device_bytes([GRADIENT], host_updated=False)
@@ -241,6 +244,7 @@ def clock_timing(work: Work, placement: Placement, costs: Costs, link: Link) -> 
         # The costs of updating a weight do not depend on micro-batches.
         if not name.endswith("weight_update_s"):
             clock_costs[name] *= batches_as_one
+    # The hidden states that pass from stage to stage for one micro-batch of the clock.
     state = torch.empty(
         math.ceil(work.tokens * batches_as_one),
         work.config.hidden_size,

@@ -122,8 +122,8 @@ class StreamCandidate(Candidate):
     Attributes:
         placement: the place of each buffer, the blocks of a stage, and when weights are updated.
         tiers: bytes by origin for the device, the host and the disk.
-        bottleneck: the lane that is busy for longest, in words; None if the time is that of the
-            closed form, not that of the clock.
+        bottleneck: the lane that is busy for longest, in words; None if the clock has not timed this
+            candidate, so that its time is predicted in closed form.
         disk_moved_bytes: bytes to and from files in an update.
     """
 

@@ -35,7 +35,7 @@ MIN_SAVED_SHARE = 0.05
 # (docs/profile.md has the measurement).
 FUSED_TIME_SHARE = 0.45
 # The share of kernels that remain when the step is one graph, and so of the host's gaps between
-# them. `BLOCK_KERNELS` and `UPDATE_TRAFFIC_BYTES` have their values by whether the step is captured.
+# them. The keys of `BLOCK_KERNELS` and `UPDATE_TRAFFIC_BYTES` say whether the step is captured.
 REMAINING_KERNELS_SHARE = BLOCK_KERNELS[True] / BLOCK_KERNELS[False]
 # The host's seconds for a call of a graph. There is one call for each micro-step and one for the
 # optimizer.
@@ -194,8 +194,8 @@ def verdict(
     floors: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     for part in COMPUTING_PARTS:
         if kernel_s[part]:
-            # Scaled to the part's time, because the sum over kernels is longer: they overlap, and
-            # they were profiled.
+            # Scaled to the part's time, because the sum over kernels is longer: kernels overlap, and
+            # the profiler slows them down.
             floors[part] = spent.parts[part] * kernel_floor_s[part] / kernel_s[part]
     if not kernel_s["other"]:
         # All of this time is gaps of unknown cause, so none of it counts as recoverable.
@@ -320,7 +320,7 @@ def _narrower_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> lis
             saved_s += optimizer_products_s * (1 - situation.bf16.get("matmul", 1.0))
             part_s -= optimizer_products_s  # the rest is elementwise
         limit: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
-        # A speedup applies to the kernels that are bound so, and a slowdown to all kernels.
+        # If bf16 is faster, that holds only for kernels with this limit. If it is slower, for all.
         changed_share = _share(bounds, part, limit) if ratio < 1 else 1.0
         saved_s += part_s * (1 - ratio) * changed_share
     return [

@@ -279,7 +279,7 @@ def estimate_unprofiled(
         parts = dict(profiled.parts)
         remaining_s = profiled.total_s
     scale = measured_s / remaining_s if remaining_s else 0.0
-    # A gap shrinks as the part that it belongs to.
+    # The gaps of a part shrink by the same factor as the part.
     gaps = dict.fromkeys(profiled.gaps, 0.0)
     for cause, seconds in profiled.gaps.items():
         if seconds:

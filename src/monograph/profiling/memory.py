@@ -173,7 +173,7 @@ class LiveBytes:
 
     def _allocations(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of allocations in order of time; bytes are negative if freed."""
-        # A trace file is the only public source of them.
+        # A trace file is the only public source of single allocations.
         with temporary_folder() as folder:
             path = folder / "trace.json"
             self._profile.export_chrome_trace(str(path))

@@ -39,9 +39,9 @@ from monograph.storage.reading import is_folder
 
 # Operands that take turns have this many bytes together, so that they are not in the caches.
 COLD_BYTES = 2**26
-# Seconds in bf16 / seconds in fp32, by part; those of the optimizer are without its products. On a
-# CPU, compiled code converts each number to fp32 and back (docs/profile.md). Other devices compute
-# with 16-bit numbers directly.
+# Seconds in bf16 / seconds in fp32, by part. The optimizer's ratio is that of its elementwise work: its
+# products count as other products. On a CPU, compiled code converts each number to fp32 and back
+# (docs/profile.md). Other devices compute with 16-bit numbers directly.
 BF16_RATIOS_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
 BF16_RATIOS_ELSEWHERE: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
 # The number of shapes of products that are timed in bf16; they are the slowest ones.
@@ -57,7 +57,7 @@ TIMED_UPDATES = 9  # without the profiler; the lower quartile of their times cou
 MIN_WINDOWS = WARMUP_UPDATES + TIMED_UPDATES + 1 + PROFILED_UPDATES
 EVENTS_PER_ROUND = 1000  # operators in a round that measures the profiler's cost per event
 ROUNDS = 3  # rounds of a measurement; the quickest round counts
-# Operators whose names begin so only allocate.
+# The beginnings of the names of operators that only allocate memory.
 _ALLOCATING = ("empty", "new_empty", "resize_", "set_")
 
 

@@ -2,9 +2,9 @@
 belongs to.
 
 An event is an entry of the trace: an operator, a call of the CUDA runtime, a kernel, or a span,
-which is an interval that `monograph.profiling.profiler` has recorded under a name. If one operator
-calls another, the event of the latter lies inside that of the former. The part of a kernel is given by
-the first rule that applies:
+which is an interval that `monograph.profiling.profiler` has recorded under a name. The event of an
+operator that is called lies inside the event of its caller. The part of a kernel is given by the first
+rule that applies:
 
 1. It is inside the span of the optimizer's update: "optimizer".
 2. It is inside the span of the loss's head, or in the backward pass of an operator in that span:
@@ -76,7 +76,8 @@ _BATCHED = {"bmm", "baddbmm", "batched_matmul"}
 _ATTENTION = re.compile(
     r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)"
 )
-# Inductor's names for the kernels that it generates, and for those of its templates for products.
+# The beginnings of the names of kernels that Inductor generates, and of those that it makes of its
+# templates for matrix products.
 _GENERATED = re.compile(r"^(triton|cpp)_")
 _TEMPLATE = re.compile(r"^triton_tem_")
 # Names of events in which the host waits for the device.
@@ -341,7 +342,8 @@ class _Reader:
             begin_s = self._begin_s(event)
             end_s = begin_s + _seconds(event["dur"])
             launch = self.launches.get(event["args"].get("correlation"), _Launch())
-            # Copies between host and device; other copies belong to the operator that made them.
+            # A copy between host and device is a transfer. Any other copy belongs to the operator that
+            # made it.
             if event["cat"] == "gpu_memcpy" and re.search("HtoD|DtoH", event["name"]):
                 yield Kernel(
                     part="transfers",
@@ -420,14 +422,18 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
     """
     name = event["name"].rpartition("::")[2]
     shapes = _shapes(event)
-    types = event.get("args", {}).get("Input type", [])
+    type_names = event.get("args", {}).get("Input type", [])
     input_bytes = []
-    for shape, kind in zip(event.get("args", {}).get("Input Dims", []), types, strict=False):
-        # A 0-d tensor has the shape [], as a number has, but a tensor's type. A list of tensors has
-        # a list of shapes.
-        is_tensor = isinstance(shape[0], int) if shape else kind in _BYTES
+    for shape, type_name in zip(
+        event.get("args", {}).get("Input Dims", []), type_names, strict=False
+    ):
+        if shape:
+            is_tensor = isinstance(shape[0], int)  # a list of tensors has a list of shapes
+        else:
+            # Both a 0-d tensor and a number of Python have the shape [].
+            is_tensor = type_name in _BYTES
         if is_tensor:
-            input_bytes.append(math.prod(shape) * _BYTES.get(kind, 1))
+            input_bytes.append(math.prod(shape) * _BYTES.get(type_name, 1))
     if not input_bytes or _TEMPLATE.search(name):
         return None, None
     if _GENERATED.search(name):
@@ -439,7 +445,7 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
         # A right operand of more than two dimensions has a matrix for each of the left one's.
         matrices = math.prod(left[:-2]) if len(right) > 2 else 1
         columns = math.prod(right) // max(1, left[-1] * matrices)
-        element_bytes = max(_BYTES.get(kind, 1) for kind in types)
+        element_bytes = max(_BYTES.get(type_name, 1) for type_name in type_names)
         output_bytes = math.prod(left[:-1]) * columns * element_bytes
         return 2.0 * math.prod(left) * columns, float(sum(input_bytes) + output_bytes)
     if name in _GROUPED:

@@ -48,14 +48,14 @@ class Compared:
     verdict: str = ""
 
 
-def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequence[str]) -> str:
+def compare_page(title: str, unit: str, sides: Sequence[Compared], printed: Sequence[str]) -> str:
     """Return a comparison's page as HTML.
 
     Args:
         title: what was compared, and on which text.
         unit: the score's unit.
         sides: the sides; all others are compared with the first one.
-        lines: what the command prints about each of the other sides.
+        printed: the line that the command prints about each of the other sides.
     """
     first, *others = sides
     verdicts = list(dict.fromkeys(side.verdict for side in others))
@@ -64,7 +64,7 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequen
         kind="Comparison",
         title=title,
         headline=headline[0].upper() + headline[1:],
-        standing="; ".join(lines) if len(lines) == 1 else f"Each is compared with {first.name}.",
+        standing=printed[0] if len(printed) == 1 else f"Each is compared with {first.name}.",
         key_figures=[(f"{side.name}, {unit}", f"{side.score:.4f}") for side in sides],
         drawings=_drawings(sides),
         sections=[

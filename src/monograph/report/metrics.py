@@ -37,8 +37,8 @@ class Metric:
         is_line: whether its values lie on a smooth curve. Other values are drawn with their median.
         is_count: whether its values are written with SI prefixes.
         place: its place on the sheet of all pictures: "first" and "second" are in the upper row,
-            "lower" is in the lower row, and "" is not on the sheet. If several metrics of a run are
-            "first", the sheet shows the last one in the table; "second" likewise. On pages, the
+            "lower" is in the lower row, and "" is not on the sheet. If a run has several metrics with
+            the place "first" or "second", the sheet shows the last of them in the table. On pages, the
             charts of "first" are wide.
         is_score: whether it says how good the run is, in place of the loss. Then no loss is drawn,
             since a loss of advantages or of pairs is not in nats per token.

@@ -89,7 +89,7 @@ def write_report(
         summary: the object that `monograph train --json` prints. Missing keys are left out, and
             unknown keys are in a table.
         metrics: rows as `monograph.report.run_figures` describes them.
-        about: what the report shows beside these.
+        about: what the report shows that is in neither.
 
     Raises:
         DiskFull: the disk has no space for a file.
@@ -156,7 +156,7 @@ def run_page(
 
 
 def _headline(summary: Summary) -> str:
-    """Return the run's result in a few words: that of its most telling score."""
+    """Return the run's most telling score in a few words."""
     if summary.get("reward") is not None:
         return f"Mean reward {summary['reward']:.2f}, {summary['reward_first']:.2f} at the start"
     if summary.get("accuracy") is not None:

@@ -179,7 +179,7 @@ async def _serve(service: Service, host: str, keys: list[str], listener: socket.
     try:
         await serving
     finally:
-        with interrupts.ending_at_once():
+        with interrupts.end_at_once_inside():
             loading.cancel()
             try:
                 with suppress(asyncio.CancelledError):
