@@ -52,6 +52,7 @@ def _card(
     teraflops: Mapping[str, float],
     pattern: str | None = None,
 ) -> Card:
+    """Return a row of cards.toml as a `Card`. The arguments are the row's columns, in the table's units."""
     rates = Rates({dtype: rate * 1e12 for dtype, rate in teraflops.items()}, gb_per_s * 1e9)
     exact = rf"\b{re.escape(name.removeprefix('NVIDIA '))}$"
     return Card(group, name, int(gibibytes * 2**30), link_gb_per_s * 1e9, rates, pattern or exact)

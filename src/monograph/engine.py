@@ -127,7 +127,7 @@ class Engine:
 
         def try_first_micro_batch() -> Trial:
             batch = next(self._micro_batches(window))
-            self._require_empty_rows_add_nothing(batch, self._rows(batch))
+            self._require_empty_rows_add_nothing(batch, self._row_count(batch))
 
             def loss() -> tuple[Tensor, Tensor]:
                 with self.step.context():
@@ -195,7 +195,7 @@ class Engine:
         step = self.step
         # Graphs have static shapes, so from now on every window is cut into micro-batches of this
         # size, and the last micro-batch is padded.
-        self.micro_batch = self.micro_batch or self._rows(window)
+        self.micro_batch = self.micro_batch or self._row_count(window)
         self.retries.captured = backend, scope
         try:
             graph.capture(step, backend, scope)
@@ -223,7 +223,7 @@ class Engine:
         The last micro-batch may be shorter. Its graph would otherwise be compiled in the middle of
         a run.
         """
-        by_rows = {self._rows(batch): batch for batch in self._micro_batches(window)}
+        by_rows = {self._row_count(batch): batch for batch in self._micro_batches(window)}
         self._captured_sizes = set(by_rows)
         for batch in by_rows.values():
             self._warm(batch)
@@ -258,7 +258,7 @@ class Engine:
 
         See `Retries.run`.
         """
-        return self.retries.run(self.step, functools.partial(self._rows, window), work)
+        return self.retries.run(self.step, functools.partial(self._row_count, window), work)
 
     def update(self) -> Update:
         """Clip and apply the accumulated gradient."""
@@ -337,7 +337,7 @@ class Engine:
         for live, saved in ((own.model, state.model), (own.optimizer, state.optimizer)):
             # Copied in the saved order, because the tensors may be read from a file one by one.
             for name, tensor in saved.items():
-                write_tensor(live[name].detach(), tensor)
+                write_tensor(live[name].detach(), tensor)  # the tensor may be expanded
         # Split weights in `own` are copies, so the engine has not got their new values yet.
         self.step.parameters.take_weights(own.model)
         self.step.index = index
@@ -351,7 +351,7 @@ class Engine:
         have one fewer than others gets a micro-batch without targets. So the rows of an update do
         not depend on the number of ranks.
         """
-        rows = self._rows(window)
+        rows = self._row_count(window)
         dim = self._row_dim
         size = self.retries.rows_per_micro_batch(rows)
         ranks, rank = self.retries.share
@@ -379,13 +379,14 @@ class Engine:
         if ranks == 1:
             self._require_empty_rows_add_nothing(window, size)
         elif fill_of(self.step.loss, window) is None:
+            rows = self._row_count(window)
             raise UsageError(
-                f"a window of {self._rows(window)} rows cannot be shared out evenly to {ranks} ranks in micro-batches "
+                f"a window of {rows} rows cannot be shared out evenly to {ranks} ranks in micro-batches "
                 f"of {size}: give a multiple of {size * ranks} rows, or a `fill` to the loss: what a row without "
                 "targets holds"
             )
 
-    def _rows(self, window: Batch) -> int:
+    def _row_count(self, window: Batch) -> int:
         """Return the number of a window's rows.
 
         Raises:

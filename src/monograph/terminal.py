@@ -43,6 +43,7 @@ def shell_words(*words: str | Path) -> str:
 
 
 def _shell_word(word: str) -> str:
+    """Return one word as a shell has to read it, without characters that a terminal obeys."""
     if visible(word) == word and "\n" not in word:
         return shlex.quote(word)
     # The form $'...' of bash, in which any byte can be written as \x and two digits.

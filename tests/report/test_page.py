@@ -209,7 +209,7 @@ def test_a_name_in_the_data_cannot_end_its_script(tmp_path: Path) -> None:
         [{"update": 1, "tokens": 5, "x": 1.0}, {"update": 2, "tokens": 9, "x": 2.0}], ["x"]
     )
     chart = Chart("x", HOSTILE, [Line("x", HOSTILE)], (0, 1), levels={HOSTILE: 0.5}, note=HOSTILE)
-    source = page_of(kind="a", title="b", headline="c", standing="", key_figures=[], sections=[],
+    source = page_of(kind="a", title="b", headline="c", assessment="", key_figures=[], sections=[],
                      drawings=Drawings([table], [chart]))  # fmt: skip
     page = Page(source)
     [data] = [each["text"] for each in page.all("script") if each.get("id") == "data"]

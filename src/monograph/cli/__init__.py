@@ -180,9 +180,10 @@ def command_tree() -> TyperGroup:
 
 def _run_command(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
-    for argument in itertools.takewhile(lambda argument: argument.startswith("-"), arguments):
-        if argument in _COMPLETION_OPTIONS:
-            return _set_up_completion(argument)
+    options_before_command = itertools.takewhile(lambda word: word.startswith("-"), arguments)
+    for option in options_before_command:
+        if option in _COMPLETION_OPTIONS:
+            return _set_up_completion(option)
     try:
         # Not typer's own `main`, which turns some exceptions into exit codes of its own.
         with command_tree().make_context("monograph", list(arguments)) as context:

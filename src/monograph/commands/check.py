@@ -234,7 +234,7 @@ def _verify_run(run: Run) -> CheckResult:
 
     # Checkpoints are verified from the oldest on, so the newest sound one is the last to set
     # `newest_state`.
-    folders = [path for _, path in reversed(checkpointing.candidates(run.checkpoints))]
+    folders = [path for _, path in reversed(checkpointing.list_checkpoints(run.checkpoints))]
     checkpoints = {path.name: _fault(partial(verify_checkpoint, path)) for path in folders}
     for name, fault in checkpoints.items():
         if fault and checkpointing.is_gone(run.checkpoints / name):

@@ -47,10 +47,10 @@ class ByRank(OnDevice):
         The sum is part of the backward pass: DDP sums with the last micro-batch, FSDP2 with each.
         """
         step = self.step
-        step.link()
+        step.link()  # each gradient becomes a view of its plane
         for number, batch in enumerate(batches):
             seed_micro_batch(self.world, step, number)
-            with self.micro_batch_context(number + 1 == len(batches)):
+            with self.micro_batch_context(is_last=number + 1 == len(batches)):
                 with unlinked(step.planes), step.context():
                     loss, loss_sum, count = self.forward(batch)
                 if not step.differentiate(loss, loss_sum, count):

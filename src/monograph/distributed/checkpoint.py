@@ -44,9 +44,10 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
         DiskFull: this rank could not write.
     """
     # The files with sharded tensors, which all ranks write. Rank 0 writes the other files.
+    tensors_by_file = {MODEL: checkpoint.model, OPTIMIZER: checkpoint.optimizer}
     sharded_files = {
         name: tensors
-        for name, tensors in ((MODEL, checkpoint.model), (OPTIMIZER, checkpoint.optimizer))
+        for name, tensors in tensors_by_file.items()
         if any(isinstance(tensor, DTensor) for tensor in tensors.values())
     }
 
@@ -58,6 +59,8 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
     if world.leads:
         checkpointing.save(checkpoints, checkpoint, keep, write_file)
     else:
+        # These calls are the other ranks' part in the collectives of rank 0's `write_file`, which come
+        # in the same order.
         folder = unfinished_folder(checkpoints, checkpoint.update)
         for name, tensors in sharded_files.items():
             try:
@@ -67,7 +70,7 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
                     f"{error.filename}: rank {world.rank} cannot save its part of the checkpoint of update "
                     f"{checkpoint.update}: {error.strerror}; make room, then resume"
                 ) from error
-    world.barrier()
+    world.barrier()  # no rank goes on before the checkpoint is complete
 
 
 def load_newest(

@@ -69,6 +69,7 @@ class RetryTogether(Retries):
             return restarts.run(step, rows, work)
 
         def work_together() -> T:
+            """Do the work, and raise OutOfMemoryError on all ranks if memory ran out on any of them."""
             try:
                 result = work()
                 message = ""

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 def rank_rows(rank: int, size: int, rows: int) -> slice:
     """Return the slice of `rows` rows that rank `rank` of `size` ranks has."""
-    share = math.ceil(rows / size)
-    return slice(min(rank * share, rows), min((rank + 1) * share, rows))
+    rows_per_rank = math.ceil(rows / size)
+    return slice(min(rank * rows_per_rank, rows), min((rank + 1) * rows_per_rank, rows))
 
 
 def rank_and_size(mesh: DeviceMesh) -> tuple[int, int]:

@@ -254,7 +254,7 @@ class Shards(ByRank):
 
         Args:
             kind: the kind of parameter that is updated.
-            total: the summed gradient of one of its planes.
+            total: the summed gradient of one of its planes, of which only the dtype matters.
         """
         step = self.step
         return kind.hyperparameters(
@@ -426,6 +426,7 @@ def without_values(model: nn.Module) -> nn.Module:
     # The memo of `deepcopy`: in place of copying an object, it takes what is here under the object's id.
     copies: dict[int, Any] = {}
     for weight in model.parameters():
+        # `kept_dtype`: a weight that is still in its file may get another dtype when it is read.
         empty = torch.empty(weight.shape, dtype=kept_dtype(weight), device="meta")
         copies[id(weight)] = nn.Parameter(empty, weight.requires_grad)
     return copy.deepcopy(model, copies)

@@ -98,7 +98,7 @@ def score(
     with precision.context(model.lm_head.weight.device.type):
         for indices in _batch_indices([len(row.ids) for row in rows], batch_tokens):
             batch_scores = _score_rows(model, [rows[index] for index in indices])
-            scores |= zip(indices, batch_scores, strict=True)
+            scores.update(zip(indices, batch_scores, strict=True))
             meter.add(len(indices))
     return [scores[index] for index in range(len(rows))]
 
@@ -181,7 +181,7 @@ def _batch_indices(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[i
         batch_tokens: see `score`.
     """
     batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True):
         # The first row of a batch is its longest.
         if batch and lengths[batch[0]] * (len(batch) + 1) > batch_tokens:
             yield batch

@@ -57,11 +57,11 @@ def win_probabilities(
     settings = len(now_KS)
     if settings < 2 or len(now_KS[0]) < 2:
         return [1.0] * settings
-    predicted_KS = [
-        [last + doublings * (last - first) for first, last in zip(before, now, strict=True)]
-        for before, now in zip(before_KS, now_KS, strict=True)
-    ]
-    means = [statistics.fmean(scores) for scores in predicted_KS]
+    predicted_KS = []
+    for before_S, now_S in zip(before_KS, now_KS, strict=True):
+        scores = zip(before_S, now_S, strict=True)
+        predicted_KS.append([now + doublings * (now - before) for before, now in scores])
+    means = [statistics.fmean(predicted_S) for predicted_S in predicted_KS]
     noise, degrees = _noise(predicted_KS, means)
     smallest = min(means)
     error = noise * math.sqrt(2 / len(now_KS[0]))
@@ -87,6 +87,7 @@ def _noise(scores_KS: Sequence[Sequence[float]], means: Sequence[float]) -> tupl
 
 
 def _bound(gap: float, error: float, degrees: int, comparisons: int) -> float:
+    """Return the bound for a setting, given its gap and the standard error of a difference of two means."""
     if gap <= 0:
         return 1.0
     if error == 0:

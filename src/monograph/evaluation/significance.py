@@ -185,10 +185,10 @@ class Table:
             return f"the others {fate}: there is nothing to compare the best with"
         if self.noise is None:
             return f"one {over}: no error bar, and no difference can be told from chance; give more of them"
-        errors = t_quantile(max(1, self.degrees))
+        t = t_quantile(max(1, self.degrees))
         degrees = "1 degree" if self.degrees == 1 else f"{self.degrees} degrees"
         return (
-            f"tied: the difference to the best, paired over {over}s, is within {errors:.1f} standard "
+            f"tied: the difference to the best, paired over {over}s, is within {t:.1f} standard "
             f"errors (95 %, {degrees} of freedom, pooled over the better half)"
         )
 
@@ -293,7 +293,7 @@ def tabulate(
     differences = {id(other): _paired_differences(other, top, finite) for other in ranked[1:]}
     squares = []
     degrees = 0
-    for setting in ranked[1 : 1 + pooled(len(ranked))]:
+    for setting in ranked[1 : 1 + pooled_settings(len(ranked))]:
         paired = differences[id(setting)]
         squares += [(d - statistics.fmean(paired)) ** 2 for d in paired]
         degrees += max(0, len(paired) - 1)
@@ -324,7 +324,7 @@ def tabulate(
     )
 
 
-def pooled(settings: int) -> int:
+def pooled_settings(settings: int) -> int:
     """Return over how many settings `tabulate` pools the noise: the better half without the best
     setting.
 

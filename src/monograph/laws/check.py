@@ -95,44 +95,47 @@ class Law(NamedTuple):
 
 def laws(device: torch.device) -> list[Law]:
     """Return the laws that can be compared on a device, in the order of their numbers."""
-    fp64 = _Small(device, "fp64")
-    fp32 = _Small(device, "fp32")
-    # Llamas are trained in these precisions.
+    fp64 = _SmallModel(device, "fp64")
+    fp32 = _SmallModel(device, "fp32")
+    # In the precisions in which Llamas are trained.
     trained = [fp32]
     if device.type == "cpu" or describe(device).has_bf16:
-        trained.append(_Small(device, "bf16"))
+        trained.append(_SmallModel(device, "bf16"))
     all_precisions = [fp64, *trained]
     # Graphs are replayed on CUDA only.
     replayed = trained if device.type == "cuda" else []
-    table: list[tuple[int, str, Callable[[_Small], LawComparison], list[_Small]]] = [
-        (1, "compiled = eager", _Small.compiled, trained),
-        (1, "replayed = called", _Small.replayed, replayed),
-        (2, "accumulated = large batch", _Small.accumulated, all_precisions),
-        (3, "recomputed = stored", _Small.recomputed, trained),
-        (4, "streamed = resident", _Small.streamed, trained),
-        (5, "member = trained alone", _Small.member, [fp64]),
-        (6, "fused siblings = separate", _Small.fused, all_precisions),
-        (7, "sampled = reference", _Small.sampled, [fp32]),
-        (8, "cached = full", _Small.cached, [fp64]),
-        (8, "generated = computed again", _Small.generated, [fp32]),
-        (9, "packed = separate", _Small.packed, all_precisions),
-        (10, "resumed = uninterrupted", _Small.resumed, [fp32]),
-        (16, "scored = sampled", _Small.scored, [fp32]),
-        (18, "adapters off = base", _Small.adapted, [fp32]),
-        (19, "used generator = new one", _Small.stale, [fp32]),
+    # (the law's number, the two paths, the comparison, the models for which it is made)
+    table: list[tuple[int, str, Callable[[_SmallModel], LawComparison], list[_SmallModel]]] = [
+        (1, "compiled = eager", _SmallModel.compiled, trained),
+        (1, "replayed = called", _SmallModel.replayed, replayed),
+        (2, "accumulated = large batch", _SmallModel.accumulated, all_precisions),
+        (3, "recomputed = stored", _SmallModel.recomputed, trained),
+        (4, "streamed = resident", _SmallModel.streamed, trained),
+        (5, "member = trained alone", _SmallModel.member, [fp64]),
+        (6, "fused siblings = separate", _SmallModel.fused, all_precisions),
+        (7, "sampled = reference", _SmallModel.sampled, [fp32]),
+        (8, "cached = full", _SmallModel.cached, [fp64]),
+        (8, "generated = computed again", _SmallModel.generated, [fp32]),
+        (9, "packed = separate", _SmallModel.packed, all_precisions),
+        (10, "resumed = uninterrupted", _SmallModel.resumed, [fp32]),
+        (16, "scored = sampled", _SmallModel.scored, [fp32]),
+        (18, "adapters off = base", _SmallModel.adapted, [fp32]),
+        (19, "used generator = new one", _SmallModel.stale, [fp32]),
     ]
     return [
-        Law(number, f"{paths}, {small.name}", functools.partial(compare, small))
-        for number, paths, compare, smalls in table
-        for small in smalls
+        Law(number, f"{paths}, {model.precision_name}", functools.partial(compare, model))
+        for number, paths, compare, models in table
+        for model in models
     ]
 
 
-class _Small:
+class _SmallModel:
     """A small model on a device in one precision, and the comparisons of its paths.
 
+    A comparison is a method whose name says what the fast path does.
+
     Attributes:
-        name: the name of the precision.
+        precision_name: the name of the precision.
         device: the device.
         precision: the precision; for "fp64" the weights are float64, and nothing is cast.
         model: the model, which no comparison trains.
@@ -140,16 +143,16 @@ class _Small:
         unpacked_window: a window of the same documents, each in its own row.
     """
 
-    def __init__(self, device: torch.device, name: str) -> None:
-        self.name = name
+    def __init__(self, device: torch.device, precision_name: str) -> None:
+        self.precision_name = precision_name
         self.device = device
-        if name == "fp64":
+        if precision_name == "fp64":
             # There is no precision of this name. With "fp32" nothing is cast, so float64 weights are
             # computed with in float64.
             self.precision = Precision("fp32")
             weights_dtype = torch.float64
         else:
-            self.precision = Precision(name)
+            self.precision = Precision(precision_name)
             weights_dtype = torch.float32
         self.model = Llama(SHAPE).to(device, weights_dtype)
         self.packed_window, self.unpacked_window = _windows()
@@ -175,17 +178,19 @@ class _Small:
     def compare_with_exact(self, engine: Engine) -> LawComparison:
         """Compare an engine's gradient and loss of packed rows with the exact ones.
 
-        The loss has the gradient's bound, since one number may be next to exact by chance.
+        The loss is held to the gradient's bound, because the naive path's loss, a single number, may be
+        exact by chance.
         """
         gradient, loss = _gradient_and_loss(engine, self.packed_window)
         exact_gradient, exact_loss = _exact_gradient_and_loss()
-        if self.name == "fp64":
+        if self.precision_name == "fp64":
             comparison = equal_in_float64(gradient, exact_gradient)
         else:
             comparison = error_within(gradient, self.naive_gradient, exact_gradient)
         return _with_loss(comparison, loss, exact_loss)
 
     def compiled(self) -> LawComparison:
+        """Compare the gradient and loss of a compiled step with the exact ones."""
         return self.compare_with_exact(self.captured(self.engine()))
 
     def accumulated(self) -> LawComparison:
@@ -194,7 +199,7 @@ class _Small:
         The law has no bound in bf16, since each micro-batch rounds its gradient.
         """
         engine = self.engine(micro_batch=1)
-        if self.name == "bf16":
+        if self.precision_name == "bf16":
             return self.compare_with_exact(engine)
         gradient, loss = _gradient_and_loss(engine, self.packed_window)
         large_batch_gradient, large_batch_loss = _gradient_and_loss(
@@ -204,14 +209,16 @@ class _Small:
         return _with_loss(comparison, loss, large_batch_loss)
 
     def packed(self) -> LawComparison:
+        """Compare the gradient and loss of packed rows with those of documents alone."""
         return self.compare_with_exact(self.engine())
 
     def replayed(self) -> LawComparison:
+        """Compare a step whose recorded kernels are replayed with one whose kernels are launched."""
         replayed = self.engine()
         called = self.engine()
         notes = list[str]()
-        called.step.recorder = None
-        replayed.step.announce = notes.append
+        called.step.recorder = None  # without a recorder nothing is replayed
+        replayed.step.announce = notes.append  # gets the reason if nothing can be replayed
         # The compilation is inside as well, because the compiler chooses code by this setting.
         with _deterministic_sums():
             found = _compare_bits(
@@ -222,11 +229,13 @@ class _Small:
         return found
 
     def recomputed(self) -> LawComparison:
+        """Compare a step that recomputes its blocks with one that stores all activations."""
         with _deterministic_sums():
             recomputing = self.engine(remat=Remat.Full())
             return _compare_bits(recomputing, self.engine(), self.packed_window)
 
     def streamed(self) -> LawComparison:
+        """Compare an engine that streams weights from the host with one that has them on the device."""
         placement = Placement(self.device)
         model = copy.deepcopy(self.model).cpu()
         with _deterministic_sums():
@@ -247,10 +256,13 @@ class _Small:
         return member_is_alone(of_member, outcome(alone.state(), updates_alone))
 
     def fused(self) -> LawComparison:
+        """Compare a model whose sibling projections, such as query, key and value, are computed as one
+        product with the exact results.
+        """
         engine = self.engine()
         fusion = fuse_siblings(engine.model, self.packed_window["tokens"].to(self.device))
         if not fusion.families:
-            return LawComparison(0, 0, str(fusion))
+            return LawComparison(0, 0, why=str(fusion))
         return self.compare_with_exact(engine)
 
     @torch.no_grad()
@@ -268,6 +280,8 @@ class _Small:
         # Each row of logits is there DRAWS times, and each time it is drawn from with another seed.
         logits_BV = distinct_logits.to(self.device).repeat(DRAWS, 1)
         row_B = torch.arange(len(logits_BV), device=self.device)
+        # The sampler gets its options as a chain of stages and, for each row, the numbers that the
+        # stages read, which are called knobs.
         knobs = new_knobs(chain, len(row_B), self.device)
         write_rows(knobs, range(len(row_B)), [knobs_of(options, chain)] * len(row_B))
         rows = SamplerRows(

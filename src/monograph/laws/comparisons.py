@@ -191,6 +191,7 @@ def differing(
 
 
 def _same_bits(found: Tensor, expected: Tensor, equal_nan: bool) -> bool:
+    """Return whether two tensors have the same dtype, shape and values."""
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return False
     found = found.cpu()

@@ -246,7 +246,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         for group, indices in groups.items():
             options, seed = json.loads(group)
             contexts = [requests[index].args[0] for index in indices]
-            texts |= zip(indices, self._generate_texts(contexts, options, seed), strict=True)
+            texts.update(zip(indices, self._generate_texts(contexts, options, seed), strict=True))
         for index, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, texts[index])
         return [texts[index] for index in range(len(requests))]

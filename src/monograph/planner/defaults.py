@@ -432,8 +432,10 @@ def plan(
             if untraced:
                 best = untraced[0]
         by_origin = traced_bytes(best.work)
-        residual = calibration.residual(device, best.work, by_origin) if calibration else 0
-        traced[best.work] = best.with_trace(by_origin, residual)
+        residual_bytes = 0  # by how much similar steps of earlier runs exceeded their traces
+        if calibration:
+            residual_bytes = calibration.residual(device, best.work, by_origin)
+        traced[best.work] = best.with_trace(by_origin, residual_bytes)
         way = Way(best.work.precision, best.work.compile, best.work.remat)
         traced_peak = traced[best.work].peak_memory_bytes
         corrections[way] = traced_peak / estimate_bytes(best.work)

@@ -197,6 +197,7 @@ def stages_of(
 
 
 def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
+    """Return the planes of a stage that the engine's own code has made."""
     shapes = []
     for entry in stage.stored_planes:
         plane = entry.plane

@@ -126,16 +126,14 @@ def stage_seconds(way: StreamWay, resident: Sequence[BufferNames], costs: Costs)
         sum(plane.parameters for plane in way.planes_updated_on_host(index, resident))
         for index in range(stages.count)
     ]
+    forward_of_blocks_s = micro_batches * blocks * costs.forward_s
+    backward_of_blocks_s = micro_batches * blocks * costs.recompute_backward_s
     return StageSeconds(
         # The last stage runs forward only together with its backward pass: `loss_s` is for both.
-        forward=[
-            micro_batches * costs.first_s,
-            *[micro_batches * blocks * costs.forward_s] * block_stages,
-            0.0,
-        ],
+        forward=[micro_batches * costs.first_s, *[forward_of_blocks_s] * block_stages, 0.0],
         backward=[
             micro_batches * costs.first_backward_s,
-            *[micro_batches * blocks * costs.recompute_backward_s] * block_stages,
+            *[backward_of_blocks_s] * block_stages,
             micro_batches * costs.loss_s,
         ],
         device_update=[
@@ -197,7 +195,8 @@ def closed_form_seconds(
     host_disk_s = 2 * off_device_bytes(way.on_disk, host_updated=True) / link.disk
 
     # The host's updates overlap with the pass during which they are made: the backward pass if
-    # gradients never leave their slots, else the next forward pass.
+    # gradients never leave their slots, else the next forward pass. The pass waits for the host's
+    # computing, or for as long as the host's files take longer than the pass.
     forward_wait_s = backward_wait_s = 0.0
     if way.gradients_stay_in_slots:
         backward_wait_s = max(seconds.wait_after_backward_s, host_disk_s - backward_s)
@@ -206,10 +205,20 @@ def closed_form_seconds(
 
     # Gradients that left their slots come back for the update.
     returned_gradients = 0 if way.gradients_stay_in_slots else gradients
-    update = _Phase(max(update_s, disk_s), update_bytes + returned_gradients, update_bytes)
-    forward = _Phase(forward_s + forward_wait_s, weights, boundaries)
+    update = _Phase(
+        compute_s=max(update_s, disk_s),  # the files are read and written in the meantime
+        in_bytes=update_bytes + returned_gradients,
+        out_bytes=update_bytes,
+    )
+    forward = _Phase(
+        compute_s=forward_s + forward_wait_s,
+        in_bytes=weights,
+        out_bytes=boundaries,
+    )
     backward = _Phase(
-        backward_s + backward_wait_s, weights + boundaries, returned_gradients + host_gradients
+        compute_s=backward_s + backward_wait_s,
+        in_bytes=weights + boundaries,
+        out_bytes=returned_gradients + host_gradients,
     )
     if way.when == "sweep":
         phases = [forward, backward, update]

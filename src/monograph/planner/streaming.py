@@ -428,6 +428,13 @@ def _refusal(request: PlanRequest, device: Device, limits: Limits) -> str:
 
 
 def _device_refusal(by_origin: Mapping[str, int], device: Device, limits: Limits) -> str:
+    """Return one line that says that every way needs more memory than the device has.
+
+    Args:
+        by_origin: the bytes on the device, by origin, of the way that needs least.
+        device: the device.
+        limits: memory, disk and link.
+    """
     needed = sum(by_origin.values())
     # These bytes grow with the tokens of an update.
     token_bytes = sum(by_origin[origin] for origin in ("boundaries", "activations", "workspace"))
@@ -442,6 +449,14 @@ def _device_refusal(by_origin: Mapping[str, int], device: Device, limits: Limits
 
 
 def _host_refusal(tiers: Tiers, request: PlanRequest, device: Device, limits: Limits) -> str:
+    """Return one line that says that every way needs more memory than the host has.
+
+    Args:
+        tiers: the bytes by tier of the way that needs least on the host.
+        request: the training, and the choices that are open.
+        device: the device.
+        limits: memory, disk and link.
+    """
     host_bytes = dict(tiers["host"])
     device_bytes = sum(tiers["device"].values())
     device_text = ""
@@ -468,6 +483,7 @@ def _host_refusal(tiers: Tiers, request: PlanRequest, device: Device, limits: Li
 
 
 def _amounts(by_origin: Mapping[str, int]) -> str:
+    """Return the bytes of each origin as text: "weights 1.20 GiB, gradients ..."."""
     return ", ".join(f"{origin} {gibibytes(size)}" for origin, size in by_origin.items() if size)
 
 

@@ -333,6 +333,7 @@ def _less_work(spent: Spent, floors: Mapping[Part, float]) -> list[Change]:
 
     Such a change changes the trained model.
     """
+    # (part, what to change, why)
     candidates: list[tuple[Part, str, str]] = [
         (
             "optimizer",

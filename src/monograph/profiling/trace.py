@@ -194,15 +194,19 @@ def _sequence_numbers(events: Sequence[TraceEvent]) -> set[int]:
     Autograd numbers operators, and each node of the backward pass has the number of its operator.
     """
     heads = [event for event in events if event["name"] == HEAD]
-    return {
-        event["args"]["Sequence number"]
-        for event in events
-        if "Sequence number" in event.get("args", {})
-        and any(head["tid"] == event["tid"] and _is_inside(event, head) for head in heads)
-    }
+    numbers = set[int]()
+    for event in events:
+        number = event.get("args", {}).get("Sequence number")
+        if number is None:
+            continue
+        heads_of_thread = [head for head in heads if head["tid"] == event["tid"]]
+        if any(_is_inside(event, head) for head in heads_of_thread):
+            numbers.add(number)
+    return numbers
 
 
 def _is_inside(event: TraceEvent, outer: TraceEvent) -> bool:
+    """Return whether an event's interval lies inside that of another event."""
     return bool(
         outer["ts"] <= event["ts"] and event["ts"] + event["dur"] <= outer["ts"] + outer["dur"]
     )

@@ -64,7 +64,7 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], printed: Sequ
         kind="Comparison",
         title=title,
         headline=headline[0].upper() + headline[1:],
-        standing=printed[0] if len(printed) == 1 else f"Each is compared with {first.name}.",
+        assessment=printed[0] if len(printed) == 1 else f"Each is compared with {first.name}.",
         key_figures=[(f"{side.name}, {unit}", f"{side.score:.4f}") for side in sides],
         drawings=_drawings(sides),
         sections=[
@@ -93,6 +93,7 @@ def _drawings(sides: Sequence[Compared]) -> Drawings:
 
 
 def _scores_table(sides: Sequence[Compared], unit: str) -> str:
+    """Return a table of the sides: their scores, and how each compares with the first side."""
     rows: list[list[Cell]] = []
     for side in sides:
         rows.append(

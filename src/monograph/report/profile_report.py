@@ -21,7 +21,18 @@ from monograph.profiling.intervals import PARTS
 from monograph.profiling.profiler import Profile
 from monograph.report import quantities
 from monograph.report.figures import ACCENT, INK, MUTED, style, svg
-from monograph.report.page import Bar, Cell, Drawings, bars, folded, number, page, section, table
+from monograph.report.page import (
+    Bar,
+    BarRow,
+    Cell,
+    Drawings,
+    bars,
+    folded,
+    number,
+    page,
+    section,
+    table,
+)
 from monograph.report.quantities import count
 
 
@@ -71,15 +82,15 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
     """
     verdict = profile.verdict
     possible_speedup = profile.update_s / max(verdict.floor_s, 1e-12)  # the best time may be 0
-    standing = describe_limit(profile)
+    assessment = describe_limit(profile)
     best = verdict.change
     if best:
-        standing += f"; {best.what} is predicted to make it {verdict.gain(best):.2f} × as fast"
+        assessment += f"; {best.what} is predicted to make it {verdict.gain(best):.2f} × as fast"
     return page(
         kind="Profile",
         title=title,
         headline=f"Limited by {verdict.bottleneck}",
-        standing=f"{standing[0].upper()}{standing[1:]}.",
+        assessment=f"{assessment[0].upper()}{assessment[1:]}.",
         key_figures=[
             ("ms per update", f"{1e3 * profile.update_s:.3g}"),
             ("tokens/s", count(tokens_per_s)),
@@ -124,22 +135,25 @@ def largest_bound(bounds: Mapping[Bound, float]) -> str:
 
 
 def _part_bars(verdict: Verdict) -> str:
+    """Return a table with a bar for each part of an update."""
     spent_s = {part: seconds for part, seconds in verdict.spent.parts.items() if seconds > 0}
     longest_s = max(spent_s.values(), default=1.0)
     rows = []
     for part in PARTS:
         if part not in spent_s:
             continue
-        text = f"{verdict.spent.share(part):.0%}"
-        floor = min(1.0, verdict.floors[part] / longest_s)
-        rows.append(
-            (part, part == verdict.bottleneck, [Bar(text, spent_s[part] / longest_s, floor=floor)])
+        bar = Bar(
+            text=f"{verdict.spent.share(part):.0%}",
+            share=spent_s[part] / longest_s,
+            floor=min(1.0, verdict.floors[part] / longest_s),
         )
+        rows.append(BarRow(part, is_highlighted=part == verdict.bottleneck, bars=[bar]))
     note = '<p class="note">The line in a bar is the best time possible here; blue is what limits the run.</p>'
     return bars("Where an update's time goes", ["share of the time"], rows) + note
 
 
 def _parts_table(verdict: Verdict) -> str:
+    """Return a table of the parts: share, time, best time, and what limits most of the part."""
     rows: list[list[Cell]] = []
     for part in PARTS:
         rows.append(
@@ -156,6 +170,7 @@ def _parts_table(verdict: Verdict) -> str:
 
 
 def _changes_table(verdict: Verdict) -> str:
+    """Return a table of the changes to try, with their predicted speedups."""
     rows: list[list[Cell]] = []
     for change in verdict.changes:
         rows.append(
@@ -241,7 +256,7 @@ def ladder_page(title: str, ladder: Values, config: str) -> str:
         kind="Ladder",
         title=title,
         headline=f"{ladder_gain(ladder):.1f} × as fast as eager",
-        standing=f"{describe_measurement(ladder)}.",
+        assessment=f"{describe_measurement(ladder)}.",
         key_figures=[
             ("parameters", quantities.count(ladder["params"])),
             ("tokens/s, eager", f"{first['tokens_per_s']:,.0f}"),
@@ -263,17 +278,18 @@ def ladder_page(title: str, ladder: Values, config: str) -> str:
 
 
 def _rung_bars(rungs: Sequence[Values], best: Values) -> str:
+    """Return a table with two bars for each rung: speed and memory."""
     keys = ("tokens_per_s", "peak_memory_bytes")
     maxima = {key: max(rung[key] or 0 for rung in rungs) or 1 for key in keys}
     rows = []
     for rung in rungs:
-        cells = []
+        row_bars = []
         for key in keys:
             if rung[key] is None:
-                cells.append(Bar("not available here", None))
+                row_bars.append(Bar("not available here", share=None))
             else:
-                cells.append(Bar(_bar_text(rung, key), rung[key] / maxima[key]))
-        rows.append((rung["rung"], rung is best, cells))
+                row_bars.append(Bar(_bar_text(rung, key), share=rung[key] / maxima[key]))
+        rows.append(BarRow(rung["rung"], is_highlighted=rung is best, bars=row_bars))
     return bars("Speed and memory of each rung", ["tokens per second", "peak memory"], rows)
 
 

@@ -23,7 +23,7 @@ from monograph.report.metrics import (
     metric_keys,
     shown_metrics,
 )
-from monograph.report.page import Bar, Drawings, bars
+from monograph.report.page import Bar, BarRow, Drawings, bars
 from monograph.report.quantities import counted, memory
 
 Moments = Sequence[tuple[int, str]]  # (update, what happened then)
@@ -54,6 +54,7 @@ def _chart(
     yardsticks: Yardsticks,
     moments: Moments,
 ) -> Chart:
+    """Return the chart of a metric. The arguments are those of `run_drawings`, and the run's columns."""
     levels = yardsticks if metric is BITS_PER_BYTE else {}
     marks: list[ChartMark] = []
     note = ""  # the sentence below the chart
@@ -108,7 +109,8 @@ def _memory_bars(ledger: Mapping[str, Mapping[str, int]]) -> str:
     rows = []
     for name, total in totals.items():
         parts = [size / max(total, 1) for size in ledger[name].values()]
-        rows.append((name, False, [Bar(memory(total), total / longest, parts)]))
+        bar = Bar(memory(total), share=total / longest, parts=parts)
+        rows.append(BarRow(name, is_highlighted=False, bars=[bar]))
     sentences = []
     for name in totals:
         sizes = ", ".join(f"{part} {memory(size)}" for part, size in ledger[name].items())

@@ -14,7 +14,7 @@ from monograph.report.figures import Picture
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.metrics import LOSS, held_out_metrics, shown_metrics
-from monograph.report.page import column, config_of, number, page, pairs, section, table
+from monograph.report.page import Cell, column, config_of, number, page, pairs, section, table
 from monograph.report.run_charts import run_drawings
 from monograph.report.run_figures import draw
 
@@ -119,12 +119,12 @@ def run_page(
     run_folder: Path, summary: Summary, metrics: Sequence[MetricsRow], about: About, state: str = ""
 ) -> str:
     """Return a run's page as HTML; see `write_report` and `write_run_page`."""
-    known_keys = {key for key, value in summary.items() if value is not None}
+    shown_keys = {key for key, value in summary.items() if value is not None}
     samples_heading = "Samples, from the same prompt"
-    if "reward" in known_keys:
+    if "reward" in shown_keys:
         samples_heading = "Samples"  # each answers a prompt of its own
-    if LOSS not in shown_metrics(known_keys):  # a score replaces the loss, as in the charts
-        known_keys -= {*LOSS.keys}
+    if LOSS not in shown_metrics(shown_keys):  # a score replaces the loss, as in the charts
+        shown_keys -= {*LOSS.keys}
     warning = ""
     if about.doubt:
         warning = f"{'So far' if state else 'In all updates'}, {about.doubt}."
@@ -132,12 +132,12 @@ def run_page(
         kind=f"Training run, {state}" if state else "Training run",
         title=run_folder.name,
         headline=_headline(summary),
-        standing=_yardsticks_sentence(summary, about.yardsticks),
+        assessment=_yardsticks_sentence(summary, about.yardsticks),
         warning=warning,
         key_figures=[
             (name, format_value(summary[key]))
             for key, name, format_value in _KEY_FIGURES
-            if key in known_keys
+            if key in shown_keys
         ],
         drawings=run_drawings(metrics, about.yardsticks, about.moments),
         sections=[
@@ -162,7 +162,7 @@ def _headline(summary: Summary) -> str:
     if summary.get("accuracy") is not None:
         held_out_share = summary["eval_accuracy"]
         share = summary["accuracy"] if held_out_share is None else held_out_share
-        if summary.get("labelled"):
+        if summary.get("labelled"):  # records have single answers, each labelled good or bad
             return f"{share:.0%} of the answers are scored as they are labelled"
         return f"The chosen answer scores higher in {share:.0%} of the pairs"
     if summary.get("eval_bits_per_byte") is not None:
@@ -260,15 +260,18 @@ def _score_columns() -> dict[str, tuple[str, str]]:
 
 def _scores_table(rows: Sequence[MetricsRow]) -> str:
     """Return a table of the held-out curve's points, for readers who want the numbers."""
-    scores = [metric.held_out for metric in held_out_metrics()]
-    scored = [row for row in rows if any(row.get(key) is not None for key in scores)]
-    columns = {
-        key: head_and_form
-        for key, head_and_form in _score_columns().items()
-        if any(row.get(key) is not None for row in scored)
-    }
-    cells = [[number(row.get(key), form) for key, (_, form) in columns.items()] for row in scored]
-    return table("Scores on held-out text", [head for head, _ in columns.values()], cells)
+    score_keys = [metric.held_out for metric in held_out_metrics()]
+    scored = [row for row in rows if any(row.get(key) is not None for key in score_keys)]
+    heads = list[str]()
+    cells: list[list[Cell]] = [[] for _ in scored]
+    for key, (head, number_format) in _score_columns().items():
+        values = [row.get(key) for row in scored]
+        if all(value is None for value in values):
+            continue  # a column without values is left out
+        heads.append(head)
+        for row_cells, value in zip(cells, values, strict=True):
+            row_cells.append(number(value, number_format))
+    return table("Scores on held-out text", heads, cells)
 
 
 def _slowdowns_table(metrics: Sequence[MetricsRow]) -> str:

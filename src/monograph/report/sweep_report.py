@@ -267,7 +267,7 @@ def sweep_page(
         kind=f"Sweep, {state}" if state else "Sweep",
         title=folder.name,
         headline=_headline(best, so_far=bool(state)),
-        standing=" ".join(sentences),
+        assessment=" ".join(sentences),
         key_figures=_key_figures(results),
         drawings=drawings,
         sections=[
@@ -291,6 +291,7 @@ def _command_blocks(advice: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:
+    """Return the best setting's score and knobs in a few words."""
     if best is None:
         return "No score yet" if so_far else "Every member diverged"
     knobs = ", ".join(
@@ -337,6 +338,7 @@ def _settings_table(settings: Sequence[SettingSummary], unit: str) -> str:
 
 
 def _members_table(members: JsonObjects) -> str:
+    """Return a table of the members: their knobs, scores, and whether they diverged or were stopped."""
     rows: list[list[Cell]] = []
     for member in members:
         rows.append(
