@@ -66,7 +66,11 @@ class Engine:
         self._empty_rows_checked = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse copying and pickling: the copy's parameters would not be views of its planes."""
+        """Refuse copying and pickling.
+
+        A step keeps parameters in large flat tensors, its planes. The parameters of a copy would not be
+        views of the copy's planes.
+        """
         raise UsageError(
             f"a {type(self).__name__} cannot be copied: make another, and give it load_state(state())"
         )
@@ -235,7 +239,8 @@ class Engine:
         # spikes and draw the dropout of an ensemble.
         with step.counters_kept():
             if step.recorder:
-                # The recorder waits for WARM_UP calls before it records a micro-step for replays.
+                # On a GPU, a recorder records the kernels of a micro-step, and replays them later. It
+                # waits for WARM_UP calls before it records.
                 # `rehearse` makes the last of these calls.
                 accumulate(step, [batch] * (WARM_UP - 1))
             self.rehearse(batch)

@@ -969,6 +969,7 @@ def _settings(
                 )
             )
         overrides[key] = value
+    # Imported only now, because these imports take longer, and `classify` may have refused an argument.
     from monograph.run.repository import FILES, SHAPE_FILES
     from monograph.session.recorded import command_line_settings, refuse_model_as_text
 

@@ -47,7 +47,7 @@ class ByRank(OnDevice):
         The sum is part of the backward pass: DDP sums with the last micro-batch, FSDP2 with each.
         """
         step = self.step
-        step.link()  # each gradient becomes a view of its plane
+        step.link()  # gradients become views of the step's planes, which are large flat tensors
         for number, batch in enumerate(batches):
             seed_micro_batch(self.world, step, number)
             with self.micro_batch_context(is_last=number + 1 == len(batches)):

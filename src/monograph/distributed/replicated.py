@@ -46,7 +46,8 @@ class Replicas(ByRank):
 
         A new DDP is also needed after a backward pass has failed.
         """
-        # gradient_as_bucket_view stays off, because gradients are views of the planes already.
+        # gradient_as_bucket_view stays off, because gradients are already views of the step's planes, which
+        # are large flat tensors.
         self.parallel = DistributedDataParallel(_ModelWithLoss(self.step))
         # A lambda, because torch refuses a hook whose annotations are other classes than it expects.
         self.parallel.register_comm_hook(None, lambda _, bucket: self._sum_bucket(bucket.buffer()))

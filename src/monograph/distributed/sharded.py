@@ -1,7 +1,8 @@
 """Shard a model by FSDP2: each rank has some rows of each parameter, gradient and moment.
 
 FSDP2 gathers the parameters of one block of the model after another for the forward and the backward
-pass. `monograph.distributed.rows` says which rows a rank has.
+pass. `monograph.distributed.rows` says which rows a rank has. The optimizer updates planes, which are flat
+tensors of parameters with their gradients and moments. Here a plane has this rank's rows of one parameter.
 
 The updates of most optimizers need no other rank's rows. There are two exceptions. Muon
 orthogonalises whole matrices (`monograph.distributed.matrices`). And a format of the optimizer's
@@ -65,8 +66,8 @@ class Shards(ByRank):
             otherwise all.
     """
 
-    # A loss by `sums` is not differentiated on its own: after each call of `root`, FSDP2 expects the
-    # backward pass of the whole micro-batch.
+    # `sums` cannot be differentiated outside of `accumulate`: after a call of `root`, FSDP2 waits for the
+    # backward pass.
     differentiable = False
 
     root: nn.Module
@@ -123,7 +124,9 @@ class Shards(ByRank):
             parameter.data = parameter.data.to(device)
         policy = MixedPrecisionPolicy()
         if self.gathers_bf16:
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
         # Weights that are still in their file are read one block at a time, and a rank keeps only
         # its rows.
         with compat.integer_parameters():
@@ -197,6 +200,10 @@ class Shards(ByRank):
 
         These are the orthogonal directions of matrices (`Plane.orthogonal`), and the largest numbers of
         cut blocks (`Plane.edge_maxima`).
+
+        Args:
+            grads: the summed gradient of each plane.
+            scale: the factor of the summed gradients, such as for clipping.
         """
         step = self.step
         self._orthogonalise(grads, scale)
@@ -234,12 +241,14 @@ class Shards(ByRank):
                 orthogonal = orthogonalise_rows(
                     self.row_ranks,
                     directions,
-                    kind.matrix_shape[0],
-                    first_owner,
-                    hyper.compute,
-                    orthogonalise,
+                    rows=kind.matrix_shape[0],
+                    first_owner=first_owner,
+                    compute=hyper.compute,
+                    orthogonalise=orthogonalise,
                 )
-                first_owner += len(planes)
+                first_owner += len(
+                    planes
+                )  # `orthogonalise_rows` takes it modulo the number of ranks
             else:
                 # The parameter is a stack of matrices, whose rows are whole matrices. A rank may have none.
                 orthogonal = [
@@ -498,7 +507,7 @@ def make_rows_planes(
         # Each rank's first element in the parameter, and the one after its last.
         bounds = [(rows.start * row_elements, rows.stop * row_elements) for rows in slices]
         require_whole_elements(name, bounds, form)
-        # A parameter's last block that is not full counts as cut, too: it is padded like the others.
+        # A parameter's last block counts as cut, too, if it is not full.
         has_cut_blocks = any(end % block_size for _, end in bounds)
         begin = bounds[rank][0]
         own_elements = parameter.to_local().detach().view(-1)

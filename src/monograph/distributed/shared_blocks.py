@@ -5,6 +5,8 @@ block by its largest number. If a parameter is sharded by rows, a block may be c
 rows of one rank and ends in those of another. Each rank that has a part of it needs the largest number
 of the whole block. Only the first and the last block of a rank's rows, its end blocks, may be cut.
 
+A plane is a flat tensor with this rank's rows of one parameter, and its gradient and moments.
+
 Shapes: P planes with cut blocks, M moments of each, W ranks, E = 2 end blocks of a rank's rows.
 """
 

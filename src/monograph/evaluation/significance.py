@@ -176,19 +176,19 @@ class Table:
         """
         if len(self.settings) == 1:
             return "one setting: there is nothing to compare it with"
-        over = self.over.rpartition(".")[2]  # the key without its section
+        knob = self.over.rpartition(".")[2]  # the key without its section
         if self.best is None:
             return "all diverged"
-        rivals = [s for s in self.settings if s.mean is not None and not s.stopped]
+        rivals = [each for each in self.settings if each.mean is not None and not each.stopped]
         if len(rivals) < 2:
             fate = "stopped early or diverged" if self._any_stopped else "diverged"
             return f"the others {fate}: there is nothing to compare the best with"
         if self.noise is None:
-            return f"one {over}: no error bar, and no difference can be told from chance; give more of them"
+            return f"one {knob}: no error bar, and no difference can be told from chance; give more of them"
         t = t_quantile(max(1, self.degrees))
         degrees = "1 degree" if self.degrees == 1 else f"{self.degrees} degrees"
         return (
-            f"tied: the difference to the best, paired over {over}s, is within {t:.1f} standard "
+            f"tied: the difference to the best, paired over {knob}s, is within {t:.1f} standard "
             f"errors (95 %, {degrees} of freedom, pooled over the better half)"
         )
 
@@ -299,9 +299,11 @@ def tabulate(
         degrees += max(0, len(paired) - 1)
     noise = math.sqrt(sum(squares) / degrees) if degrees else None
     t = t_quantile(degrees) if degrees else 0.0
-    values_of_top = {
-        member: value for member in top.members.values() if (value := finite[member]) is not None
-    }
+    values_of_top = dict[int, float]()
+    for member in top.members.values():
+        value = finite[member]
+        if value is not None:
+            values_of_top[member] = value
     best_member = min(values_of_top, key=lambda member: values_of_top[member])
 
     def compare_with_top(setting: Setting) -> Setting:

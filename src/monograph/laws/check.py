@@ -9,6 +9,8 @@ as well. This file runs the paths:
 - If two paths must be equal in every bit, the error is the number of tensors, tokens or numbers
   that differ, and the bound is 0.
 
+A window is a dict of tensors with all rows of one update.
+
 Laws that need other programs, ranks, rewards or hours are left to the tests.
 """
 

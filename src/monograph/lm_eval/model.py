@@ -77,7 +77,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             InputRefused: `run` cannot be loaded.
         """
         super().__init__()
-        if unknown := sorted(others.keys() - {"batch_size", "max_batch_size", "device"}):
+        unknown = sorted(others.keys() - {"batch_size", "max_batch_size", "device"})
+        if unknown:
             raise UsageError(
                 f"--model_args {unknown[0]}: the model 'monograph' takes run, precision and batch_tokens"
             )

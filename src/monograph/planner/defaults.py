@@ -3,10 +3,10 @@
 The functions up to `tuned_fields` decide a run's length, intervals, learning rate and optimizer.
 
 `plan` decides how the run is trained: its micro-batch, recomputation, compile scope and precision,
-with the reason why each other combination was not chosen. The search uses a closed form
-(`planner.candidates`). Then the memory of the best candidate is traced (`predict.footprint`), and
-if it does not fit, that of the next candidate. If nothing fits, the plan shows the candidate that
-needs least memory.
+with the reason why each other combination was not chosen. The search estimates memory in closed form
+(`planner.candidates`). Then it traces the best candidate: the step runs on tensors without data, whose
+bytes are counted (`predict.footprint`). If it does not fit, the next candidate is traced. If nothing
+fits, the plan shows the candidate that needs least memory.
 """
 
 import math

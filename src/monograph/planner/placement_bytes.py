@@ -399,20 +399,22 @@ class StreamWay:
         moments = [name for name in existing_names if name not in copied_most]
         names = [name for name in (*copied_most, *moments) if name in existing_names]
         if self.gradients_stay_in_slots:
-            names.remove(GRADIENT)
+            names = [name for name in names if name != GRADIENT]
         in_files = [name for name in names if name in self.on_disk]
         in_memory = [name for name in names if name not in self.on_disk]
-        names = in_files + in_memory if self.files_first else in_memory + in_files
-        if self.where == "host":
-            groups = [
-                [(index, name) for name in names if self.stages.size_bytes(index, name)]
-                for index in spread_stages
-            ]
+        if self.files_first:
+            ordered_names = in_files + in_memory
         else:
-            groups = [
-                [(index, name) for index in spread_stages if self.stages.size_bytes(index, name)]
-                for name in names
-            ]
+            ordered_names = in_memory + in_files
+
+        def existing(buffers: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+            """Not every stage has a buffer of each name."""
+            return [(index, name) for index, name in buffers if self.stages.size_bytes(index, name)]
+
+        if self.where == "host":
+            groups = [existing((index, name) for name in ordered_names) for index in spread_stages]
+        else:
+            groups = [existing((index, name) for index in spread_stages) for name in ordered_names]
         return [group for group in groups if group]
 
     @property
@@ -452,7 +454,7 @@ class StreamWay:
         # block and token), without the first block's input. That is the input of the stage, which is
         # counted as a boundary.
         kept_by_block = stored_numbers(self.work, self.work.remat) * number_bytes * tokens
-        kept = kept_by_block * self.blocks_per_stage - self.work.input_bytes
+        kept_bytes = kept_by_block * self.blocks_per_stage - self.work.input_bytes
         matrix_sizes = [plane.update_unit for plane in self.stages.middle if plane.update_unit > 1]
         planes = (*self.stages.first, *self.stages.middle, *self.stages.last)
         largest_chunk = max(
@@ -474,7 +476,7 @@ class StreamWay:
         # is made, or in an update. Only a block's backward pass needs what the forward pass has kept.
         head_numbers = config.vocab_size * config.hidden_size
         peak = max(
-            kept + self._block_backward_bytes,
+            kept_bytes + self._block_backward_bytes,
             self._loss_bytes,
             4 * head_numbers,
             update_bytes,
@@ -487,8 +489,8 @@ class StreamWay:
             mask_bytes = self.work.window_rows * length * (length + 4 * config.head_dim)
         return {
             "boundaries": self._max_boundaries * self.work.input_bytes,
-            "activations": int(kept),
-            "workspace": int(peak - kept) + mask_bytes,
+            "activations": int(kept_bytes),
+            "workspace": int(peak - kept_bytes) + mask_bytes,
         }
 
     @cached_property

@@ -4,7 +4,7 @@ ways.
 
 A streamed model's weights live on the host. They come to the device in stages: what is before the
 blocks, groups of blocks, and what is after them. A plane is a part of a stage's parameters in one
-tensor.
+tensor. The other words (resident, slot, boundary) are those of `planner.placement_bytes`.
 """
 
 import math

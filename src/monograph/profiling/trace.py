@@ -3,7 +3,8 @@ belongs to.
 
 An event is an entry of the trace: an operator, a call of the CUDA runtime, a kernel, or a span,
 which is an interval that `monograph.profiling.profiler` has recorded under a name. The event of an
-operator that is called lies inside the event of its caller. The part of a kernel is given by the first
+operator that is called lies inside the event of its caller. The loss's head is the product of hidden
+states and the vocabulary's matrix, with the loss after it. The part of a kernel is given by the first
 rule that applies:
 
 1. It is inside the span of the optimizer's update: "optimizer".
@@ -321,7 +322,12 @@ class _Reader:
         return _Place(span_part, kernel_part)
 
     def _part(self, event: TraceEvent, span_part: Part | None) -> Part:
-        """Return the part of an operator that computes; the module has the rules."""
+        """Return the part of an operator that computes, by the rules in this file's docstring.
+
+        Args:
+            event: the operator's event.
+            span_part: the part to which the spans around it belong; None: to no part.
+        """
         name = event["name"].rpartition("::")[2]
         if span_part is not None:
             return span_part
