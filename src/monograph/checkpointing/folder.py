@@ -344,9 +344,11 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
             prefix_bytes = tensor_layout.header_bytes(length_field, entry.bytes)
             prefix = os.pread(descriptor, prefix_bytes, 0)  # all before the tensors
             if is_large:
-                layout = tensor_layout.tensor_entries(prefix, entry.bytes)
                 return LargeFile(
-                    descriptor, layout, len(prefix), functools.partial(_read_block, path, entry)
+                    descriptor,
+                    entries=tensor_layout.tensor_entries(prefix, entry.bytes),
+                    start=len(prefix),
+                    read=functools.partial(_read_block, path, entry),
                 )
             tensors = tensor_layout.decode(prefix, entry.bytes)  # allocated, but not read yet
         except tensor_layout.LayoutError as error:

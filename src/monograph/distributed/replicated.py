@@ -50,7 +50,9 @@ class Replicas(ByRank):
         # are large flat tensors.
         self.parallel = DistributedDataParallel(_ModelWithLoss(self.step))
         # A lambda, because torch refuses a hook whose annotations are other classes than it expects.
-        self.parallel.register_comm_hook(None, lambda _, bucket: self._sum_bucket(bucket.buffer()))
+        self.parallel.register_comm_hook(
+            state=None, hook=lambda _, bucket: self._sum_bucket(bucket.buffer())
+        )
         # After its first backward pass, DDP rebuilds its buckets, which changes the order in which the
         # gradients of more than two ranks are summed. So a pass is made here, before the first update:
         # otherwise the first update of restarted ranks would have other bits. The second pass records

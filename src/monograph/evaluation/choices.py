@@ -355,7 +355,7 @@ def _question(record: dict[str, Any] | Fault, where: str) -> Question:
         expected = f"the number of the right choice, from 0 to {len(choices) - 1}"
         shown = f"{gold:g}" if isinstance(gold, float) else ascii(gold)[:40]
         raise Unusable("answer", f"{answer_key!r} must be {expected}, not {shown}")
-    return Question(query, tuple(choices), int(gold), where)
+    return Question(query, tuple(choices), gold=int(gold), where=where)
 
 
 def _only_key(record: dict[str, Any], keys: Sequence[str]) -> str:
@@ -374,17 +374,18 @@ def _only_key(record: dict[str, Any], keys: Sequence[str]) -> str:
 class Accuracy(NamedTuple):
     """Shares of questions that were answered right, with standard errors.
 
-    A standard error is sqrt(sum of (x - mean)^2 / (n - 1) / n) over the n answers x, which are 1 if
-    right and 0 if wrong. It is None for one question.
+    There are three ways to choose an answer, and each has a share of its own. With x = 1 for a right
+    answer and x = 0 for a wrong one, a standard error is sqrt(sum of (x - mean)^2 / (n - 1) / n) over
+    the n answers. It is None for one question.
 
     Attributes:
-        acc: the share if the choice of the largest log-probability is the answer.
+        acc: the answer is the choice of the largest log-probability.
         acc_stderr: the standard error of `acc`.
-        acc_norm: the share if the choice of the largest log-probability per character is the
-            answer, so that length does not decide.
+        acc_norm: the answer is the choice of the largest log-probability per character, so that length
+            does not decide.
         acc_norm_stderr: the standard error of `acc_norm`.
-        acc_bytes: the share if the choice of the largest log-probability per byte of UTF-8 is the
-            answer, which is fairer if choices are in several scripts.
+        acc_bytes: the answer is the choice of the largest log-probability per byte of UTF-8. This is
+            fairer if choices are in several scripts.
         acc_bytes_stderr: the standard error of `acc_bytes`.
         chance: the accuracy of guessing: the mean of 1 / number of choices.
         questions: the number n of questions.

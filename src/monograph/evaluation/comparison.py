@@ -181,7 +181,9 @@ def compare_on(
     parameters = None
     if parameters_a and parameters_b:
         parameters = (parameters_a, parameters_b)
-    return Comparison(mean_a, mean_b, b_minus_a, paired_by, parameters)
+    return Comparison(
+        a=mean_a, b=mean_b, difference=b_minus_a, paired_by=paired_by, parameters=parameters
+    )
 
 
 def compare_answers(
@@ -209,7 +211,7 @@ def compare_answers(
     b_minus_a = mean([mark_b - mark_a for mark_a, mark_b in zip(marks_a, marks_b, strict=True)])
     mean_a = float(np.mean(marks_a))
     mean_b = float(np.mean(marks_b))
-    return Comparison(mean_a, mean_b, b_minus_a, paired_by, unit="acc")
+    return Comparison(a=mean_a, b=mean_b, difference=b_minus_a, paired_by=paired_by, unit="acc")
 
 
 def _right_share(answers: Sequence[ChoiceMarks]) -> float:

@@ -358,10 +358,10 @@ def _group_settings(
         stopped_seeds = tuple(seed for seed, member in members.items() if member in stopped)
         settings.append(
             Setting(
-                shared,
-                members,
-                mean(measured) if measured else None,
-                failed,
+                knobs=shared,
+                members=members,
+                mean=mean(measured) if measured else None,
+                failed=failed,
                 stopped=stopped_seeds,
             )
         )

@@ -142,7 +142,13 @@ def _evaluation(total: float, counted: float, targets: int, size_bytes: int) -> 
     if counted == targets:
         bits_per_byte = total / math.log(2) / size_bytes
     perplexity = math.exp(min(loss, 700.0))  # a higher loss would overflow
-    return Evaluation(loss, bits_per_byte, perplexity, round(counted), size_bytes)
+    return Evaluation(
+        loss=loss,
+        bits_per_byte=bits_per_byte,
+        perplexity=perplexity,
+        tokens=round(counted),
+        bytes=size_bytes,
+    )
 
 
 # More units would hardly narrow an error bar, and each costs at least one forward pass.

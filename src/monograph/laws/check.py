@@ -299,7 +299,7 @@ class _SmallModel:
             -1, candidates.ids_BN, candidates.scores_BN > -torch.inf
         )
         wrong = sum(map(wrong_tokens, kept_BV.cpu(), supports * DRAWS))
-        token_B = sample(logits_BV, rows, None, chain).token_B
+        token_B = sample(logits_BV, rows, allowed_BV=None, chain=chain).token_B
         drawn_though_removed = int((~kept_BV[row_B, token_B]).sum())
         return LawComparison(wrong + drawn_though_removed, 0)
 
@@ -309,9 +309,11 @@ class _SmallModel:
 
         The first part has NEW_TOKENS tokens, and every other part has one.
         """
-        model = self.model.train(False)
+        model = self.model.eval()
         ids_BT = self.unpacked_window["tokens"][:2, :PROMPT_TOKENS].to(self.device)
-        cache = KVCache.allocate(SHAPE, 2, PROMPT_TOKENS, torch.float64, self.device)
+        cache = KVCache.allocate(
+            SHAPE, rows=2, slots=PROMPT_TOKENS, dtype=torch.float64, device=self.device
+        )
         positions_BT = torch.arange(PROMPT_TOKENS, device=self.device).expand(2, -1)
         parts = [
             slice(0, NEW_TOKENS),
@@ -470,7 +472,9 @@ def _gradient_and_loss(engine: Engine, window: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _with_loss(comparison: LawComparison, loss: Tensor, exact_loss: Tensor) -> LawComparison:
-    """Return a comparison of gradients whose error is the loss's if that is larger."""
+    """Return a comparison of gradients, with the error of the loss in place of its own if the loss is
+    further off.
+    """
     return comparison._replace(error=max(comparison.error, relative_error(loss, exact_loss)))
 
 

@@ -50,8 +50,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     its template says. A context that is too long loses its first tokens, including BOS. So
     log-likelihoods and texts equal those of lm_eval's model `hf` on the exported folder.
 
-    There are two cases in which `hf` needs `add_bos_token=False` for that: whole texts
-    (`loglikelihood_rolling`), where it would score BOS as well, and chats whose template does not
+    In two cases `hf` needs `add_bos_token=False` for equal results: for whole texts
+    (`loglikelihood_rolling`), where it would score BOS as well, and for chats whose template does not
     write BOS.
     """
 

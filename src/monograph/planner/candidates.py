@@ -228,7 +228,13 @@ def _candidate(
 ) -> Candidate:
     update_s = slowness * update_time(work, device, peak_flops[work.precision]).total_s
     tokens_per_s, model_flops_share = speed(work, update_s, device)
-    return Candidate(work, needed_bytes, update_s, tokens_per_s, model_flops_share)
+    return Candidate(
+        work,
+        peak_memory_bytes=needed_bytes,
+        update_s=update_s,
+        tokens_per_s=tokens_per_s,
+        mfu=model_flops_share,
+    )
 
 
 def slower_text(ratio: float) -> str:

@@ -408,7 +408,13 @@ def plan(
         candidates = []
         for way in resident_ways(request):
             candidates += way_candidates(
-                request, way, device, limit, corrections.get(way, 1.0), peak_flops, slowness
+                request,
+                way,
+                device,
+                limit,
+                correction=corrections.get(way, 1.0),
+                peak_flops=peak_flops,
+                slowness=slowness,
             )
         return [traced.get(candidate.work, candidate) for candidate in candidates]
 

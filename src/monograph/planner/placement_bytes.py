@@ -193,7 +193,7 @@ def stages_of(
     )
     first, middle, last = (_plane_shapes(stage) for stage in store.stages)
     count = config.num_hidden_layers // blocks_per_stage + 2
-    return Stages(first, middle, last, count, store.tied)
+    return Stages(first, middle, last, count=count, tied=store.tied)
 
 
 def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
@@ -208,7 +208,13 @@ def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
         }
         # A plane of matrices holds matrices of one size: each of `plane.placed` is one.
         update_unit = parameters // len(plane.placed) if plane.kind.matrix_shape else 1
-        shapes.append(PlaneShape(plane.number, parameters, update_unit, buffers))
+        shape = PlaneShape(
+            plane_number=plane.number,
+            parameters=parameters,
+            update_unit=update_unit,
+            buffers=buffers,
+        )
+        shapes.append(shape)
     return tuple(shapes)
 
 

@@ -178,7 +178,7 @@ class LiveBytes:
             path = folder / "trace.json"
             self._profile.export_chrome_trace(str(path))
             try:
-                events = json.loads(read_input(path, None))["traceEvents"]
+                events = json.loads(read_input(path, most_bytes=None))["traceEvents"]
             except (OSError, ValueError):  # torch has not reported a failed write
                 raise DiskFull(
                     f"{tempfile.gettempdir()}: a trace could not be written whole; free some space, or set TMPDIR"

@@ -233,7 +233,7 @@ def profile(
         overlaps=engine.step.device.type != "cpu",
     )
     machine = machine_of(engine)
-    situation = situation_of(engine, timeline.kernels, micro_steps, used, packed)
+    situation = situation_of(engine, timeline.kernels, micro_steps, used=used, packed=packed)
     return Profile(
         update_s=measured.update_s,
         profiled_s=profiled_s,

@@ -161,7 +161,7 @@ def read_trace(
     end_us = max(event["ts"] + event["dur"] for event in steps)
     main_thread = steps[0]["tid"]
     events = [event for event in events if begin_us <= event["ts"] <= end_us]
-    reader = _Reader(has_kernel, vocabulary, heads_are_batched, _seconds(begin_us))
+    reader = _Reader(has_kernel, vocabulary, heads_are_batched, origin_s=_seconds(begin_us))
     reader.head_numbers = _sequence_numbers(events)
     host_events = [event for event in events if event.get("cat") in _HOST]
     for thread in dict.fromkeys(event["tid"] for event in host_events):

@@ -76,6 +76,7 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], printed: Sequ
 
 def _drawings(sides: Sequence[Compared]) -> Drawings:
     """Return a chart for each metric that is compared, with the lines of all runs."""
+    # Each run as (index of its side, its rows). Each has a table of its own.
     runs = [(side_index, rows) for side_index, side in enumerate(sides) for rows in side.curves]
     tables = [columns(rows, metric_keys()) for _, rows in runs]
     charts = list[Chart]()
@@ -85,10 +86,22 @@ def _drawings(sides: Sequence[Compared]) -> Drawings:
         lines = list[Line]()
         for run_index, (side_index, _) in enumerate(runs):
             name = sides[side_index].name
-            lines += lines_of(metric, tables[run_index], run_index, name, side_index % SHADES)
-        values = [known_values(tables[line.table], line.key) for line in lines]
-        ends = limits(metric, values)
-        charts.append(Chart(metric.chart, metric.title, lines, ends, is_count=metric.is_count))
+            lines += lines_of(
+                metric,
+                tables[run_index],
+                table_index=run_index,
+                run_name=name,
+                shade=side_index % SHADES,
+            )
+        values_of_lines = [known_values(tables[line.table], line.key) for line in lines]
+        chart = Chart(
+            name=metric.chart,
+            title=metric.title,
+            lines=lines,
+            limits=limits(metric, values_of_lines),
+            is_count=metric.is_count,
+        )
+        charts.append(chart)
     return Drawings(tables, charts, halves=True)
 
 

@@ -60,7 +60,7 @@ class About:
     """What a report shows that is not in the run's rows or summary.
 
     Attributes:
-        yardsticks: bits per byte to compare the run with, by name, such as "gzip -9".
+        yardsticks: names and values in bits per byte to compare the run with, such as "gzip -9".
         samples: generated texts, which are shown side by side.
         moments: (update, what happened then) pairs at which the learning rate's curve has a kink,
             such as the end of the warm-up.
@@ -77,7 +77,7 @@ class About:
 
 
 def write_report(
-    run_folder: Path, summary: Summary, metrics: Sequence[MetricsRow], about: About
+    run_folder: Path, summary: Summary, rows: Sequence[MetricsRow], about: About
 ) -> None:
     """Write `run_folder`/figures/*.png and `run_folder`/report.html.
 
@@ -88,7 +88,7 @@ def write_report(
         run_folder: the run's folder.
         summary: the object that `monograph train --json` prints. Missing keys are left out, and
             unknown keys are in a table.
-        metrics: rows as `monograph.report.run_figures` describes them.
+        rows: rows as `monograph.report.run_figures` describes them.
         about: what the report shows that is in neither.
 
     Raises:
@@ -96,13 +96,13 @@ def write_report(
     """
     title = _headline(summary)
     subtitle = _subtitle(run_folder, summary)
-    sheet, pictures = draw(metrics, about.yardsticks, title, subtitle)
-    html_page = run_page(run_folder, summary, metrics, about)
+    sheet, pictures = draw(rows, about.yardsticks, title, subtitle)
+    html_page = run_page(run_folder, summary, rows, about)
     write_pages(run_folder, html_page, [Picture("sheet", sheet), *pictures])
 
 
 def write_run_page(
-    folder: Path, summary: Summary, metrics: Sequence[MetricsRow], about: About, state: str
+    folder: Path, summary: Summary, rows: Sequence[MetricsRow], about: About, state: str
 ) -> None:
     """Write the page of a run that has not ended, without figures.
 
@@ -112,11 +112,11 @@ def write_run_page(
     Raises:
         DiskFull: the disk has no space for the page.
     """
-    write_pages(folder, run_page(folder, summary, metrics, about, state), [])
+    write_pages(folder, run_page(folder, summary, rows, about, state), pictures=[])
 
 
 def run_page(
-    run_folder: Path, summary: Summary, metrics: Sequence[MetricsRow], about: About, state: str = ""
+    run_folder: Path, summary: Summary, rows: Sequence[MetricsRow], about: About, state: str = ""
 ) -> str:
     """Return a run's page as HTML; see `write_report` and `write_run_page`."""
     shown_keys = {key for key, value in summary.items() if value is not None}
@@ -139,12 +139,12 @@ def run_page(
             for key, name, format_value in _KEY_FIGURES
             if key in shown_keys
         ],
-        drawings=run_drawings(metrics, about.yardsticks, about.moments),
+        drawings=run_drawings(rows, about.yardsticks, about.moments),
         sections=[
             section(samples_heading, _samples_markup(about.samples), full_width=True),
             column(
-                section("Held-out scores", _scores_table(metrics)),
-                section("Slowdowns", _slowdowns_table(metrics)),
+                section("Held-out scores", _scores_table(rows)),
+                section("Slowdowns", _slowdowns_table(rows)),
             ),
             column(
                 section("Summary", pairs(_other_values(summary))),
@@ -274,15 +274,15 @@ def _scores_table(rows: Sequence[MetricsRow]) -> str:
     return table("Scores on held-out text", heads, cells)
 
 
-def _slowdowns_table(metrics: Sequence[MetricsRow]) -> str:
+def _slowdowns_table(rows: Sequence[MetricsRow]) -> str:
     """Return a table of the updates at which the run became slower."""
     heads = ["update", "tokens/s", "before", "likely cause"]
-    rows = []
-    for row in metrics:
+    cells = []
+    for row in rows:
         if "slower" not in row:
             continue
         slowdown = row["slower"]
-        rows.append(
+        cells.append(
             [
                 number(row["update"], "{:,}"),
                 number(slowdown["tokens_per_s"], "{:,.0f}"),
@@ -290,7 +290,7 @@ def _slowdowns_table(metrics: Sequence[MetricsRow]) -> str:
                 slowdown["why"] or "unknown",
             ]
         )
-    return table("Moments at which the run became slower", heads, rows)
+    return table("Moments at which the run became slower", heads, cells)
 
 
 def _samples_markup(samples: Sequence[TextSample]) -> str:

@@ -19,7 +19,7 @@ from monograph.report.charts import (
     rounded,
     without_empty_columns,
 )
-from monograph.report.knobs import knobs_text, value_text
+from monograph.report.knobs import knobs_text, short_key, value_text
 from monograph.report.page import Drawings
 
 SettingSummary = Mapping[str, Any]
@@ -96,16 +96,16 @@ def _chart_against_knob(
         table = _columns_by_place(by_place)
         tables.append(table)
         if has_band:
-            lines.append(Line("low", "mean - standard error", "edge", table_index))
-            lines.append(Line("high", "mean + standard error", "edge", table_index))
+            for key, label in (("low", "mean - standard error"), ("high", "mean + standard error")):
+                lines.append(Line(key, label, style="edge", table=table_index))
         label = f"mean, {other_knobs_text}" if other_knobs_text else "mean"
-        lines.append(Line("mean", label, "line", table_index, shade))
-        seed_keys = sorted(key for key in table if key.startswith("seed"))
-        lines += [Line(key, "", "dots", table_index, shade) for key in seed_keys]
+        lines.append(Line("mean", label, style="line", table=table_index, shade=shade))
+        for key in sorted(key for key in table if key.startswith("seed")):
+            lines.append(Line(key, label="", style="dots", table=table_index, shade=shade))
     # The star comes last, so that no line is drawn over it.
     for table_index in {line.table for line in lines}:
         if "best" in tables[table_index]:
-            lines.append(Line("best", "best", "star", table_index, 1))
+            lines.append(Line("best", label="best", style="star", table=table_index, shade=1))
     note = "Small dots are members."
     if has_band:
         note = "Small dots are members, the band is one standard error."
@@ -119,12 +119,12 @@ def _chart_against_knob(
         note += f" Stopped early, with the scores of that moment: {', '.join(values)}."
     scores = [value for setting in settings for value in setting["values"] if value is not None]
     return Chart(
-        f"against_{name.rpartition('.')[2]}",
-        f"Held-out {unit} by {name}",
-        lines,
-        limits_of(scores),
+        name=f"against_{short_key(name)}",
+        title=f"Held-out {unit} by {name}",
+        lines=lines,
+        limits=limits_of(scores),
         note=note,
-        axis=ChartAxis("place", name, axis.ticks, axis.is_log),
+        axis=ChartAxis(key="place", name=name, ticks=axis.ticks, is_log=axis.is_log),
         band=("low", "high") if has_band else None,
     )
 
@@ -177,10 +177,11 @@ def axis_of(values: Sequence[Any]) -> KnobAxis:
         distinct = sorted(distinct)
         if distinct[0] > 0 and distinct[-1] >= 8 * distinct[0]:
             places = [float(value) for value in values]
-            return KnobAxis(places, [(float(value), value_text(value)) for value in distinct], True)
+            ticks = [(float(value), value_text(value)) for value in distinct]
+            return KnobAxis(places, ticks, is_log=True)
     places = [float(distinct.index(value)) for value in values]
     ticks = [(float(index), value_text(value)) for index, value in enumerate(distinct)]
-    return KnobAxis(places, ticks, False)
+    return KnobAxis(places, ticks, is_log=False)
 
 
 def limits_of(values: Sequence[float]) -> tuple[float, float]:
@@ -211,8 +212,14 @@ def _chart_of_curves(
         table = columns(comparable_scores(rows, key), [key])
         if key not in table:
             continue
-        shade = settings.index(knobs_text(knobs, without="seed")) % SHADES
-        lines.append(Line(key, knobs_text(knobs) or "member", "line", len(tables), shade))
+        line = Line(
+            key,
+            label=knobs_text(knobs) or "member",
+            style="line",
+            table=len(tables),  # the index of the table that is appended now
+            shade=settings.index(knobs_text(knobs, without="seed")) % SHADES,
+        )
+        lines.append(line)
         tables.append(table)
         last_score = table[key][-1]
         if last_score is not None:  # it is None if the score was not finite
@@ -221,7 +228,12 @@ def _chart_of_curves(
         return None
     # The ends of the curves decide the axis, since their beginnings are far above them.
     low, high = limits_of(last_scores)
-    return Chart("curves", f"Held-out {unit}, all members", lines, (low, low + 1.6 * (high - low)))
+    return Chart(
+        name="curves",
+        title=f"Held-out {unit}, all members",
+        lines=lines,
+        limits=(low, low + 1.6 * (high - low)),
+    )
 
 
 def comparable_scores(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:

@@ -216,10 +216,9 @@ def write_sweep_report(
         DiskFull: the disk has no space for a file.
     """
     key, unit = _score_key_and_unit(results)
-    text = sweep_page(
-        folder, results, settings, sweep_drawings(settings, curves, key, unit), origin
-    )
-    write_pages(folder, text, draw_sweep(settings, curves, key, unit))
+    drawings = sweep_drawings(settings, curves, key, unit)
+    html_page = sweep_page(folder, results, settings, drawings, origin)
+    write_pages(folder, html_page, draw_sweep(settings, curves, key, unit))
 
 
 def write_page_so_far(
@@ -240,7 +239,8 @@ def write_page_so_far(
     """
     key, unit = _score_key_and_unit(results)
     drawings = sweep_drawings(settings, curves, key, unit)
-    write_pages(folder, sweep_page(folder, results, settings, drawings, origin, state), [])
+    html_page = sweep_page(folder, results, settings, drawings, origin, state)
+    write_pages(folder, html_page, pictures=[])
 
 
 def _score_key_and_unit(results: Mapping[str, Any]) -> tuple[str, str]:
