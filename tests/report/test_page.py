@@ -252,7 +252,7 @@ def test_a_spike_leaves_the_trend_where_it_was() -> None:
 
 
 def test_only_the_page_of_a_run_in_progress_loads_itself_again() -> None:
-    given: dict[str, Any] = {"kind": "a", "title": "b", "headline": "c", "standing": "", "key_figures": [],
+    given: dict[str, Any] = {"kind": "a", "title": "b", "headline": "c", "assessment": "", "key_figures": [],
                              "sections": [], "drawings": Drawings()}  # fmt: skip
     assert "location.reload" not in page_of(**given)
     source = page_of(**given, refresh_s=15)

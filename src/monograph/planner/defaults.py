@@ -210,10 +210,12 @@ class UsualSizes(NamedTuple):
 # 2,048 tokens. Rows of 4,096 are those of Llama 2, and of Llama 3 at first (arXiv 2307.09288,
 # 2407.21783).
 USUAL_SIZES = (
-    UsualSizes(2_361_024, NEW_LENGTH, DEFAULT.tokens_per_update),
-    UsualSizes(125_000_000, 2048, 2**19),
-    UsualSizes(1_300_000_000, 4096, 2**20),
-    UsualSizes(6_700_000_000, 4096, 2**21),
+    UsualSizes(
+        parameters=2_361_024, length=NEW_LENGTH, tokens_per_update=DEFAULT.tokens_per_update
+    ),
+    UsualSizes(parameters=125_000_000, length=2048, tokens_per_update=2**19),
+    UsualSizes(parameters=1_300_000_000, length=4096, tokens_per_update=2**20),
+    UsualSizes(parameters=6_700_000_000, length=4096, tokens_per_update=2**21),
 )
 # Rows of an update of existing weights: for adapters the 16 of QLoRA (Dettmers et al. 2023, arXiv
 # 2305.14314, table 9), and for all weights the 128 of Stanford Alpaca (Taori et al. 2023).

@@ -148,9 +148,9 @@ def fitting_remedies(
         yield from itertools.islice(_streaming(request, device, peak_flops, limits), 1)
     smaller = (
         TrainingChange(
-            arguments,
-            "a smaller model",
-            request.with_training(replace(request.training, config=shape)),
+            arguments=arguments,
+            cost="a smaller model",
+            request=request.with_training(replace(request.training, config=shape)),
         )
         for arguments, shape in choices.smaller_shapes
     )
@@ -164,7 +164,7 @@ def fitting_remedies(
             for change in narrower_or_adapted
             if change.request.training.lora is not None and change.arguments not in arguments_here
         ]
-        unchanged = TrainingChange("", "", request)
+        unchanged = TrainingChange(arguments="", cost="", request=request)
         yield from _larger_cards([unchanged, *adapters_too_large_here], device)
 
 
@@ -175,7 +175,7 @@ def _remedies_that_fit(
     for change in changes:
         best = fastest_fitting(change.request, device, peak_flops)
         if best is not None:
-            yield Remedy(change.arguments, change.cost, best)
+            yield Remedy(arguments=change.arguments, cost=change.cost, best=best)
 
 
 def fastest_fitting(
@@ -205,9 +205,9 @@ def _narrower_or_adapted(request: PlanRequest, choices: RemedyChoices) -> Iterat
     training = request.training
     if request.precisions == ("fp32",) and choices.half_precision:
         yield TrainingChange(
-            f"train.precision={choices.half_precision}",
-            "products in 16 bits",
-            replace(request, precisions=(choices.half_precision,)),
+            arguments=f"train.precision={choices.half_precision}",
+            cost="products in 16 bits",
+            request=replace(request, precisions=(choices.half_precision,)),
         )
     lora = training.lora
     if lora is not None:
@@ -215,10 +215,14 @@ def _narrower_or_adapted(request: PlanRequest, choices: RemedyChoices) -> Iterat
             int8 = replace(training, lora=replace(lora, base="int8"))
             nf4 = replace(training, lora=replace(lora, base="nf4"))
             yield TrainingChange(
-                "lora.base=int8", "frozen weights rounded to 8 bits", request.with_training(int8)
+                arguments="lora.base=int8",
+                cost="frozen weights rounded to 8 bits",
+                request=request.with_training(int8),
             )
             yield TrainingChange(
-                "lora.base=nf4", "frozen weights rounded to 4 bits", request.with_training(nf4)
+                arguments="lora.base=nf4",
+                cost="frozen weights rounded to 4 bits",
+                request=request.with_training(nf4),
             )
         return
     optim = training.optim
@@ -231,17 +235,17 @@ def _narrower_or_adapted(request: PlanRequest, choices: RemedyChoices) -> Iterat
             bits = round(8 * FORMATS[state].bytes_each)
             narrow = replace(training, optim=replace(optim, state=state))
             yield TrainingChange(
-                f"optim.state={state}",
-                f"moments rounded to {bits} bits",
-                request.with_training(narrow),
+                arguments=f"optim.state={state}",
+                cost=f"moments rounded to {bits} bits",
+                request=request.with_training(narrow),
             )
         # Only a training in bf16 can do without weights in fp32.
         if request.precisions == ("bf16",):
             bits_16 = replace(training, optim=replace(optim, state="bf16", master_weights=False))
             yield TrainingChange(
-                "optim.state=bf16 optim.master_weights=false",
-                "weights, moments in 16 bits",
-                request.with_training(bits_16),
+                arguments="optim.state=bf16 optim.master_weights=false",
+                cost="weights, moments in 16 bits",
+                request=request.with_training(bits_16),
             )
     if choices.may_add_adapters:
         rank = Lora().rank
@@ -249,13 +253,15 @@ def _narrower_or_adapted(request: PlanRequest, choices: RemedyChoices) -> Iterat
         # hardly changes memory and time.
         adapted = replace(training, optim=AdamW(), lora=Lora())
         yield TrainingChange(
-            f"lora.rank={rank}", "adapters in place of all weights", request.with_training(adapted)
+            arguments=f"lora.rank={rank}",
+            cost="adapters in place of all weights",
+            request=request.with_training(adapted),
         )
         adapted_nf4 = replace(adapted, lora=Lora(base="nf4"))
         yield TrainingChange(
-            f"lora.rank={rank} lora.base=nf4",
-            "adapters on weights of 4 bits",
-            request.with_training(adapted_nf4),
+            arguments=f"lora.rank={rank} lora.base=nf4",
+            cost="adapters on weights of 4 bits",
+            request=request.with_training(adapted_nf4),
         )
 
 
@@ -264,9 +270,9 @@ def _shorter(request: PlanRequest) -> Iterator[TrainingChange]:
     length = request.training.length // 2
     while length >= MIN_LENGTH:
         yield TrainingChange(
-            f"data.sequence_length={length}",
-            "longer texts are cut",
-            request.with_tokens(request.tokens_per_update, length),
+            arguments=f"data.sequence_length={length}",
+            cost="longer texts are cut",
+            request=request.with_tokens(request.tokens_per_update, length),
         )
         length //= 2
 
@@ -297,7 +303,11 @@ def _streaming(
             limits = replace(given_limits, host_bytes=host_bytes, disk_bytes=0)
             with suppress(OutOfDeviceMemory):
                 best = stream_candidates(changed, device, limits, peak_flops)[0]
-                yield Remedy(arguments, f"a host of {gibibytes} GiB{cost_of_updates}", best)
+                yield Remedy(
+                    arguments=arguments,
+                    cost=f"a host of {gibibytes} GiB{cost_of_updates}",
+                    best=best,
+                )
 
 
 def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator[Remedy]:
@@ -319,5 +329,5 @@ def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator
                 cost = f"{card.memory_bytes / 2**30:.0f} GiB"
                 if change.cost:
                     cost += f"; {change.cost}"
-                yield Remedy(arguments, cost, best)
+                yield Remedy(arguments=arguments, cost=cost, best=best)
                 break

@@ -233,24 +233,24 @@ def changes(
     other_gaps_s = spent.parts["host gaps"] - sync_s
     candidates = [
         Change(
-            "a faster disk for MONOGRAPH_HOME, or cores left free for the thread that makes rows",
-            "the device waits for rows",
-            spent.parts["data wait"],
+            what="a faster disk for MONOGRAPH_HOME, or cores left free for the thread that makes rows",
+            why="the device waits for rows",
+            saved_s=spent.parts["data wait"],
         ),
         Change(
-            "no .item(), print or comparison of a tensor in the loss",
-            "the host waits for the device",
-            sync_s,
+            what="no .item(), print or comparison of a tensor in the loss",
+            why="the host waits for the device",
+            saved_s=sync_s,
         ),
         Change(
-            "what is copied in each step kept on the device",
-            "copies run while nothing else does",
-            spent.parts["transfers"],
+            what="what is copied in each step kept on the device",
+            why="copies run while nothing else does",
+            saved_s=spent.parts["transfers"],
         ),
         Change(
-            "data.packing=packed",
-            f"{1 - situation.used:.0%} of the positions are empty",
-            (1 - situation.used / situation.packed) * spent.total_s,
+            what="data.packing=packed",
+            why=f"{1 - situation.used:.0%} of the positions are empty",
+            saved_s=(1 - situation.used / situation.packed) * spent.total_s,
         ),
         *_fewer_launches(spent, bounds, other_gaps_s, situation),
         *_narrower_numbers(spent, bounds, situation),
@@ -285,9 +285,9 @@ def _fewer_launches(
     launches = steps + 1
     # Micro-batches twice as large are half as many.
     larger_batches = Change(
-        "a train.micro_batch twice as large",
-        f"the host launches {steps} micro-steps an update",
-        gaps_s * (steps // 2) / launches,
+        what="a train.micro_batch twice as large",
+        why=f"the host launches {steps} micro-steps an update",
+        saved_s=gaps_s * (steps // 2) / launches,
     )
     if situation.captured or not situation.can_compile:
         return [larger_batches]
@@ -298,9 +298,9 @@ def _fewer_launches(
     between_products_s = spent.parts["optimizer"] * (1 - _share(bounds, "optimizer", "compute"))
     saved_optimizer_s = between_products_s * (1 - FUSED_UPDATE_SHARE)
     one_graph = Change(
-        "train.compile=whole",
-        "operators run one by one, each over its own copy",
-        saved_gaps_s + saved_elementwise_s + saved_optimizer_s,
+        what="train.compile=whole",
+        why="operators run one by one, each over its own copy",
+        saved_s=saved_gaps_s + saved_elementwise_s + saved_optimizer_s,
     )
     return [larger_batches, one_graph]
 
@@ -324,7 +324,11 @@ def _narrower_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> lis
         changed_share = _share(bounds, part, limit) if ratio < 1 else 1.0
         saved_s += part_s * (1 - ratio) * changed_share
     return [
-        Change("train.precision=bf16", "products are faster and numbers half as large", saved_s)
+        Change(
+            what="train.precision=bf16",
+            why="products are faster and numbers half as large",
+            saved_s=saved_s,
+        )
     ]
 
 
@@ -348,7 +352,7 @@ def _less_work(spent: Spent, floors: Mapping[Part, float]) -> list[Change]:
         ("loss head", "half of data.vocab_size", "the head is multiplied with every token"),
     ]
     return [
-        Change(what, why, spent.parts[part] / 2, same_training=False)
+        Change(what=what, why=why, saved_s=spent.parts[part] / 2, same_training=False)
         for part, what, why in candidates
         if spent.parts[part] - floors[part] > MIN_SAVED_SHARE * spent.total_s
     ]

@@ -191,7 +191,11 @@ def _class_attribute(css_class: str) -> str:
 
 
 def _cell_markup(cell: Cell, css_class: str) -> str:
-    text, value = cell if isinstance(cell, tuple) else (cell, None)
+    if isinstance(cell, tuple):
+        text, value = cell
+    else:
+        text = cell
+        value = None
     sort_key = ""
     if css_class == "number":
         # The sorting script puts an empty value last.
