@@ -259,7 +259,8 @@ class Engine:
         self._with_retries(window, lambda: accumulate(self.step, self._micro_batches(window)))
 
     def _with_retries(self, window: Batch, work: Callable[[], T]) -> T:
-        """Return `work()`, a pass over a window, repeated with less memory until it fits.
+        """Return the result of `work`, a pass over a window. If memory runs out, it is called again with
+        less memory.
 
         See `Retries.run`.
         """
@@ -310,7 +311,9 @@ class Engine:
         step.parameters.wait_for_planes(to_write=True)  # the caller may write to the views
         counters = {name: counter.tolist() for name, counter in step.counters.items()}
         return EngineState(
-            step.parameters.weights(), self._buffers(), {"index": step.index, **counters}
+            model=step.parameters.weights(),
+            optimizer=self._buffers(),
+            scalars={"index": step.index, **counters},
         )
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -434,7 +437,7 @@ class Engine:
         return next(iter(rows.values()))
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
-        """Return the batch, which is on the device, with rows without targets added up to `rows` rows.
+        """Pad a batch on the device to `rows` rows, with rows without targets.
 
         If the loss has no `fill`, the batch stays as it is.
         """

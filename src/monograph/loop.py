@@ -209,6 +209,8 @@ def load_checkpoint(
     """
     checkpoint = checkpointing.load_newest(Path(folder), warn)
     state = checkpoint.state
-    engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, state["engine"]))
+    engine.load_state(
+        EngineState(model=checkpoint.model, optimizer=checkpoint.optimizer, scalars=state["engine"])
+    )
     position: dict[str, Any] = state["data"]
     return position

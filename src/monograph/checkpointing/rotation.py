@@ -181,7 +181,7 @@ def _write(temporary: Path, checkpoint: Checkpoint, files: EncodedFiles, write: 
     for name, (length, pieces) in files.items():
         digests = write(temporary / name, pieces)
         entries_by_name[name] = FileEntry(length, digests)
-    manifest = Manifest(checkpoint.run, checkpoint.update, entries_by_name)
+    manifest = Manifest(run=checkpoint.run, update=checkpoint.update, files=entries_by_name)
     blocks.write_file(temporary / MANIFEST, [memoryview(manifest.encode())])
     sync(temporary)
 

@@ -298,7 +298,7 @@ def _list_options(command: Command) -> str:
 
 
 def _no_keys_message(command: Command) -> str:
-    """Return that a command takes no keys, and the options that it takes."""
+    """Return a sentence that says that a command takes no keys, and which options it takes."""
     return f"`monograph {command.name}` takes no keys of a run; {_list_options(command)}"
 
 

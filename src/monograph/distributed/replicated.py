@@ -65,7 +65,7 @@ class Replicas(ByRank):
         self.buckets = self.summed
 
     def begin(self) -> None:
-        """Begin a window, none of whose buckets has been summed."""
+        """Begin a window: no bucket has been summed yet."""
         self.summed = []
 
     def begin_again(self) -> None:

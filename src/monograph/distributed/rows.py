@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def rank_rows(rank: int, size: int, rows: int) -> slice:
-    """Return the slice of `rows` rows that rank `rank` of `size` ranks has."""
+    """Return which of `rows` rows one rank has, if `size` ranks share them out."""
     rows_per_rank = math.ceil(rows / size)
     return slice(min(rank * rows_per_rank, rows), min((rank + 1) * rows_per_rank, rows))
 
@@ -37,7 +37,7 @@ def own_slice(tensor: DTensor) -> slice:
 def shard_from_rows(
     own_rows: Tensor, mesh: DeviceMesh, unsharded: Tensor, unusual_slice: slice | None = None
 ) -> DTensor:
-    """Return the sharded tensor of which this rank has the rows `own_rows`.
+    """Make a sharded tensor of the rows that each rank has.
 
     Args:
         own_rows: this rank's rows.

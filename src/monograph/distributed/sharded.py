@@ -392,7 +392,8 @@ def require_shardable(step: Step, gathers_bf16: bool = False) -> None:
 
 
 def require_whole_elements(name: str, bounds: Sequence[tuple[int, int]], form: StateFormat) -> None:
-    """Refuse rows whose share of the optimizer's state would begin inside an element of it.
+    """Refuse rows of a parameter that begin between two numbers that the optimizer's state packs in one
+    element.
 
     Args:
         name: the parameter's name.
@@ -515,7 +516,7 @@ def make_rows_planes(
         elements_so_far[kind] += parameter.numel()
         plane = RowsPlane(
             kind,
-            [PlacedParameter(name, parameter, 0)],
+            [PlacedParameter(name, parameter, offset=0)],
             param=own_elements,
             grad=torch.zeros_like(own_elements),
             number=plane_numbers.setdefault(kind, len(plane_numbers)),

@@ -316,7 +316,7 @@ class World:
         return value_of_rank_0
 
     def all_gather(self, value: object) -> list[Any]:
-        """Return the values of all ranks, which are passed as JSON, in order; a collective."""
+        """Return the values of all ranks, in the ranks' order; a collective. They are passed as JSON."""
         if self.alone:
             return [value]
         own_text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -336,7 +336,7 @@ class World:
     def split_over_ranks(
         self, work: Callable[[Sequence[T]], list[Any]], items: Sequence[T]
     ) -> list[Any]:
-        """Return `work(items)` on all ranks, each of which does it for some of the items; a collective.
+        """Share out items over the ranks, and return `work(items)` on all of them; a collective.
 
         Args:
             work: returns a value of JSON for each item.

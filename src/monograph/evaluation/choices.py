@@ -359,7 +359,7 @@ def _question(record: dict[str, Any] | Fault, where: str) -> Question:
 
 
 def _only_key(record: dict[str, Any], keys: Sequence[str]) -> str:
-    """Return the only one of the keys that a record has.
+    """Return the key that a record has; it must have exactly one of them.
 
     Raises:
         Unusable: it has none or several of them.

@@ -189,7 +189,9 @@ def compare_on(
 def compare_answers(
     a: Mapping[Hashable, Sequence[ChoiceMarks]], b: Mapping[Hashable, Sequence[ChoiceMarks]]
 ) -> Comparison:
-    """Compare two sides of one or several models each that answered the same questions.
+    """Compare two sides by their answers to the same questions.
+
+    A side is one model, or several models that differ in the seed.
 
     Args:
         a: the answers of each member of the first side, by the member's seed. If the sides share

@@ -44,7 +44,7 @@ def mean(values: Sequence[float]) -> Mean:
     """
     n = len(values)
     standard_error = statistics.stdev(values) / math.sqrt(n) if n > 1 else None
-    return Mean(statistics.fmean(values), standard_error, n)
+    return Mean(value=statistics.fmean(values), standard_error=standard_error, n=n)
 
 
 @cache
@@ -273,7 +273,7 @@ def tabulate(
     rivals = [setting for setting in settings if setting.mean and not setting.stopped]
 
     def rank(setting: Setting) -> tuple[bool, float]:
-        """Settings with a member that diverged come last, and otherwise the lowest mean comes first."""
+        """Order settings: a member that diverged puts its setting last, and else the lowest mean is first."""
         assert setting.mean is not None
         return bool(setting.failed), setting.mean.value
 
@@ -311,7 +311,7 @@ def tabulate(
         if not paired:
             return setting
         error = noise / math.sqrt(len(paired)) if noise is not None else None
-        difference = Mean(statistics.fmean(paired), error, len(paired))
+        difference = Mean(value=statistics.fmean(paired), standard_error=error, n=len(paired))
         tied = None if error is None else abs(difference.value) <= t * error
         return replace(setting, difference=difference, tied=tied)
 

@@ -230,7 +230,7 @@ def by_document(engine: Evaluates, rows: Rows, progress: ProgressCallback | None
 
 
 def difference(one: Scores, other: Scores) -> Mean:
-    """Return one - other in bits per byte, for scores of one model each, paired by unit.
+    """Return the difference one - other of two models in bits per byte, paired by unit.
 
     With a and b the bits of the two models for a unit, the ratio estimator (Cochran, Sampling
     Techniques, 1977, 6.4) is:
@@ -255,7 +255,7 @@ def difference(one: Scores, other: Scores) -> Mean:
     if units > 1:
         variance = units / (units - 1) * float(residual_U @ residual_U)
         standard_error = math.sqrt(variance) / float(total_bytes)
-    return Mean(value, standard_error, units)
+    return Mean(value=value, standard_error=standard_error, n=units)
 
 
 def _unit_batch(

@@ -125,7 +125,11 @@ def laws(device: torch.device) -> list[Law]:
         (19, "used generator = new one", _SmallModel.stale, [fp32]),
     ]
     return [
-        Law(number, f"{paths}, {model.precision_name}", functools.partial(compare, model))
+        Law(
+            number=number,
+            name=f"{paths}, {model.precision_name}",
+            compare=functools.partial(compare, model),
+        )
         for number, paths, compare, models in table
         for model in models
     ]
@@ -264,12 +268,12 @@ class _SmallModel:
         engine = self.engine()
         fusion = fuse_siblings(engine.model, self.packed_window["tokens"].to(self.device))
         if not fusion.families:
-            return LawComparison(0, 0, why=str(fusion))
+            return LawComparison(error=0, bound=0, why=str(fusion))
         return self.compare_with_exact(engine)
 
     @torch.no_grad()
     def sampled(self) -> LawComparison:
-        """Count wrong tokens of the filters, and draws of tokens that the filters removed.
+        """Count the tokens that filters keep or remove wrongly, and the draws of tokens that they removed.
 
         How often each token is drawn is left to the tests, which need tens of thousands of draws.
         """
@@ -301,7 +305,7 @@ class _SmallModel:
         wrong = sum(map(wrong_tokens, kept_BV.cpu(), supports * DRAWS))
         token_B = sample(logits_BV, rows, allowed_BV=None, chain=chain).token_B
         drawn_though_removed = int((~kept_BV[row_B, token_B]).sum())
-        return LawComparison(wrong + drawn_though_removed, 0)
+        return LawComparison(error=wrong + drawn_though_removed, bound=0)
 
     @torch.no_grad()
     def cached(self) -> LawComparison:
@@ -326,10 +330,14 @@ class _SmallModel:
         return cached_is_full(found, model.logits(model(ids_BT)))
 
     def generated(self) -> LawComparison:
-        """Count likeliest tokens that the decode graph writes and whole forward passes do not."""
+        """Write the likeliest tokens by the decode graph, and count those that differ from the ones of
+        full forward passes.
+        """
         generated = self._generate(self._generator(GREEDY, "compiled"), GREEDY)
         expected = greedy_ids(self.model, self._prompt.tolist(), NEW_TOKENS)
-        return LawComparison(differing_draws([token for token, _ in generated], expected), 0)
+        return LawComparison(
+            error=differing_draws([token for token, _ in generated], expected), bound=0
+        )
 
     def resumed(self) -> LawComparison:
         """Compare an engine with another one that loads its checkpoint.
@@ -378,10 +386,12 @@ class _SmallModel:
             found = model(window["tokens"], **inputs)
             expected = self.model(window["tokens"], **inputs)
         why = "" if trained else "the adapters learned nothing"
-        return LawComparison(len(differing({"hidden": found}, {"hidden": expected})), 0, why)
+        return LawComparison(
+            error=len(differing({"hidden": found}, {"hidden": expected})), bound=0, why=why
+        )
 
     def stale(self) -> LawComparison:
-        """Count tokens that a used generator writes after an update and a new generator does not.
+        """Count the tokens in which a used generator, after an update, differs from a new one.
 
         Their log-probabilities are compared as well.
         """
@@ -394,7 +404,7 @@ class _SmallModel:
         after = self._generate(used, DRAW)
         expected = self._generate(self._generator(DRAW, model=model), DRAW)
         why = "" if after != before else "the update changed nothing"
-        return LawComparison(differing_draws(after, expected), 0, why)
+        return LawComparison(error=differing_draws(after, expected), bound=0, why=why)
 
     @property
     def _prompt(self) -> Tensor:
@@ -485,7 +495,7 @@ def _compare_bits(one: Engine, other: Engine, window: Batch) -> LawComparison:
     updates_of_other = [*train(other, windows)]
     found = outcome(one.state(), updates_of_one)
     expected = outcome(other.state(), updates_of_other)
-    return LawComparison(len(differing(found, expected)), 0)
+    return LawComparison(error=len(differing(found, expected)), bound=0)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ LOG_PROBABILITY_BOUND = 1e-5
 
 
 class LawComparison(NamedTuple):
-    """The result of a comparison, which is true if the law holds.
+    """The result of a comparison. As a boolean it says whether the law holds.
 
     Attributes:
         error: how far the fast path is off; with the bound 0, how many values differ.
@@ -128,13 +128,13 @@ def error_within(
     if rounding is None:
         rounding = torch.finfo(found.dtype).eps / 2
     return LawComparison(
-        relative_error(found, exact), k * (relative_error(naive, exact) + rounding)
+        error=relative_error(found, exact), bound=k * (relative_error(naive, exact) + rounding)
     )
 
 
 def equal_in_float64(found: Tensor, expected: Tensor) -> LawComparison:
     """Compare two ways to compute the same in float64."""
-    return LawComparison(relative_error(found, expected), FLOAT64_BOUND)
+    return LawComparison(error=relative_error(found, expected), bound=FLOAT64_BOUND)
 
 
 def accumulated_is_large_batch(accumulated: Tensor, large_batch: Tensor) -> LawComparison:
@@ -142,7 +142,7 @@ def accumulated_is_large_batch(accumulated: Tensor, large_batch: Tensor) -> LawC
     float64.
     """
     return LawComparison(
-        relative_error(accumulated, large_batch), ACCUMULATED_BOUND[accumulated.dtype]
+        error=relative_error(accumulated, large_batch), bound=ACCUMULATED_BOUND[accumulated.dtype]
     )
 
 
@@ -222,7 +222,7 @@ def member_is_alone(
     rounded = [name for name, tensor in expected.items() if _is_rounded(name, tensor)]
     exact = {name: tensor for name, tensor in expected.items() if name not in rounded}
     if found.keys() != expected.keys() or differing({name: found[name] for name in exact}, exact):
-        return LawComparison(float("inf"), MEMBER_BOUND)
+        return LawComparison(error=float("inf"), bound=MEMBER_BOUND)
     errors = list[float]()
     for name in rounded:
         difference = found[name] - expected[name]
@@ -232,7 +232,7 @@ def member_is_alone(
             error = float(vector_norm(difference, order))
             errors.append(error / scale if scale else error)
     is_number = all(map(math.isfinite, errors))
-    return LawComparison(max(errors) if is_number else float("inf"), MEMBER_BOUND)
+    return LawComparison(error=max(errors) if is_number else float("inf"), bound=MEMBER_BOUND)
 
 
 def _is_rounded(name: str, tensor: Tensor) -> bool:
@@ -256,7 +256,7 @@ def cached_is_full(found_SV: Tensor, full_SV: Tensor) -> LawComparison:
     steps = zip(found_SV.flatten(0, -2), full_SV.flatten(0, -2), strict=True)
     error_of_steps = max(relative_error(found, full) for found, full in steps)
     error_of_logits = float(((found_SV - full_SV).abs() / (1 + full_SV.abs())).max())
-    return LawComparison(max(error_of_steps, error_of_logits), FLOAT64_BOUND)
+    return LawComparison(error=max(error_of_steps, error_of_logits), bound=FLOAT64_BOUND)
 
 
 @torch.no_grad()
@@ -294,4 +294,6 @@ def log_probabilities_agree(found: Tensor, expected: Tensor) -> LawComparison:
     The other pass is the full pass of law 8, or the pass in training of law 16.
     """
     error = float((found.cpu() - expected.cpu()).abs().max())
-    return LawComparison(float("inf") if math.isnan(error) else error, LOG_PROBABILITY_BOUND)
+    return LawComparison(
+        error=float("inf") if math.isnan(error) else error, bound=LOG_PROBABILITY_BOUND
+    )

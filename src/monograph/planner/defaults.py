@@ -147,12 +147,12 @@ def updates_for_tokens(tokens: int, tokens_per_update: int) -> int:
 
 
 def most_epochs(weight_decay: float) -> int:
-    """Return the maximum of epochs of a run that is limited by time."""
+    """Return the maximum number of epochs of a run that is limited by time."""
     return MAX_DECAYED_EPOCHS if weight_decay >= MAX_DECAY else MAX_EPOCHS
 
 
 def most_updates(rows_per_epoch: int, rows_per_update: int, weight_decay: float) -> int:
-    """Return the maximum of updates of a run that is limited by time."""
+    """Return the maximum number of updates of a run that is limited by time."""
     updates_per_epoch = math.ceil(rows_per_epoch / rows_per_update)
     return most_epochs(weight_decay) * updates_per_epoch
 
@@ -179,7 +179,7 @@ EXISTING_LENGTH = 1024
 
 
 def sequence_length(fresh: bool, positions: int | None, tokens_per_update: int | None) -> int:
-    """Return the tokens of a row.
+    """Return the default number of tokens of a row.
 
     Args:
         fresh: whether the model's weights are new.
@@ -406,7 +406,7 @@ def plan(
     traced: dict[Work, Candidate] = {}
 
     def list_candidates(limit: int) -> list[Candidate]:
-        """Return the candidates of all ways for a limit; traced ones with their traces."""
+        """Return the candidates of all ways under a limit; those that were traced have their traced memory."""
         candidates = []
         for way in resident_ways(request):
             candidates += way_candidates(

@@ -133,7 +133,7 @@ class Stages:
 
     @cached_property
     def planes(self) -> list[tuple[PlaneShape, ...]]:
-        """Return for each stage its planes."""
+        """Return the planes of each stage."""
         return [self.first, *[self.middle] * (self.count - 2), self.last]
 
     @property
@@ -143,12 +143,12 @@ class Stages:
         return list(dict.fromkeys(name for plane in planes for name in plane.buffers))
 
     def size_bytes(self, index: int, name: str) -> int:
-        """Return the bytes of the buffers of that name in the stage of that index."""
+        """Return the bytes of all buffers of one name in a stage."""
         return self._sizes[index].get(name, 0)
 
     @cached_property
     def _sizes(self) -> list[dict[str, int]]:
-        """Return for each stage the bytes by buffer name. They are cached, because a search reads
+        """Return the bytes of each stage's buffers by name. They are cached, because a search reads
         them millions of times.
         """
         names = self.buffer_names
@@ -234,7 +234,7 @@ def device_buffer_bytes(sets_of_sizes: Iterable[Mapping[Any, BufferSize]]) -> in
 
 
 def slots_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
-    """Return the bytes of `monograph.stream.slots.Slots`.
+    """Return the bytes of all slots (`monograph.stream.slots.Slots`).
 
     Args:
         stages: the model's stages.
@@ -414,7 +414,7 @@ class StreamWay:
             ordered_names = in_memory + in_files
 
         def existing(buffers: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
-            """Not every stage has a buffer of each name."""
+            """Return those of the buffers that exist: not every stage has a buffer of each name."""
             return [(index, name) for index, name in buffers if self.stages.size_bytes(index, name)]
 
         if self.where == "host":
@@ -617,7 +617,7 @@ class StreamWay:
         return (self.stages.count - 2) * self.work.micro_batches * self.work.input_bytes
 
     def first_resident(self, count: int) -> list[BufferNames]:
-        """Return for each stage the names of its resident buffers, if the first `count` buffers of
+        """Return the names of each stage's resident buffers, if the first `count` buffers of
         `residency_order` are resident.
         """
         buffers = list(itertools.chain.from_iterable(self.residency_order))
@@ -647,12 +647,14 @@ class StreamWay:
         )
 
     def resident_within(self, limit: int, *, traced: bool = False) -> list[BufferNames]:
-        """Return for each stage the names of its resident buffers, if as many buffers of
-        `residency_order` are resident as fit into `limit` bytes.
+        """Choose the resident buffers: as many of `residency_order` as fit into `limit` bytes.
 
         Args:
             limit: the bytes that may be taken on the device.
             traced: whether the bytes of passes are traced, or estimated with a margin.
+
+        Returns:
+            For each stage, the names of its resident buffers.
         """
         passes = self.traced_pass_bytes if traced else self.pass_bytes
         inexact_bytes = passes["activations"] + passes["workspace"]

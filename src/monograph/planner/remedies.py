@@ -266,7 +266,7 @@ def _narrower_or_adapted(request: PlanRequest, choices: RemedyChoices) -> Iterat
 
 
 def _shorter(request: PlanRequest) -> Iterator[TrainingChange]:
-    """Yield rows of half of the length, of a quarter of it and so on."""
+    """Yield changes to rows of half the length, of a quarter of it and so on."""
     length = request.training.length // 2
     while length >= MIN_LENGTH:
         yield TrainingChange(
@@ -280,8 +280,8 @@ def _shorter(request: PlanRequest) -> Iterator[TrainingChange]:
 def _streaming(
     request: PlanRequest, device: Device, peak_flops: ByPrecision, given_limits: Limits
 ) -> Iterator[Remedy]:
-    """Yield streaming from each usual host that has enough memory, the smallest host first; then the
-    same with smaller updates.
+    """Yield changes to streaming, one for each usual host that has enough memory, the smallest first;
+    then the same with smaller updates.
     """
     length = request.training.length
     # An update has at least one row.
@@ -311,8 +311,8 @@ def _streaming(
 
 
 def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator[Remedy]:
-    """Yield for each change the smallest card that the training fits, of those with more memory
-    than the device.
+    """Yield, for each change, the smallest card that has more memory than the device and that the
+    training fits.
     """
     by_memory = sorted(map(card_device, CARDS), key=lambda card: card.memory_bytes)
     larger = [card for card in by_memory if card.memory_bytes > device.memory_bytes]

@@ -233,8 +233,9 @@ def closed_form_seconds(
 
 
 def clock_timing(work: Work, placement: Placement, costs: Costs, link: Link) -> UpdateTiming:
-    """Return an update's timing by the clock, which runs the engine's own walk over the model's
-    whole depth on tensors without data.
+    """Simulate an update by the clock, and return its timing.
+
+    The engine's own code walks over all stages of the model, on tensors without data.
 
     Args:
         work: the step.

@@ -219,7 +219,7 @@ def _with_trace(
 
 
 def _resident_of(way: StreamWay, placement: Placement) -> list[BufferNames]:
-    """Return for each stage the names of its buffers that stay on the device."""
+    """Return the names of each stage's buffers that stay on the device."""
     return [
         frozenset(name for index, name in placement.on_device if index == stage)
         for stage in range(way.stages.count)

@@ -122,7 +122,7 @@ def ledger(
 
 
 class LiveBytes:
-    """Counts the bytes that the CPU's allocator allocates inside a `with` block, which runs slower.
+    """Counts the bytes that the CPU's allocator allocates inside a `with` block. The block runs slower.
 
         with LiveBytes() as live:
             loss(hidden, head).backward()

@@ -233,8 +233,8 @@ def draw_ladder(ladder: Values) -> str:
 
 
 def _bar_text(rung: Values, key: str) -> str:
-    """Return a rung's memory, or its speed and how many times as fast it is as the rung that it is
-    compared with.
+    """Return the text at a rung's bar: its memory; or its speed, and how many times as fast it is as the
+    rung that it is compared with.
     """
     if key == "peak_memory_bytes":
         return quantities.memory(rung[key])

@@ -30,7 +30,7 @@ Moments = Sequence[tuple[int, str]]  # (update, what happened then)
 
 
 def run_drawings(rows: Sequence[MetricsRow], yardsticks: Yardsticks, moments: Moments) -> Drawings:
-    """Return the charts of the metrics that a run's rows have values of, and its peak memory.
+    """Return a run's charts: one for each metric that its rows have values of, and its peak memory.
 
     Args:
         rows: rows as `monograph.report.run_figures` describes them.

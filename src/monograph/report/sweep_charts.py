@@ -27,7 +27,7 @@ SHADES = 4  # the page has this many colours that can be told apart
 
 
 class MemberCurve(NamedTuple):
-    """What the curve of a member is drawn from.
+    """A member of a sweep, and the data of its curve.
 
     Attributes:
         knobs: the member's values of the knobs.
@@ -237,7 +237,7 @@ def _chart_of_curves(
 
 
 def comparable_scores(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:
-    """Return the rows with a score that was evaluated on the smallest number of held-out rows.
+    """Return the rows with comparable scores: those evaluated on the smallest number of held-out rows.
 
     The last evaluation of a member may use more held-out rows than the earlier ones. Its score
     would make a step in the curve that training did not cause.
