@@ -43,8 +43,8 @@ def shard_from_rows(
         own_rows: this rank's rows.
         mesh: the ranks.
         unsharded: a tensor with the shape of the sharded tensor; its values are not used.
-        unusual_slice: which rows `own_rows` are, if they are not those of `rank_rows`; torch's
-            functions cannot gather such a tensor. None: they are those of `rank_rows`.
+        unusual_slice: which rows `own_rows` are; torch's functions cannot gather such a tensor. None:
+            the rows that `rank_rows` gives this rank.
     """
     shape = unsharded.shape
     stride = torch.empty(shape, device="meta").stride()  # that of a contiguous tensor

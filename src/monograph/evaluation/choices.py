@@ -304,7 +304,7 @@ def read_questions(places: Sequence[str]) -> list[Question]:
 
     Raises:
         InputRefused: a record is bad; the message has its file and line. A bad record is not
-            skipped, as the score would then be that of other questions.
+            skipped, because the score would then be of other questions.
     """
     questions = []
     for place in places:
@@ -426,7 +426,7 @@ def choose(
 
     Of choices with equal log-probabilities the first one is the answer. Source:
     lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and no
-    examples; names and values are those of its metrics.
+    examples. The metrics have its names and values.
 
     Args:
         model: a language model; it is put into evaluation mode.

@@ -29,7 +29,7 @@ class Comparison:
     Attributes:
         a: bits per byte of the first side, or its share of right answers; the mean over its
             members.
-        b: the same of the second side.
+        b: bits per byte of the second side, or its share of right answers.
         difference: the mean of b - a over the pairs, and its standard error.
         paired_by: what the two values of a pair have in common: the value of the repeated knob, such
             as "seed", or the "document", or the "question".

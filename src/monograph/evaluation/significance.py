@@ -127,7 +127,7 @@ class Setting:
         difference: this setting's values minus those of the best setting, over the seeds for which
             both have one; None for the best setting itself, and if there is no such seed.
         tied: whether the difference is within the noise; None if it is not known.
-        stopped: the seeds of members that were stopped early, and have the values of that moment.
+        stopped: the seeds of members that were stopped early, whose values are from that moment.
     """
 
     knobs: Mapping[str, Any]
@@ -266,7 +266,7 @@ def tabulate(
         knobs: the knobs of each member, by name.
         over: the name of the repeated knob; members without this knob are numbered instead.
         unit: the values' unit.
-        stopped: the members that were stopped early, whose values are those of that moment.
+        stopped: the members that were stopped early, whose values are from that moment.
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     settings = _group_settings(finite, knobs, over, stopped)

@@ -296,7 +296,7 @@ class _SmallModel:
             generated_B=torch.zeros_like(row_B),
             knobs=knobs,
         )
-        candidates = apply_filters(logits_BV, rows, chain, "window")
+        candidates = apply_filters(logits_BV, rows, chain, truncation="window")
         assert candidates.ids_BN is not None
         # Removed tokens have the score -inf, or are not among the candidates.
         kept_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(

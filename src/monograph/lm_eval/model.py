@@ -219,7 +219,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 ids, self.prefix_token_id, self.max_length, context_len=1
             )
             for pair in pairs:
-                windows.append(Continuation(*make_disjoint_window(pair)))
+                context, ids_to_score = make_disjoint_window(pair)
+                windows.append(Continuation(context, ids_to_score))
                 request_indices.append(index)
         sums = [0.0] * len(requests)
         for index, (log_probability, _) in zip(request_indices, self._score(windows), strict=True):

@@ -324,7 +324,7 @@ class Plan:
         chosen: the choice; None if nothing fits.
         candidates: all candidates. The first is the chosen one, or if nothing fits, the one that
             needs least memory.
-        calibrated: whether times are corrected by those of earlier runs on the device.
+        calibrated: whether times are corrected by the times of earlier runs on the device.
         not_streamed: why streaming does not fit either; "" if it was not tried.
     """
 

@@ -423,8 +423,8 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
             backward                                      2.5 times as many
         other                                             0 FLOPs
 
-    Bytes are those of all inputs, which are read once, and of the output, which is written once.
-    The output of a product has its known shape, and that of another operator counts as large as the
+    Bytes are counted for all inputs, which are read once, and for the output, which is written once.
+    The shape of a product's output is known. The output of any other operator counts as large as its
     largest input. A generated kernel has its outputs among its inputs.
 
     (None, None): the shapes are not in the trace, or the operator is one of Inductor's templates

@@ -69,7 +69,7 @@ def varied_in(settings: Sequence[SettingSummary]) -> list[str]:
 
 
 def _chart_against_knob(
-    settings: Sequence[SettingSummary], name: str, unit: str, tables: list[Columns]
+    settings: Sequence[SettingSummary], knob: str, unit: str, tables: list[Columns]
 ) -> Chart:
     """Return a chart of the settings' means over the values of one knob, and append its tables.
 
@@ -78,14 +78,14 @@ def _chart_against_knob(
 
     Args:
         settings: the settings.
-        name: the knob.
+        knob: the knob's key.
         unit: the score's unit.
         tables: the page's tables; each line's table is appended.
     """
-    axis = axis_of([setting["knobs"].get(name) for setting in settings])
+    axis = axis_of([setting["knobs"].get(knob) for setting in settings])
     groups: dict[str, list[tuple[float, SettingSummary]]] = {}  # by the values of the other knobs
     for place, setting in zip(axis.places, settings, strict=True):
-        other_knobs = {key: value for key, value in setting["knobs"].items() if key != name}
+        other_knobs = {key: value for key, value in setting["knobs"].items() if key != knob}
         groups.setdefault(knobs_text(other_knobs), []).append((place, setting))
     has_band = len(groups) == 1
     lines: list[Line] = []
@@ -96,8 +96,8 @@ def _chart_against_knob(
         table = _columns_by_place(by_place)
         tables.append(table)
         if has_band:
-            for key, label in (("low", "mean - standard error"), ("high", "mean + standard error")):
-                lines.append(Line(key, label, style="edge", table=table_index))
+            lines.append(Line("low", "mean - standard error", style="edge", table=table_index))
+            lines.append(Line("high", "mean + standard error", style="edge", table=table_index))
         label = f"mean, {other_knobs_text}" if other_knobs_text else "mean"
         lines.append(Line("mean", label, style="line", table=table_index, shade=shade))
         for key in sorted(key for key in table if key.startswith("seed")):
@@ -111,22 +111,26 @@ def _chart_against_knob(
         note = "Small dots are members, the band is one standard error."
     diverged = [setting for setting in settings if None in setting["values"]]
     if diverged:
-        values = dict.fromkeys(value_text(setting["knobs"].get(name)) for setting in diverged)
-        note += f" Members diverged at {name} {', '.join(values)}."
+        note += f" Members diverged at {knob} {_values_text(diverged, knob)}."
     stopped = [setting for setting in settings if setting["standing"] == "stopped"]
     if stopped:
-        values = dict.fromkeys(value_text(setting["knobs"].get(name)) for setting in stopped)
-        note += f" Stopped early, with the scores of that moment: {', '.join(values)}."
+        note += f" Stopped early, with the scores of that moment: {_values_text(stopped, knob)}."
     scores = [value for setting in settings for value in setting["values"] if value is not None]
     return Chart(
-        name=f"against_{short_key(name)}",
-        title=f"Held-out {unit} by {name}",
+        name=f"against_{short_key(knob)}",
+        title=f"Held-out {unit} by {knob}",
         lines=lines,
         limits=limits_of(scores),
         note=note,
-        axis=ChartAxis(key="place", name=name, ticks=axis.ticks, is_log=axis.is_log),
+        axis=ChartAxis(key="place", name=knob, ticks=axis.ticks, is_log=axis.is_log),
         band=("low", "high") if has_band else None,
     )
+
+
+def _values_text(settings: Sequence[SettingSummary], knob: str) -> str:
+    """Return the values of a knob in some settings, each value once, as "0.01, 0.02"."""
+    values = [value_text(setting["knobs"].get(knob)) for setting in settings]
+    return ", ".join(dict.fromkeys(values))
 
 
 def _columns_by_place(group: Sequence[tuple[float, SettingSummary]]) -> Columns:

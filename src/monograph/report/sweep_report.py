@@ -60,29 +60,28 @@ def draw_sweep(
     """
     varied = varied_in(settings)
     panels: dict[str, Callable[[Axes], None]] = {}
-    for name in varied:
-        short_name = short_key(name)
-        panels[f"against_{short_name}"] = partial(
-            _draw_against_knob, settings=settings, name=name, unit=unit
+    for knob in varied:
+        panels[f"against_{short_key(knob)}"] = partial(
+            _draw_against_knob, settings=settings, knob=knob, unit=unit
         )
     if any(row.get(key) is not None for _, rows in curves for row in rows):
         panels["curves"] = lambda axes: _draw_curves(axes, curves, key, unit, varied)
     with style():
-        return [single_picture(name, panel, (7.3, 3.4)) for name, panel in panels.items()]
+        return [single_picture(name, panel, size=(7.3, 3.4)) for name, panel in panels.items()]
 
 
 def _draw_against_knob(
-    axes: Axes, settings: Sequence[SettingSummary], name: str, unit: str
+    axes: Axes, settings: Sequence[SettingSummary], knob: str, unit: str
 ) -> None:
     """Draw the scores against one knob.
 
     Each member is a dot, and each setting a mean with its standard error. A cross at the top marks
     a value of the knob at which a member diverged.
     """
-    axis = axis_of([setting["knobs"].get(name) for setting in settings])
+    axis = axis_of([setting["knobs"].get(knob) for setting in settings])
     label_step = math.ceil(len(axis.ticks) / MAX_TICK_LABELS)
     labels = [text if index % label_step == 0 else "" for index, (_, text) in enumerate(axis.ticks)]
-    axes.set_title(f"Held out, {unit}, by {name}")
+    axes.set_title(f"Held out, {unit}, by {knob}")
     if axis.is_log:
         axes.set_xscale("log")
     # A logarithmic axis would have minor ticks between the sweep's values.
