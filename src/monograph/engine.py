@@ -142,6 +142,7 @@ class Engine:
                 findings = trial(self.step.model, loss)
                 # What the loss's method `count` says; None if it has no such method.
                 targets = self.step.parameters.targets(batch)
+            # Nearly equal is enough, because counts may be sums of weights, which are rounded.
             if targets is not None and not math.isclose(
                 float(targets.sum()), findings.count, rel_tol=1e-4
             ):

@@ -85,6 +85,7 @@ def _line_markup(
     y_limits: tuple[float, float],
 ) -> str:
     """Return the moving median of a line as a polyline; "" if the line has no values."""
+    # Not strict, because the line's column may be missing.
     pairs = zip(table[x_key], table.get(line.key, []), strict=False)
     known = [(x, y) for x, y in pairs if x is not None and y is not None]
     if not known:

@@ -91,7 +91,7 @@ def page(
     scripts = []
     if drawings.charts:
         scripts.append(_chart_scripts(drawings))
-    if 'class="sortable"' in body:
+    if 'class="sortable"' in body:  # a section has a `table`
         scripts.append(_SORTING_SCRIPT)
     if refresh_s:
         scripts.append(_REFRESH_SCRIPT)
@@ -272,9 +272,9 @@ def bars(name: str, heads: Sequence[str], rows: Sequence[BarRow]) -> str:
     head_row = f"<thead><tr><td></td>{names}</tr></thead>\n" if heads else ""
     body_rows = []
     for row in rows:
-        best_class = _class_attribute("best" if row.is_highlighted else "")
+        row_class = _class_attribute("best" if row.is_highlighted else "")
         cells = "".join(map(_bar_markup, row.bars))
-        body_rows.append(f'<tr{best_class}><th scope="row">{escaped(row.name)}</th>{cells}</tr>')
+        body_rows.append(f'<tr{row_class}><th scope="row">{escaped(row.name)}</th>{cells}</tr>')
     lines = "\n".join(body_rows)
     return (
         f'<div class="scroll" role="region" aria-label="{escaped(name)}" tabindex="0"><table class="bars">\n'
@@ -287,10 +287,10 @@ def _bar_markup(bar: Bar) -> str:
     text = f"<span>{escaped(bar.text)}</span>"
     if bar.share is None:
         return f"<td>{text}</td>"
-    parts = "".join(
-        f'<i style="width: {100 * part:.2f}%; opacity: {max(0.3, 1 - 0.14 * index):.2f}"></i>'
-        for index, part in enumerate(bar.parts)
-    )
+    parts = ""
+    for index, part in enumerate(bar.parts):
+        opacity = max(0.3, 1 - 0.14 * index)  # each part is paler than the one before
+        parts += f'<i style="width: {100 * part:.2f}%; opacity: {opacity:.2f}"></i>'
     floor = ""
     if bar.floor is not None:
         floor = f'<span class="floor" style="left: {_LONGEST_PERCENT * bar.floor:.2f}%"></span>'

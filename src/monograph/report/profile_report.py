@@ -185,7 +185,10 @@ def _changes_table(verdict: Verdict) -> str:
     return table("Changes to try", heads, rows)
 
 
+# The object of a ladder, or of one of its rungs, as this file's docstring describes them.
 Values = Mapping[str, Any]
+# An en space, which stands between a bar and its text.
+_EN_SPACE = "\u2002"
 # A rung's key with the speed that is compared, by the ladder's `ratios_of`. A ladder on a CPU
 # compares CPU time, since other programs change the wall time.
 SPEED_KEYS = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
@@ -215,14 +218,14 @@ def draw_ladder(ladder: Values) -> str:
             for y, rung in enumerate(rungs):
                 if rung[key] is None:
                     axes.text(
-                        0, y, "\u2002not available here", va="center", fontsize=8, color=MUTED
+                        0, y, f"{_EN_SPACE}not available here", va="center", fontsize=8, color=MUTED
                     )
                     continue
                 axes.barh(y, rung[key], height=0.62, color=ACCENT if rung is best else MUTED)
                 axes.text(
                     rung[key],
                     y,
-                    f"\u2002{_bar_text(rung, key)}",
+                    f"{_EN_SPACE}{_bar_text(rung, key)}",
                     va="center",
                     fontsize=8,
                     color=INK,

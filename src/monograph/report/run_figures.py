@@ -234,7 +234,7 @@ def _draw_memory(axes: Axes, ledger: MemoryLedger) -> None:
                 left=left_gib,
                 height=0.5,
                 color=ACCENT,
-                alpha=max(0.2, 1 - 0.17 * index),
+                alpha=max(0.2, 1 - 0.17 * index),  # each part is paler than the one before
             )
             left_gib += size_bytes / 2**30
         axes.annotate(
