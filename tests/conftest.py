@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from bytecode import compile_all
 from costs import Costs, measured_cpu_s
 from nights import Bounded, is_of_night
 
@@ -82,6 +83,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None):  # the process that is about to start workers
+        compile_all(config)
     if config.getoption("--costs") is not None:
         config.pluginmanager.register(
             Costs(config.getoption("--costs"), added=config.getoption("--night") is not None)

@@ -225,7 +225,11 @@ def test_resolving_keeps_what_was_pinned_and_says_who_chose_the_rest() -> None:
         "train.updates": "plan",
         "train.micro_batch": "plan",
     }
-    assert resolved.pinned() == {"optim.lr": 1e-3, "train.updates": 700, "train.micro_batch": 8}
+    assert resolved.given_values() == {
+        "optim.lr": 1e-3,
+        "train.updates": 700,
+        "train.micro_batch": 8,
+    }
     with pytest.raises(UsageError, match="plan: train.micro_batch"):
         settings.resolve({"train.micro_batch": "8"}, origin="plan")
 
@@ -858,15 +862,15 @@ def test_what_an_error_says_of_a_key_is_what_was_written() -> None:
     settings = settings_of(
         "[optim]\nlr = 2e-4  # slow\n[train]\ntokens = '1M'", train__tokens_per_update="64Ki"
     )
-    assert settings.said("optim.lr") == "run.toml:2: optim.lr = 2e-4"
-    assert settings.said("train.tokens") == "run.toml:4: train.tokens = '1M'"
+    assert settings.quoted("optim.lr") == "run.toml:2: optim.lr = 2e-4"
+    assert settings.quoted("train.tokens") == "run.toml:4: train.tokens = '1M'"
     assert (
-        settings.said("train.tokens_per_update") == "command line: train.tokens_per_update = 64Ki"
+        settings.quoted("train.tokens_per_update") == "command line: train.tokens_per_update = 64Ki"
     )
     resolved = settings.resolve({"train.tokens_per_update": 128, "train.seed": 3}, "plan")
-    assert resolved.said("optim.lr") == "run.toml:2: optim.lr = 2e-4"
-    assert resolved.said("train.tokens_per_update") == "plan: train.tokens_per_update = 128"
-    assert settings.said("train.seed") == "default: train.seed = 0"
+    assert resolved.quoted("optim.lr") == "run.toml:2: optim.lr = 2e-4"
+    assert resolved.quoted("train.tokens_per_update") == "plan: train.tokens_per_update = 128"
+    assert settings.quoted("train.seed") == "default: train.seed = 0"
 
 
 def test_a_hint_for_a_file_is_a_line_of_it() -> None:

@@ -251,6 +251,10 @@ class Engine:
                 step.apply()
         self._score(batch)
 
+    def gathered_model(self) -> nn.Module:
+        """Return a model with all current weights, the same object each time; call on every rank."""
+        return self.step.parameters.gathered()
+
     def accumulate(self, window: Batch) -> None:
         """Add the exact gradient of a window to the accumulated gradient.
 

@@ -539,6 +539,7 @@ def test_a_full_disk_is_one_line(part, folder, tmp_path, monkeypatch, capsys, fu
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_a_captured_run_scores_as_an_eager_one(part, folder, tmp_path):
     """In bf16 and with flex attention, whose masks an eager step has as booleans."""
     scores = {}

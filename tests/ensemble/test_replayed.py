@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from monograph.ensemble import Ensemble
-from monograph.ensemble.replayed_calls import MAX_SETTINGS, ReplayedCalls
+from monograph.ensemble.replayed_calls import MAX_SETTINGS, ReplayedCalls, _layout
 from monograph.graph.capture import stop_replaying
 from monograph.graph.replay import WARM_UP, CudaGraphs, StaticInputs
 from monograph.laws.comparisons import differing, outcome
@@ -225,6 +225,15 @@ def test_rows_that_are_not_contiguous_are_called():
             for _ in range(3):
                 assert torch.equal(replayed(rows), called(rows))
     assert graphs(replayed) == 0
+
+
+def test_only_a_layout_that_a_buffer_can_have_has_a_name():
+    """Rows of another layout are called: a buffer's strides may be others, and so may sums be."""
+    pictures = torch.ones(2, 3, 4, 5)
+    assert _layout(pictures) == "contiguous"
+    assert _layout(pictures.to(memory_format=torch.channels_last)) == "channels_last"
+    for tensor in (pictures[..., ::2], torch.ones(2, 3).T, torch.ones(2, 3).to_sparse()):
+        assert _layout(tensor) is None
 
 
 def test_a_call_whose_gradient_is_wanted_is_not_replayed():

@@ -82,7 +82,7 @@ def test_what_the_template_writes_is_the_frame_and_is_read_again(
             json.dumps(arguments, ensure_ascii=False, separators=frame.separators)
             for _, arguments in made
         ]
-        written = frame.written(
+        written = frame.spelling_of(
             [Call(called, text) for (called, _), text in zip(made, values, strict=True)]
         )
         spelled = "".join(spelling_V[token] for token in ids)

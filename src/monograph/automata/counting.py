@@ -272,7 +272,7 @@ def _begins_hopeless_part(
 def _needed_repetitions(
     rows: Sequence[StateTransitions], operations: Mapping[int, CounterOperation], counter: int
 ) -> list[int]:
-    """Return how many repetitions of a counted part must still follow, for each state, at least.
+    """Return for each state the smallest number of repetitions of a counted part that must follow.
 
     The number is _NEVER for states outside the part.
 

@@ -64,14 +64,15 @@ StateTransitionTable: TypeAlias = Sequence[Mapping[int, int]]
 class Budget:
     """Counts the steps of compiling one automaton, so that none takes more than about two seconds.
 
-    It also knows what is being compiled, for error messages, and the symbols of operations.
+    The budget is passed through all of the compilation. So it also has two other things that are needed
+    everywhere: what is being compiled, for error messages, and the symbols of operations on counters.
 
     Attributes:
         where: the automaton's name in an error.
         schema_path: the place of the schema that is being read, or "".
         source: the schema's keyword for which positions are being made, with its place, or "".
         positions_by_source: how many positions were made for each source.
-        symbols: the symbol of each operation on a counter, from 256.
+        symbols: the symbol of each operation on a counter that was met so far; the first one is 256.
     """
 
     def __init__(self, where: str) -> None:
@@ -221,7 +222,8 @@ class Positions:
         first = after
         optional_count = 0
         if expression.max_count is None:
-            # The loop is made before its successors are known, because they lead back to it.
+            # The loop is made before its successors are known, because they lead back to it. Until then the
+            # part is followed by the loop itself.
             loop = self._add_position(0, EMPTY)
             self._loops.add(loop)
             first = frozenset((loop,))
@@ -230,8 +232,9 @@ class Positions:
             )
         else:
             optional_count = expression.max_count - expression.min_count
-        # Both loops go from the last repetition to the first. They stop when one more repetition changes
-        # nothing: then the part matches no text, or only the empty text.
+        # The repetitions are added from the last to the first: `first` has the first positions of those
+        # added so far and of what follows them. If one more repetition changes nothing, the part matches no
+        # text, or only the empty text, and further ones change nothing either.
         for _ in range(optional_count):
             longer = self.union((self.first_positions(expression.part, first), after))
             if longer == first:

@@ -248,8 +248,8 @@ class _SchemaReader:
             self.refuse(
                 path, f"'$ref' to {name!r} is recursive, so it is not bounded: write its levels out"
             )
-        # Schemas may refer to a target many times, so each is read once for each number of counters in
-        # use. The automaton shares the states of one expression, too.
+        # Many schemas may refer to the same target. It is read once for each number of counters in use. All
+        # references then have the same expression, which the automaton compiles once.
         key = id(target), self.counters_in_use
         if key not in self.expressions:
             self.being_read.append(id(target))
@@ -369,7 +369,7 @@ class _SchemaReader:
     def _size(
         self, schema: dict[str, Any], key: str, default: int | None, path: tuple[str, ...]
     ) -> int | None:
-        """Return the limit of a length that a schema gives, or the default."""
+        """Return a limit of lengths, such as "maxLength", or the default if the schema lacks the key."""
         size = schema.get(key, default)
         if size is None:
             return None
@@ -442,7 +442,8 @@ class _SchemaReader:
             maximum: the largest number of repetitions.
         """
         begin = CounterOperation("begin", self.counters_in_use, maximum)
-        # The counter counts down from `maximum`. Without a minimum, any value may be left at the end.
+        # The counter counts down from `maximum`, so at most `maximum - minimum` may be left at the end.
+        # Without a minimum there is no condition at the end, as MAX_COUNT allows every count.
         max_left = maximum - minimum if minimum else MAX_COUNT
         end = CounterOperation("end", self.counters_in_use, max_left)
         return concatenation(CounterMark(begin), counted, CounterMark(end))
@@ -556,8 +557,9 @@ class _SchemaReader:
         self.counters_in_use += 1
         item = concatenation(count, comma, self.read(items, (*path, "items")))
         self.counters_in_use -= 1
-        # The operations of a counter cannot tell that items which match no text are never repeated.
-        # One repetition is written out, so that an array that needs such an item matches no text.
+        # `remove_operations` assumes that a counted part can be repeated until its count is low enough for
+        # the end. This is wrong of items that match no text. So one repetition is written out if the array
+        # needs any: then an array that needs such an item matches no text.
         repeated = Repetition(item, min(minimum, 1), None)
         return first_items, self._bound_repetitions(repeated, minimum, maximum)
 

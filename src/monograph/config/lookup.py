@@ -71,8 +71,8 @@ def names_elsewhere(key: str) -> list[str]:
 
 def example_of(key: str) -> Any:
     """Return an example of a key's value: its declared example, or else its default."""
-    description = key_declaration(key)
-    return description.default if description.example is None else description.example
+    declaration = key_declaration(key)
+    return declaration.default if declaration.example is None else declaration.example
 
 
 def typed(value: object) -> str:

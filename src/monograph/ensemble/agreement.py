@@ -182,10 +182,11 @@ def _reaches(
     value: object, ids: set[int], seen: set[tuple[int, bool]], in_closure: bool = False
 ) -> bool:
     """Return whether a value contains a tensor of the member, or a function whose closure contains
-    one of its modules.
+    one of the member's modules.
 
-    A deep copy of the member copies modules and containers, but not the variables in a function's
-    closure. So a module in a closure would remain the first member's in the copy.
+    A module outside of closures does no harm. The stack is a deep copy of the first member, and in the copy
+    such a module is a copy, too. But variables in a function's closure are not copied, so a module there
+    would still be the first member's.
 
     Args:
         value: the value, which is searched recursively.
@@ -197,6 +198,7 @@ def _reaches(
         return False
     seen.add((id(value), in_closure))
     if id(value) in ids:
+        # It is one of the member's tensors or modules.
         return in_closure or isinstance(value, Tensor)
     in_closure = in_closure or isinstance(value, types.FunctionType)
     return any(_reaches(inner, ids, seen, in_closure) for inner in _contents(value).values)
@@ -206,8 +208,8 @@ def _differences(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
     """Yield the differences of two members."""
     ours = dict(one.named_modules(remove_duplicate=False))
     theirs = dict(other.named_modules(remove_duplicate=False))
-    # Modules at the same path are compared in the loop below. If a module is found in an attribute, it
-    # need not be compared there again, unless it has no path.
+    # Modules at the same path are compared in the loop below. A module may also be the value of an attribute
+    # of another one. There it need not be compared again.
     compared = frozenset((id(ours[name]), id(theirs[name])) for name in ours if name in theirs)
     for name in dict.fromkeys((*ours, *theirs)):
         if name not in ours:
@@ -394,9 +396,9 @@ def _contents(value: object) -> _Contents:
 
 
 def _contents_by_type(value: object) -> _Contents:
-    """Return what an object consists of, apart from attributes.
+    """Return what an object consists of, apart from its attributes, which `_contents` adds.
 
-    An object of an unknown type consists of its attributes alone, or if it has none of itself.
+    An object without attributes whose type is not known here is compared as a whole, by ==.
     """
     match value:
         case float() | complex():

@@ -41,6 +41,10 @@ class MemberEngine(Engine):
         """Return the member as an ordinary module."""
         return self._ensemble.members[self._number]
 
+    def gathered_model(self) -> nn.Module:
+        """Return the member."""
+        return self.model
+
     @property
     def loss(self) -> Loss:
         """Return the member's loss."""

@@ -93,12 +93,11 @@ class Stack:
         self._tensors: list[_StackedTensor] = []
         for locations in _tensor_locations(members):
             is_shared = _is_shared(locations)
-            stacked = (
-                locations[0].tensor()
-                if is_shared
-                else _stack([location.tensor() for location in locations])
-            )
-            shapes = [location.tensor().shape for location in locations]
+            member_tensors = [location.tensor() for location in locations]
+            stacked = member_tensors[0] if is_shared else _stack(member_tensors)
+            shapes = [member_tensor.shape for member_tensor in member_tensors]
+            # Otherwise this list would keep the members' old tensors in memory.
+            del member_tensors
             tensor = _StackedTensor(stacked, locations, shapes, is_shared)
             self._tensors.append(tensor)
             # This frees the tensor's old memory before the next tensor is stacked.
@@ -183,11 +182,11 @@ class Stack:
             tensor: Tensor | None = module._parameters.get(name)
             if tensor is None:
                 tensor = module._buffers.get(name)
+            expected_region = region if is_shared else _view_memory(region, number, shapes[number])
             is_view = (
                 isinstance(tensor, type(stacked))
                 and tensor.requires_grad == stacked.requires_grad
-                and memory_of(tensor)
-                == (region if is_shared else _view_memory(region, number, shapes[number]))
+                and memory_of(tensor) == expected_region
             )
             if not is_view:
                 for path, part in self.members[number].named_modules():
@@ -248,14 +247,16 @@ def _is_shared(locations: Sequence[_TensorLocation]) -> bool:
     Training changes parameters that require gradients. A forward pass may change buffers, such as a
     batch norm's statistics; but those are in the state dict, and other buffers are constants.
     """
+    if len(locations) == 1:
+        return False
     module, name = locations[0]
     tensors = [location.tensor() for location in locations]
-    is_constant = (
-        not tensors[0].requires_grad
-        if name in module._parameters
-        else name in module._non_persistent_buffers_set
-    )
-    return len(tensors) > 1 and is_constant and len({memory_of(tensor) for tensor in tensors}) == 1
+    if name in module._parameters:
+        is_constant = not tensors[0].requires_grad
+    else:
+        # A buffer that is not in the state dict.
+        is_constant = name in module._non_persistent_buffers_set
+    return is_constant and len({memory_of(tensor) for tensor in tensors}) == 1
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:
@@ -286,8 +287,8 @@ def _copy_with_stacked_tensors(member: nn.Module, tensors: list[_StackedTensor])
         member: the first member.
         tensors: the stacked tensors. The copy has the shared ones, too, and no copies of them.
     """
-    # The memo of copy.deepcopy: by an object's id, what the copy has in its place. It goes by
-    # identity, so tied tensors stay tied.
+    # The memo of copy.deepcopy: {an object's id: what the copy has in the object's place}. A tied tensor is
+    # one object, so it stays tied.
     memo: dict[int, Any] = {id(tensor.locations[0].tensor()): tensor.stacked for tensor in tensors}
     # Attributes that are computed from parameters at each call cannot be deep-copied, as they are not
     # leaves of autograd. The copy does not need them, so it gets None.

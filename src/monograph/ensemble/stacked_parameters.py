@@ -6,7 +6,7 @@ Shapes: N members.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ from monograph.ensemble.call import MemberCaller, Tensors
 from monograph.ensemble.optimizers import merge_kinds
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
+from monograph.graph.lora import Factor
 from monograph.graph.precision import FP8, Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Batch, check_result, count_tensor, has_count, require_constant
+from monograph.ops.fused_gradients import FusedGradient, fused_gradients
 from monograph.optim import Muon, Optimizer, Plane, planes, require_optimizer, trainable
 from monograph.optim.formats import FORMATS
 from monograph.schedule import Schedule, factor_at
 from monograph.step import OnDevice, Step, Update, finish_update, prepared_loss
+from monograph.step.on_device import can_fuse_gradients
 
 # What a differentiated function returns: the loss, and (sum of losses, count, new buffers). It has a name,
 # since Dynamo cannot trace the definition of a function whose annotation it would have to evaluate.
@@ -50,7 +53,9 @@ class StackedParameters(OnDevice):
     """
 
     differentiable = False  # a gradient inside vmap is not a gradient of the stack
-    replays_update = True  # members are small
+    replays_update = (
+        True  # members are small, so launching their kernels takes longer than these run
+    )
 
     def __init__(
         self,
@@ -166,7 +171,38 @@ class StackedParameters(OnDevice):
             )
         kinds = merge_kinds(member_kinds, self.frozen.device)
         stacked_planes = planes(trainable(step.model), kinds, lead=1)
-        return [step.prepare_plane(plane) for plane in stacked_planes]
+        for plane in stacked_planes:
+            step.prepare_plane(plane)
+        if can_fuse_gradients(step, self.frozen.is_cuda):
+            self.fuse_gradients_of_adapters(stacked_planes)
+        return stacked_planes
+
+    def fuse_gradients_of_adapters(self, stacked_planes: Sequence[Plane]) -> None:
+        """Round adapters once for an update, and let their products add gradients to the planes.
+
+        Captured, a layer then has no kernels but products for its adapters
+        (`monograph.graph.member_factors`). Those of experts are left to autograd.
+        """
+        factors = {
+            f"{path}.weight": module
+            for path, module in self.step.model.named_modules()
+            if isinstance(module, Factor)
+        }
+        for plane in stacked_planes:
+            if not any(placed.name in factors for placed in plane.placed):
+                continue
+            plane.rounded = torch.empty_like(plane.param, dtype=self.step.precision.dtype)
+            for (name, weight), (_, total) in zip(
+                plane.views(plane.rounded), plane.views(plane.grad), strict=True
+            ):
+                if name in factors:
+                    # With `.data` each has a version of its own: one that changes does not make another stale.
+                    factors[name].fused_gradient = FusedGradient(weight.data, total.data)
+                    self._fuses_gradients = True
+
+    def fused_gradients(self) -> AbstractContextManager[None]:
+        """Let adapters' products in the block add their gradients to the planes, if `place` chose that."""
+        return fused_gradients() if self._fuses_gradients else nullcontext()
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions of the step that are captured, `gradient_and_update` included."""
@@ -242,6 +278,8 @@ class StackedParameters(OnDevice):
         step = self.step
         self.caller.stack.require_views(step.index)
         step.link()
+        for plane in step.planes:
+            plane.round()
         for batch in batches:
             step.micro_step(batch)
             self.caller.draw += 1  # dropout drops other elements in the next micro-batch

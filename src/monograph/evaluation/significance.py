@@ -140,7 +140,7 @@ class Setting:
 
 
 class Best(NamedTuple):
-    """The setting with the lowest mean, and the index of its member with the lowest value."""
+    """The setting with the best mean, and the index of its member with the best value."""
 
     setting: Setting
     member: int
@@ -148,17 +148,19 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A comparison of settings, in which lower values are better.
+    """A comparison of settings.
 
     Attributes:
         settings: the settings in the order of their first members.
         best: the best setting; None if every member diverged.
         values: each member's value; None for a member that diverged.
         noise: standard deviation of a paired difference over seeds, pooled over settings; None if
-            there is only one seed.
+            there is only one seed, or if all seeds have the same differences. The latter happens if
+            scores are coarse, such as shares of few answers, and does not mean that there is no noise.
         degrees: the degrees of freedom of `noise`.
         over: the name of the repeated knob.
         unit: the unit of the values.
+        higher_is_better: whether higher values are better; otherwise lower ones are.
     """
 
     settings: tuple[Setting, ...]
@@ -168,6 +170,13 @@ class Table:
     degrees: int
     over: str = "seed"
     unit: str = field(default="bits/byte", kw_only=True)
+    higher_is_better: bool = field(default=False, kw_only=True)
+
+    def worse_by(self, setting: Setting) -> float:
+        """Return by how much a setting, which was compared with the best, is worse than it."""
+        assert setting.difference is not None
+        value = setting.difference.value
+        return -value if self.higher_is_better else value
 
     @property
     def how(self) -> str:
@@ -183,6 +192,8 @@ class Table:
         if len(rivals) < 2:
             fate = "stopped early or diverged" if self._any_stopped else "diverged"
             return f"the others {fate}: there is nothing to compare the best with"
+        if self.noise is None and self.degrees:
+            return f"the differences are the same for each {knob}, so they do not tell the noise; give more of them"
         if self.noise is None:
             return f"one {knob}: no error bar, and no difference can be told from chance; give more of them"
         t = t_quantile(max(1, self.degrees))
@@ -225,7 +236,7 @@ class Table:
         if self.best and setting is self.best.setting:
             standing = "best"
         elif setting.tied and setting.difference:
-            standing = f"tied (+{setting.difference.value:.3f})"
+            standing = f"tied ({setting.difference.value:+.3f})"
         return ", ".join(filter(None, (standing, fate)))
 
 
@@ -244,6 +255,8 @@ def tabulate(
     over: str = "seed",
     unit: str = "bits/byte",
     stopped: Collection[int] = (),
+    *,
+    higher_is_better: bool = False,
 ) -> Table:
     """Compare settings, each of which was repeated with the same seeds (or values of another knob).
 
@@ -267,15 +280,17 @@ def tabulate(
         over: the name of the repeated knob; members without this knob are numbered instead.
         unit: the values' unit.
         stopped: the members that were stopped early, whose values are from that moment.
+        higher_is_better: whether higher values are better.
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     settings = _group_settings(finite, knobs, over, stopped)
     rivals = [setting for setting in settings if setting.mean and not setting.stopped]
+    sign = -1 if higher_is_better else 1
 
     def rank(setting: Setting) -> tuple[bool, float]:
-        """Order settings: a member that diverged puts its setting last, and else the lowest mean is first."""
+        """Order settings: a member that diverged puts its setting last, and else the best mean is first."""
         assert setting.mean is not None
-        return bool(setting.failed), setting.mean.value
+        return bool(setting.failed), sign * setting.mean.value
 
     ranked = sorted(rivals, key=rank)
     if not ranked:
@@ -287,6 +302,7 @@ def tabulate(
             degrees=0,
             over=over,
             unit=unit,
+            higher_is_better=higher_is_better,
         )
     top = ranked[0]
     # The paired differences d of each setting. Settings are not hashable, so their ids are keys.
@@ -297,14 +313,20 @@ def tabulate(
         paired = differences[id(setting)]
         squares += [(d - statistics.fmean(paired)) ** 2 for d in paired]
         degrees += max(0, len(paired) - 1)
-    noise = math.sqrt(sum(squares) / degrees) if degrees else None
+    # If each setting differs from the best equally for all seeds, scores are too coarse to tell the
+    # noise, unless all settings have the scores of the best.
+    are_equal_for_seeds = not any(squares)
+    are_all_zero = not any(any(paired) for paired in differences.values())
+    noise = None
+    if degrees and (are_all_zero or not are_equal_for_seeds):
+        noise = math.sqrt(sum(squares) / degrees)
     t = t_quantile(degrees) if degrees else 0.0
     values_of_top = dict[int, float]()
     for member in top.members.values():
         value = finite[member]
         if value is not None:
             values_of_top[member] = value
-    best_member = min(values_of_top, key=lambda member: values_of_top[member])
+    best_member = min(values_of_top, key=lambda member: sign * values_of_top[member])
 
     def compare_with_top(setting: Setting) -> Setting:
         paired = differences.get(id(setting))
@@ -323,6 +345,7 @@ def tabulate(
         degrees=degrees,
         over=over,
         unit=unit,
+        higher_is_better=higher_is_better,
     )
 
 

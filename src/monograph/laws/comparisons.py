@@ -67,7 +67,7 @@ class LawComparison(NamedTuple):
         return not self.why and math.isfinite(self.error) and self.error <= self.bound
 
     @property
-    def texts(self) -> tuple[str, str, str]:
+    def in_words(self) -> tuple[str, str, str]:
         """Return the error, the bound and the verdict as texts."""
         if self.bound:
             error = f"{self.error:.1e}"

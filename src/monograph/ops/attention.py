@@ -174,6 +174,7 @@ def _sdpa(
     query_BHTE, key_BKSE, value_BKSE = (F.pad(each, (0, SINK_CHANNELS, 1, 0)) for each in heads)
     # The zeros before and after the one channel that is used, on the last axis.
     around_channel = (head_dim, SINK_CHANNELS - 1)
+    # Torch will multiply the score by the scale, but a sink is a score as it is. So it is divided first.
     scaled_HT1 = (sink_H / scale).to(query_BHTE.dtype)[:, None, None].expand(-1, queries, 1)
     query_BHTE = query_BHTE + F.pad(scaled_HT1, (*around_channel, 1, 0))
     key_BKSE = key_BKSE + F.pad(key_BKSE.new_ones(1, 1), (*around_channel, 0, keys))
@@ -270,8 +271,8 @@ def _in_query_blocks(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tenso
     # score cannot overflow.
     hiding_bias = torch.finfo(query_BHTE.dtype).min / 2
     # The mask is a bias that the matrix product adds. The loop over the scores must not read a mask
-    # itself, because Inductor then splits a row's softmax into several loops, which takes half as
-    # long again (dev/log.md).
+    # itself, because Inductor then splits a row's softmax into several loops, which takes 1.5 times
+    # as long (dev/log.md).
     bias = torch.zeros_like(mask, dtype=query_BHTE.dtype).masked_fill(~mask, hiding_bias)
     bias_BKGTS = bias.expand(rows, query_BHTE.shape[1], -1, -1).unflatten(1, (key_heads, -1))
     scaled_query_BHTE = query_BHTE * query_BHTE.shape[-1] ** -0.5
@@ -467,9 +468,9 @@ def _wide_product(
 def _sum_by_halving(parts_N: Tensor) -> Tensor:
     """Return the sum over the first axis. Parts of zeros at the end do not change its bits.
 
-    With P the power of two from N on, and zeros after the N parts, parts i and i + P / 2 are added
-    until one is left. More zeros make P larger. This gives more steps at the beginning, which add
-    only zeros.
+    Let P be the smallest power of two that is at least N, and think of zeros after the N parts. Parts i
+    and i + P / 2 are added, which leaves P / 2 parts, and so on until one part is left. With more zeros,
+    P is larger, so there are more steps at the beginning. But these steps only add zeros.
     """
     while (count := parts_N.shape[0]) > 1:
         half = 1 << ((count - 1).bit_length() - 1)  # P / 2, the largest power of two below count

@@ -11,12 +11,17 @@ The first line is `convolve_token`, and all others are `delta_rule_token`. With 
 computes the projections and the output's product, a layer takes four launches; PyTorch's operators take
 more than eighty. `monograph.model.delta_net.GatedDeltaNet` is the reference.
 
-The convolution's inputs and the state S are changed in place. A row's count says how many tokens they
-include. A step may be repeated: a token whose position is below the count leaves them as they are, and
-gets the same output again. The first kernel decides whether a token is new, since the second one
-changes the count while other programs may still read it.
+The convolution's last inputs and the state S are changed in place. A row's count says how many tokens they
+include. A step may be repeated with the same token: if its position is below the count, the token leaves
+inputs, state and count as they are, and gets the same output again. The first kernel decides for both
+kernels whether a token is new. The second one could not, since one of its programs changes the count while
+others may not have read it yet.
 
-A program computes channels or a head of one row, so a row's bits do not depend on the other rows.
+    kernel                axis 0 of the grid           axis 1   a program computes
+    `_convolve_token`     tiles of CHANNELS channels   rows     these channels of the convolution
+    `_delta_rule_token`   value heads                  rows     one value head, whose state is in registers
+
+Since a program belongs to one row, a row's bits do not depend on the other rows.
 
 Shapes: B rows, P columns of the projections, C channels of the convolution, K its taps, G key heads,
 H value heads, R = H / G value heads of a key head, E key dimension, V value dimension. In kernels, K,
@@ -30,9 +35,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_HEAD = 128  # channels: a head's whole state is in registers, so that it is read once
-MAX_TAPS = 16  # of the convolution
-_CHANNELS_PER_PROGRAM = 128  # of the convolution
+# The largest key or value dimension. A head's whole state [E, V] is in registers, so that it is read once.
+MAX_HEAD = 128
+MAX_TAPS = 16  # the largest number of taps of the convolution
+_CHANNELS_PER_PROGRAM = 128  # channels of the convolution
 _STATE_PER_THREAD = 64  # elements of the state that a thread has in registers
 _THREADS_PER_WARP = 32
 
@@ -86,7 +92,7 @@ def _convolve_token(
     """Compute CHANNELS channels of one row, for `convolve_token`.
 
     `convolved` gets the outputs, and `is_new_token` whether each row's token is new. In the names of
-    tensors, the size of C is CHANNELS, and that of K is TAPS.
+    tensors, the size of C is CHANNELS, and that of K is TAPS, a power of two.
     """
     row = tl.program_id(1)
     channel_C = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -110,8 +116,8 @@ def _convolve_token(
     is_new = is_new & (position_of_row < tl.load(limit + row))
     if tl.program_id(0) == 0:
         tl.store(is_new_token + row, is_new.to(tl.int32))
-    # The last K inputs, the newest last. A new token moves them by one place: tap k gets the input that
-    # was at tap k + 1, and the last tap gets the token's.
+    # `inputs` has the last K inputs, the newest last. A new token moves them by one place: tap k gets the
+    # input that was at tap k + 1, and the last tap gets the token's own.
     old_tap_K1 = tap_K[:, None] + is_new.to(tl.int32)
     inputs_of_row = inputs + row.to(tl.int64) * (K * C)
     input_KC = tl.load(

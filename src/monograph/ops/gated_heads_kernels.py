@@ -1,19 +1,21 @@
 """Compute the parts of gated attention that `attend` lacks, by two Triton kernels for a few tokens.
 
     q, k = rotate(norm(q)), rotate(norm(k))      `prepare_heads`, before `attend`
-    out  = x sigmoid(gate)                       `multiply_by_gates` after it, and `multiply_by_gate`
+    out  = x sigmoid(gate)                       `multiply_by_gates`, after `attend`
 
-In families with gated attention, each query is followed by its gate in the columns of the projections,
-and only the first channels of a head are rotated. `monograph.ops.decode_kernels.attend` can normalise
-and rotate heads by itself, but it reads queries, keys and values without gates between them, and
-rotates whole heads.
+`monograph.ops.decode_kernels.attend` can normalise and rotate heads by itself. But it rotates whole heads,
+and expects queries, keys and values one after another. In families with gated attention, only the first
+channels of a head are rotated, and each query is followed by its gate in the columns of the projections.
 
-A program computes a head of one row, or channels of it, so a row's bits do not depend on the other
-rows.
+    kernel                   axis 0 of the grid          axis 1   a program writes
+    `_prepare_heads`         heads: H + 2 J              rows     one query, key or value
+    `_multiply_by_sigmoid`   tiles of CHANNELS outputs   rows     these outputs of one row
+
+Since a program belongs to one row, a row's bits do not depend on the other rows.
 
 Shapes: B rows, H query heads, J key-value heads, E head dimension, F rotated pairs of channels of a
-head, P = (2 H + 2 J) E columns of the projections, X = (H + 2 J) E. In kernels, tensors over E are
-padded to a power of two.
+head, P = (2 H + 2 J) E columns of the projections, X = (H + 2 J) E outputs. In kernels, tensors over E
+are padded to a power of two.
 """
 
 import torch
@@ -53,7 +55,8 @@ def _prepare_heads(
 ):
     """Write one head of one row to `out`: a query, a key, or a value.
 
-    In the names of tensors, the size of E is CHANNELS.
+    NORM: queries and keys are normalised. CENTRED: the norm multiplies by 1 + gain. F is 0 if heads are
+    not rotated. In the names of tensors, the size of E is CHANNELS, a power of two.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     channel_E = tl.arange(0, CHANNELS)
@@ -64,10 +67,12 @@ def _prepare_heads(
     head_of_row = projected + row * (2 * H + 2 * J) * E + column
     raw_E = tl.load(head_of_row + channel_E, mask=is_channel_E, other=0.0)
     x_E = raw_E.to(tl.float32)
-    # Channel i < F is rotated with channel i + F, its partner. Channels from 2 F on stay as they are.
+    # Channel i < F is rotated together with its partner, channel i + F. Channels from 2 F on stay as they
+    # are.
     is_first_E, is_rotated_E = channel_E < F, channel_E < 2 * F
     partner_channel_E = tl.where(is_first_E, channel_E + F, channel_E - F)
     is_paired_E = is_rotated_E & is_channel_E
+    # `partner_E` has at each channel the element of its partner.
     partner_E = tl.load(head_of_row + partner_channel_E, mask=is_paired_E, other=0.0).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x_E * x_E, 0) / E + EPS)

@@ -26,6 +26,20 @@ SettingSummary = Mapping[str, Any]
 SHADES = 4  # the page has this many colours that can be told apart
 
 
+class Score(NamedTuple):
+    """What the members of a sweep are compared by.
+
+    Attributes:
+        key: its key in a row of metrics.
+        unit: its unit.
+        higher_is_better: whether a higher score is better.
+    """
+
+    key: str
+    unit: str
+    higher_is_better: bool = False
+
+
 class MemberCurve(NamedTuple):
     """A member of a sweep, and the data of its curve.
 
@@ -39,19 +53,18 @@ class MemberCurve(NamedTuple):
 
 
 def sweep_drawings(
-    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], key: str, unit: str
+    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], score: Score
 ) -> Drawings:
     """Return a chart for each knob that varies, and a chart with the curves of all members.
 
     Args:
         settings: the settings.
         curves: the members' curves.
-        key: the score's key in a row of metrics.
-        unit: the score's unit.
+        score: what the members are compared by.
     """
     tables: list[Columns] = []
-    charts = [_chart_against_knob(settings, name, unit, tables) for name in varied_in(settings)]
-    curve_chart = _chart_of_curves(curves, key, unit, tables)
+    charts = [_chart_against_knob(settings, name, score, tables) for name in varied_in(settings)]
+    curve_chart = _chart_of_curves(curves, score, tables)
     if curve_chart:
         charts.append(curve_chart)
     return Drawings(tables, charts, halves=True)
@@ -69,7 +82,7 @@ def varied_in(settings: Sequence[SettingSummary]) -> list[str]:
 
 
 def _chart_against_knob(
-    settings: Sequence[SettingSummary], knob: str, unit: str, tables: list[Columns]
+    settings: Sequence[SettingSummary], knob: str, score: Score, tables: list[Columns]
 ) -> Chart:
     """Return a chart of the settings' means over the values of one knob, and append its tables.
 
@@ -79,7 +92,7 @@ def _chart_against_knob(
     Args:
         settings: the settings.
         knob: the knob's key.
-        unit: the score's unit.
+        score: what the members are compared by.
         tables: the page's tables; each line's table is appended.
     """
     axis = axis_of([setting["knobs"].get(knob) for setting in settings])
@@ -118,9 +131,9 @@ def _chart_against_knob(
     scores = [value for setting in settings for value in setting["values"] if value is not None]
     return Chart(
         name=f"against_{short_key(knob)}",
-        title=f"Held-out {unit} by {knob}",
+        title=f"Held-out {score.unit} by {knob}",
         lines=lines,
-        limits=limits_of(scores),
+        limits=limits_of(scores, score),
         note=note,
         axis=ChartAxis(key="place", name=knob, ticks=axis.ticks, is_log=axis.is_log),
         band=("low", "high") if has_band else None,
@@ -188,21 +201,33 @@ def axis_of(values: Sequence[Any]) -> KnobAxis:
     return KnobAxis(places, ticks, is_log=False)
 
 
-def limits_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lower and the upper end of the scores' axis; a low score is good.
+def limits_of(values: Sequence[float], score: Score) -> tuple[float, float]:
+    """Return the lower and the upper end of the scores' axis.
 
-    The axis leaves out scores above 1.6 times the best score, since the others would be one flat
-    line on their scale.
+    If a low score is good, the axis leaves out scores above 1.6 times the best score, since the others
+    would be one flat line on their scale.
     """
     finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
     low = finite[0]
-    high = min(finite[-1], 1.6 * finite[0])
+    high = finite[-1]
+    if not score.higher_is_better:
+        high = min(high, 1.6 * low)
     margin = max(0.08 * (high - low), 0.005)
     return low - margin, high + 2 * margin
 
 
+def limits_of_curves(last_scores: Sequence[float], score: Score) -> tuple[float, float]:
+    """Return the lower and the upper end of the axis of the members' curves.
+
+    The ends of the curves decide it, since their beginnings are far worse.
+    """
+    low, high = limits_of(last_scores, score)
+    height = 1.6 * (high - low)
+    return (high - height, high) if score.higher_is_better else (low, low + height)
+
+
 def _chart_of_curves(
-    curves: Sequence[MemberCurve], key: str, unit: str, tables: list[Columns]
+    curves: Sequence[MemberCurve], score: Score, tables: list[Columns]
 ) -> Chart | None:
     """Return a chart of each member's held-out scores over training, and append its tables.
 
@@ -210,6 +235,7 @@ def _chart_of_curves(
         The chart; None if no member has a score.
     """
     settings = list(dict.fromkeys(knobs_text(knobs, without="seed") for knobs, _ in curves))
+    key = score.key
     lines = list[Line]()
     last_scores = list[float]()
     for knobs, rows in curves:
@@ -230,22 +256,25 @@ def _chart_of_curves(
             last_scores.append(last_score)
     if not lines:
         return None
-    # The ends of the curves decide the axis, since their beginnings are far above them.
-    low, high = limits_of(last_scores)
     return Chart(
         name="curves",
-        title=f"Held-out {unit}, all members",
+        title=f"Held-out {score.unit}, all members",
         lines=lines,
-        limits=(low, low + 1.6 * (high - low)),
+        limits=limits_of_curves(last_scores, score),
     )
 
 
 def comparable_scores(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:
-    """Return the rows with comparable scores: those evaluated on the smallest number of held-out rows.
+    """Return the rows with comparable scores: those evaluated on the smallest number of held-out
+    records.
 
     The last evaluation of a member may use more held-out rows than the earlier ones. Its score
     would make a step in the curve that training did not cause.
     """
-    scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
-    fewest_rows = min((row["eval_rows"] for row in scored), default=0)
-    return [row for row in scored if row["eval_rows"] == fewest_rows]
+
+    def records(row: MetricsRow) -> int:
+        return row.get("eval_rows") or row.get("eval_prompts") or 0
+
+    scored = [row for row in rows if row.get(key) is not None and records(row)]
+    fewest = min(map(records, scored), default=0)
+    return [row for row in scored if records(row) == fewest]

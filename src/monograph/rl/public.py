@@ -186,8 +186,7 @@ def member_rollouts(
 
     Raises:
         UsageError: an argument is out of range, the ensemble has another loss, or its members have no
-            adapters or adapters of a kind that one decoder cannot have; also for a KL term and for
-            teachers, which need further weights.
+            adapters or adapters of a kind that one decoder cannot have.
         InputRefused: see `rollouts`.
     """
     if len(seeds) != ensemble.size:
@@ -197,15 +196,15 @@ def member_rollouts(
     records = list(records)
     drawers = []
     for number, seed in enumerate(seeds):
-        prepared = _prepare(
-            ensemble, tokenizer, records, reward, exact=False, **{**options, "seed": seed}
-        )
-        kl = prepared.options.kl
-        if kl and kl.needs_reference:
-            raise UsageError("kl needs the weights that each member began from: leave it out")
-        if prepared.reward.teacher is not None:
-            raise UsageError("a teacher scores the answers of one model: give another reward")
+        chosen = {**rollouts.__kwdefaults__, **options, "seed": seed}
+        prepared = _prepare(ensemble, tokenizer, records, reward, exact=False, **chosen)
         drawers.append(prepared.drawer(MemberEngine(ensemble, number)))
+    kl = drawers[0].options.kl
+    if kl and kl.needs_reference:
+        # The planes have the weights of all members, so one copy of them is the reference of each.
+        reference = [plane.param.clone() for plane in ensemble.step.planes]
+        for drawer in drawers:
+            drawer.reference = reference
     return MembersRollouts(MembersDrawer(ensemble, drawers), list(map(Rollouts, drawers)))
 
 
@@ -237,15 +236,15 @@ def _prepare(
     reward: RewardLike,
     *,
     exact: bool,
+    prompts: int,
+    group: int,
+    max_new_tokens: int,
+    truncated: str,
+    truncation_penalty: float,
+    draws: int,
+    epochs: int | None,
     seed: int,
-    prompts: int = 16,
-    group: int = 8,
-    max_new_tokens: int = 64,
-    truncated: str = "keep",
-    truncation_penalty: float = 0.0,
-    draws: int = 1,
-    epochs: int | None = None,
-    trust_code: bool = False,
+    trust_code: bool,
     **parameters: object,
 ) -> _Prepared:
     """Check the arguments of `rollouts`, and read the records; `exact` is that of `RolloutOptions`.

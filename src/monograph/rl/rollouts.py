@@ -113,6 +113,18 @@ def not_finite(prompt: Prompt) -> Diverged:
     )
 
 
+class WantedAnswers(NamedTuple):
+    """The answers that a window or an evaluation needs.
+
+    Attributes:
+        prompts: the prompt of each answer.
+        seeds: the seed of each answer.
+    """
+
+    prompts: Sequence[Prompt]
+    seeds: Sequence[int]
+
+
 @dataclass(frozen=True)
 class Sharing:
     """How ranks, the processes of distributed training, share the work of sampling.
@@ -212,7 +224,7 @@ class Drawer:
             return self._cached_generator[1]
         answers_of_rank = math.ceil(answers / self.sharing.ranks)
         with modes_kept(self.model):
-            generator = self.new_generator(self.model, answers_of_rank, mode)
+            generator = self.new_generator(self.model, self.options.prompts, answers_of_rank, mode)
         self._cached_generator = mode, generator
         return generator
 
@@ -233,11 +245,12 @@ class Drawer:
             decode_steps = samples * batches * options.max_new_tokens
         return mode_for(decode_steps, device_type, is_autocast=step.precision.name != "fp32")
 
-    def new_generator(self, model: Llama, answers: int, mode: Mode) -> Generator:
+    def new_generator(self, model: Llama, prompts: int, answers: int, mode: Mode) -> Generator:
         """Return a new decoder for this run's prompts and options.
 
         Args:
             model: the model that it samples from.
+            prompts: the number of prompts that it reads at the same time, up to a maximum.
             answers: the number of answers that it samples at the same time, if the memory allows it.
             mode: the mode of decoding.
 
@@ -245,10 +258,12 @@ class Drawer:
             OutOfDeviceMemory: see `generator`.
         """
         options = self.options
-        prompts = self.prompts
-        prefill_prompts = min(options.prompts, MAX_PREFILL_PROMPTS)
         slots = CacheSizes(
-            self.slots, block_of(self.slots), prefill_prompts, options.exact, prompts.longest
+            self.slots,
+            block_of(self.slots),
+            min(prompts, MAX_PREFILL_PROMPTS),
+            options.exact,
+            self.prompts.longest,
         )
         # Memory may hold fewer rows than there are answers.
         rows = unpadded_count(
@@ -261,7 +276,7 @@ class Drawer:
             chain,
             rows=rows,
             slots=slots,
-            vocabulary=prompts.vocab_size,
+            vocabulary=self.prompts.vocab_size,
             pace=min(BLOCK_STEPS, options.max_new_tokens),
             mode=mode,
             automata=[self.form.automaton] if self.form else (),
@@ -337,7 +352,7 @@ class Drawer:
 
     def _gather_model(self) -> None:
         """Set `model` to a model that has all weights; see the attribute."""
-        self.model = cast(Llama, self.engine.step.parameters.gathered())
+        self.model = cast(Llama, self.engine.gathered_model())
 
     def _draw_on_this_rank(
         self, prompts: Sequence[Prompt], seeds: Sequence[int]
@@ -439,7 +454,8 @@ class Drawer:
 
         def score_on_this_rank(part: Sequence[Rollout]) -> list[list[float]]:
             rows = self.engine.micro_batch or len(part)
-            with self._decoding():
+            with self._decoding(), modes_kept(model):
+                model.eval()
                 return split_by_answer(log_probabilities, part, self.arrangement, rows)
 
         return self.sharing.share(score_on_this_rank, rollouts)
@@ -539,27 +555,27 @@ class Drawer:
                 `reward_figures`.
             eval_prompts: the number of prompts.
         """
+        wanted = self.held_out_answers()
+        return self.held_out_figures(wanted.prompts, self.draw(wanted.prompts, wanted.seeds))
+
+    def held_out_answers(self) -> WantedAnswers:
+        """Return the answers by which the model is evaluated."""
         group = self.options.group
         held_out = self.prompts.held_out[: self.options.prompts]
-        prompts = [prompt for prompt in held_out for _ in range(group)]
         # The seeds are the same each time, so that less of a change is due to chance.
         positions = range(FIRST_HELD_OUT_POSITION, FIRST_HELD_OUT_POSITION + len(held_out))
-        answers = self.draw(prompts, rollout_seeds(self.options.seed, positions, group))
+        return WantedAnswers(
+            [prompt for prompt in held_out for _ in range(group)],
+            rollout_seeds(self.options.seed, positions, group),
+        )
+
+    def held_out_figures(
+        self, prompts: Sequence[Prompt], answers: Sequence[Completion]
+    ) -> dict[str, float]:
+        """Return the figures of `evaluate` on the answers that `held_out_answers` wants."""
         figures = self.reward_figures(self.score(prompts, answers))
-        figures["prompts"] = len(held_out)
+        figures["prompts"] = len(prompts) // self.options.group
         return {f"eval_{name}": value for name, value in figures.items()}
-
-
-class WantedAnswers(NamedTuple):
-    """The answers that a window needs.
-
-    Attributes:
-        prompts: the prompt of each answer.
-        seeds: the seed of each answer.
-    """
-
-    prompts: Sequence[Prompt]
-    seeds: Sequence[int]
 
 
 class SampledAnswers(NamedTuple):

@@ -67,6 +67,7 @@ class LosslessCheck:
             shown = _around(text, mark_position)
             return f"{MARK!r} in {shown!r} would become ' ': the tokenizer writes each space as that letter"
         character_fault = self._character_without_token(text) if self._checked.missing_bytes else ""
+        # Most texts end here, since encoding them takes longer than these checks.
         has_no_suspects = not self._suspect_ids or (
             ids is not None and self._suspect_ids.isdisjoint(ids)
         )

@@ -48,6 +48,25 @@ _EOS_NAMES = (
 )
 _PAD_NAMES = (PAD, "<|finetune_right_pad_id|>", "[PAD]", "<pad>")
 
+# A place where long texts may be cut (see `monograph.data.reading`). Only added tokens can contain
+# such a place.
+_CUT_INSIDE = re.compile(r"[^\W_][ \n][^\W_]")
+# With this post-processor, transformers begins a prompt with bos, as each document began in
+# training.
+_BEGIN_WITH_BOS: dict[str, Any] = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": BOS, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [
+        {"SpecialToken": {"id": BOS, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"Sequence": {"id": "B", "type_id": 1}},
+    ],
+    "special_tokens": {BOS: {"id": BOS, "ids": [0], "tokens": [BOS]}},
+}
+
 ByteString = bytes  # inside the class, `bytes` is the method `Tokenizer.bytes`
 
 
@@ -141,7 +160,8 @@ class Tokenizer:
                 self.pad_id = checked.special[name]
                 break
         self.strips_space = checked.marks is not None and checked.marks.strips_space
-        # [V]: whether a space directly after this id is inserted, and so is not part of the text.
+        # [V]: whether a space directly after this id was inserted by encoding and is left out by decoding,
+        # so that it is not part of the text.
         self._strips_after = np.zeros(self.vocab_size, dtype=np.bool_)
         self._strips_after[self.bos_id] = self.strips_space
         if self.inserts_space:
@@ -471,26 +491,6 @@ class Tokenizer:
     def save(self, path: str | Path) -> None:
         """Write a `tokenizer.json`."""
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-
-
-# A place where long texts may be cut (see `monograph.data.reading`). Only added tokens can contain
-# such a place.
-_CUT_INSIDE = re.compile(r"[^\W_][ \n][^\W_]")
-# With this post-processor, transformers begins a prompt with bos, as each document began in
-# training.
-_BEGIN_WITH_BOS: dict[str, Any] = {
-    "type": "TemplateProcessing",
-    "single": [
-        {"SpecialToken": {"id": BOS, "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-    ],
-    "pair": [
-        {"SpecialToken": {"id": BOS, "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-        {"Sequence": {"id": "B", "type_id": 1}},
-    ],
-    "special_tokens": {BOS: {"id": BOS, "ids": [0], "tokens": [BOS]}},
-}
 
 
 def _shown_examples(texts: Iterable[str]) -> str:

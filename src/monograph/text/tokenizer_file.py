@@ -165,15 +165,15 @@ class CheckedTokenizer:
         # A Metaspace writes a space as ▁, which has a token.
         if any(map(sentence_pieces.is_metaspace, pre_tokenizers)):
             self.writable_characters.add(" ")
+        # Where a space is inserted, if at all; see `sentence_pieces.Marks.scheme`.
         if self.marks:
             scheme = self.marks.scheme
-            inserts_space = True
+            self.inserts_space = scheme != "never"
         else:
             scheme = "always"
-            inserts_space = any(
+            self.inserts_space = any(
                 _is_byte_level(step) and step["add_prefix_space"] for step in pre_tokenizers
             )
-        self.inserts_space = scheme != "never" and inserts_space
         self.ids_before_space = frozenset(
             token["id"]
             for token in added
