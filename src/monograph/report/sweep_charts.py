@@ -26,7 +26,7 @@ SettingSummary = Mapping[str, Any]
 SHADES = 4  # the page has this many colours that can be told apart
 
 
-class Score(NamedTuple):
+class SweepScore(NamedTuple):
     """What the members of a sweep are compared by.
 
     Attributes:
@@ -53,7 +53,7 @@ class MemberCurve(NamedTuple):
 
 
 def sweep_drawings(
-    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], score: Score
+    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], score: SweepScore
 ) -> Drawings:
     """Return a chart for each knob that varies, and a chart with the curves of all members.
 
@@ -82,7 +82,7 @@ def varied_in(settings: Sequence[SettingSummary]) -> list[str]:
 
 
 def _chart_against_knob(
-    settings: Sequence[SettingSummary], knob: str, score: Score, tables: list[Columns]
+    settings: Sequence[SettingSummary], knob: str, score: SweepScore, tables: list[Columns]
 ) -> Chart:
     """Return a chart of the settings' means over the values of one knob, and append its tables.
 
@@ -201,7 +201,7 @@ def axis_of(values: Sequence[Any]) -> KnobAxis:
     return KnobAxis(places, ticks, is_log=False)
 
 
-def limits_of(values: Sequence[float], score: Score) -> tuple[float, float]:
+def limits_of(values: Sequence[float], score: SweepScore) -> tuple[float, float]:
     """Return the lower and the upper end of the scores' axis.
 
     If a low score is good, the axis leaves out scores above 1.6 times the best score, since the others
@@ -216,18 +216,20 @@ def limits_of(values: Sequence[float], score: Score) -> tuple[float, float]:
     return low - margin, high + 2 * margin
 
 
-def limits_of_curves(last_scores: Sequence[float], score: Score) -> tuple[float, float]:
+def limits_of_curves(last_scores: Sequence[float], score: SweepScore) -> tuple[float, float]:
     """Return the lower and the upper end of the axis of the members' curves.
 
     The ends of the curves decide it, since their beginnings are far worse.
     """
     low, high = limits_of(last_scores, score)
     height = 1.6 * (high - low)
-    return (high - height, high) if score.higher_is_better else (low, low + height)
+    if score.higher_is_better:
+        return high - height, high
+    return low, low + height
 
 
 def _chart_of_curves(
-    curves: Sequence[MemberCurve], score: Score, tables: list[Columns]
+    curves: Sequence[MemberCurve], score: SweepScore, tables: list[Columns]
 ) -> Chart | None:
     """Return a chart of each member's held-out scores over training, and append its tables.
 
@@ -272,9 +274,10 @@ def comparable_scores(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:
     would make a step in the curve that training did not cause.
     """
 
-    def records(row: MetricsRow) -> int:
+    def record_count(row: MetricsRow) -> int:
+        """Rewards are evaluated on prompts, other scores on rows."""
         return row.get("eval_rows") or row.get("eval_prompts") or 0
 
-    scored = [row for row in rows if row.get(key) is not None and records(row)]
-    fewest = min(map(records, scored), default=0)
-    return [row for row in scored if records(row) == fewest]
+    scored = [row for row in rows if row.get(key) is not None and record_count(row)]
+    fewest = min(map(record_count, scored), default=0)
+    return [row for row in scored if record_count(row) == fewest]

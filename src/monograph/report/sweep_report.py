@@ -32,8 +32,8 @@ from monograph.report.page import Cell, Drawings, config_of, number, page, pairs
 from monograph.report.run_report import write_pages
 from monograph.report.sweep_charts import (
     MemberCurve,
-    Score,
     SettingSummary,
+    SweepScore,
     axis_of,
     comparable_scores,
     limits_of,
@@ -50,7 +50,7 @@ MAX_TICK_LABELS = 10
 
 
 def draw_sweep(
-    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], score: Score
+    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], score: SweepScore
 ) -> list[Picture]:
     """Return a figure for each knob that varies, and a figure with the curves of all members.
 
@@ -72,7 +72,7 @@ def draw_sweep(
 
 
 def _draw_against_knob(
-    axes: Axes, settings: Sequence[SettingSummary], knob: str, score: Score
+    axes: Axes, settings: Sequence[SettingSummary], knob: str, score: SweepScore
 ) -> None:
     """Draw the scores against one knob.
 
@@ -148,7 +148,7 @@ def _draw_setting(axes: Axes, setting: SettingSummary, place: float) -> None:
 
 
 def _draw_curves(
-    axes: Axes, curves: Sequence[MemberCurve], score: Score, varied: Sequence[str]
+    axes: Axes, curves: Sequence[MemberCurve], score: SweepScore, varied: Sequence[str]
 ) -> None:
     """Draw each member's held-out scores over training, each setting in a shade of its own.
 
@@ -240,9 +240,9 @@ def write_page_so_far(
     write_pages(folder, html_page, pictures=[])
 
 
-def _score_of(results: Mapping[str, Any]) -> Score:
+def _score_of(results: Mapping[str, Any]) -> SweepScore:
     """Return what the members are compared by."""
-    return Score(**results["measure"])
+    return SweepScore(**results["measure"])
 
 
 def sweep_page(
@@ -334,7 +334,7 @@ def _settings_table(settings: Sequence[SettingSummary], unit: str) -> str:
     return _table_with_knobs("Settings of the sweep", knobs, heads, rows)
 
 
-# The scores of members that learn from texts: the key and the column's head.
+# The scores of members that learn from texts: the column's head by the score's key.
 _SCORES_OF_TEXTS = {
     "eval_bits_per_byte": "bits per byte",
     "eval_loss": "held-out loss, nats",
@@ -342,22 +342,22 @@ _SCORES_OF_TEXTS = {
 }
 
 
-def _members_table(members: JsonObjects, score: Score) -> str:
+def _members_table(members: JsonObjects, score: SweepScore) -> str:
     """Return a table of the members: their knobs, scores, and whether they diverged or were stopped."""
-    scores = {score.key: f"held-out {score.unit}"}
+    heads_of_scores = {score.key: f"held-out {score.unit}"}
     if score.key in _SCORES_OF_TEXTS:
-        scores = _SCORES_OF_TEXTS
+        heads_of_scores = _SCORES_OF_TEXTS
     rows: list[list[Cell]] = []
     for member in members:
         rows.append(
             [
-                *(number(member.get(key), "{:.4f}") for key in scores),
+                *(number(member.get(key), "{:.4f}") for key in heads_of_scores),
                 number(member["diverged"], "at update {:,}"),
                 number(member.get("stopped"), "at update {:,}"),
                 member.get("run", ""),
             ]
         )
-    heads = [*scores.values(), "diverged", "stopped", "run"]
+    heads = [*heads_of_scores.values(), "diverged", "stopped", "run"]
     knobs = [member["knobs"] for member in members]
     return _table_with_knobs("Members of the sweep", knobs, heads, rows)
 
