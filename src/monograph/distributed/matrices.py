@@ -67,5 +67,5 @@ def orthogonalise_rows(
     sent_back = torch.cat([orthogonal[:, each].flatten() for each in slices])
     own_orthogonal = world.all_to_all(sent_back, received_sizes, sent_sizes)
     own_orthogonal = own_orthogonal.view(n, *own_rows[0].shape)
-    # Back from the order of the owners to that of the matrices.
+    # The rows are in the owners' order; the caller gets them in the matrices' order.
     return [own_orthogonal[order.index(i)] for i in range(n)]
