@@ -1071,7 +1071,7 @@ REWARDS_WAY = WayToLearn(
         result_keys=("rl.reward",),
     ),
     RlSection,
-    names_code=("rl.reward",),
+    names_code=("rl.reward", "rl.environment"),
     exclusive=(("rl.answer_regex", "rl.answer_schema"),),
 )
 PREFERENCES_WAY = WayToLearn(

@@ -38,6 +38,8 @@ WITHOUT_ADAPTERS = (
     "members without adapters each have weights of their own, which one decoder cannot have"
 )
 
+EPISODES = "the episodes of members with an environment are sampled by one decoder each"
+
 
 class MembersDrawer:
     """A sampler of answers from the weights of the members of an ensemble.

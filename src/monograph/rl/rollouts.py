@@ -414,13 +414,7 @@ class Drawer:
             for completion in completions
         ]
         rollouts = [
-            Rollout(
-                prompt.ids,
-                completion.token_ids,
-                logprobs,
-                is_cut=completion.finish_reason == "length",
-                states=self.form.states(completion.token_ids) if self.form else (),
-            )
+            self._rollout(prompt, completion, logprobs)
             for prompt, completion, logprobs in zip(
                 prompts, completions, logprobs_of_answers, strict=True
             )
@@ -428,9 +422,7 @@ class Drawer:
         if self.options.kl is None:
             return rollouts
         if not self.options.kl.needs_reference:
-            return [
-                rollout._replace(reference=[0.0] * len(rollout.token_ids)) for rollout in rollouts
-            ]
+            return [rollout._replace(reference=[0.0] * rollout.length) for rollout in rollouts]
         # In this block the planes have the reference's weights.
         with temporary_params(self.engine.step.planes, self.reference or ()):
             self._gather_model()
@@ -439,6 +431,18 @@ class Drawer:
             rollout._replace(reference=reference)
             for rollout, reference in zip(rollouts, references, strict=True)
         ]
+
+    def _rollout(
+        self, prompt: Prompt, completion: Completion, logprobs: Sequence[float]
+    ) -> Rollout:
+        """Return an answer with the log-probabilities of its tokens."""
+        return Rollout(
+            prompt.ids,
+            completion.token_ids,
+            logprobs,
+            is_cut=completion.finish_reason == "length",
+            states=self.form.states(completion.token_ids) if self.form else (),
+        )
 
     def log_probabilities_of(self, rollouts: Sequence[Rollout], model: Llama) -> list[list[float]]:
         """Return a model's log-probabilities of each answer's tokens.
@@ -544,6 +548,10 @@ class Drawer:
             "pass_at_k": statistics.fmean(reward >= SOLVED_REWARD for reward in best),
             **{f"reward.{name}": statistics.fmean(of) for name, of in values_of_parts.items()},
         }
+
+    def group_figures(self, groups: Sequence[AnswerGroup]) -> dict[str, float]:
+        """Return figures on groups of answers; see `monograph.rl.arrange.group_figures`."""
+        return group_figures(groups)
 
     def evaluate(self) -> dict[str, float]:
         """Sample a group of answers to each of some held-out prompts; return figures on them.
@@ -672,7 +680,7 @@ class Rollouts(Iterator[Batch]):
         seconds = {"drawn_s": drawn_s, "scored_s": scored_s}
         self.numbers = {
             **self.drawer.reward_figures(scores),
-            **group_figures(groups),
+            **self.drawer.group_figures(groups),
             **seconds,
         }
         # With several draws, an update uses only groups that teach, unless there are none.

@@ -1,9 +1,11 @@
 """Read the calls of tools in an answer while it is written."""
 
 import codecs
+import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from monograph.text.calls import (
     ARGUMENTS,
@@ -87,6 +89,35 @@ def _end_of_run(characters: re.Pattern[str], text: str, begin: int) -> int:
     run = characters.match(text, begin)
     assert run is not None  # the pattern matches the empty text
     return run.end()
+
+
+def message_of(
+    ids: Sequence[int], frame: CallFrame, spelling_V: Sequence[str], lead: bytes = b""
+) -> dict[str, Any]:
+    """Return an answer as a message of a chat, with its calls.
+
+    Args:
+        ids: the whole answer, without the id that ends it.
+        frame: how calls are written.
+        spelling_V: the spelling of each token (`spellings`).
+        lead: see `CallReader`.
+
+    Returns:
+        {"role": "assistant", "content": ..., "tool_calls": [{"name": ..., "arguments": ...}, ...]}. The
+        arguments are an object, or what is written if that is no JSON. "tool_calls" may be empty.
+    """
+    reader = CallReader(frame, spelling_V, lead)
+    pieces = [reader.add(ids), reader.finish()]
+    calls: list[dict[str, Any]] = []
+    for piece in (call for answer in pieces for call in answer.calls):
+        if piece.name is not None:
+            calls.append({"name": piece.name, "arguments": ""})
+        calls[piece.number]["arguments"] += piece.arguments
+    for call in calls:
+        with suppress(ValueError):
+            call["arguments"] = json.loads(call["arguments"])
+    content = "".join(answer.content for answer in pieces)
+    return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
 class CallReader:

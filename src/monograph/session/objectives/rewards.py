@@ -38,11 +38,12 @@ from monograph.predict.roofline import AnswersToSample, Calibration, peak_flops,
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
 from monograph.rl.arrange import RolloutOptions
+from monograph.rl.episodes import EpisodeDrawer
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import Kl, PolicyLoss, kl_term
-from monograph.rl.members import WITHOUT_ADAPTERS, MembersDrawer, MembersRollouts
+from monograph.rl.members import EPISODES, WITHOUT_ADAPTERS, MembersDrawer, MembersRollouts
 from monograph.rl.prompts import Prompts, read_prompts
-from monograph.rl.rewards import REWARDS, Reward, form_named, parameters_of, reward_of
+from monograph.rl.rewards import ENVIRONMENT, REWARDS, Reward, form_named, parameters_of, reward_of
 from monograph.rl.rollouts import (
     MAX_DECODED_ROWS,
     MAX_PREFILL_PROMPTS,
@@ -133,6 +134,20 @@ class Rewards(Objective):
         truncation_penalty: is subtracted from the reward of an answer that was cut.
     """
 
+    @property
+    def turns(self) -> int:
+        """Return the maximum number of answers of an episode; 1 without an environment."""
+        turns = self.parameters.get("turns", 1)
+        assert isinstance(turns, int)
+        return turns
+
+    @property
+    def discount(self) -> float:
+        """Return the discount of an episode's rewards by turn; 1 without an environment."""
+        discount = self.parameters.get("discount", 1.0)
+        assert isinstance(discount, int | float)
+        return float(discount)
+
     way = REWARDS_WAY
     needs_model = True
     is_of_texts = False
@@ -188,9 +203,14 @@ class Rewards(Objective):
 
     def unused_key_error(self, origin: str, key: str, written: str) -> str:
         """Return the error message for a key of [rl] without rl.reward."""
-        return (
-            f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact"
-        )
+        # A parameter belongs to the rewards that have it.
+        rewards = [
+            name
+            for name, reward in REWARDS.items()
+            if key in [parameter.key for parameter in reward.parameters]
+        ]
+        given = f"rl.reward={rewards[0]}, too" if rewards else "rl.reward, too, such as exact"
+        return f"{origin}: {key} is of answers that are rewarded: give {given}"
 
     def require_keys(self, settings: Settings) -> None:
         """Refuse values of [rl] that do not go together; see `Objective.require_keys`."""
@@ -235,6 +255,8 @@ class Rewards(Objective):
                 decided_values[parameter.key] = teacher.name
             else:
                 parameters[parameter.name] = value
+        if reward == ENVIRONMENT:
+            _refuse_forms(settings)
         max_new_tokens = decided_values["rl.max_new_tokens"]
         if max_new_tokens >= length:
             raise UsageError(
@@ -287,7 +309,9 @@ class Rewards(Objective):
         return plan.with_training(training)
 
     def require_at_once(self, plan: RunPlan) -> None:
-        """Refuse members without adapters; see `Objective.require_at_once`."""
+        """Refuse members without adapters, and episodes; see `Objective.require_at_once`."""
+        if self.reward == ENVIRONMENT:
+            raise UsageError(EPISODES)
         if plan.job.adapters() is None:
             raise UsageError(WITHOUT_ADAPTERS)
 
@@ -473,6 +497,19 @@ def _refuse_keys_of_whole_answers(settings: Settings, reward: str) -> None:
             raise UsageError(f"{settings.origins[key]}: {key}: {reason}: leave it out")
 
 
+def _refuse_forms(settings: Settings) -> None:
+    """Refuse forms of answers, which episodes do not have yet.
+
+    Raises:
+        UsageError: a form is given.
+    """
+    for key in ("rl.answer_regex", "rl.answer_schema"):
+        if key in settings.pinned():
+            raise UsageError(
+                f"{settings.origins[key]}: {key}: answers to an environment can have no form: leave it out"
+            )
+
+
 def _model_named(name: str) -> ModelSource:
     """Return the model that a parameter of a reward names, with its path as its name.
 
@@ -528,6 +565,8 @@ def rollout_options(plan: RunPlan) -> RolloutOptions:
         kl=objective.kl,
         masks_truncated=objective.masks_truncated,
         truncation_penalty=objective.truncation_penalty,
+        turns=objective.turns,
+        discount=objective.discount,
     )
 
 
@@ -582,8 +621,8 @@ def predicted_sampling_s(
     sampled = AnswersToSample(
         answers=options.prompts * options.group,
         max_rows=MAX_DECODED_ROWS,
-        prompt_tokens=prompt_tokens or options.length - options.max_new_tokens,
-        answer_tokens=answer_tokens or options.max_new_tokens,
+        prompt_tokens=prompt_tokens or max(1, options.length - options.max_answer_tokens),
+        answer_tokens=answer_tokens or options.max_answer_tokens,
         number_bytes=_stored_dtype(training).itemsize,
         block_weight_bytes=_block_weight_bytes(training, machine.type),
         captured=training.compile != "none",
@@ -665,7 +704,11 @@ class RewardTask(SweptTask):
 
     def slots(self, plan: RunPlan) -> int:
         """Return the maximum number of tokens of a prompt and its answer."""
-        return self.data.longest + rollout_options(plan).max_new_tokens
+        options = rollout_options(plan)
+        if self.reward.environments is not None:
+            # The last token of an episode is only a target.
+            return options.length + 1
+        return self.data.longest + options.max_new_tokens
 
     @property
     def records_per_epoch(self) -> int:
@@ -684,7 +727,8 @@ class RewardTask(SweptTask):
         engine's weights.
         """
         super().begin(run, engine, world, current_plan)
-        self.drawer = Drawer(
+        drawer_class = Drawer if self.reward.environments is None else EpisodeDrawer
+        self.drawer = drawer_class(
             engine,
             self.data,
             self.reward,
@@ -833,7 +877,7 @@ class RewardTask(SweptTask):
     def max_tokens(self, updates: int) -> int:
         """Return the number of tokens of all answers if each has the maximum length."""
         options = self.drawer.options
-        return updates * options.prompts * options.group * options.max_new_tokens
+        return updates * options.prompts * options.group * options.max_answer_tokens
 
     def tokens_of_last_update(self, windows: RunWindows) -> float:
         """Return the number of tokens of the answers that were sampled last."""
@@ -882,6 +926,8 @@ class RewardTask(SweptTask):
         """Return a text on the prompts and answers of an update; `updates` is not used."""
         options = rollout_options(plan)
         answers = f"{options.group} answers each of up to {options.max_new_tokens} tokens"
+        if self.reward.environments is not None:
+            answers = f"{options.group} episodes each of up to {counted(options.turns, 'answer')}"
         return f"{counted(options.prompts, 'prompt')}, {answers}"
 
     def updates_in_epochs(self, plan: RunPlan, epochs: int) -> int:
