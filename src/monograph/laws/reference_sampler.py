@@ -42,8 +42,10 @@ def probabilities(
     for stage in chain_of([options]).stages:
         if stage.endswith("temperature"):
             x = x / _temperature(x, options)
-        elif stage in FILTERS and (stage != "xtc" or uniform < options.xtc_probability):
-            x = torch.where(_keeps_enough(stage, x, options, mu), x, -torch.inf)
+        elif stage in FILTERS:
+            acts = stage != "xtc" or uniform < options.xtc_probability
+            if acts:
+                x = torch.where(_kept_by(stage, x, options, mu), x, -torch.inf)
     return torch.softmax(x, 0)
 
 
@@ -66,18 +68,18 @@ def _entropy(x: Tensor) -> Tensor:
     return -(p * p.log())[p > 0].sum()
 
 
-def _surprise(x: Tensor) -> Tensor:
-    """Return how far each token's surprise is from the expected one."""
+def _surprise_deviation(x: Tensor) -> Tensor:
+    """Return how far each token's surprise -ln p is from the expected surprise, [V]."""
     return (-torch.log_softmax(x, 0) - _entropy(x)).abs()
 
 
-def _keeps_enough(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
+def _kept_by(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
     """Return which tokens a stage keeps, bool [V]: at least `min_keep` of those that are left.
 
     If XTC would keep fewer, it removes none. Any other stage then keeps the first `min_keep` in its own
     order.
     """
-    kept = _keeps(stage, x, options, mu)
+    kept = _kept_by_definition(stage, x, options, mu)
     is_left = x > -torch.inf
     kept_count = int((kept & is_left).sum())
     if stage == "xtc":
@@ -86,32 +88,32 @@ def _keeps_enough(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor
     if kept_count >= least:
         return kept
     # The order is by probability, and for "typical" by how near a token's surprise is to the expected.
-    key = -_surprise(x) if stage == "typical" else x
-    return torch.stack([(key > own).sum() < least for own in key])
+    key = -_surprise_deviation(x) if stage == "typical" else x
+    return torch.stack([(key > key_of_token).sum() < least for key_of_token in key])
 
 
-def _keeps(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
+def _kept_by_definition(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
     """Return which tokens a stage keeps by its definition, bool [V]."""
     p = torch.softmax(x, 0)
 
     def mass_above(key: Tensor) -> Tensor:
         """Return for each token the total probability of the tokens with a larger key."""
-        return torch.stack([p[key > own].sum() for own in key])
+        return torch.stack([p[key > key_of_token].sum() for key_of_token in key])
 
     def xtc() -> Tensor:
-        """Of the tokens that reach the threshold, only the least likely are kept."""
+        """Return all tokens but those that reach the threshold, of which only the least likely stays."""
         reaching = p[p >= options.xtc_threshold]
         return p <= reaching.min() if len(reaching) else p >= 0
 
     def at_least(least: float) -> Tensor:
-        """The likeliest token is always kept."""
+        """Return the tokens with at least this probability, and the likeliest token in any case."""
         return (p >= least) | (x == x.max())
 
     keeping: dict[str, Callable[[], Tensor]] = {
-        "top_k": lambda: torch.stack([(x > own).sum() < options.top_k for own in x]),
+        "top_k": lambda: torch.stack([(x > logit).sum() < options.top_k for logit in x]),
         "top_p": lambda: (mass_above(x) < options.top_p) | (x == x.max()),
         "min_p": lambda: p >= options.min_p * p.max(),
-        "typical": lambda: mass_above(-_surprise(x)) < options.typical_p,
+        "typical": lambda: mass_above(-_surprise_deviation(x)) < options.typical_p,
         "top_n_sigma": lambda: (
             x >= x.max() - options.top_n_sigma * x[x > -torch.inf].std(correction=0)
         ),
@@ -121,7 +123,7 @@ def _keeps(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
         "eta": lambda: at_least(
             min(options.eta_cutoff, math.sqrt(options.eta_cutoff) * math.exp(-float(_entropy(x))))
         ),
-        "mirostat": lambda: at_least(2.0**-mu),
+        "mirostat": lambda: at_least(2.0**-mu),  # a surprise of at most mu bits
     }
     return keeping[stage]()
 
