@@ -195,7 +195,7 @@ def by_document(engine: Evaluates, rows: Rows, progress: ProgressCallback | None
         raise UsageError("there is nothing to compare on: data.held_out is 0; give other text")
     units = np.array_split(np.arange(rows.documents), min(MOST_UNITS, rows.documents))
     unit_D = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
-    # The document at each position; -1 at padding.
+    # The document and the unit at each position; -1 at padding.
     document_RT = rows.document_indices(np.arange(len(rows)))
     unit_RT = np.where(document_RT < 0, -1, unit_D[document_RT])
     bits = []
@@ -214,7 +214,7 @@ def by_document(engine: Evaluates, rows: Rows, progress: ProgressCallback | None
             )
             total, count = engine.evaluate(batch)
             losses.append(torch.atleast_1d(total).double())
-            counted += int(torch.atleast_1d(count)[0])
+            counted += int(torch.atleast_1d(count)[0])  # all members count the same targets
             targets += batch_targets
             size_bytes += batch_bytes
         if counted != targets:

@@ -115,6 +115,7 @@ def remedies_worth_showing(
     if best is None:
         return [*fitting_remedies(request, plan.device, peak_flops, choices, limits)]
     if isinstance(best, StreamCandidate):
+        # The plan streams already, so only changes that keep the weights on the device are listed.
         choices = choices._replace(may_stream=False)
         return [*fitting_remedies(request, plan.device, peak_flops, choices, limits)]
     # No adapters are offered, because the training of all weights fits already.

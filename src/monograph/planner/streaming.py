@@ -247,6 +247,8 @@ def _fitting_ways(request: PlanRequest, device: Device, limits: Limits) -> list[
     fitting = _select_fitting(all_ways, limits)
     if fitting or not limits.disk_bytes:
         return fitting
+    # If the moments in files are the first to become resident, an update is faster. If they are the
+    # last, the host needs less memory.
     for files_first in (True, False):
         with_files = [
             replace(way, on_disk=_moments(way.stages), files_first=files_first) for way in all_ways
@@ -319,7 +321,7 @@ def _exceeded_tiers(tiers: Tiers, limits: Limits) -> set[str]:
     """Return the tiers that are too small for these bytes."""
     needed = {tier: sum(by_origin.values()) for tier, by_origin in tiers.items()}
     if limits.shared:
-        needed["host"] += needed["device"]
+        needed["host"] += needed["device"]  # they are one memory
     available = {
         "device": limits.device_bytes,
         "host": limits.host_bytes,
