@@ -340,7 +340,7 @@ def _report_unforeseen(error: BaseException, arguments: list[str]) -> int:
             "use a smaller model, train.micro_batch or data.sequence_length"
         )
         return errors.OutOfDeviceMemory.exit_code
-    summary = terminal.one_line(f"{type(error).__name__}: {errors.message_of(error)}")[:200]
+    summary = terminal.one_line(f"{type(error).__name__}: {errors.text_of_error(error)}")[:200]
     _write_to_stderr(f"bug: {summary}; please report it with {errors.bug_report(arguments)}\n")
     return 1
 
