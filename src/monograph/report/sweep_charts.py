@@ -241,7 +241,7 @@ def _chart_of_curves(
     lines = list[Line]()
     last_scores = list[float]()
     for knobs, rows in curves:
-        table = columns(comparable_scores(rows, key), [key])
+        table = columns(comparable_rows(rows, key), [key])
         if key not in table:
             continue
         line = Line(
@@ -266,7 +266,7 @@ def _chart_of_curves(
     )
 
 
-def comparable_scores(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:
+def comparable_rows(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:
     """Return the rows with comparable scores: those evaluated on the smallest number of held-out
     records.
 

@@ -35,7 +35,7 @@ from monograph.report.sweep_charts import (
     SettingSummary,
     SweepScore,
     axis_of,
-    comparable_scores,
+    comparable_rows,
     limits_of,
     limits_of_curves,
     sweep_drawings,
@@ -158,7 +158,7 @@ def _draw_curves(
     shades = list(dict.fromkeys(_varied_knobs_text(knobs, varied) for knobs, _ in curves))
     last_scores = []
     for knobs, rows in curves:
-        scored = comparable_scores(rows, score.key)
+        scored = comparable_rows(rows, score.key)
         if not scored:
             continue
         scores = [row[score.key] for row in scored]
