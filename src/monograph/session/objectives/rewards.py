@@ -504,7 +504,7 @@ def _refuse_forms(settings: Settings) -> None:
         UsageError: a form is given.
     """
     for key in ("rl.answer_regex", "rl.answer_schema"):
-        if key in settings.pinned():
+        if key in settings.given_values():
             raise UsageError(
                 f"{settings.origins[key]}: {key}: answers to an environment can have no form: leave it out"
             )
