@@ -293,7 +293,7 @@ class Ensemble(Engine):
         return reason
 
     def _is_one_micro_batch(self, window: Batch) -> bool:
-        rows = self._rows(window)
+        rows = self._row_count(window)
         return self.micro_batch is None or rows <= self.micro_batch
 
     def _warm(self, batch: Batch) -> None:
