@@ -274,6 +274,8 @@ def test_muons_updates_have_the_size_that_the_public_rates_give(part):
                 0.025 * math.sqrt(max(1, rows / cols))
             )
             assert rate * kind.weight_decay == pytest.approx(0.025 * 0.05)
+            # The momentum goes from 0.85 to 0.95 over the first 500 updates.
+            assert kind.betas == (0.95, 0.85, 500)
             matrices += 1
     assert matrices == 7 * 12
 

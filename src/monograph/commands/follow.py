@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.errors import DiskFull, InputRefused, MonographError, RunInUse
-from monograph.interrupts import taken_back
+from monograph.interrupts import raise_on_sigterm
 from monograph.report.quantities import counted
 from monograph.report.trackers import Opener, SettingsByKey, TrackedPoint, Tracker, tracker_named
 from monograph.run.folder import Run, write_errors_explained
@@ -48,7 +48,7 @@ def run(run: str, *, to: str, out: Path | None) -> None:
     followed: dict[Path, _Followed] = {}  # by the run's folder
     is_over = False
     with (
-        taken_back(),  # a SIGTERM ends this process as Ctrl-C does
+        raise_on_sigterm(),  # a SIGTERM ends this process as Ctrl-C does
         _tracker_errors_explained(to),
         redirect_stdout(io.StringIO()),  # drops what the tracker's library prints
         _thread_errors_raised(),

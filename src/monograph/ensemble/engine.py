@@ -39,6 +39,7 @@ from monograph.model.llama import Llama
 from monograph.optim import AdamW, Optimizer
 from monograph.schedule import Schedule, constant
 from monograph.step import Clip, Step, Update
+from monograph.step.on_device import can_fuse_gradients
 from monograph.step.retries import Retries
 
 Reduce = Literal["stack", "mean", "vote", "variance"]
@@ -269,6 +270,9 @@ class Ensemble(Engine):
                 f"scope {scope!r}: an ensemble's step is one graph, for deep models too: take 'whole'"
             )
         compat.allow_recurrent()
+        # Uncompiled, adapters' products are those of `monograph.graph.member_products`.
+        if can_fuse_gradients(self.step, self.step.device.type == "cuda"):
+            self.stacked_parameters.fuse_gradients_of_adapters()
         # Gradient and update can be one graph if four things hold. The window is one micro-batch. All
         # activations are kept: which of them are kept can only be chosen if the forward and the backward
         # pass are two graphs. There is no recorder, with which a GPU replays micro-steps. And the members are
@@ -284,11 +288,12 @@ class Ensemble(Engine):
         # torch may be able to compile as two graphs what it cannot differentiate inside one.
         if reason and self._updates_in_one_graph:
             self._updates_in_one_graph = False
+            self.announce(f"gradient and update are compiled as two graphs: {reason}")
             reason = super().capture(window, backend, scope)
         return reason
 
     def _is_one_micro_batch(self, window: Batch) -> bool:
-        rows = self._rows(window)
+        rows = self._row_count(window)
         return self.micro_batch is None or rows <= self.micro_batch
 
     def _warm(self, batch: Batch) -> None:

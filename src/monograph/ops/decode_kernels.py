@@ -260,7 +260,9 @@ def _attend(
         weight_sum_Q = tl.where(is_alone, start_weight_sum_Q, 0.0)
         sum1_QF = tl.where(is_alone, start1_QF, 0.0)
         sum2_QF = tl.where(is_alone, start2_QF, 0.0)
-        for block in range(begin, end):
+        # What a block does not change is computed anew for each block of heads of 256 channels: kept in
+        # registers, it is too much for them on compute capability 8.0.
+        for block in tl.range(begin, end, disable_licm=F > 64):
             position_C = block * C + slot_C
             offset_CF = cache_offset_CF + block * block_stride
             is_old_C = position_C < position

@@ -527,12 +527,14 @@ class Tile(NamedTuple):
         channels: the largest number of channels that it reads at once.
         warps: its number of warps, of 32 threads each.
         stages: how many of these reads are under way at the same time (Triton's `num_stages`).
+        registers: the maximum number of registers of a thread; None: the assembler chooses.
     """
 
     columns: int
     channels: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 # Tiles of 16 rows of dense weights in 16 bits, from the narrowest to the widest. They are the fastest of
@@ -549,7 +551,7 @@ _NF4_TILES = (
     Tile(columns=16, channels=256, warps=2, stages=4),
     Tile(columns=32, channels=256, warps=4, stages=4),
 )
-# On cards with less shared memory than this, the two tiles below are used.
+# On cards with less shared memory than this, the two tiles below are used, and others of 64 rows.
 _SHARED_BYTES_OF_TILES = 147_456
 _SMALL_TILE = Tile(columns=16, channels=256, warps=4, stages=4)
 _SMALL_NF4_TILE = Tile(columns=16, channels=128, warps=2, stages=4)
@@ -561,9 +563,17 @@ _FP32_TILE_OF_CODES = Tile(columns=16, channels=64, warps=4, stages=2)
 # For 64 rows of codes, or of dense weights with a bank. The tile of x needs as much shared memory as a
 # dense weight's, so there is less for the weight.
 _LARGE_TILE = Tile(columns=32, channels=128, warps=4, stages=3)
+# On cards with less shared memory, it has room for two programs at most, and their threads may have all
+# registers of the card. Left to itself, the assembler spares registers for a third program, and spills.
+_SMALL_LARGE_TILE = _LARGE_TILE._replace(registers=255)
+# A gated product of dense weights needs more than 255. It has room for one program, which has twice the
+# threads: each computes fewer numbers, and adds up each of them as before.
+_SMALL_LARGE_DENSE_GATED_TILE = _LARGE_TILE._replace(warps=8)
 
 
-def tile_of(form: str, columns: int, tile_rows: int, dtype: torch.dtype, device: Any) -> Tile:
+def tile_of(
+    form: str, columns: int, is_gated: bool, tile_rows: int, dtype: torch.dtype, device: Any
+) -> Tile:
     """Return the tile of a product.
 
     It is never chosen by timing, and does not depend on how many of the tile's rows are used: otherwise
@@ -572,16 +582,21 @@ def tile_of(form: str, columns: int, tile_rows: int, dtype: torch.dtype, device:
     Args:
         form: how the weight is stored.
         columns: the number of columns of all layers together.
+        is_gated: whether it is the gated product of two layers.
         tile_rows: the number of rows of the tile, used or not.
         dtype: the dtype of x.
         device: the card.
     """
+    card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute
+    has_less_memory = card.shared_memory_per_block_optin < _SHARED_BYTES_OF_TILES
     if tile_rows > ROWS:
-        return _LARGE_TILE
+        if not has_less_memory:
+            return _LARGE_TILE
+        is_dense_gated = form == "dense" and is_gated
+        return _SMALL_LARGE_DENSE_GATED_TILE if is_dense_gated else _SMALL_LARGE_TILE
     if dtype == torch.float32:
         return _FP32_TILE if form == "dense" else _FP32_TILE_OF_CODES
-    card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute
-    if card.shared_memory_per_block_optin < _SHARED_BYTES_OF_TILES:
+    if has_less_memory:
         return _SMALL_NF4_TILE if form == "nf4" else _SMALL_TILE
     # Take the narrowest tile that lets all programs run at once, one on each multiprocessor. With wider tiles
     # some multiprocessors would have no work. With narrower tiles some programs would have to wait for
@@ -840,7 +855,7 @@ def _multiply_op(
             num_stages=2,
         )
     weights, scales, steps, means, tables = _grouped_by_tensor(stored, form)
-    tile = tile_of(form, sum(columns), tile_rows, x_BK.dtype, x_BK.device)
+    tile = tile_of(form, sum(columns), bool(activation), tile_rows, x_BK.dtype, x_BK.device)
     column_tiles = sum(triton.cdiv(each, tile.columns) for each in columns)
     _multiply[(column_tiles, triton.cdiv(rows, tile_rows))](
         x_BK,
@@ -885,6 +900,7 @@ def _multiply_op(
         ADAPTER_PRECISION=adapter_precision,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
     )
     return out_BN
 
