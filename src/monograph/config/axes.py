@@ -337,10 +337,13 @@ def _new_axis_advice(key: str, translations: Sequence[TextsByKey]) -> str:
         key: the key.
         translations: for each value, the new keys with their values.
     """
+    if key not in AXIS_KEYS:
+        return f"{advise_run_each(translations)}; {key} cannot be an axis: {_WHY_NO_AXIS[key]}"
     new_texts = texts_by_key(translations)
     varied_keys = [new_key for new_key, texts in new_texts.items() if len(texts) > 1]
-    if key not in AXIS_KEYS or not set(varied_keys) <= set(AXIS_KEYS):
-        return f"{advise_run_each(translations)}; {key} cannot be an axis: {_WHY_NO_AXIS[key]}"
+    if not varied_keys or not set(varied_keys) <= set(AXIS_KEYS):
+        # No axis of a new key has the same members.
+        return advise_run_each(translations)
     advice = as_typed({new_key: ",".join(texts) for new_key, texts in new_texts.items()})
     # Two new axes have more points than the one axis that was typed.
     note = "; a sweep trains all combinations" if len(varied_keys) > 1 else ""
