@@ -193,12 +193,6 @@ CASES: list[tuple[list[str], int, str]] = [
         2,
         "rl.group is of answers that are rewarded: give rl.reward, too",
     ),
-    (
-        ["sweep", *RUN, "optim.lr=1e-3,1e-2"],
-        2,
-        "rl.reward = letters.py:score is for `monograph train`",
-    ),
-    (["sweep", *over(RUN, "rl.group=2,4")], 2, "rl.group cannot be an axis"),
     (["profile", *RUN], 2, "`monograph profile` knows texts alone"),
     (["data", "show", *RUN], 2, "`monograph data` knows texts alone"),
     (
