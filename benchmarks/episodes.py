@@ -249,7 +249,8 @@ def main() -> None:
         ["task", "seed", "before", "after", "unseen", "turns before", "after", "updates", "seconds", "apart"],
         [
             [
-                case["task"], str(case["seed"]), f"{case['before']:.2f}", f"{case['after']:.2f}", f"{case['unseen']:.2f}",
+                case["task"], str(case["seed"]), f"{case['before']:.2f}", f"{case['after']:.2f}",
+                f"{case['unseen']:.2f}",
                 f"{case['turns_before']:.1f}", f"{case['turns_after']:.1f}", str(case["updates"]),
                 f"{case['training_s']:.0f}", f"{case['apart']:.0e}",
             ]

@@ -26,7 +26,6 @@ from monograph.optim import Muon, Optimizer, Plane, planes, require_optimizer, t
 from monograph.optim.formats import FORMATS
 from monograph.schedule import Schedule, factor_at
 from monograph.step import OnDevice, Step, Update, finish_update, prepared_loss
-from monograph.step.on_device import can_fuse_gradients
 
 # What a differentiated function returns: the loss, and (sum of losses, count, new buffers). It has a name,
 # since Dynamo cannot trace the definition of a function whose annotation it would have to evaluate.
@@ -53,9 +52,8 @@ class StackedParameters(OnDevice):
     """
 
     differentiable = False  # a gradient inside vmap is not a gradient of the stack
-    replays_update = (
-        True  # members are small, so launching their kernels takes longer than these run
-    )
+    # Members are small, so launching the kernels of an update takes longer than running them.
+    replays_update = True
 
     def __init__(
         self,
@@ -95,7 +93,7 @@ class StackedParameters(OnDevice):
         self.optim = self.optims[0]
 
     def member_counters(self, member: int) -> dict[str, Tensor]:
-        """Return one member's counters, 0-d views by name, without those of the ensemble as a whole."""
+        """Return one member's counters, 0-d views by name. Counters of the ensemble as a whole are left out."""
         return {
             name: counter[member]
             for name, counter in self.step.counters.items()
@@ -171,13 +169,9 @@ class StackedParameters(OnDevice):
             )
         kinds = merge_kinds(member_kinds, self.frozen.device)
         stacked_planes = planes(trainable(step.model), kinds, lead=1)
-        for plane in stacked_planes:
-            step.prepare_plane(plane)
-        if can_fuse_gradients(step, self.frozen.is_cuda):
-            self.fuse_gradients_of_adapters(stacked_planes)
-        return stacked_planes
+        return [step.prepare_plane(plane) for plane in stacked_planes]
 
-    def fuse_gradients_of_adapters(self, stacked_planes: Sequence[Plane]) -> None:
+    def fuse_gradients_of_adapters(self) -> None:
         """Round adapters once for an update, and let their products add gradients to the planes.
 
         Captured, a layer then has no kernels but products for its adapters
@@ -188,20 +182,20 @@ class StackedParameters(OnDevice):
             for path, module in self.step.model.named_modules()
             if isinstance(module, Factor)
         }
-        for plane in stacked_planes:
+        for plane in self.step.planes:
             if not any(placed.name in factors for placed in plane.placed):
                 continue
             plane.rounded = torch.empty_like(plane.param, dtype=self.step.precision.dtype)
-            for (name, weight), (_, total) in zip(
-                plane.views(plane.rounded), plane.views(plane.grad), strict=True
-            ):
+            weights, totals = plane.views(plane.rounded), plane.views(plane.grad)
+            for (name, weight), (_, total) in zip(weights, totals, strict=True):
                 if name in factors:
-                    # With `.data` each has a version of its own: one that changes does not make another stale.
+                    # Each view by `.data` has a version of its own, so that writing one does not make
+                    # another stale for autograd.
                     factors[name].fused_gradient = FusedGradient(weight.data, total.data)
-                    self._fuses_gradients = True
+        self._fuses_gradients = bool(factors)
 
     def fused_gradients(self) -> AbstractContextManager[None]:
-        """Let adapters' products in the block add their gradients to the planes, if `place` chose that."""
+        """Let adapters' products in the block add their gradients to the planes, if this was chosen."""
         return fused_gradients() if self._fuses_gradients else nullcontext()
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
