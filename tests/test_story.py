@@ -1,7 +1,7 @@
 """Run: pytest tests/test_story.py
 
 Data, sweep, train, kill, stream, two ranks, resume, follow, compare, generate, serve, export; at
-night also finetune, reinforce on two ranks, prefer, and sweep over what prefers.
+night also finetune, reinforce on two ranks, prefer, and sweep over what is rewarded and preferred.
 """
 
 from __future__ import annotations
@@ -361,6 +361,15 @@ def reinforce(monograph: CommandServer, here: Path) -> str:
     found = json.loads(done.out.splitlines()[-1])
     assert found["update"] == 40 and found["reward"] > found["reward_first"] + 0.3, done.err
     assert found["drawn_minus_scored_max"] < 1e-5
+    # Adapters on the same folder, two rates at once, are compared by how often they say beta.
+    rewarded = over(
+        typed, "data.held_out=0.5", "train.updates=4", "optim.lr=1e-3,3e-3", "rl.group=4"
+    )
+    done = monograph.run(
+        here, "sweep", *rewarded, "lora.rank=2", "--out", "rewarded", "--json", figures=0, at_once=1
+    )
+    found = json.loads(done.out.splitlines()[-1])
+    assert found["measure"]["unit"] == "reward" and found["best"]["adapter"], done.err
     assert (
         monograph.run(here, "export", "better", "--to", "better.gguf", "--format", "gguf").code == 0
     )
