@@ -262,7 +262,7 @@ def _forward(process: subprocess.Popen[bytes]) -> None:
     assert process.stdout
     with process.stdout:
         for line in process.stdout:
-            sys.stderr.write(line.decode(errors="replace"))
+            print(line.decode(errors="replace"), end="", file=sys.stderr)
 
 
 def _done(call: Callable[[], Any]) -> Future[Any]:
