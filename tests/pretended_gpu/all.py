@@ -75,7 +75,10 @@ STAND_INS = [
     "tests/stream/test_pinned.py",
 ]
 # Tests whose kernels have other tiles, or other ways to compute, on another card.
-BY_CARD = ["tests/graph", "tests/ops"]
+BY_CARD = [
+    "tests/graph",
+    *(f"tests/ops/test_{name}.py" for name in ("attention", "decode_kernels", "layer_kernels")),
+]
 FAST = ["-m", "gpu and not slow"]
 
 
