@@ -20,6 +20,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -57,7 +59,8 @@ def install(extra: str) -> None:
     """Three visible steps."""
     gpu = nvidia()
     say(gpu or "no NVIDIA GPU found (no nvidia-smi); everything also runs on a CPU")
-    pip = [str(PYTHON), "-m", "pip", "install", "--constraint", "constraints.txt"]
+    # pip would compile on one core and wait for it, also the half of all code that nobody imports.
+    pip = [str(PYTHON), "-m", "pip", "install", "--no-compile", "--constraint", "constraints.txt"]
     with Step(f".venv, Python {sys.version_info[0]}.{sys.version_info[1]}") as step:
         if not made_by_this_python():
             emptied(VENV)
@@ -70,7 +73,8 @@ def install(extra: str) -> None:
     with Step("torch") as step:
         step.run([*pip, "torch", "setuptools"])
         step.title = torch_build(step)
-    with Step("the rest of constraints.txt") as step:
+    # pip fetches and unpacks the rest on one core; another one compiles torch.
+    with compiling(cores=1) as torch_compiler, Step("the rest of constraints.txt") as step:
         # torch brought setuptools, which is all that building this project takes.
         step.run(
             [
@@ -80,12 +84,48 @@ def install(extra: str) -> None:
                 ".[dev]" if extra else ".[serve,gguf,tensorboard]",
             ]
         )
+        step.doing = "compiling"
+        step.wait(torch_compiler)
+        # Of the many libraries that only tests use, the tests compile what they import.
+        if not extra:
+            with compiling(cores=0) as compiler:
+                step.wait(compiler)
         more = len(step.installed) - 1
         step.title = (
             f"{more} more from constraints.txt, and monograph itself"
             if more > 0
             else "monograph itself"
         )
+
+
+@contextmanager
+def compiling(cores: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Compiles what is installed and is not compiled yet, apart from libraries' own tests.
+
+    By one core, or by as many, or by all that there are (0).
+
+    A file that cannot be compiled, such as one for a later Python, is none that is imported, so
+    that is no failure.
+    """
+    (packages,) = (VENV / "lib").glob("python*/site-packages")
+    libraries_tests = r"/(tests|testing)/"
+    command = [
+        str(PYTHON),
+        "-m",
+        "compileall",
+        "-qq",
+        "-j",
+        str(cores),
+        "-x",
+        libraries_tests,
+        str(packages),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def emptied(folder: Path) -> None:
@@ -172,6 +212,12 @@ class Step:
             guess = "Is there a network? " if unreached else ""
             say(f"all that was said: .venv/{LOG.name}. {guess}The same command goes on from here")
             raise SystemExit(1)
+
+    def wait(self, process: subprocess.Popen[bytes]) -> None:
+        """Waits for a program that prints nothing."""
+        while process.poll() is None:
+            self.tick()
+            time.sleep(0.1)
 
     def read(self, line: str) -> None:
         """Takes from a line of pip's what it is doing now."""

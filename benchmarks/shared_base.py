@@ -41,12 +41,14 @@ def llama(hidden: int, layers: int, vocabulary: int, length: int, rows: int) -> 
     return Shape(config, length, rows)
 
 
-# Small: bound by the host. Large: 26 M parameters and 1,024 tokens a member, bound by products. Few tokens:
-# the same with 64 tokens a member, bound by reading (and dequantising) the base.
+# Small: bound by the host. The others: 26 M parameters, with ever more tokens of a member. With few, reading (and
+# dequantising) the base takes most of the time, with many the products, of which nothing is shared.
 SHAPES = {
     "small": llama(64, 2, 512, length=32, rows=2),
-    "large": llama(512, 8, 4096, length=256, rows=4),
-    "large, few tokens": llama(512, 8, 4096, length=64, rows=1),
+    **{
+        f"large, {rows * length} tokens": llama(512, 8, 4096, length=length, rows=rows)
+        for rows, length in ((1, 64), (1, 128), (1, 256), (2, 256), (4, 256))
+    },
 }
 SMOKE = {"small": llama(64, 1, 64, length=16, rows=1)}
 
@@ -132,6 +134,8 @@ def main() -> None:
     parser.add_argument("--bases", nargs="+", default=["auto", "int8", "nf4"])
     parser.add_argument("--modes", nargs="+", default=["eager", "captured"])
     args = parser.parse_args()
+    if unknown := set(args.only) - set(SHAPES):
+        parser.error(f"--only {sorted(unknown)}: the shapes are {', '.join(SHAPES)}")
     if args.smoke:
         args.rounds, args.members, args.modes, args.bases = 2, 2, ["eager"], ["nf4"]
     result = harness.result(

@@ -194,6 +194,71 @@ def launching() -> str:
     return "\n".join(lines)
 
 
+def sharing_a_base() -> str:
+    """Return one line for each case of benchmarks/shared_base.py."""
+    found = result("shared_base")
+    at = found["machine"]
+    members = found["settings"]["members"]
+    lines = [
+        f"{members} sets of adapters, fp32, {at['device']}, {at['threads']} threads, a load of "
+        f"{at['load_average']:.0f} before; the ratio of times, and of CPU times. Printed by "
+        "[benchmarks/shared_base.py](../benchmarks/shared_base.py).",
+        "",
+        "| model | parameters | tokens of each | base | | one by one, s | at once, s | faster | in CPU time |",
+        "|---" * 9 + "|",
+    ]
+    for case in found["cases"]:
+        times = case["update_of_all_s"]
+        cells = [
+            case["shape"].partition(",")[0],
+            f"{case['parameters'] / 1e6:.1f} M",
+            f"{case['tokens_of_a_member']:,}",
+            "fp32" if case["base"] == "auto" else case["base"],
+            case["mode"],
+            *(f"{times[side]['median']:.3g}" for side in ("one by one", "at once")),
+        ]
+        for kind in ("wall", "cpu"):
+            ratio = case["speedup"][kind]
+            cells.append(f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def launching_members() -> str:
+    """Return what members on one base launch and move beside one, by benchmarks/members_launches.py."""
+    lines = [
+        "| base | members | launches | stored base, read | read by products | moved | over one by one |",
+        "|---" * 7 + "|",
+    ]
+    for case in result("members_launches")["cases"]:
+        alone = case["counts"]["1"]
+        for members, counts in case["counts"].items():
+            micro = counts["micro-step"]
+            launches, of_one = (
+                sum(part["launches"] for part in each.values()) for each in (counts, alone)
+            )
+            moved, moved_by_one = (_moved_bytes(each) for each in (counts, alone))
+            cells = [
+                case["case"],
+                members,
+                f"{launches:,.0f}" + ("" if members == "1" else f" ({launches / of_one:.2f} ×)"),
+                *(
+                    f"{micro[name] / 1e9:.3g} GB" if micro[name] else ""
+                    for name in ("base_bytes_by_kernels", "base_bytes_by_products")
+                ),
+                f"{moved / 1e9:.3g} GB",
+                "" if members == "1" else f"{moved / (int(members) * moved_by_one):.2f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _moved_bytes(counts: Found) -> float:
+    """Return what a micro-step and an update of benchmarks/members_launches.py read and write."""
+    names = ("triton_bytes", "again_bytes", "attention_bytes", "product_bytes")
+    return float(sum(part.get(name, 0) for part in counts.values() for name in names))
+
+
 def freezing() -> str:
     """Return what a decode step of a frozen base in few bits launches and moves, by the kernels for it
     and by the model's own forward pass, by benchmarks/launches.py.

@@ -15,7 +15,7 @@ from monograph.profiling.profiler import Profile
 from monograph.report.compare_report import Compared, compare_page
 from monograph.report.profile_report import ladder_page, profile_page
 from monograph.report.run_report import About, run_page
-from monograph.report.sweep_charts import MemberCurve, sweep_drawings
+from monograph.report.sweep_charts import MemberCurve, SweepScore, sweep_drawings
 from monograph.report.sweep_report import sweep_page
 
 HOSTILE = "<script>alert(1)</script> & \x1b[31m"
@@ -242,11 +242,18 @@ def of_sweep(folder: Path) -> str:
                     for i in range(1, 11) if score is not None]  # fmt: skip
             curves.append(MemberCurve({"lr": lr, "seed": seed}, rows))
     best = {"knobs": {"optim.lr": 4e-3}, "mean": 2.55, "unit": "bits/byte"}
-    found = {"best": best, "members": members, "tokens_per_s": 12_000.0, "wall_s": 80.0}
+    score = SweepScore("eval_bits_per_byte", "bits/byte")
+    found = {
+        "best": best,
+        "members": members,
+        "tokens_per_s": 12_000.0,
+        "wall_s": 80.0,
+        "measure": score._asdict(),
+    }
     found["advice"] = [
         {"text": "0.004 is better than 0.002.", "command": f"monograph sweep '{HOSTILE}'"}
     ]
-    drawings = sweep_drawings(settings, curves, "eval_bits_per_byte", "bits/byte")
+    drawings = sweep_drawings(settings, curves, score)
     return sweep_page(folder, found, settings, drawings, ORIGIN)
 
 

@@ -55,7 +55,7 @@ class Given(Source):
     def has_newer(self) -> bool:
         return self._seen != (self.number,)
 
-    def _load_base(self) -> Version:
+    def _load_without_adapters(self) -> Version:
         self._seen = (self.number,)
         return Version(f"given@{self.number}", ("given", LAST), *self._next, Precision("fp32"))
 

@@ -225,7 +225,11 @@ def test_resolving_keeps_what_was_pinned_and_says_who_chose_the_rest() -> None:
         "train.updates": "plan",
         "train.micro_batch": "plan",
     }
-    assert resolved.pinned() == {"optim.lr": 1e-3, "train.updates": 700, "train.micro_batch": 8}
+    assert resolved.given_values() == {
+        "optim.lr": 1e-3,
+        "train.updates": 700,
+        "train.micro_batch": 8,
+    }
     with pytest.raises(UsageError, match="plan: train.micro_batch"):
         settings.resolve({"train.micro_batch": "8"}, origin="plan")
 
@@ -426,6 +430,7 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     """Of keys whose default is decided elsewhere."""
     from monograph.planner import defaults
     from monograph.rl.preferences import LOSSES
+    from monograph.rl.rewards import REWARDS
     from monograph.session import adapting, door, new_tokens
     from monograph.session.objectives import rewards
 
@@ -439,7 +444,11 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     }
     usual |= {"model.family": door.DEFAULT_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
     usual |= rewards.DEFAULTS | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}
-    usual |= {each.key: each.default for loss in LOSSES.values() for each in loss.parameters}
+    usual |= {
+        each.key: each.default
+        for choice in (*LOSSES.values(), *REWARDS.values())
+        for each in choice.parameters
+    }
     usual |= {"train.minutes": Settings().train.minutes}
     fields = {
         f"{name}.{key}": field
@@ -858,15 +867,15 @@ def test_what_an_error_says_of_a_key_is_what_was_written() -> None:
     settings = settings_of(
         "[optim]\nlr = 2e-4  # slow\n[train]\ntokens = '1M'", train__tokens_per_update="64Ki"
     )
-    assert settings.said("optim.lr") == "run.toml:2: optim.lr = 2e-4"
-    assert settings.said("train.tokens") == "run.toml:4: train.tokens = '1M'"
+    assert settings.quoted("optim.lr") == "run.toml:2: optim.lr = 2e-4"
+    assert settings.quoted("train.tokens") == "run.toml:4: train.tokens = '1M'"
     assert (
-        settings.said("train.tokens_per_update") == "command line: train.tokens_per_update = 64Ki"
+        settings.quoted("train.tokens_per_update") == "command line: train.tokens_per_update = 64Ki"
     )
     resolved = settings.resolve({"train.tokens_per_update": 128, "train.seed": 3}, "plan")
-    assert resolved.said("optim.lr") == "run.toml:2: optim.lr = 2e-4"
-    assert resolved.said("train.tokens_per_update") == "plan: train.tokens_per_update = 128"
-    assert settings.said("train.seed") == "default: train.seed = 0"
+    assert resolved.quoted("optim.lr") == "run.toml:2: optim.lr = 2e-4"
+    assert resolved.quoted("train.tokens_per_update") == "plan: train.tokens_per_update = 128"
+    assert settings.quoted("train.seed") == "default: train.seed = 0"
 
 
 def test_a_hint_for_a_file_is_a_line_of_it() -> None:

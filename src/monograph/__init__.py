@@ -35,7 +35,7 @@ _PUBLIC_NAMES = {
     "stream": "Streamed Placement",
     "ensemble.knobs": "grid log_range",
     "evaluation": "evaluate compare",
-    "rl.public": "rollouts member_rollouts policy_loss distill pairs preference_loss",
+    "rl.public": "rollouts member_rollouts policy_loss environment distill pairs preference_loss",
     "rl.rewards": "Reward",
     "decode": "generate Sampling",
     "automata": "constraint",

@@ -273,7 +273,7 @@ def test_any_text_may_stand_before_a_call_and_nothing_after_it(name: str, tmp_pa
 
     text = tokens("it is\n")
     assert allowed_ids(automaton, state_after(automaton, text)) == every
-    written = frame.written([]).removesuffix(frame.closing).lstrip()
+    written = frame.spelling_of([]).removesuffix(frame.closing).lstrip()
     trigger = tokens(frame.trigger)
     before = tokens(" \n" + chr(SPECIAL)) if name in ALONE else text
     assert written.startswith(frame.trigger)

@@ -405,7 +405,7 @@ def weights(this):
     return {name: weight.clone() for name, weight in this.engine.state().model.items()}
 
 
-@pytest.mark.parametrize("order", ["stream", "shuffled"])
+@pytest.mark.parametrize("order", [pytest.param("stream", marks=pytest.mark.slow), "shuffled"])
 def test_a_resumed_run_is_an_uninterrupted_run(part, folder, tmp_path, monkeypatch, order):
     whole, one = run(part, folder, tmp_path / "whole.json", "--order", order, "--seed", "5")
     module, out = part("run"), tmp_path / "cut.json"
@@ -541,6 +541,7 @@ def test_a_full_disk_is_one_line(part, folder, tmp_path, monkeypatch, capsys, fu
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_a_captured_run_scores_as_an_eager_one(part, folder, tmp_path):
     """In bf16 and with flex attention, whose masks an eager step has as booleans."""
     scores = {}

@@ -24,7 +24,7 @@ def main() -> None:
     def open_members(self: SweepProgress, *_: object) -> NoReturn:
         for member in self.members:
             member.plan = resolve(member.settings, describe())
-        for group, task in zip(self.groups, self._tasks(), strict=True):
+        for group, task in zip(self.groups, self._open_tasks(), strict=True):
             built_runs = build_models(group.members[:2], task, describe())
             own_rows = have_own_rows([built.plan for built in built_runs])
             make_members_engine(built_runs, own_rows, default_device())

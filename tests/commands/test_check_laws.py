@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("law", "said"),
+    ("law", "words"),
     [
         (LawComparison(1e-7, 2e-7), ("1.0e-07", "2.0e-07", "holds")),
         (LawComparison(3e-7, 2e-7), ("3.0e-07", "2.0e-07", "BROKEN")),
@@ -38,8 +38,8 @@ CPU = torch.device("cpu")
         ),
     ],
 )
-def test_a_law_says_how_far_off_it_is(law, said):
-    assert law.said == said and law.holds == bool(law) == (said[2] == "holds")
+def test_a_law_says_how_far_off_it_is(law, words):
+    assert law.in_words == words and law.holds == bool(law) == (words[2] == "holds")
 
 
 def test_a_broken_law_is_an_error_and_the_others_are_compared_all_the_same(monkeypatch, capsys):
@@ -157,11 +157,12 @@ def test_a_fault_breaks_its_law(monkeypatch, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_replayed_updates_are_compared_with_called_ones_on_a_gpu():
     found = next(
         law for law in laws(torch.device("cuda", 0)) if law.name == "replayed = called, fp32"
     ).compare()
-    assert found.holds, found.said
+    assert found.holds, found.in_words
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_the_recipes_are_these_and_are_listed(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("recipe", recipes(), ids=NAMES)
 def test_a_recipe_is_a_configuration_that_begins_with_what_it_is_for(recipe: Recipe) -> None:
     settings = load(recipe.path, {}, {})
-    assert settings.pinned().keys() <= set(KEYS) and len(settings.pinned()) > 2
+    assert settings.given_values().keys() <= set(KEYS) and len(settings.given_values()) > 2
     program, name, option, named, *_ = recipe.command.split()
     assert (program, option, named) == ("monograph", "--recipe", recipe.name) and name in (
         "train",

@@ -47,6 +47,34 @@ CASES: list[tuple[list[str], int, str]] = [
         "prompts.jsonl:1: rl.reward needs a text or a list of texts under",
     ),
     (["train", *over(RUN, "rl.reward=nothere.py:score")], 3, "nothere.py"),
+    (
+        ["train", *over(RUN, "rl.reward=environment")],
+        2,
+        "rl.reward = environment needs rl.environment: give it, too",
+    ),
+    (
+        ["train", *over(RUN, "rl.reward=environment", "rl.environment=game.py")],
+        2,
+        "rl.environment = 'game.py': expected FILE.py:CLASS",
+    ),
+    (
+        ["train", *over(RUN[:2], "rl.environment=letters.py:Game")],
+        2,
+        "rl.environment is of answers that are rewarded: give rl.reward=environment, too",
+    ),
+    (
+        ["train", *over(RUN, "rl.reward=environment", "rl.environment=letters.py:Game")],
+        3,
+        "rl.environment: letters.py:Game raised NameError: the file has no class 'Game'",
+    ),
+    (
+        [
+            "train",
+            *over(RUN, "rl.reward=environment", "rl.environment=echo.py:Echo", "rl.answer_regex=a"),
+        ],
+        2,
+        "rl.answer_regex: answers to an environment can have no form: leave it out",
+    ),
     (["train", *over(RUN, "rl.reward=letters.py:other")], 3, "the file has no function 'other'"),
     (
         ["train", *over(RUN, "rl.reward=letters.py:scroe")],
@@ -192,11 +220,6 @@ CASES: list[tuple[list[str], int, str]] = [
         ["train", "texts", "rl.group=4"],
         2,
         "rl.group is of answers that are rewarded: give rl.reward, too",
-    ),
-    (
-        ["sweep", *RUN, "optim.lr=1e-3,1e-2"],
-        2,
-        "rl.reward = letters.py:score is for `monograph train`",
     ),
     (["sweep", *over(RUN, "rl.group=2,4")], 2, "rl.group cannot be an axis"),
     (["profile", *RUN], 2, "`monograph profile` knows texts alone"),
@@ -345,6 +368,28 @@ def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
     took = statistics.median(row["drawn_s"] for row in drawn if row["longest"] == 6)
     assert planned["drawing_calibrated"] and "as earlier runs took it" in plan.out
     assert 1 / 3 < planned["drawing_s"] / took < 3
+
+
+def test_a_run_of_episodes_is_like_any_other(here: Path, monograph: CommandServer) -> None:
+    typed = over(
+        RUN,
+        "rl.reward=environment",
+        "rl.environment=echo.py:Echo",
+        "rl.turns=3",
+        "rl.max_new_tokens=4",
+    )
+    done = monograph.run(here, "train", *typed, "--out", "played", "--json", figures=0)
+    assert done.code == 0, done.err
+    assert "2 prompts, 3 episodes each of up to 3 answers" in done.err
+    rows = [
+        json.loads(line) for line in (here / "played" / "metrics.jsonl").read_text().splitlines()
+    ]
+    drawn = [row for row in rows if "reward" in row]
+    assert len(drawn) == 4 and all(1 <= row["turns"] <= 3 for row in drawn)
+    assert all(abs(row["reward.low"] + row["reward.more"] - row["reward"]) < 1e-9 for row in drawn)
+    assert any("eval_reward.low" in row for row in rows)
+    assert json.loads(done.out.splitlines()[-1])["drawn_minus_scored_max"] < 1e-5
+    assert monograph.run(here, "plan", *typed, "--json").code == 0
 
 
 @pytest.mark.slow

@@ -118,8 +118,9 @@ def test_steps_and_chunks_are_as_exact_as_without_kernels(
     assert all(torch.equal(a, b) for a, b in zip(held, expected, strict=True))
 
 
-@pytest.mark.parametrize("head_dim", [16, 24])
+@pytest.mark.parametrize("head_dim", [16, 24, 256])
 def test_heads_that_a_kernel_cannot_compute_are_left_to_torch(head_dim: int) -> None:
+    """In fp32 a block of heads of 256 channels fits no card's shared memory."""
     from monograph.decode.fast_attention import FastAttention
 
     kernels = FastAttention(1, 2, torch.device("cuda"))
@@ -129,3 +130,17 @@ def test_heads_that_a_kernel_cannot_compute_are_left_to_torch(head_dim: int) -> 
     assert kernels.step(heads, cache, cache, position_1, 1, None, None) is None  # type: ignore[arg-type]
     chunk = kernels.chunk(heads[0], cache, cache, position_1[:, None], None, None)
     assert (chunk is None) == (head_dim == 24)
+
+
+def test_keys_in_another_dtype_than_the_caches_are_left_to_torch() -> None:
+    """Autocast may compute a norm of keys in fp32."""
+    from monograph.decode.fast_attention import FastAttention
+
+    kernels = FastAttention(1, 2, torch.device("cuda"))
+    cache = torch.zeros(1, 1, 2, 128, 32, device="cuda", dtype=torch.bfloat16)
+    query, key, value = (
+        torch.zeros(1, count, 1, 32, device="cuda", dtype=dtype)
+        for count, dtype in ((4, torch.bfloat16), (2, torch.float32), (2, torch.bfloat16))
+    )
+    position_1 = torch.zeros(1, dtype=torch.int64, device="cuda")
+    assert kernels.step((query, key, value), cache, cache, position_1, 1, None, None) is None

@@ -228,7 +228,7 @@ def test_it_writes_what_the_models_own_forward_pass_writes(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("llama", torch.float32),
+        pytest.param("llama", torch.float32, marks=pytest.mark.slow),
         ("llama", torch.bfloat16),
         ("a delta net and a shared expert", torch.bfloat16),
         pytest.param("a delta net and a shared expert", torch.float32, marks=pytest.mark.slow),
@@ -399,6 +399,24 @@ def test_a_hybrids_steps_have_a_full_passs_log_probabilities(family: str) -> Non
     requests = [Request(prompt, sampling, 6, ()) for prompt in prompts]
     for place, events in decoded(machine, requests).items():
         assert reported_is_full(model, requests[place], events)
+
+
+def test_a_mixture_with_a_hook_is_called() -> None:
+    """Law 8: the hook's change is in what a step computes, whose other layers are the kernels'."""
+    from monograph.decode.fast_forward import obstacle
+
+    sizes = SHAPE | FAMILIES["a mixture in the second layer"] | {"vocab_size": 61}
+    model = far_sighted(torch.float32, **sizes).cuda()
+    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: -3 * output)
+    fuse_known(model)
+    assert obstacle(model) is None
+    sampling = Sampling(1.0, logprobs=61)
+    machine = Generator(
+        model, chain_of([sampling]), rows=1, slots=64, vocabulary=61, mode="eager", pace=2
+    )
+    request = Request(SHORT, sampling, 4, ())
+    [events] = decoded(machine, [request]).values()
+    assert reported_is_full(model, request, events)
 
 
 def test_a_hybrid_remembers_nothing_of_earlier_weights() -> None:

@@ -18,6 +18,7 @@ from batches import tiny_llama
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.siblings import fuse_known, unfuse_siblings
 from monograph.laws.comparisons import error_within
+from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 from monograph.model.llama import Llama
 
@@ -93,6 +94,19 @@ def test_a_plain_model_has_none() -> None:
 def test_a_family_that_the_kernels_cannot_compute(name: str) -> None:
     sizes, reason = FAMILIES[name]
     assert reason in (obstacle_of(model_of(**sizes)) or "")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"activation": ("hidden_act", "relu")}, {"clamped_gating": True}], ids=str
+)
+def test_a_family_to_come_with_another_activation(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every family of today has one that the kernels compute."""
+    model = model_of()
+    family = model.config.family._replace(**changes)
+    monkeypatch.setattr(LlamaConfig, "family", family)
+    assert "do not have this family's activation" in (obstacle_of(model) or "")
 
 
 def test_a_mixer_that_is_neither_attention_nor_a_delta_net() -> None:

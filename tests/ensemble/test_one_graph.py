@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import monograph as mono
 from batches import tiny_llama
+from monograph import compat
 from monograph.ensemble import Ensemble
+from monograph.ensemble.stacked_parameters import StackedParameters
 from monograph.loop import train
 
 WINDOWS = [
@@ -35,13 +37,16 @@ def made(**options: Any) -> Ensemble:
     return Ensemble(build, knobs, loss=loss, optim=mono.AdamW, clip=1.0, **options)
 
 
-@pytest.mark.parametrize(("micro_batch", "graphs"), [(None, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("micro_batch", "graphs"), [(None, 1), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
 def test_a_window_of_one_micro_batch_is_one_graph(micro_batch: int | None, graphs: int) -> None:
-    """Law 1: it equals the eager step. The capture falls back to two graphs without a word if torch
-    cannot trace one, so the number is checked, too.
+    """Law 1: it equals the eager step. The capture falls back to two graphs if torch cannot trace one, so
+    the number is checked, too.
     """
     eager = made(micro_batch=micro_batch)
     captured = made(micro_batch=micro_batch)
+    captured.announce = pytest.fail
     assert captured.capture(WINDOWS[0], "aot_eager") is None
     assert captured._updates_in_one_graph == (graphs == 1)
     for ours, reference in zip(train(captured, WINDOWS), train(eager, WINDOWS), strict=True):
@@ -50,6 +55,32 @@ def test_a_window_of_one_micro_batch_is_one_graph(micro_batch: int | None, graph
     for one, other in zip(captured.members, eager.members, strict=True):
         for name, tensor in one.state_dict().items():
             torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_fall_back_to_two_graphs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot_be_traced(self: StackedParameters, batch: object, factor: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        raise AssertionError("a capture is one full graph")
+
+    monkeypatch.setattr(StackedParameters, "_gradient_and_update", cannot_be_traced)
+    engine, lines = made(), list[str]()
+    engine.announce = lines.append
+    assert engine.capture(WINDOWS[0], "aot_eager") is None
+    assert not engine._updates_in_one_graph
+    [line] = lines
+    assert line.startswith("gradient and update are compiled as two graphs: ")
+    assert "graph_break" in line
+
+
+def test_a_padded_micro_batch_of_each_member_has_the_graph_of_the_others() -> None:
+    engine = Ensemble([tiny_llama(seed=seed) for seed in range(2)], micro_batch=2, each=True)
+    tokens = torch.randint(32, (2, 5, 8))
+    window = {"tokens": tokens, "targets": tokens}
+    assert engine.capture({name: rows[:, :4] for name, rows in window.items()}, "aot_eager") is None
+    graphs = compat.captured_graphs()
+    engine.accumulate(window)
+    engine.update()
+    assert compat.captured_graphs() == graphs
 
 
 @pytest.mark.slow

@@ -256,11 +256,20 @@ def test_another_forward_pass_is_recorded_anew():
     assert made.step.recorder.called > before
 
 
-@pytest.mark.parametrize("policy", [Remat.Full(), Remat.Offload()], ids=str)
-def test_blocks_recomputed_between_graphs_are_called(policy):
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (Remat.Full(), "blocks are recomputed between graphs"),
+        (Remat.Offload(), "blocks are recomputed between graphs"),
+        (Remat.Pointwise(), "graphs of blocks that recompute are not replayed"),
+        (Remat.Budget(0.5), "graphs of blocks that recompute are not replayed"),
+    ],
+    ids=str,
+)
+def test_recomputed_blocks_are_called(policy, reason):
     lines: list[str] = []
     made = engine(policy=policy)
     made.step.recorder, made.step.announce = Tape(), lines.append
     capture(made.step, "eager", "blocks")
-    assert lines == ["micro-steps are launched one by one: blocks are recomputed between graphs"]
+    assert lines == [f"micro-steps are launched one by one: {reason}"]
     assert made.step.micro_step == made.step._micro_step

@@ -46,3 +46,8 @@ def test_rows_up_to_a_width_are_held(
         assert not InductorChoices.should_use_persistent_reduction(
             SimpleNamespace(**{**vars(rows), "reduction_numel": sympy.Integer(10**6)}), False
         )
+        # Several programs share a row: none of them holds it.
+        shared = {"reduction_numel": sympy.Integer(MAX_ROW_LENGTH)}
+        assert not InductorChoices.should_use_persistent_reduction(
+            SimpleNamespace(**{**vars(rows), **shared}), True
+        )

@@ -82,6 +82,11 @@ REWARDED = {key: value for key, value in LORA.items() if key != "train.tokens_pe
     "data.source": "prompts.jsonl", "rl.reward": "letters.py:score", "rl.prompts": 2, "rl.group": 3,
     "rl.max_new_tokens": 6, "rl.temperature": 0.9, "lora.dropout": 0.0,
 }  # fmt: skip
+# Episodes with an environment, which has chance of its own.
+PLAYED = REWARDED | {
+    "rl.reward": "environment", "rl.environment": "echo.py:Echo", "rl.turns": 3, "rl.max_new_tokens": 4,
+    "rl.temperature": 1.0,
+}  # fmt: skip
 # Rewards that no program gives.
 MATCHED = REWARDED | {"rl.reward": "regex", "rl.reward_regex": "[^#]*[a-m][^#]*"}
 # Answers labelled good or bad, compared with the weights that a run begins from.
@@ -91,6 +96,20 @@ PREFERRED = {key: value for key, value in LORA.items() if key != "lora.dropout"}
 LETTERS = """
 def score(prompt, completion, record):
     return {"odd": len(completion) % 2, "good": 0.5 * any(letter in completion for letter in record["good"])}
+"""
+# Done after one to three answers of at most four letters.
+ECHO = """
+import random
+
+class Echo:
+    def reset(self, record):
+        self.total = 0
+        return record["prompt"]
+
+    def step(self, answer):
+        self.total += len(answer)
+        said = f"{len(answer)}{random.choice('abc')}"
+        return said, {"low": sum(letter < "p" for letter in answer), "more": 0.1}, self.total % 3 == 0
 """
 TIMES = {
     "tokens_per_s", "wall_s", "drawn_s", "scored_s", "gpu_utilization_percent", "gpu_memory_bytes", "gpu_power_w",
@@ -124,6 +143,7 @@ def write_inputs(folder: Path) -> None:
     ]
     (folder / "labelled.jsonl").write_text("\n".join(labelled))
     (folder / "letters.py").write_text(LETTERS)
+    (folder / "echo.py").write_text(ECHO)
     (folder / "own.py").write_text(OWN_MODULE)
     shape = {
         "hidden_size": 16,

@@ -337,9 +337,21 @@ def holds_in_a_graph(engine):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("impl", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize(
+    ("impl", "family"),
+    [
+        ("auto", "llama"),
+        ("auto", "mistral"),
+        ("auto", "qwen2"),
+        ("sdpa", "llama"),
+        ("reference", "llama"),
+        pytest.param("sdpa", "mistral", marks=pytest.mark.slow),
+        pytest.param("sdpa", "qwen2", marks=pytest.mark.slow),
+        pytest.param("reference", "mistral", marks=pytest.mark.slow),
+        pytest.param("reference", "qwen2", marks=pytest.mark.slow),
+    ],
+)
 def test_packed_is_separate_on_a_gpu(impl, compiled, family):
     documents, model = _documents(LENGTHS), Llama(FAMILIES[family], attention=impl).cuda()
     alone = _results(model, _alone_on_gpu, documents)

@@ -28,6 +28,7 @@ from laws.resumed import (
     LORA,
     MATCHED,
     OWN,
+    PLAYED,
     PREFERRED,
     REWARDED,
     SETTINGS,
@@ -75,6 +76,7 @@ CHANGES = {
     "rewarded, three updates a draw": {"rl.updates": 3, "rl.kl": "k2", "rl.kl_coef": 0.05, "rl.advantage": "gspo"},
     "rewarded, near where it began": {"rl.kl": "k1", "rl.kl_coef": 0.1},
     "taught": {"rl.reward": "teacher", "rl.teacher": "taught"},
+    "played": {},
     "preferred": {"data.held_out": 0.2},
     "adapters": {},
     "adapters, 4 bits": {
@@ -90,7 +92,7 @@ CHANGES = {
 # too), and a module of one's own, which has more state, for other families. Engines with adapters
 # are resumed by test_lora.py.
 AT_NIGHT = {
-    "adapters, 4 bits",
+    "adapters, 4 bits", "played",
     "aot", "llama", "streamed", "rounded", "rewarded", "rewarded, near where it began", "taught", "adapters",
     "carried", "padded", "epochs", "a hybrid with mixtures",
 }  # fmt: skip
@@ -105,13 +107,17 @@ CASES = [
 def test_resumed_at_every_checkpoint(
     case: str, apart: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = {"own": OWN, "rewarded": REWARDED, "taught": REWARDED, "preferred": PREFERRED}
+    others = {
+        "own": OWN, "rewarded": REWARDED, "taught": REWARDED, "played": PLAYED, "preferred": PREFERRED,
+    }  # fmt: skip
     settings = dict(
         others.get(case.partition(",")[0]) or (LORA if case.startswith("adapters") else SETTINGS)
     )
     settings |= {**CHANGES.get(case, {}), "train.save_every": apart}
     # Draws of one update: of more, only what lies between draws is saved, as after 12.
-    soon = case in ("rewarded", "rewarded, near where it began", "taught", "a hybrid with mixtures")
+    soon = case in (
+        "rewarded", "rewarded, near where it began", "taught", "played", "a hybrid with mixtures",
+    )  # fmt: skip
     # Past the second epoch's end, which comes after what is resumed; of prompts that are few soon.
     if case in CHANGES:
         settings["train.updates"] = 8 if soon and apart == 4 else 16

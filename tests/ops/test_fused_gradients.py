@@ -236,12 +236,16 @@ def test_forms_for_a_gpu_equal_those_for_a_cpu():
     assert torch.equal(ours, rotate(heads, (angles.cos(), angles.sin())))
     hidden, weight, targets = drawn(6, 4), drawn(9, 4), torch.tensor([0, 8, 3, 3, 0, 1])
     weights = torch.tensor([1.0, 1, 1, 0, 1, 1], dtype=torch.float64)
-    head = HeadWeight(weight)
-    losses, grad = _traced_gradients(hidden, head, targets, torch.float64, None)
-    our_losses, our_grad = _traced_gradients_on_cuda(hidden, head, targets, weights)
-    # The sums have at most nine terms near 1, and what is rounded are fp64 numbers.
-    assert relative_error(our_losses, losses * weights) < 32 * torch.finfo(torch.float64).eps
-    assert relative_error(our_grad, grad * weights[:, None]) < 32 * torch.finfo(torch.float64).eps
+    losses, grad = _traced_gradients(hidden, HeadWeight(weight), targets, torch.float64, None)
+    # fp32 is replaced in place by an operator.
+    for dtype in (torch.float64, torch.float32):
+        our_losses, our_grad = _traced_gradients_on_cuda(
+            hidden.to(dtype), HeadWeight(weight.to(dtype)), targets, weights.to(dtype)
+        )
+        # The sums have at most nine terms near 1, and what is rounded are numbers of this dtype.
+        bound = 32 * torch.finfo(dtype).eps
+        assert relative_error(our_losses, losses * weights) < bound
+        assert relative_error(our_grad, grad * weights[:, None]) < bound
 
 
 def test_who_is_fused_on_a_gpu():

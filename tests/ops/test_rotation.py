@@ -117,3 +117,14 @@ def test_no_rows_are_rotated_to_none(device: str) -> None:
     query, key, value = rotate_projections(*projections, angles, angles)
     assert query.shape == (0, 5, 3, 8)
     assert key.shape == value.shape == (0, 5, 1, 8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_rows_are_rotated_to_none_and_neither_have_gradients(device: str) -> None:
+    """A rank may have no row of a window."""
+    product = torch.empty(0, 5, 5 * 8, device=device, requires_grad=True)
+    angles = torch.rand(1, 5, 4, device=device)
+    query, key, value = rotate_projections(*product.split([24, 8, 8], -1), angles, angles)
+    assert (query.shape, key.shape, value.shape) == ((0, 5, 3, 8), (0, 5, 1, 8), (0, 5, 1, 8))
+    (query.sum() + key.sum() + value.sum()).backward()
+    assert product.grad is not None and product.grad.shape == product.shape

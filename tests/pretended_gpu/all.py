@@ -52,6 +52,33 @@ CANNOT = {
 }  # fmt: skip
 
 
+# Tests of a CPU that put something in the place of a card or its driver: a card that is older than
+# torch, a driver that refuses memory, a recorder of graphs. They reach lines of a GPU, too.
+STAND_INS = [
+    "tests/test_cards.py",
+    "tests/test_device.py",
+    "tests/ensemble/test_replayed.py::test_a_call_whose_gradient_is_wanted_is_not_replayed",
+    "tests/ensemble/test_replayed.py::test_a_member_that_writes_to_its_input_is_called",
+    "tests/ensemble/test_replayed.py::test_inputs_and_settings_that_cannot_be_replayed",
+    "tests/ensemble/test_replayed.py::test_only_a_layout_that_a_buffer_can_have_has_a_name",
+    "tests/graph/test_precision.py::test_what_the_device_has_no_arithmetic_for_is_refused_by_name",
+    "tests/graph/test_replay.py",
+    "tests/graph/test_wide_rows.py::test_rows_up_to_a_width_are_held",
+    "tests/ops/test_attention.py::test_only_tiles_known_to_be_worse_than_others_are_replaced_in_flex",
+    "tests/ops/test_attention_kernels.py",
+    "tests/ops/test_fused_gradients.py::test_forms_for_a_gpu_equal_those_for_a_cpu",
+    "tests/session/test_attention_kernel.py",
+    "tests/session/test_gauges.py::test_the_card_is_the_one_that_torch_computes_on",
+    "tests/session/test_ladder.py",
+    "tests/session/test_measured_memory.py",
+    "tests/stream/test_cuda.py",
+    "tests/stream/test_pinned.py",
+]
+# Tests whose kernels have other tiles, or other ways to compute, on another card.
+BY_CARD = ["tests/graph", "tests/ops"]
+FAST = ["-m", "gpu and not slow"]
+
+
 class Part(NamedTuple):
     """Some tests on one card; `numbers` says whether kernels compute."""
 
@@ -83,17 +110,22 @@ QUICK = [
     ),
 ]
 ALL = [
-    *(Part("gpu tests", sm, True, ["-m", "gpu", "tests"]) for sm in ("90", "89", "80")),
+    Part("gpu tests", "90", True, [*FAST, "--ignore=tests/decode", "tests"]),
+    Part("decoding", "90", True, [*FAST, "tests/decode"]),
     Part("order", "90", True, [f"{HERE}/test_order.py"]),
     Part("commands", "90", True, [f"{HERE}/test_commands.py"]),
     Part("machine code", "90", False, [f"{HERE}/test_machine_code.py", "-m", "not slow"]),
-    Part("planned memory", "90", False, [f"{HERE}/test_planned.py", "-m", "not slow"]),
     Part("two cards", "90", True, [f"{HERE}/test_ranks.py"]),
     Part("launches", "90", False, [f"{HERE}/test_counts.py"]),
+    *(Part("gpu tests", sm, True, [*FAST, *BY_CARD]) for sm in ("89", "80")),
     Part("driver", "90", False, DRIVER),
     Part("numbers", "90", True, NUMBERS),
+    Part("planned memory", "90", False, [f"{HERE}/test_planned.py", "-m", "not slow"]),
+    Part("stand-ins", "90", True, ["-m", "not gpu and not slow", *STAND_INS]),
 ]
 NIGHTLY = [
+    Part("slow tests", "90", True, ["-m", "gpu and slow", "tests"]),
+    *(Part("gpu tests", sm, True, ["-m", "gpu", "tests"]) for sm in ("89", "80")),
     *(
         Part("machine code", sm, False, [f"{HERE}/test_machine_code.py"])
         for sm in environment.CARDS

@@ -32,30 +32,14 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "monograph"
 # Reasons for lines that no test on a pretended sm_90 executes, by how the line's name begins: its
 # file, its function and its text.
 _OLD_TORCH = "torch 2.11 alone needs it"
-_ON_A_CPU = "tests/ops/test_attention_kernels.py has it on a CPU"
-_RECORDED_ON_A_CPU = "tests/ensemble/test_replayed.py has it with a recorder on a CPU"
-_REFUSED = "tests/stream/test_pinned.py has a system that refuses"
-_LADDER = "a ladder on a card takes minutes"
 CANNOT = {
     "compat/inductor.py split_cat_options: lowering": _OLD_TORCH,
     "compat/inductor.py split_cat_options: concatenate_in_one_kernel": _OLD_TORCH,
     "compat/inductor.py split_cat_options.concatenate:": _OLD_TORCH,
     'compat/inductor.py split_cat_options: return {"max_pointwise': _OLD_TORCH,
-    "device.py default_device: raise UsageError(": "a card older than torch: see tests/test_device.py",
-    "device.py _nvidia_driver:": "NVIDIA's kernel module says which driver it is",
-    "ensemble/replayed_calls.py ReplayedCalls.__call__:": _RECORDED_ON_A_CPU,
-    "ensemble/replayed_calls.py ReplayedCalls._may_replay: return": _RECORDED_ON_A_CPU,
-    "ensemble/replayed_calls.py ReplayedCalls._call_and_watch: self": _RECORDED_ON_A_CPU,
-    "ensemble/replayed_calls.py _layout:": _RECORDED_ON_A_CPU,
-    "graph/precision.py Precision.obstacle: return (": "a card without bf16: see tests/graph/test_precision.py",
-    "ops/attention_kernels.py describe_speeds:": _ON_A_CPU,
-    "ops/attention_kernels.py time_kernels: return {}": _ON_A_CPU,
-    "session/gauges.py Gauges.__init__:": "NVML is NVIDIA's own: tests/session/test_gauges.py has a stand-in",
-    "session/ladder.py Ladder.measure: torch.cuda.empty_cache()": _LADDER,
-    "stream/placement.py pinned: raise InputRefused(": _REFUSED,
-    "stream/placement.py _lock_refusal:": _REFUSED,
-    "session/warmup.py measure_peak_bytes: return": _LADDER,
-}
+    "session/setup.py make_engine: model = nn.SyncBatchNorm":
+        "its kernels are torch's own: tests/distributed/test_batch_norms.py has their equations on a CPU",
+}  # fmt: skip
 # Where conditions ask for the device of a plan.
 _OF_PLANS = ("planner/", "predict/", "cards.py", "commands/plan.py")
 # What torch.cuda answers where there is no GPU.

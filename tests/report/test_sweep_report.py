@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 from monograph.report.chart_markup import payload
-from monograph.report.sweep_charts import MemberCurve, sweep_drawings
+from monograph.report.sweep_charts import (
+    MemberCurve,
+    SweepScore,
+    sweep_drawings,
+)
 from monograph.report.sweep_report import draw_sweep, write_page_so_far, write_sweep_report
+
+BITS = SweepScore("eval_bits_per_byte", "bits/byte")
+REWARD = SweepScore("eval_reward", "reward", higher_is_better=True)
 
 
 def setting(values: list[float | None], standing: str = "", **knobs: Any) -> dict[str, Any]:
@@ -60,7 +67,7 @@ BY_DAY = ("rates", "two knobs", "mixed", "all lost", "many")
 def test_a_figure_for_each_knob_that_varies_and_one_of_the_curves(name: str) -> None:
     settings = SWEEPS[name]
     curves = [curve(**each["knobs"]) for each in settings]
-    drawings = draw_sweep(settings, curves, "eval_bits_per_byte", "bits/byte")
+    drawings = draw_sweep(settings, curves, BITS)
     varied = [
         key
         for key in settings[0]["knobs"]
@@ -71,7 +78,7 @@ def test_a_figure_for_each_knob_that_varies_and_one_of_the_curves(name: str) -> 
         "curves",
     ]
     assert all(drawing.png[:4] == b"\x89PNG" for drawing in drawings)
-    charts = sweep_drawings(settings, curves, "eval_bits_per_byte", "bits/byte")
+    charts = sweep_drawings(settings, curves, BITS)
     assert [chart.name for chart in charts.charts] == [drawing.name for drawing in drawings]
     shown = json.loads(payload(charts.tables, charts.charts))
     for chart in shown["charts"]:
@@ -82,9 +89,9 @@ def test_a_figure_for_each_knob_that_varies_and_one_of_the_curves(name: str) -> 
 
 
 def test_members_without_an_evaluation_have_no_curve() -> None:
-    assert [
-        d.name for d in draw_sweep(SWEEPS["rates"], [({"lr": 1e-3}, [])], "eval_loss", "nats")
-    ] == ["against_lr"]
+    assert [d.name for d in draw_sweep(SWEEPS["rates"], [({"lr": 1e-3}, [])], BITS)] == [
+        "against_lr"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,7 @@ def test_the_page_says_what_came_of_it(name: str, tmp_path: Path) -> None:
         {"text": "It is real.", "command": None},
     ]
     found = {
+        "measure": BITS._asdict(),
         "best": best,
         "members": members,
         "advice": advice,
@@ -133,6 +141,7 @@ def test_the_page_of_a_sweep_in_progress_says_so_and_loads_itself_again(tmp_path
     members = [{"knobs": each["knobs"], "diverged": None} for each in settings]
     best = {"knobs": {"optim.lr": 1e-3}, "mean": 2.5, "unit": "bits/byte"}
     found = {
+        "measure": BITS._asdict(),
         "best": best,
         "members": members,
         "advice": [],

@@ -26,7 +26,10 @@ from rewarded import OPTIONS, apart, prompts, windows
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("advantage", "pattern"), [("grpo", ""), ("gspo", "[a-z]+[0-9]")])
+@pytest.mark.parametrize(
+    ("advantage", "pattern"),
+    [pytest.param("grpo", "", marks=pytest.mark.slow), ("gspo", "[a-z]+[0-9]")],
+)
 def test_ratios_a_kl_term_and_a_form_are_captured(advantage: str, pattern: str) -> None:
     """Two updates of one draw, and then a new one, with a reference that the model came from."""
     kl = Kl("k2", 0.1)
@@ -58,7 +61,10 @@ def test_ratios_a_kl_term_and_a_form_are_captured(advantage: str, pattern: str) 
     assert figures["kl"] > 0
 
 
-@pytest.mark.parametrize(("name", "precision"), [("dpo", "fp32"), ("kto", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("dpo", "fp32"), pytest.param("kto", "bf16", marks=pytest.mark.slow)],
+)
 def test_answers_are_compared_in_a_captured_step(name: str, precision: str) -> None:
     rows = pairs.rows_of(pairs.pairs(6, labelled=name == "kto"))
     model, loss = (

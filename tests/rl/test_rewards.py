@@ -516,7 +516,7 @@ FLEES = "import os, time\ndef f():\n    if os.fork() == 0:\n        os.setsid()\
 def test_children_that_leave_the_process_group_end_with_their_namespace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    limits = "    for limit, value in LIMITS.items():\n"
+    limits = "    for limit, value in limits.items():\n"
     limits += "        resource.setrlimit(limit, (value, value))\n    _forbid(libc)\n"
     with_children = changed(monkeypatch, tmp_path, limits, "")
     assert score(with_children, FLEES, tests="assert f() == 2") == 1

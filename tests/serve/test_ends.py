@@ -59,7 +59,7 @@ def test_if_the_models_thread_raises_all_are_told_at_once() -> None:
             lambda: (
                 generator.running == 4
                 and served.service.gate.waiting == 4
-                and served.service._users.total() == 9
+                and served.service._version_users.total() == 9
             )
         )
         began = time.monotonic()

@@ -122,7 +122,7 @@ def test_a_version_that_did_not_fit_is_tried_again_once_another_has_gone(
 
     with Served(small(tokenizer), tokenizer) as served:
         first, add = served.service.newest, served.service.owner.add
-        served.service._users[first] += 1  # as if a request wrote with it
+        served.service._version_users[first] += 1  # as if a request wrote with it
         served.source.give(small(tokenizer, seed=1), tokenizer)
         until("given@1")
 

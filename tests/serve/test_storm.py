@@ -145,7 +145,7 @@ def storm(served: Served, seeds: range) -> None:
             )
     service, state = served.service, served.server.server_state
     gate, end = service.gate, time.monotonic() + HANG_S
-    while not served.idle() or state.connections or state.tasks or service._users.total():
+    while not served.idle() or state.connections or state.tasks or service._version_users.total():
         assert time.monotonic() < end
         time.sleep(0.01)
     [decoder] = service.owner._decoders.values()

@@ -19,7 +19,7 @@ from monograph.optim import AdamW
 from monograph.planner import Candidate
 from monograph.predict.footprint import Work
 from monograph.predict.roofline import Calibration
-from monograph.session import measured_memory
+from monograph.session import measured_memory, warmup
 from monograph.storage.cache_dir import calibration_file
 
 CARD, MIB = card_device("H100"), 2**20
@@ -104,3 +104,11 @@ def test_later_ones_tell_nothing_as_evaluations_and_samples_are_between_them(mon
 )
 def test_a_run_that_is_not_what_was_traced_tells_nothing(monkeypatch, other):
     assert Run(**other).residual(monkeypatch, 1) == 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_peak_of_updates_is_the_allocator_s():
+    engine = SimpleNamespace(step=SimpleNamespace(device=torch.device("cuda", 0)))
+    before = warmup.measure_peak_bytes(SimpleNamespace(engine=engine))
+    torch.empty(before + 2**20, dtype=torch.uint8, device="cuda")
+    assert warmup.measure_peak_bytes(SimpleNamespace(engine=engine)) - before >= 2**20

@@ -140,7 +140,7 @@ NEW_ROW = '''
 class LogitsSection(Section):
     """The logits of a teacher, which are imitated. To use them, set file."""
 
-    fixed = _TEXTS_ALONE
+    fixed = _OTHER_LOSS
 
     file: Text | None = _key(None, "a file", "Logits to learn from.", example="FILE")
     temperature: PositiveFloat | None = _key(

@@ -221,9 +221,9 @@ def test_a_branch_with_another_value_takes_over_nothing_that_is_said_of_the_pare
 ) -> None:
     run = Run.create(tmp_path / "run")
     write_config(run, settings(SHAPE | FIXED | of_parent))
-    child = settings_from_parent(run, settings(given)).pinned()
+    child = settings_from_parent(run, settings(given)).given_values()
     assert {key: child.get(key) for key in of_parent | given} == dict.fromkeys(of_parent) | given
-    kept = settings_from_parent(run, settings({})).pinned()
+    kept = settings_from_parent(run, settings({})).given_values()
     assert {key: kept.get(key) for key in of_parent} == of_parent
 
 

@@ -20,7 +20,7 @@ from monograph.config.axes import axes_of
 from monograph.evaluation.significance import (
     Setting,
     Table,
-    pooled,
+    pooled_settings,
     seeds_needed,
     t_quantile,
     tabulate,
@@ -163,9 +163,36 @@ def test_words_have_no_end_and_of_amounts_more_is_better_anyway(
 
 def test_a_diverged_neighbour_is_no_unknown_land(place: Path) -> None:
     points = grid({"optim.lr": (0.01, 0.1, 1.0)})
-    found = advised(points, [2.5, 2.51, 2.2, 2.21, None, None])
+    found = advised(points, [2.5, 2.511, 2.2, 2.21, None, None])
     assert not any("beyond" in each.text for each in found)
     assert any("better than the others that did not diverge" in each.text for each in found)
+
+
+def test_scores_of_which_a_higher_one_is_better(place: Path) -> None:
+    """Rewards: the best is the highest, and a difference has its own sign."""
+    points = grid({"optim.lr": (0.01, 0.1, 1.0)})
+    rewards = [0.5, 0.51, 0.9, 0.92, 0.89, 0.9]
+    table = tabulate(rewards, points, "train.seed", "reward", higher_is_better=True)
+    assert table.best and table.best.setting.knobs == {"optim.lr": 0.1} and table.best.member == 3
+    assert table.standing(table.settings[2], "") == "tied (-0.015)"
+    found = advise(sweep_of(points), table)
+    assert "separate lr=0.1 from lr=1 (-0.015)" in found[0].text
+    without_rival = tabulate(rewards[:4], points[:4], "train.seed", "reward", higher_is_better=True)
+    found = advise(sweep_of(points[:4]), without_rival)
+    assert "is worse by 0.405 ± 0.064 reward (95 %)" in found[-1].text
+
+
+def test_scores_that_are_too_coarse_to_tell_the_noise_separate_nothing(place: Path) -> None:
+    """Shares of few answers may differ by just as much for each seed."""
+    points = grid({"optim.lr": (0.01, 0.1)})
+    table = tabulate([0.25, 0.5, 0.5, 0.75], points, "train.seed", "reward", higher_is_better=True)
+    assert table.noise is None and table.degrees == 1
+    assert "do not tell the noise" in table.how
+    found = advise(sweep_of(points), table)
+    assert "Run the best with 4 seeds each" in found[-1].text
+    assert len(asked(found[-1]).points) == 8
+    alike = tabulate([0.25, 0.5, 0.25, 0.5], points, "train.seed", "reward")
+    assert alike.settings[1].tied
 
 
 def test_several_ends_are_one_command_and_other_axes_keep_their_best_value(place: Path) -> None:
@@ -260,7 +287,7 @@ def expected_seeds(table: Table, tied: Sequence[Setting]) -> int:
     if table.degrees < 3:
         return least
     needed = (
-        seeds_needed(setting.difference.value, table.noise, pooled(1 + len(tied)), 16)
+        seeds_needed(setting.difference.value, table.noise, pooled_settings(1 + len(tied)), 16)
         for setting in tied
         if setting.difference
     )

@@ -171,6 +171,7 @@ def test_what_was_compiled_before_does_not_begin_eagerly() -> None:
         ({"compile": "none"}, False),
         ({"memory": "stream"}, False),
         ({"cores": 1}, False),
+        ({"samples_answers": True}, False),
     ],
 )
 def test_it_is_for_a_length_by_the_clock_that_is_compiled(
@@ -185,11 +186,16 @@ def test_it_is_for_a_length_by_the_clock_that_is_compiled(
         "memory": "device",
         "type": "cpu",
         "cores": 2,
+        "samples_answers": False,
     } | change
     training = SimpleNamespace(compile=facts["compile"])
     span = SimpleNamespace(epochs=facts["epochs"])
     plan = SimpleNamespace(
-        job=SimpleNamespace(recipe=SimpleNamespace(code=None), span=span),
+        job=SimpleNamespace(
+            recipe=SimpleNamespace(code=None),
+            span=span,
+            objective=SimpleNamespace(samples_answers=facts["samples_answers"]),
+        ),
         training=training,
         **facts,
     )

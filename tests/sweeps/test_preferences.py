@@ -92,7 +92,7 @@ def test_members_learn_from_pairs_as_each_would_alone(
     assert len(groups_of(these)) == 1
     together = mustered(these, tmp_path)
     assert isinstance(together.engine, Ensemble)
-    together.prepare_reference_scores(False, silent())
+    together.prepare_references(False, silent())
     updates = trained(together, UPDATES)
     for place, member in enumerate(these):
         assert member.plan
@@ -115,16 +115,16 @@ def test_members_of_one_seed_have_rows_of_their_own(here: Path, tmp_path: Path) 
     together.close()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_members_go_on_with_the_same_bits(loss: str, here: Path, tmp_path: Path) -> None:
     """Law 10: the losses and figures after a resume are those of an uninterrupted sweep."""
     these = members(here, loss)
     whole = mustered(these, tmp_path / "whole")
-    whole.prepare_reference_scores(False, silent())
+    whole.prepare_references(False, silent())
     expected = trained(whole, UPDATES)
     whole.close()
     first = mustered(these, tmp_path / "killed")
-    first.prepare_reference_scores(False, silent())
+    first.prepare_references(False, silent())
     trained(first, 2)
     first.save()
     trained(first, 4)
@@ -132,7 +132,7 @@ def test_members_go_on_with_the_same_bits(loss: str, here: Path, tmp_path: Path)
     first.close()
     again = mustered(these, tmp_path / "killed")
     assert cohort.resume_cohort(again, {}, Progress()) == 2
-    again.prepare_reference_scores(True, silent())
+    again.prepare_references(True, silent())
     for task, figures in zip(again.tasks, expected[1][1], strict=True):
         task.answer_tokens = figures["tokens"]  # the rows of metrics.jsonl have them
     assert trained(again, UPDATES) == expected[2:]
@@ -142,16 +142,14 @@ def test_members_go_on_with_the_same_bits(loss: str, here: Path, tmp_path: Path)
 def test_members_are_scored_by_held_out_pairs(here: Path, tmp_path: Path) -> None:
     these = members(here)
     together = mustered(these, tmp_path)
-    together.prepare_reference_scores(False, silent())
+    together.prepare_references(False, silent())
     trained(together, 2)
     [first, *_] = together.tasks
-    evaluations = first.scores_of_members(together.engine, batch_rows=2, limit=None)
-    for task, session, evaluation in zip(
-        together.tasks, together.sessions, evaluations, strict=True
-    ):
-        found = task.held_out_score(evaluation, first.held_out_rows).figures
+    scores = first.evaluate_members(together.tasks, together.engine, batch_rows=2, limit=None)
+    for task, session, score in zip(together.tasks, together.sessions, scores, strict=True):
         alone = task.evaluate(2, None)
-        assert alone and found == alone.figures and 0 <= found["eval_accuracy"] <= 1
+        assert alone and score and score.figures == alone.figures
+        assert 0 <= score.figures["eval_accuracy"] <= 1
         assert session.engine.loss.totals.sum() == 0  # type: ignore[attr-defined]
     together.close()
 
@@ -166,7 +164,7 @@ def test_a_sweep_without_held_out_pairs_is_refused(here: Path, tmp_path: Path) -
 def test_one_member_alone_is_an_ordinary_run(here: Path, tmp_path: Path) -> None:
     these = members(here, points=POINTS[:1])
     together = mustered(these, tmp_path)
-    together.prepare_reference_scores(False, silent())
+    together.prepare_references(False, silent())
     found = [losses for losses, _ in trained(together, UPDATES)]
     together.close()
     [member] = these

@@ -22,12 +22,13 @@ from monograph.evaluation.pruning import win_probabilities
 from monograph.loop import train
 from monograph.run.folder import Run
 from monograph.run.progress import silent
-from monograph.session.objectives.texts import TextTask
+from monograph.session.objectives.rewards import Rewards
+from monograph.session.objectives.texts import Texts, TextTask
 from monograph.session.resolve import resolve
 from monograph.sweeps import cohort, pruning, results
-from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.looks import DECISIONS, looks_of
+from monograph.sweeps.rehearsal import first_window
 from monograph.sweeps.spec import Member, members_of
 
 UPDATES = 8
@@ -190,7 +191,13 @@ def test_what_cannot_be_compared_is_refused(
     points: list[dict[str, Any]], probability: float, words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        pruning.require_prunable(points, probability)
+        pruning.require_prunable(Texts(), points, probability)
+
+
+def test_rewards_are_not_pruned() -> None:
+    """They may be flat for long before they rise, so what they are early says nothing about later."""
+    with pytest.raises(UsageError, match="--prune does not go with rl.reward: .*: leave it out"):
+        pruning.require_prunable(Rewards(), POINTS, 0.05)
 
 
 def built_cohort(

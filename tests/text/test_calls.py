@@ -31,7 +31,7 @@ from calling import (
 )
 from monograph.automata import Calls, call_constraint
 from monograph.errors import InputRefused
-from monograph.text.call_reader import CallReader
+from monograph.text.call_reader import CallReader, message_of
 from monograph.text.calls import Call, CallFrame, find_frame, spellings, with_tools
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.template import ChatTemplate
@@ -82,7 +82,7 @@ def test_what_the_template_writes_is_the_frame_and_is_read_again(
             json.dumps(arguments, ensure_ascii=False, separators=frame.separators)
             for _, arguments in made
         ]
-        written = frame.written(
+        written = frame.spelling_of(
             [Call(called, text) for (called, _), text in zip(made, values, strict=True)]
         )
         spelled = "".join(spelling_V[token] for token in ids)
@@ -303,3 +303,18 @@ def test_without_a_template_there_are_no_calls() -> None:
     tokenizer = Tokenizer.bytes()
     with pytest.raises(InputRefused, match="no chat template"):
         find_frame(tokenizer, stop_ids(tokenizer))
+
+
+def test_an_answer_with_calls_is_a_message_again(family: Callable[[str], Family]) -> None:
+    tokenizer, frame, spelling_V = family("tags")
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": [1, 2]}}\n</tool_call>'
+    broken = '<tool_call>\n{"name": "add", "arguments": {"a": 1,}}\n</tool_call>'
+    ids = tokenizer.encode_rendered(f"Well. {written}\n{broken}")
+    assert message_of(ids, frame, spelling_V) == {
+        "role": "assistant",
+        "content": "Well.",
+        "tool_calls": [
+            {"name": "add", "arguments": {"a": [1, 2]}},
+            {"name": "add", "arguments": '{"a": 1,}'},
+        ],
+    }

@@ -1,9 +1,9 @@
 """Compile constraints and stop strings to automata over tokens.
 
-`constraint` and `stop_strings` return an `Automaton`, which the decode step runs on the device. A text
-goes through four files: `pattern` or `schema` parses it to an `expression` over bytes, `dfa` compiles
-that to an automaton over bytes, and `tokens` makes the automaton over tokens. Nothing in this package
-imports torch, so that a process that only compiles constraints starts quickly.
+`constraint` and `stop_strings` return an `Automaton`, which the decode step runs on the device. A
+constraint goes through four files: `pattern` or `schema` parses it to an `expression` over bytes, `dfa`
+compiles the expression to an automaton over bytes, and `tokens` makes of it an automaton over tokens.
+Nothing in this package imports torch, so that a process that only compiles constraints starts quickly.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -69,23 +69,34 @@ def call_constraint(calls: Calls, pieces: Sequence[bytes], end_ids: Collection[i
         InputRefused: the schema of a function is refused as in `constraint`.
     """
     where = "the calls of the tools"
-    spelled = pieces_of_calls(calls.frame, pieces)
+    # In these pieces special tokens have bytes, too.
+    pieces = pieces_of_calls(calls.frame, pieces)
     ends = set(end_ids)
-    alphabet = set(b"".join([piece for token, piece in enumerate(spelled) if token not in ends]))
+    alphabet = set(b"".join([piece for token, piece in enumerate(pieces) if token not in ends]))
     try:
-        try:
-            automaton = compile_expression(calls_expression(calls, alphabet), where)
-        except Ambiguous:
-            automaton = compile_expression(
-                calls_expression(calls, alphabet, uses_counters=False), where
-            )
-        if automaton.has_counters and not has_each_byte(automaton, spelled, end_ids):
-            automaton = compile_expression(
-                calls_expression(calls, alphabet, uses_counters=False), where
-            )
+        automaton = _compile_calls(calls, alphabet, where)
+        if automaton.has_counters and not has_each_byte(automaton, pieces, end_ids):
+            # As in `constraint`.
+            automaton = _compile_calls(calls, alphabet, where, uses_counters=False)
     except RecursionError:
         raise InputRefused(f"{where} are nested too deep: make them flatter") from None
-    return constraint_automaton(automaton, spelled, end_ids, where)
+    return constraint_automaton(automaton, pieces, end_ids, where)
+
+
+def _compile_calls(
+    calls: Calls, alphabet: Collection[int], where: str, uses_counters: bool = True
+) -> ByteAutomaton:
+    """Return the automaton over bytes of answers with calls.
+
+    It has no counters if they would be ambiguous, which two functions with similar schemas can cause: the
+    next byte may then not decide whose counter is used.
+    """
+    if uses_counters:
+        try:
+            return compile_expression(calls_expression(calls, alphabet), where)
+        except Ambiguous:
+            pass
+    return compile_expression(calls_expression(calls, alphabet, uses_counters=False), where)
 
 
 def acceptor(kind: str, value: object) -> ByteAutomaton:
@@ -124,7 +135,7 @@ def _compile(
 ) -> tuple[ByteAutomaton, str]:
     """Return the automaton over bytes of a constraint, and the constraint's name in an error.
 
-    Its texts are `lead` and then an accepted text.
+    Each text that the automaton accepts is `lead` and then a text that the constraint accepts.
     """
     try:
         expression, where = _parse(kind, value, uses_counters)
@@ -159,6 +170,7 @@ def _parse(kind: str, value: object, uses_counters: bool) -> tuple[Expression, s
 
 
 def _utf8(text: str, name: str) -> bytes:
+    """Return a text's bytes; `name` is what the text is called in an error."""
     try:
         return text.encode()
     except UnicodeEncodeError:

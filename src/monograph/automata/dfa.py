@@ -64,14 +64,15 @@ StateTransitionTable: TypeAlias = Sequence[Mapping[int, int]]
 class Budget:
     """Counts the steps of compiling one automaton, so that none takes more than about two seconds.
 
-    It also knows what is being compiled, for error messages, and the symbols of operations.
+    The budget is passed through all of the compilation. So it also has two other things that are needed
+    everywhere: what is being compiled, for error messages, and the symbols of operations on counters.
 
     Attributes:
         where: the automaton's name in an error.
         schema_path: the place of the schema that is being read, or "".
         source: the schema's keyword for which positions are being made, with its place, or "".
         positions_by_source: how many positions were made for each source.
-        symbols: the symbol of each operation on a counter, from 256.
+        symbols: the symbol of each operation on a counter that was met so far; the first one is 256.
     """
 
     def __init__(self, where: str) -> None:
@@ -118,14 +119,15 @@ class Positions:
     are merged, so common endings are merged as well. This keeps the automaton small for a
     character's UTF-8 sequences and for a schema's optional properties.
 
-    A loop is a placeholder for a part that may repeat without limit, since its positions are among
-    their own successors. It reads no symbol, and `without_loops` replaces it.
+    If a part may repeat without limit, its positions are among their own successors, so these do not all
+    exist when a position is made. A *loop* stands for the part's first positions in the meantime. It reads
+    no symbol, and `without_loops` replaces it.
 
     Attributes:
         symbol_masks: for each position a bit mask of the symbols that it reads; 0 for loops and the
             end.
-        successors: for each position its successors; for a loop, the first positions of its part
-            and the positions after it.
+        successors: for each position its successors. Those of a loop are the first positions of its
+            part, and the positions after the part.
 
     Raises:
         InputRefused: there are more than MAX_POSITIONS positions, or the budget is spent. Any
@@ -221,7 +223,8 @@ class Positions:
         first = after
         optional_count = 0
         if expression.max_count is None:
-            # The loop is made before its successors are known, because they lead back to it.
+            # The loop is made before its successors are known, because they lead back to it. Until then the
+            # part is followed by the loop itself.
             loop = self._add_position(0, EMPTY)
             self._loops.add(loop)
             first = frozenset((loop,))
@@ -230,8 +233,9 @@ class Positions:
             )
         else:
             optional_count = expression.max_count - expression.min_count
-        # Both loops go from the last repetition to the first. They stop when one more repetition changes
-        # nothing: then the part matches no text, or only the empty text.
+        # The repetitions are added from the last to the first: `first` has the first positions of those
+        # added so far and of what follows them. If one more repetition changes nothing, the part matches no
+        # text, or only the empty text, and further ones change nothing either.
         for _ in range(optional_count):
             longer = self.union((self.first_positions(expression.part, first), after))
             if longer == first:
@@ -551,9 +555,9 @@ def _minimize(
 def _equivalence_blocks(rows: StateTransitionTable, accepting: Sequence[bool]) -> list[int]:
     """Return the block of each state, by Hopcroft's algorithm (1971).
 
-    The states of a block accept the same texts. A missing transition is one to a dead state, from which
-    no text is accepted. The dead state needs no block of its own: splitting by all other blocks already
-    separates the states that have a transition from those that lack it.
+    The states of a block accept the same texts. A missing transition leads to a dead state, which accepts no
+    text. The dead state needs no block of its own: splitting by all other blocks already separates the states
+    that have a transition from the states that lack it.
     """
     # For each state, (class of symbols, state before it) of the transitions that lead to it.
     predecessors: list[list[tuple[int, int]]] = [[] for _ in rows]
@@ -647,8 +651,8 @@ def _product(
     """
     symbols_of: dict[int, int] = defaultdict(int)
     pair_base = max(right.classes) + 1  # the pair of classes (l, r) is the number l * pair_base + r
-    # An operation that became known after an automaton was made has no class there. Neither the
-    # automaton nor the product has a transition for it.
+    # If an operation became known after an automaton was made, the automaton has no class for it, and no
+    # transition. So the product has none either.
     symbol_count = min(len(left.classes), len(right.classes))
     for symbol in range(symbol_count):
         pair = left.classes[symbol] * pair_base + right.classes[symbol]

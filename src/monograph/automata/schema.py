@@ -2,9 +2,9 @@
 
 docs/constraints.md lists the supported keywords.
 
-Every accepted text is JSON that the schema validates, without white space, or with the one that the
-separators have. Conversely, every valid value is accepted in this form, with the members of its objects
-in the schema's order, unless it has more digits or characters than the defaults allow.
+Every accepted text is JSON that the schema validates. Its only white space is that of the separators, if they
+have any. Conversely, every valid value is accepted in this form, with the members of its objects in the
+schema's order. The exceptions are values with more digits or characters than the defaults allow.
 
 The lengths of strings and arrays are counted by counters (`monograph.automata.counting`). In two
 cases lengths are written out instead, which means that the automaton has a state for each length:
@@ -43,8 +43,8 @@ from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
 # These limits bound the time that any schema can take.
-MAX_DEPTH = 32  # the maximum number of schemas inside each other, for which reading recurses
-MAX_OPTIONS = 64  # the maximum number of options of 'oneOf', which are compared in pairs
+MAX_DEPTH = 32  # the maximum number of schemas inside each other; reading recurses for each
+MAX_OPTIONS = 64  # the maximum number of options of 'oneOf'; all pairs of them are compared
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 # Keywords that do not restrict a value.
 _ANNOTATIONS = {
@@ -136,9 +136,10 @@ class _SchemaReader:
         root: the schema.
         separators: see `schema_expression`.
         is_bounded: see `schema_expression`.
-        counters_in_use: how many counters the arrays around the schema that is being read use. The
-            schema itself uses the next one. COUNTERS: none is free, so lengths are written out.
-        expressions: the expression of each referenced schema that was read, by (its identity,
+        counters_in_use: the number of counters that are used by the arrays around the schema now being
+            read. The schema itself uses the next one. If the number is COUNTERS, none is free, and lengths
+            are written out.
+        expressions: the expressions of the referenced schemas that were read, by (the schema's identity,
             `counters_in_use`).
         being_read: the identities of the referenced schemas that are being read.
         budget: limits the time that reading takes.
@@ -248,8 +249,8 @@ class _SchemaReader:
             self.refuse(
                 path, f"'$ref' to {name!r} is recursive, so it is not bounded: write its levels out"
             )
-        # Schemas may refer to a target many times, so each is read once for each number of counters in
-        # use. The automaton shares the states of one expression, too.
+        # Many schemas may refer to the same target. It is read once for each number of counters in use. All
+        # references then have the same expression, which the automaton compiles once.
         key = id(target), self.counters_in_use
         if key not in self.expressions:
             self.being_read.append(id(target))
@@ -369,7 +370,7 @@ class _SchemaReader:
     def _size(
         self, schema: dict[str, Any], key: str, default: int | None, path: tuple[str, ...]
     ) -> int | None:
-        """Return the limit of a length that a schema gives, or the default."""
+        """Return a limit of lengths, such as "maxLength", or the default if the schema lacks the key."""
         size = schema.get(key, default)
         if size is None:
             return None
@@ -442,7 +443,8 @@ class _SchemaReader:
             maximum: the largest number of repetitions.
         """
         begin = CounterOperation("begin", self.counters_in_use, maximum)
-        # The counter counts down from `maximum`. Without a minimum, any value may be left at the end.
+        # The counter counts down from `maximum`, so at most `maximum - minimum` may be left at the end.
+        # Without a minimum there is no condition at the end, as MAX_COUNT allows every count.
         max_left = maximum - minimum if minimum else MAX_COUNT
         end = CounterOperation("end", self.counters_in_use, max_left)
         return concatenation(CounterMark(begin), counted, CounterMark(end))
@@ -556,8 +558,9 @@ class _SchemaReader:
         self.counters_in_use += 1
         item = concatenation(count, comma, self.read(items, (*path, "items")))
         self.counters_in_use -= 1
-        # The operations of a counter cannot tell that items which match no text are never repeated.
-        # One repetition is written out, so that an array that needs such an item matches no text.
+        # `remove_operations` assumes that a counted part can be repeated until its count is low enough for
+        # the end. This is wrong of items that match no text. So one repetition is written out if the array
+        # needs any: then an array that needs such an item matches no text.
         repeated = Repetition(item, min(minimum, 1), None)
         return first_items, self._bound_repetitions(repeated, minimum, maximum)
 

@@ -22,61 +22,6 @@ from monograph.automata.dfa import STATE_MASK, ByteAutomaton
 from monograph.errors import InputRefused
 
 MAX_BYTES = 4_096  # the maximum number of bytes of all stop strings together
-
-
-def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
-    """Return an automaton that accepts every text in which one of the strings occurs.
-
-    A state stands for the longest prefix of a string with which the text so far ends. An accepting
-    state is never left.
-
-    Raises:
-        InputRefused: there is no string, a string is empty, or all strings together have more than
-            MAX_BYTES bytes.
-    """
-    if not strings or not all(strings):
-        raise InputRefused(
-            "an empty stop string would end every text at once: give at least one character"
-        )
-    total_bytes = sum(map(len, strings))
-    if total_bytes > MAX_BYTES:
-        raise InputRefused(
-            f"the stop strings have {total_bytes:,} bytes; at most {MAX_BYTES:,} are searched"
-        )
-    # A trie of all strings, whose nodes are the states.
-    children: list[dict[int, int]] = [{}]
-    ends: set[int] = set()  # nodes at which a string is complete
-    for string in strings:
-        node = 0
-        for byte in string:
-            if byte not in children[node]:
-                children[node][byte] = len(children)
-                children.append({})
-            node = children[node][byte]
-        ends.add(node)
-    next_SK = np.zeros((len(children), 256), dtype=np.int16)
-    # For each state, that of the next shorter prefix of a string with which its text also ends. States
-    # are visited breadth first, so the shorter prefix's row is complete when it is copied.
-    shorter = [0] * len(children)
-    queue = [0]
-    for node in queue:  # The queue grows in the loop body.
-        # A shorter stop string may end inside a longer one that has only begun.
-        if node in ends or shorter[node] in ends:
-            ends.add(node)
-            next_SK[node] = node  # A string has occurred, so the automaton stays here.
-            continue
-        next_SK[node] = next_SK[shorter[node]]
-        for byte, child in children[node].items():
-            # Below a prefix of one byte there is only the empty one.
-            shorter[child] = int(next_SK[shorter[node], byte]) if node else 0
-            next_SK[node, byte] = child
-            queue.append(child)
-    accepting_S = np.isin(np.arange(len(children)), list(ends))
-    return ByteAutomaton(
-        next_SK, np.arange(256, dtype=np.uint8), accepting_S, np.zeros_like(next_SK)
-    )
-
-
 # The maximum number of cells of an automaton's table while it is built. A cell has a next state and an
 # effect, both int16, so they take 128 MiB.
 MAX_CELLS = 1 << 25
@@ -147,10 +92,64 @@ def stop_automaton(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automat
     automaton = _aho_corasick(strings)
     where = "the stop strings"
     columns_C2S, class_V, _ = _token_columns(automaton, pieces, where)
-    # The last row, that of the dead state, is left out, since no token leads there.
+    # The last row is left out. It belongs to the dead state, where no token leads.
     next_SC = np.ascontiguousarray(columns_C2S[:, 0, :-1].T)
     effect_SC = np.ascontiguousarray(columns_C2S[:, 1, :-1].T)
     return Automaton(where, next_SC, class_V, automaton.accepting_S, effect_SC)
+
+
+def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
+    """Return an automaton that accepts every text in which one of the strings occurs.
+
+    A state stands for the end of the text so far: the longest end that is also the beginning of a string. An
+    accepting state is never left.
+
+    Raises:
+        InputRefused: there is no string, a string is empty, or all strings together have more than
+            MAX_BYTES bytes.
+    """
+    if not strings or not all(strings):
+        raise InputRefused(
+            "an empty stop string would end every text at once: give at least one character"
+        )
+    total_bytes = sum(map(len, strings))
+    if total_bytes > MAX_BYTES:
+        raise InputRefused(
+            f"the stop strings have {total_bytes:,} bytes; at most {MAX_BYTES:,} are searched"
+        )
+    # A trie of all strings, whose nodes are the states.
+    children: list[dict[int, int]] = [{}]
+    ends: set[int] = set()  # nodes at which a string is complete
+    for string in strings:
+        node = 0
+        for byte in string:
+            if byte not in children[node]:
+                children[node][byte] = len(children)
+                children.append({})
+            node = children[node][byte]
+        ends.add(node)
+    next_SK = np.zeros((len(children), 256), dtype=np.int16)
+    # The text that leads to a state also ends with shorter prefixes of strings. `shorter` has, for each
+    # state, the state of the longest of these. States are visited breadth first, so that state's row is
+    # complete when it is copied.
+    shorter = [0] * len(children)
+    queue = [0]
+    for node in queue:  # The queue grows in the loop body.
+        # A shorter stop string may end inside a longer one that has only begun.
+        if node in ends or shorter[node] in ends:
+            ends.add(node)
+            next_SK[node] = node  # A string has occurred, so the automaton stays here.
+            continue
+        next_SK[node] = next_SK[shorter[node]]
+        for byte, child in children[node].items():
+            # Below a prefix of one byte there is only the empty one.
+            shorter[child] = int(next_SK[shorter[node], byte]) if node else 0
+            next_SK[node, byte] = child
+            queue.append(child)
+    accepting_S = np.isin(np.arange(len(children)), list(ends))
+    return ByteAutomaton(
+        next_SK, np.arange(256, dtype=np.uint8), accepting_S, np.zeros_like(next_SK)
+    )
 
 
 def constraint_automaton(
@@ -179,8 +178,8 @@ def constraint_automaton(
     columns_C2S, class_V, effects = _token_columns(automaton, pieces, where)
     states = len(automaton.accepting_S)
     dead_state = states
-    # Two columns are added: one for tokens that are never allowed, and the last one for end tokens.
-    # Both lead to the dead state. End tokens get a state of their own below.
+    # Two columns are added: one for tokens that are never allowed, and the last one for end tokens. For now
+    # both lead to the dead state from everywhere. The column of end tokens is set below.
     dead_12S = np.zeros((1, 2, states + 1), dtype=np.int16)
     dead_12S[:, 0] = dead_state
     columns_C2S = np.concatenate([columns_C2S, dead_12S, dead_12S])
@@ -188,17 +187,18 @@ def constraint_automaton(
     # afterwards, because some of them have no bytes.
     class_V[[not piece for piece in pieces]] = len(columns_C2S) - 2
     class_V[ends] = len(columns_C2S) - 1
-    # Drop the columns that no token has any more. That of end tokens is still the last one.
+    # Drop the columns that no token has any more. The column of end tokens stays the last one, because
+    # `np.unique` keeps the order.
     used, new_class_V = np.unique(class_V, return_inverse=True)
     columns_C2S = columns_C2S[used]
     class_V = new_class_V.astype(np.int16)
     next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)  # the last row is that of the dead state
     effect_SC = columns_C2S[:, 1].T
-    # If each byte is a token, tokens lead from and to every state, as bytes do.
+    # A live state can be reached from state 0 by tokens, and an accepting state can be reached from it. If
+    # each byte is a token, all states are live, because they are for bytes.
     live_S = np.ones(states, dtype=bool)
     if not has_each_byte(automaton, pieces, end_ids):
         edges_SE = _edges(next_SC)
-        # A live state can be reached from state 0, and an accepting state can be reached from it.
         from_start_S = _reachable(edges_SE, np.array([0]))
         to_end_S = _reachable(edges_SE.T, np.flatnonzero(automaton.accepting_S))
         live_S = (from_start_S & to_end_S)[:-1]  # without the dead state
@@ -271,7 +271,7 @@ def _token_columns(
     all_byte_classes = automaton.class_256[all_bytes].astype(np.int64)
     lengths_V = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     starts_V = np.cumsum(lengths_V) - lengths_V
-    # The first column is that of the empty sequence.
+    # The first column belongs to the empty sequence: all states stay, and nothing happens to counters.
     columns = [
         np.stack([np.arange(states + 1, dtype=np.int16), np.zeros(states + 1, dtype=np.int16)])
     ]

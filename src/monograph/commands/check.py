@@ -100,6 +100,7 @@ def _check_laws() -> CheckResult:
     """Compare fast computations with slow ones (`monograph.laws.check`), and print a line for
     each comparison as soon as it is made.
     """
+    # Imported here, because the other checks do not need these modules, which import many others.
     from monograph.laws.check import laws
     from monograph.laws.comparisons import LawComparison
 
@@ -122,7 +123,7 @@ def _check_laws() -> CheckResult:
             first_line = str(error).partition("\n")[0][:200]
             comparison = LawComparison(float("inf"), 0, f"{type(error).__name__}: {first_line}")
         spent_s = clock() - law_began
-        difference, bound, verdict = comparison.said
+        difference, bound, verdict = comparison.in_words
         print(f"{difference:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")
         law = {
             "number": number,
@@ -212,14 +213,21 @@ def _verify_run(run: Run) -> CheckResult:
 
     The report is not verified, since it can be drawn again. A text is verified when it is read.
     """
-    # The state in the newest sound checkpoint; {} before one was verified. Other files are compared with
-    # the digests in it.
-    newest_state: dict[str, Any] = {}
+    states: dict[Path, dict[str, Any]] = {}  # the state in each sound checkpoint, by its folder
 
     def verify_checkpoint(path: Path) -> None:
-        nonlocal newest_state
         checkpointing.verify(path)
-        newest_state = recorded_state.state_in(path, run)
+        states[path] = recorded_state.state_in(path, run)
+
+    folders = [path for _, path in reversed(checkpointing.list_checkpoints(run.checkpoints))]
+    checkpoint_faults = {path.name: _fault(partial(verify_checkpoint, path)) for path in folders}
+    for name, fault in checkpoint_faults.items():
+        if fault and checkpointing.is_gone(run.checkpoints / name):
+            # The run still trains, and has removed this checkpoint since the list was made. Begin again.
+            return _verify_run(run)
+    sound = [*states]  # the oldest first
+    # The other files are compared with the digests in this state.
+    newest_state = states[sound[-1]] if sound else {}
 
     def verify_lock() -> None:
         if serial_number(run.folder) <= 0 or lock_record(run.folder) == {}:
@@ -232,49 +240,56 @@ def _verify_run(run: Run) -> CheckResult:
         # Later rows are not covered by the checkpoint.
         return run.metrics_digest(newest_state.get("metrics_offset"))
 
-    # Checkpoints are verified from the oldest on, so the newest sound one is the last to set
-    # `newest_state`.
-    folders = [path for _, path in reversed(checkpointing.candidates(run.checkpoints))]
-    checkpoints = {path.name: _fault(partial(verify_checkpoint, path)) for path in folders}
-    for name, fault in checkpoints.items():
-        if fault and checkpointing.is_gone(run.checkpoints / name):
-            # The run still trains, and has removed this checkpoint since the list was made. Begin again.
-            return _verify_run(run)
-    sound = [path for path in folders if checkpoints[path.name] is None]
-    files = {
+    file_faults = {
         "run.lock": _fault(verify_lock),
         "config.toml": _fault(lambda: run_settings(run, code_keys=())),
         "tokenizer.json": _fault(lambda: load_tokenizer(run, newest_state)),
         "metrics.jsonl": _fault(metrics_digest, newest_state.get("metrics_sha256")),
         **_faults_of_optional_files(run, newest_state),
     }
-    faults = files | checkpoints
+    faults = file_faults | checkpoint_faults
     lines = {name: _state_text(fault) for name, fault in faults.items()}
-    unreadable = [fault for fault in faults.values() if isinstance(fault, Unreadable)]
-    damaged = [name for name, fault in faults.items() if fault]
-    error: MonographError | None = None
-    if unreadable:
-        # This is reported first, because it is not known whether an unreadable file is damaged.
-        error = unreadable[0]
-    elif not sound:
-        checkpoint_faults = [fault for fault in checkpoints.values() if fault]
-        # The reason is the fault of the newest checkpoint.
-        reason = checkpoint_faults[-1] if checkpoint_faults else "none was saved"
-        if folders or run.metrics_offset:
-            remedy = "put a copy of one back"
-        else:
-            remedy = "the run begins with --resume"
-        error = NoValidCheckpoint(f"{run.checkpoints}: no checkpoint is sound: {reason}; {remedy}")
-    elif damaged:
-        error = InputRefused(
-            f"{run.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}"
-        )
     facts = {
         "run": str(run.folder),
-        "files": _fault_objects(files),
-        "checkpoints": _fault_objects(checkpoints),
+        "files": _fault_objects(file_faults),
+        "checkpoints": _fault_objects(checkpoint_faults),
     }
-    return CheckResult(facts, lines, error)
+    return CheckResult(facts, lines, _error_of_run(run, faults, checkpoint_faults))
+
+
+def _error_of_run(
+    run: Run,
+    faults: Mapping[str, MonographError | None],
+    checkpoint_faults: Mapping[str, MonographError | None],
+) -> MonographError | None:
+    """Return the error with which the check of a run ends; None if all of its files are sound.
+
+    Args:
+        run: the run.
+        faults: the fault of each file and each checkpoint, by its name; None where it is sound.
+        checkpoint_faults: those of the checkpoints alone, the oldest first.
+    """
+    # This is reported first, because it is not known whether an unreadable file is damaged.
+    for fault in faults.values():
+        if isinstance(fault, Unreadable):
+            return fault
+    sound_checkpoints = [name for name, fault in checkpoint_faults.items() if fault is None]
+    if not sound_checkpoints:
+        newest_fault: MonographError | str = "none was saved"
+        if checkpoint_faults:
+            newest_fault = [fault for fault in checkpoint_faults.values() if fault][-1]
+        remedy = "the run begins with --resume"
+        if checkpoint_faults or run.metrics_offset:
+            remedy = "put a copy of one back"
+        return NoValidCheckpoint(
+            f"{run.checkpoints}: no checkpoint is sound: {newest_fault}; {remedy}"
+        )
+    damaged = [name for name, fault in faults.items() if fault]
+    if damaged:
+        return InputRefused(
+            f"{run.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound_checkpoints[-1]}"
+        )
+    return None
 
 
 def _sha256(path: Path) -> str:

@@ -60,8 +60,8 @@ class _Side:
     Attributes:
         name: the name that the user gave.
         models: the models: one for each seed of a sweep's best setting, otherwise one.
-        knobs: the setting in which the models differ, {"seed": seed} for each; empty if there is
-            only one model. `compare_on` pairs the models of two sides by this.
+        knobs: the seed of each model as a setting, {"seed": seed}; empty if there is only one model.
+            `compare_on` pairs the models of two sides that have equal settings.
         tokens_per_s: the training speed; None if it was not measured, or if members of a sweep
             trained at the same time.
         runs: the run of each model; empty for a model's folder and for a mixture.
@@ -110,7 +110,7 @@ class _Result:
 
     Attributes:
         scores: for each side, bits per byte or the share of correctly answered questions.
-        comparisons: the comparison of each other side with the first.
+        comparisons: for each side but the first, its comparison with the first.
         documents: number of documents of the text; 0 for questions.
         accuracies: the accuracy of each side's first model; empty for text.
     """
@@ -162,12 +162,8 @@ def run(
             result = _compare_texts(sides, data, reading, stage.report)
     width = max(map(len, runs))
     for side, score in zip(sides, result.scores, strict=True):
-        speed = f"   {count(side.tokens_per_s, 'tok/s')}" if side.tokens_per_s else ""
-        seeds = f"   {counted(len(side.models), 'seed')}" if len(side.models) > 1 else ""
         score_text = f"acc {score:.4f}" if has_questions else f"{score:.4f} bits/byte"
-        print(
-            f"{side.name:<{width}}   {score_text}   {count(side.params)} parameters{speed}{seeds}"
-        )
+        print(f"{side.name:<{width}}   {score_text}   {_facts_text(side)}")
     lines = [
         _difference_line(first, side, comparison, result.documents)
         for side, comparison in zip(sides[1:], result.comparisons, strict=True)
@@ -201,9 +197,8 @@ def _open_side(name: str) -> _Side:
         if is_file(folder / SWEEP):
             runs_by_seed = seeds_of_best(folder)
         else:
-            runs_by_seed = {
-                0: Run.open(name)
-            }  # a single run is not paired by its seed, so any will do
+            # A single run is not paired with others by its seed, so any number will do.
+            runs_by_seed = {0: Run.open(name)}
         models = [load_from_run(run, warn) for run in runs_by_seed.values()]
     else:
         models = [load_from_folder(name, warn)]
@@ -217,6 +212,16 @@ def _open_side(name: str) -> _Side:
     if runs and not models[0].samples_answers:
         tokens_per_s = _median_speed(runs[0])
     return _Side(name, models, knobs, tokens_per_s, runs)
+
+
+def _facts_text(side: _Side) -> str:
+    """Return a side's number of parameters, its training speed, and its number of seeds if several."""
+    facts = [f"{count(side.params)} parameters"]
+    if side.tokens_per_s:
+        facts.append(count(side.tokens_per_s, "tok/s"))
+    if len(side.models) > 1:
+        facts.append(counted(len(side.models), "seed"))
+    return "   ".join(facts)
 
 
 def _require_page(path: Path) -> None:
@@ -299,8 +304,9 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
     text_of_first = first.models[0].own_text_arguments
     side_reading = model.reading
     if not side.has_own_text:
-        # Such a side does not record how to read text. Its rows must not be longer than the number of
-        # the model's positions, nor than the rows of the others.
+        # Such a side does not record how to read text, so its text is read as that of another side. Its
+        # rows must not be longer than the number of the model's positions, nor than the rows of the others.
+        # `reading` is {} if no side has a text of its own.
         readings = [each for each in (model.reading, reading) if each]
         length = min(int(each["sequence_length"]) for each in readings)
         side_reading = reading | {"sequence_length": length}
@@ -330,7 +336,9 @@ def _compare_answers_to_questions(
 ) -> _Result:
     """Measure the share of questions that each side answers correctly."""
     questions = read_questions(data)
-    answers_of_sides: list[dict[Hashable, list[ChoiceMarks]]] = []  # answers by seed
+    answers_of_sides: list[
+        dict[Hashable, list[ChoiceMarks]]
+    ] = []  # for each side its answers by seed
     accuracies = []
     for side in sides:
         # A side with one model has no seeds, and any will do.
@@ -380,7 +388,7 @@ def _difference_line(first: _Side, side: _Side, comparison: Comparison, document
 def _pairs_text(comparison: Comparison, documents: int) -> str:
     """Return how many pairs of measurements the difference is made from, and what a pair is."""
     n = comparison.difference.n
-    if comparison.paired_by == "document" and n < documents:
+    if comparison.paired_by == "document" and n < documents:  # of many documents, some are one pair
         return f"{n} groups of documents"
     return counted(n, comparison.paired_by)
 

@@ -32,17 +32,16 @@ from monograph.text.template import Message
 from monograph.text.tokenizer import Tokenizer
 
 PromptContent = str | list[Message]
-# Names of flags of the command that are not options of `Sampling`, so that --sampler refuses them.
+# Flags of the command that are not options of `Sampling`. --sampler refuses them with a hint.
 _FLAGS = (
     *("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json"),
     *("adapter", "use"),
 )
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
-# The types whose values are written as they are, with the words for them in messages. Values of all
+# The types whose values a user writes as they are, with the words for them in messages. Values of all
 # other types are written as JSON.
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "a text"}
-# The type of each option of `Sampling`, which is that of its default. An option whose default is None
-# is a whole number.
+# The type of each option of `Sampling`: that of its default, or int if its default is None.
 _OPTION_TYPES = {
     name: type(value) if value is not None else int for name, value in vars(Sampling()).items()
 }
@@ -116,9 +115,9 @@ def prompts_in_file(
 
     In a file of JSON lines, each line is an object with the key `prompt` or, in a chat, `messages`.
     If there are adapters, `adapter` is the name of one. The object's other keys are options of
-    `Sampling` for this prompt. `order`, the order of filters, is
-    not allowed, because all texts that are written together have the same order. In a file of any other
-    kind each line is a prompt. Empty lines are skipped.
+    `Sampling` for this prompt. `order`, the order of filters, is not allowed, because all texts that are
+    written together have the same order. In a file of any other kind each line is a prompt. Empty lines
+    are skipped.
 
     A file has JSON lines if its name ends with .jsonl, or if its first line that is not empty is an
     object with `prompt` or `messages`.
@@ -137,13 +136,6 @@ def prompts_in_file(
     # `splitlines` is not used, because it also splits at other line separators, such as U+2028, which
     # JSON may contain unescaped.
     lines = _read_text(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
-    expected = 'expected an object with "prompt", a text'
-    known_keys = {"prompt", *_OPTION_TYPES} - {"order"}
-    if adapters:
-        known_keys.add("adapter")
-    if chat:
-        expected += ', or "messages", a list of objects with "role" and "content", texts'
-        known_keys.add("messages")
     first_line = next((line for line in lines if line.strip()), "")
     first_record = json_object(first_line)  # {} if it is no JSON object
     begins_with_record = "prompt" in first_record or "messages" in first_record
@@ -152,40 +144,62 @@ def prompts_in_file(
         where = f"{path}:{number}"
         if not line.strip():
             continue
-        if not has_records:
-            yield PromptRequest(line, sampling, where)
-            continue
-        try:
-            record = parse_json(line)
-        except (ValueError, RecursionError) as error:
-            raise InputRefused(f"{where}: not JSON: {json_fault(error)}; {expected}") from None
-        options = dict(record) if isinstance(record, dict) else {}
-        text = options.pop("prompt", None)
-        messages = options.pop("messages", None) if chat else None
-        if text is not None and messages is not None:
-            raise InputRefused(f"{where}: has prompt and messages: give one of them")
-        prompt: PromptContent
-        if isinstance(text, str):
-            prompt = text
-        elif isinstance(messages, list) and messages:
-            prompt = _messages(messages, where)
+        if has_records:
+            yield _prompt_in_record(line, where, chat, sampling, vocabulary, adapters)
         else:
-            raise InputRefused(f"{where}: {expected}")
-        unknown_keys = options.keys() - known_keys
-        if unknown_keys:
-            hint = _unknown_key_hint(min(unknown_keys), known_keys)
-            raise InputRefused(f"{where}: there is no key {hint}")
-        adapter = options.pop("adapter", None)
-        if adapter is not None and adapter not in adapters:
-            raise InputRefused(
-                f"{where}: adapter = {adapter!r:.80}: expected {', '.join(adapters)}"
-            )
-        try:
-            own_sampling = _replace_options(sampling, options)
-            own_sampling.check_vocabulary(vocabulary)
-        except UsageError as error:
-            raise InputRefused(f"{where}: {error}") from None
-        yield PromptRequest(prompt, own_sampling, where, adapter)
+            yield PromptRequest(line, sampling, where)
+
+
+def _prompt_in_record(
+    line: str,
+    where: str,
+    chat: bool,
+    sampling: Sampling,
+    vocabulary: int,
+    adapters: Sequence[str],
+) -> PromptRequest:
+    """Return the prompt in a line of JSON, with its own options.
+
+    `chat` and the arguments after it, and the errors, are those of `prompts_in_file`. `where` is the
+    line's file and number, for messages.
+    """
+    expected = 'expected an object with "prompt", a text'
+    known_keys = {"prompt", *_OPTION_TYPES} - {"order"}
+    if adapters:
+        known_keys.add("adapter")
+    if chat:
+        expected += ', or "messages", a list of objects with "role" and "content", texts'
+        known_keys.add("messages")
+    try:
+        record = parse_json(line)
+    except (ValueError, RecursionError) as error:
+        raise InputRefused(f"{where}: not JSON: {json_fault(error)}; {expected}") from None
+    # The keys that are left in `options` when the others have been taken out are options of `Sampling`.
+    options = dict(record) if isinstance(record, dict) else {}
+    text = options.pop("prompt", None)
+    messages = options.pop("messages", None) if chat else None
+    if text is not None and messages is not None:
+        raise InputRefused(f"{where}: has prompt and messages: give one of them")
+    prompt: PromptContent
+    if isinstance(text, str):
+        prompt = text
+    elif isinstance(messages, list) and messages:
+        prompt = _messages(messages, where)
+    else:
+        raise InputRefused(f"{where}: {expected}")
+    unknown_keys = options.keys() - known_keys
+    if unknown_keys:
+        hint = _unknown_key_hint(min(unknown_keys), known_keys)
+        raise InputRefused(f"{where}: there is no key {hint}")
+    adapter = options.pop("adapter", None)
+    if adapter is not None and adapter not in adapters:
+        raise InputRefused(f"{where}: adapter = {adapter!r:.80}: expected {', '.join(adapters)}")
+    try:
+        own_sampling = _replace_options(sampling, options)
+        own_sampling.check_vocabulary(vocabulary)
+    except UsageError as error:
+        raise InputRefused(f"{where}: {error}") from None
+    return PromptRequest(prompt, own_sampling, where, adapter)
 
 
 def _replace_options(sampling: Sampling, values: dict[str, Any]) -> Sampling:
@@ -199,13 +213,13 @@ def _replace_options(sampling: Sampling, values: dict[str, Any]) -> Sampling:
     Raises:
         UsageError: a value is impossible.
     """
-    bias = values.get("logit_bias")
-    if isinstance(bias, dict):
+    biases = values.get("logit_bias")
+    if isinstance(biases, dict):
         bias_by_id = {}
-        for key, value in bias.items():
-            # `Sampling` refuses a key that is not an id.
+        for key, bias in biases.items():
+            # A key that is not an id stays a string, which `Sampling` refuses.
             is_id = re.fullmatch("0|[1-9][0-9]{0,17}", key)
-            bias_by_id[int(key) if is_id else key] = value
+            bias_by_id[int(key) if is_id else key] = bias
         values = {**values, "logit_bias": bias_by_id}
     return replace(sampling, **values)
 
@@ -273,8 +287,9 @@ def _read_at_least(file: BinaryIO, min_bytes: int) -> bytes:
 
     The file is read in pieces, because a single `read` would allocate memory for all `min_bytes`.
     """
+    max_pieces = math.ceil(min_bytes / _PIECE_BYTES)
     pieces = iter(lambda: file.read(_PIECE_BYTES), b"")  # until the end of the file
-    return b"".join(itertools.islice(pieces, math.ceil(min_bytes / _PIECE_BYTES)))
+    return b"".join(itertools.islice(pieces, max_pieces))
 
 
 class GenerateOptions(NamedTuple):
@@ -378,18 +393,19 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
         raise UsageError(
             f"--use {options.use}: expected {', '.join([*folders, BASE])}, a name that --adapter gives"
         )
-    network, tokenizer = load_with_tokenizer(run, warn)
-    base = AdapterBase(network, tokenizer)
-    stored = {name: base.read(folder, warn) for name, folder in folders.items()}
+    model, tokenizer = load_with_tokenizer(run, warn)
+    base = AdapterBase(model, tokenizer)
+    stored_adapters = {name: base.read(folder, warn) for name, folder in folders.items()}
     end_ids = [tokenizer.eos_id]
     if options.chat:
-        end_ids = list(stop_ids(tokenizer, network.config.eos_token_ids))
-    network.to(default_device())
-    if stored:
-        install(network, stored)
-    adapter = options.use or next(iter(stored), BASE)
+        end_ids = list(stop_ids(tokenizer, model.config.eos_token_ids))
+    model.to(default_device())
+    if stored_adapters:
+        install(model, stored_adapters)
+    first_adapter = next(iter(stored_adapters), BASE)
+    adapter = options.use or first_adapter
     stop: list[str | int] = [*options.stop, *end_ids]
-    return ReadyModel(network, tokenizer, sampling, stop, None, options, adapter)
+    return ReadyModel(model, tokenizer, sampling, stop, None, options, adapter)
 
 
 def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> ReadyModel:
@@ -405,7 +421,7 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
         UsageError: the constraint would differ from prompt to prompt.
     """
     for kind, value in model.options.constraints.items():
-        if value is None:
+        if value is None:  # all but one are None
             continue
         if isinstance(value, Path):
             value = _read_text(value, "--json-schema", LARGEST_SCHEMA_BYTES)
@@ -413,11 +429,11 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
             for choice in value:
                 change = model.tokenizer.describe_change(choice)
                 if change:
-                    # The tokenizer cannot give back this text. To leave the choice out would be
-                    # another question, so the command is refused.
+                    # The tokenizer changes this text, so the model cannot write it. The command is
+                    # refused: without this choice the model would be asked another question.
                     raise InputRefused(f"--choice: {change}")
         end_ids = [end for end in model.stop if not isinstance(end, str)]
-        lead = _lead_bytes(model, prompts)  # what the tokenizer puts before a completion
+        lead = _lead_bytes(model, prompts)
         automaton = constraint(kind, value, model.tokenizer.pieces, end_ids, lead)
         model = model._replace(constraint=automaton)
     return model
@@ -471,10 +487,10 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
 
 
 def _lead_bytes(model: ReadyModel, prompts: Sequence[PromptRequest]) -> bytes:
-    """Return the bytes that the tokenizer puts before a completion: a space, or nothing.
+    """Return the bytes that the tokenizer puts before a completion, which are no part of it.
 
-    Some tokenizers put a space before the first text of a document, and before a text that follows
-    certain special tokens. Decoding removes it again (`strips_space`).
+    They are a space or nothing. Some tokenizers put a space before the first text of a document, and
+    before a text that follows certain special tokens. Decoding removes it again (`strips_space`).
 
     Raises:
         UsageError: the bytes differ from prompt to prompt.
@@ -524,7 +540,7 @@ def _print_text(
         is_constrained: whether there is a constraint. If so, a completion that reached max_tokens
             was cut before it satisfied the constraint, and a warning says so.
     """
-    last_number = -1  # the completion that the piece before belongs to
+    last_number = -1  # of the completion that the last piece belonged to
     for piece in generation.stream():
         if piece.number != last_number:
             separator = "\n" if last_number >= 0 else ""

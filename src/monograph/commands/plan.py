@@ -119,13 +119,14 @@ class RunToPlan(NamedTuple):
 
 def _plan(run_to_plan: RunToPlan, target: Device, limits: Limits, json: bool) -> None:
     """Plan the run, and print the plan."""
-    # The run's values, before the planner chooses how it is trained.
+    # `run_plan` has the run's settings with a value for each "auto". How the run is trained, such as its
+    # micro-batch, is chosen by the planner, whose result is `plan` (below).
     run_plan = resolve(run_to_plan.settings, target, will_build=False)
     job = run_plan.job
     objective = job.objective
-    # The embedding rows without those of new tokens.
+    # The number of rows of the embedding before rows for new tokens are added.
     vocabulary_rows = shape_of(run_plan).vocab_size
-    new_tokens = job.tokens.compare_if_readable()
+    new_tokens = job.tokens.compare_if_readable()  # None if the model's tokenizer cannot be read
     config = shape_of(run_plan, new_tokens)
     require_room_for_weights(job, config, target, limits)
     # A run with rewards samples answers. The memory that this takes is not there for the training step,
@@ -136,6 +137,7 @@ def _plan(run_to_plan: RunToPlan, target: Device, limits: Limits, json: bool) ->
     request = request_of(run_plan, config, step_device, trained_tokens)
     calibration = Calibration(calibration_file())  # the times and the memory of earlier runs
     flops_by_precision = peak_flops(step_device, request.precisions)
+    # A run that samples answers cannot stream: the weights for the sampling stay on the device.
     memory = "device" if objective.samples_answers else run_plan.requested_memory
     plan = streamed_or_resident(
         request, step_device, flops_by_precision, calibration, memory, limits

@@ -32,11 +32,11 @@ _HEADS: tuple[str, ...] = (
     "streamed",
     "memory",
     "tok/s",
-    "MFU",
+    "MFU",  # model FLOPs utilization: the model's FLOP/s, as a share of those in the device's datasheet
     "",  # "chosen", or why the way was not chosen
 )
 # The letter in the bar for each origin of bytes, which is what the memory is used for.
-_SHADES = {
+_LETTERS = {
     "weights": "W",
     "gradients": "G",
     "moments": "M",
@@ -44,13 +44,13 @@ _SHADES = {
     "loss head": "h",
     "workspace": "w",
     # The last three exist only in streamed ways.
-    "slots": "s",  # for the weights and gradients of the stages that are on the device just now
-    "staging buffers": "t",  # for the pieces that the device updates just now
+    "slots": "s",  # for the weights and gradients of the stages that are on the device at the moment
+    "staging buffers": "t",  # for the pieces that the device updates at the moment
     "boundaries": "b",  # the tensors that pass from one stage to the next
 }
 # How frozen weights are stored, by `Lora.base`. "auto" stores them in the bits of the computation:
 # `_model_text` also has the case of fp32.
-_FROZEN = {"auto": "in 16 bits", "int8": "in 8 bits", "nf4": "in 4 bits"}
+_FROZEN_STORAGE = {"auto": "in 16 bits", "int8": "in 8 bits", "nf4": "in 4 bits"}
 
 
 class ShownLength(NamedTuple):
@@ -112,7 +112,7 @@ def screen(
     if other_bytes:
         sizes = ", ".join(f"{name} {gibibytes(size)}" for name, size in other_bytes.items())
         yield f"         beside {sizes}"
-    yield f"model    {_model_text(model, plan, request)}"
+    yield f"model    {_model_text(model, request)}"
     usual = ", as usual for this size" if supposed else ""
     rows = f"{counted(request.rows, 'row')} of {request.training.length:,} tokens{usual}"
     yield f"update   {request.tokens_per_update:,} tokens: {rows}"
@@ -151,9 +151,11 @@ def _source_of_times(plan: Plan) -> str:
     return "" if is_measured else "; speed by datasheet"
 
 
-def _model_text(model: str, plan: Plan, request: PlanRequest) -> str:
-    """Return the model's name, the size of its vocabulary, and its number of parameters. With LoRA,
-    also say how the frozen weights are stored and how many parameters the adapters have.
+def _model_text(model: str, request: PlanRequest) -> str:
+    """Return the model's name, the size of its vocabulary, and its number of parameters.
+
+    With LoRA, the text also says how the frozen weights are stored, and how many parameters the adapters
+    have.
     """
     config = request.training.config
     lora = request.training.lora
@@ -163,16 +165,16 @@ def _model_text(model: str, plan: Plan, request: PlanRequest) -> str:
     precision = request.precisions[0]  # the first is the best
     adapter_parameters = count(trained_numbers(config, lora, precision))
     is_32_bit = lora.base == "auto" and precision == "fp32"
-    frozen = "in 32 bits" if is_32_bit else _FROZEN[lora.base]
+    frozen = "in 32 bits" if is_32_bit else _FROZEN_STORAGE[lora.base]
     return f"{model}, vocabulary {config.vocab_size:,}: {size} frozen {frozen}; adapters {adapter_parameters}"
 
 
 def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
-    """Yield the lines on the chosen way, or on the nearest way if none fits."""
+    """Yield the lines on the chosen way or, if none fits, on the way that needs least memory."""
     if not plan.candidates:
         yield f"plan     {plan.refusal}"
         return
-    best = plan.nearest  # the chosen way, or if none fits, the way that needs least memory
+    best = plan.nearest  # the way that these lines are about
     if plan.chosen is None:
         excess = gibibytes(best.peak_memory_bytes - plan.budget_bytes)
         yield f"plan     does not fit: {excess} too large in the way that needs least,"
@@ -189,7 +191,7 @@ def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
     if best.by_origin:
         yield f"memory   {_bar(best.by_origin, plan.budget_bytes)} {gibibytes(best.peak_memory_bytes)}"
         origins = [
-            f"{_SHADES[name]} {name.removesuffix(' buffers')} {size / 2**30:.2f}"
+            f"{_LETTERS[name]} {name.removesuffix(' buffers')} {size / 2**30:.2f}"
             for name, size in best.by_origin.items()
             if size
         ]
@@ -199,9 +201,10 @@ def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
             residual = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)"
         yield f"   GiB   {', '.join(origins)}{residual}"
     if isinstance(best, StreamCandidate):
-        for tier, text in describe_tiers(best):
+        # Lines about the bytes in the host's memory, about those in files, and about how they move.
+        for label, text in describe_tiers(best):
             first_part, _, second_part = text.partition("; ")  # each part takes a line
-            yield f"{tier:8} {first_part}"
+            yield f"{label:8} {first_part}"
             if second_part:
                 yield f"         {second_part}"
 
@@ -321,7 +324,7 @@ def _bar(by_origin: Mapping[str, int], limit: int) -> str:
         shown_bytes += size
         # The sum is rounded rather than each length, so that rounding errors do not add up.
         end = round(BAR * shown_bytes / total)
-        letters += _SHADES[name] * (end - len(letters))
+        letters += _LETTERS[name] * (end - len(letters))
     end_of_limit = round(BAR * limit / total)
     return f"[{letters[:end_of_limit].ljust(end_of_limit, '.')}]{letters[end_of_limit:]}"
 

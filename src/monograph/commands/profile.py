@@ -144,8 +144,8 @@ def _open_and_prepare(plan: RunPlan, folder: Path, progress: Progress) -> Sessio
 def _profile_session(session: Session, folder: Path, progress: Progress) -> Profile:
     """Time and trace a few updates, and write the trace into `folder`."""
     plan = session.plan
-    # The share of the rows' positions that have tokens, and about what it would be if the rows were
-    # packed.
+    # The share of the rows' positions that have tokens, and about what it would be if documents were
+    # packed into rows together.
     used_share = session.text.stats.packed_share
     share_if_packed = used_share if plan.job.reading.is_packed else 1.0
     is_on_gpu = default_device().type == "cuda"
@@ -174,6 +174,8 @@ def _print_profile(measured: Profile, tokens_per_s: float, folder: Path) -> None
     steps = counted(measured.micro_steps, "micro-step")
     print(f"update    {1e3 * measured.update_s:.3g} ms, {count(tokens_per_s, 'tok/s')}, {steps}\n")
     print(f"{'part':<14}{'share':>7}{'ms':>10}{'best ms':>10}  mostly limited by")
+    # A floor is the shortest time that a part could take on this device. The bounds are the times of its
+    # kernels by what limits them, such as memory.
     for part in PARTS:
         share = verdict.spent.share(part)
         spent_ms = 1e3 * verdict.spent.parts[part]
@@ -293,7 +295,7 @@ def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
         last_rung = [*variants][-1]
         base = rung.base if rung.base in variants else last_rung
         base_variant = variants[base]
-        # Estimate the time left: each rung that is possible takes as long as those before it.
+        # Estimate the time left: each possible rung takes as long as the average of those before it.
         measured_count = sum(not isinstance(climb.outcome, str) for climb in climbs)
         rungs_left = RUNGS[number - 1 :]  # this one included
         possible_count = sum(
@@ -308,7 +310,7 @@ def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
         climbs.append(Climb(rung, base, outcome))
         if isinstance(outcome, str):
             progress.line("", f"not here: {outcome}")
-        elif rung.base is None:
+        elif rung.base is None:  # a rung that names its base is not changed by later ones
             variants[rung.name] = rung.applied_to(base_variant)
     warn_if_busy(progress)
     return climbs

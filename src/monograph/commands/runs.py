@@ -76,7 +76,7 @@ def table(rows: list[tuple[str, ...]], width: int | None) -> str:
             that nothing is cut.
     """
     rows = [HEAD, *rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is not None:
         # The widest column is cut first.
         cut_columns = sorted(map(HEAD.index, CUT_COLUMNS), key=lambda column: -widths[column])
@@ -84,17 +84,21 @@ def table(rows: list[tuple[str, ...]], width: int | None) -> str:
             gaps = 2 * (len(HEAD) - 1)
             excess = sum(widths) + gaps - width
             widths[column] -= max(0, min(excess, widths[column] - MIN_WIDTH))
-    lines = (
-        "  ".join(_fit(cell, size) for cell, size in zip(row, widths, strict=True)) for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    lines = []
+    for row in rows:
+        cells = map(_fit, row, widths)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _fit(text: str, width: int) -> str:
     """Return a text that fills `width` columns. A longer one loses its beginning, since paths differ
     at their ends.
     """
-    return text.ljust(width) if len(text) <= width else "…" + text[len(text) - width + 1 :]
+    if len(text) <= width:
+        return text.ljust(width)
+    kept_characters = width - 1
+    return "…" + text[len(text) - kept_characters :]
 
 
 def _cells(run: ListedRun, best: Collection[Path]) -> tuple[str, ...]:
@@ -134,7 +138,8 @@ def _state(run: ListedRun) -> str:
     if run.state == FINISHED or run.kind.startswith("sweep"):
         return run.state
     total = "" if run.updates is None else f" of {run.updates:,}"
-    unsaved = ", nothing saved" if run.state == STOPPED and not run.resume else ""
+    has_nothing_saved = run.state == STOPPED and not run.resume
+    unsaved = ", nothing saved" if has_nothing_saved else ""
     return f"{run.state} at update {run.update:,}{total}{unsaved}"
 
 

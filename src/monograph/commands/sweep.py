@@ -8,7 +8,7 @@ the ranks leads (rank 0). It alone creates the sweep and writes its results.
 
 import json as jsonlib
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.signals import StopSignal
 from monograph.run.started import note_start
 from monograph.session import ranks
+from monograph.session.objectives import objective_of
 from monograph.session.reporting import final_summary
 from monograph.session.setup import make_repeatable
 from monograph.session.shown_commands import show_command
@@ -77,6 +78,7 @@ def run(
     else:
         sweep = Sweep.open(Path(world.broadcast(None)))
     with (
+        ExitStack() as resources,
         sweep.run.lock() if world.leads else nullcontext(),
         ranks.report_error_once(
             world, sweep.run, has_not_begun=lambda: "groups" not in sweep.record
@@ -90,7 +92,7 @@ def run(
             sweep.write()
         if world.leads and prune is not None:
             _set_prune(sweep, prune)
-        state = SweepProgress(sweep, progress, world)
+        state = resources.enter_context(closing(SweepProgress(sweep, progress, world)))
         if not world.broadcast(state.are_over(state.members)):
             _train(state, progress)
             world.rank_0_waits_for_others()  # because it compares the members of all ranks
@@ -106,7 +108,7 @@ def _set_prune(sweep: Sweep, probability: float) -> None:
     Raises:
         UsageError: nothing can be compared, or the sweep was begun without --prune or with another P.
     """
-    require_prunable(sweep.points, probability)
+    require_prunable(objective_of(sweep.settings), sweep.points, probability)
     recorded = sweep.record.get("prune")
     if "groups" in sweep.record and recorded != probability:
         begun = "without --prune" if recorded is None else f"with --prune {recorded:g}"
@@ -305,7 +307,7 @@ def _train_cohort(
             progress.line(
                 "warning", "no update of which every member has a sound checkpoint: they begin anew"
             )
-    cohort.prepare_reference_scores(resumed_at > 0, progress)
+    cohort.prepare_references(resumed_at > 0, progress)
     if resumed_at == 0:
         cohort.save()  # every run has a checkpoint of its beginning
     if counts_resumed:
@@ -315,7 +317,7 @@ def _train_cohort(
         _leave(cohort, state, block, updates - resumed_at)
         return False
     after = AfterUpdateOfRound(cohort, updates, looks, state, block, stop)
-    for update in train(cohort.engine, cohort.windows, updates):
+    for update in train(cohort.engine, after.windows(), updates):
         round_state = after.note(update)
         with after.since_shown.paused():
             after.evaluate(round_state)

@@ -30,14 +30,14 @@ BETWEEN_GRAPHS = tuple(
     key for key, each in _DECLARATIONS.items() if each.varies == "between graphs"
 )
 AXIS_KEYS = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
-# Keys of which a larger value nearly always scores better (`monograph.config.keys.Key.is_amount`).
+# Keys whose larger values nearly always score better (`monograph.config.keys.Key.is_amount`).
 AMOUNT_KEYS = tuple(key for key, each in _DECLARATIONS.items() if each.is_amount)
 # {each other key: the reason why it cannot be an axis}.
 _WHY_NO_AXIS = {key: each.fixed for key, each in _DECLARATIONS.items() if key not in AXIS_KEYS}
 
 _PAIR_KEYS = ("optim.betas",)  # keys whose value is a pair
 _RANGE_FORMS = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"
-# [log:|lin:]FIRST..LAST[:COUNT], where FIRST may be a number with a point
+# [log:|lin:]FIRST..LAST[:COUNT], where FIRST may be a number with a decimal point
 _RANGE = re.compile(r"(?:(log|lin):)?([^.:,]*(?:\.[^.:,]+)?)\.\.([^:,]*)(?::([^:,]*))?")
 Point = dict[str, Any]  # {an axis' key: its value}
 MAX_MEMBERS = 10_000  # a larger range is a typing error, and its points would fill the memory
@@ -142,6 +142,7 @@ def _file_value_as_axis(key: str, given: SourcedValue) -> str | None:
     # A list of values in old spellings (`monograph.config.renamed`).
     translations = new_spellings(key, value)
     if translations and not new_spelling(key, value):
+        # The caller's message needs only what is to be typed.
         return _new_axis_advice(key, translations).removeprefix("say ")
     text = _list_as_axis(value, given.written) if isinstance(value, list) else value
     with suppress(UsageError):
@@ -381,39 +382,47 @@ def _axis_of_range(
         integers = range(int(first), int(last) + 1)
         _require_few(f"{key}={text}", int(last) - int(first) + 1)
         return Axis(key, tuple(_check_value(key, str(integer)) for integer in integers))
-    low = _number(key, text, first)
-    high = _number(key, text, last)
-    if scale == "log" and min(low, high) <= 0:
+    # The first end may be above the last one.
+    first_number = _number(key, text, first)
+    last_number = _number(key, text, last)
+    if scale == "log" and min(first_number, last_number) <= 0:
         raise UsageError(
             f"{key}={text}: the ends of a log range are above 0; for others there is lin:"
         )
     if count is None:
-        require_ends(f"{key}={text}", low, high, 2)
+        require_ends(f"{key}={text}", first_number, last_number, 2)
         # The key must accept both ends.
         first_value = float(_check_value(key, first))
         last_value = float(_check_value(key, last))
-        sampled_range = SampledRange("log" if scale == "log" else "lin", first_value, last_value)
-        return Axis(key, (), sampled_range)
+        known_scale: Literal["log", "lin"] = "log" if scale == "log" else "lin"
+        return Axis(key, (), SampledRange(known_scale, first_value, last_value))
     if not count.isdecimal():
         raise UsageError(
             f"{key}={text}: expected a whole number of values after the last colon, not {count!r}"
         )
     size = int(count)
     _require_few(f"{key}={text}", size)
-    require_ends(f"{key}={text}", low, high, size)
+    require_ends(f"{key}={text}", first_number, last_number, size)
     if scale == "log":
-        numbers = log_range(low, high, size)
+        numbers = log_range(first_number, last_number, size)
     else:
-        numbers = [low + (high - low) * index / max(1, size - 1) for index in range(size)]
+        difference = last_number - first_number
+        numbers = [first_number + difference * index / max(1, size - 1) for index in range(size)]
     texts = [f"{number:.4g}" for number in numbers]
-    # The ends are as they were typed, not rounded. A range of one value has the last end.
+    # The ends are as they were typed, not rounded. If there is one value, both ends are equal.
     texts[0] = first
     texts[-1] = last
     return Axis(key, tuple(_check_value(key, value_text) for value_text in texts))
 
 
 def _number(key: str, text: str, end: str) -> float:
-    """Return the number of one end of a range; `text` is the range as a person typed it."""
+    """Return the number that one end of a range stands for.
+
+    Args:
+        key: the key.
+        text: the range as a person typed it, for messages.
+        end: the end as a person typed it.
+    """
     try:
         return float(end)
     except ValueError:

@@ -41,19 +41,19 @@ def _lines(settings: Settings) -> Iterator[str]:
         yield from _text(section.about())
         for field in section.model_fields:
             key = f"{name}.{field}"
-            description = key_declaration(key)
+            declaration = key_declaration(key)
             yield ""
-            yield from _text(description.meaning)
-            yield from _text(f"Accepts: {description.expected}.")
-            for word, meaning in description.choices.items():
+            yield from _text(declaration.meaning)
+            yield from _text(f"Accepts: {declaration.expected}.")
+            for word, meaning in declaration.choices.items():
                 yield from _text(f"{word}: {meaning}")
             if key in settings.origins and values[key] is not None:
                 assignment = f"{field} = {toml_of(values[key])}"
                 yield from _set_key(assignment, one_line(settings.origins[key]))
             else:
-                value = description.default
+                value = declaration.default
                 if value is None:
-                    value = description.example
+                    value = declaration.example
                 assignment = f"{UNSET}{field} = {toml_of(value)}"
                 yield f"{assignment:<{ORIGIN_COLUMN}}# {_reason_unset(key, settings)}"
 
@@ -85,9 +85,9 @@ def _reason_unset(key: str, settings: Settings) -> str:
         for other in group:
             if other in settings.origins:
                 return f"not set, as {other} is"
-    description = key_declaration(key)
-    if description.default is not None:
+    declaration = key_declaration(key)
+    if declaration.default is not None:
         return "default"
-    if description.otherwise:
-        return f"example; default: {description.otherwise}"
+    if declaration.otherwise:
+        return f"example; default: {declaration.otherwise}"
     return "example; not set"

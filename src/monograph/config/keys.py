@@ -1,7 +1,8 @@
 """Define every key of the configuration: its type, default, accepted values and meaning.
 
-A section is a table of the TOML file, such as [optim], and a pydantic model here. A key is a field
-of it. Pages, `--print-config` and errors show what a key's declaration says (`key_declaration`).
+A section is a table of the TOML file, such as [optim], and a pydantic model here. A key is a field of
+this model. Its declaration says what it means and accepts (`Key`), and pages, `--print-config` and errors
+show the declaration.
 """
 
 import re
@@ -40,8 +41,8 @@ _MULTIPLES = {
 }
 
 
-# The functions `_parse_...` run before a key's type is checked. They turn a text, as a shell gives
-# it, into a value of the type, and return any other value unchanged: the type then refuses it.
+# The functions `_parse_...` run before pydantic checks a key's type. They turn a text, as a shell gives it,
+# into a value of the type. Other values are returned unchanged, and pydantic refuses them if they are wrong.
 
 
 def _parse_count(value: object) -> Any:
@@ -77,7 +78,8 @@ def _parse_texts(value: object) -> Any:
         try:
             return tomllib.loads(f"list = {value}")["list"]
         except tomllib.TOMLDecodeError:
-            # A text that begins with [" is a list with a mistake: no pattern of files begins so.
+            # A text that begins with [" is a list with a mistake, since no pattern of files begins so. The
+            # error is a ValueError, by which pydantic learns that the value is wrong.
             if re.match(r"\[\s*[\"']", value):
                 raise
         except RecursionError:
@@ -118,7 +120,7 @@ HeldOutShare = Annotated[float, Field(ge=0, le=MAX_HELD_OUT)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_parse_numbers)]
-Momentum = Annotated[float, AfterValidator(DECAY.checked)]
+BelowOne = Annotated[float, AfterValidator(DECAY.checked)]  # from 0, without 1
 
 # How the members of a sweep, the runs that it trains, may differ in a key.
 #   in one graph:    members with different values train in one graph: the key is a number that an
@@ -130,7 +132,10 @@ Varies = Literal["in one graph", "between graphs"]
 _SAME_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
 _DEPENDS_ON_MACHINE = "how much a member learns in a given time depends on the machine"
-_TEXTS_ALONE = "members of one graph learn from texts alone: start a run for each value"
+_OTHER_LOSS = "losses of other kinds cannot be compared: start a run for each value"
+_DECIDES_WHAT_IS_MEASURED = (
+    "members are compared by rewards of answers that are sampled alike: start a run for each value"
+)
 
 
 class Key(NamedTuple):
@@ -144,15 +149,16 @@ class Key(NamedTuple):
         example: a possible value; None if the default is a good example.
         auto: what "auto" stands for; "" if the key does not take "auto". The meaning ends with it.
         choices: {word that it takes, except "auto": what the word stands for}.
-        belongs_to: the key about whose value this key says something; "" if there is none.
+        belongs_to: another key whose value this key describes further, as prefer.beta describes the loss
+            that prefer.loss chooses; "" if there is none.
         varies: how the members of a sweep may differ in it; None if they cannot.
         fixed: why the members of a sweep cannot differ in it; "" if they can.
         is_amount: whether a larger value nearly always scores better, as for a width. If the best
             value of such an axis is its last one, that is no reason to extend the axis.
-        is_changeable_on_resume: whether a resumed run may change it, because it changes no equation: on which
-            devices and in which graphs the run trains, or which records it can read.
-        is_run_specific: whether a run that begins from this one does not take over its value: the
-            length, what depends on the length, and the ranks.
+        is_changeable_on_resume: whether a resumed run may change it. Such a key changes no equation. It says
+            on which devices or in which graphs the run trains, or which records it can read.
+        is_run_specific: whether the value is this run's alone. A run that begins from this one does not
+            take it over. Such keys are the length, what depends on the length, and the ranks.
     """
 
     meaning: str
@@ -171,9 +177,12 @@ class Key(NamedTuple):
 
 
 class _Details(TypedDict, total=False):
-    """The optional parts of a declaration, which `Key` describes.
+    """The optional arguments of `_key`. All except `implied` are attributes of `Key`.
 
-    `implied` is the `Key.default` of a key whose field has the default None.
+    Attributes:
+        implied: the `Key.default` of a key whose field has the default None. Such a field tells a key that
+            is not set from one that is set to its default: for example, lora.alpha is refused without
+            lora.rank, and that lora.alpha is 32 by default must not count as setting it.
     """
 
     implied: object
@@ -193,7 +202,8 @@ def _key(default: Any, expected: str, meaning: str, **details: Unpack[_Details])
     """Declare a key, and return the pydantic field.
 
     Args:
-        default: the field's value if the key is not set; None if another place decides the value.
+        default: the field's value if the key is not set; None if the field is to say that it is not set
+            (see `_Details.implied`) or another place decides the value.
         expected: see `Key`.
         meaning: see `Key`, without `auto`.
         details: see `Key`; `fixed` can be left out if the section has it.
@@ -258,21 +268,21 @@ def _with_parameters(
         declared: {choice: its parameters}. Several choices may have the same parameter with
             different defaults.
     """
-    parameters: dict[str, Parameter] = {}
-    # For each parameter: {a default: the choices that have the parameter with this default}.
-    choices_by_default: dict[str, dict[float | str | None, list[str]]] = {}
+    parameters: dict[str, Parameter] = {}  # by name
+    # For each parameter's name: {a default: the choices that have the parameter with this default}.
+    defaults: dict[str, dict[float | str | None, list[str]]] = {}
     for choice, choice_parameters in declared.items():
         for parameter in choice_parameters:
             name = parameter.field
             parameters.setdefault(name, parameter)
-            choices = choices_by_default.setdefault(name, {}).setdefault(parameter.default, [])
-            choices.append(choice)
+            choices_by_default = defaults.setdefault(name, {})
+            choices_by_default.setdefault(parameter.default, []).append(choice)
     fields: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        if len(choices_by_default[name]) == 1:
+        if len(defaults[name]) == 1:
             details = _Details(implied=parameter.default, otherwise="", example=parameter.example)
         else:
-            words = _defaults_in_words(choices_by_default[name])
+            words = _defaults_in_words(defaults[name])
             details = _Details(implied=None, otherwise=words, example=parameter.default)
         details["belongs_to"] = chosen_by
         values = parameter.values
@@ -553,7 +563,7 @@ class OptimSection(Section):
         example=0.01,
         varies="in one graph",
     )
-    betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_parse_pair)] = _key(
+    betas: Annotated[tuple[BelowOne, BelowOne], BeforeValidator(_parse_pair)] = _key(
         (0.9, 0.95),
         "two numbers, 0 or more and below 1",
         "Decay of the first and second moment.",
@@ -847,7 +857,7 @@ class LoraSection(Section):
         implied="all-linear",
         varies="between graphs",
     )
-    dropout: Momentum | None = _key(
+    dropout: BelowOne | None = _key(
         None,
         DECAY.expected,
         "Dropout of the adapters' inputs.",
@@ -877,7 +887,7 @@ class LoraSection(Section):
 class _RewardSection(Section):
     """The key that chooses a reward, before the keys of the rewards' parameters."""
 
-    fixed = _TEXTS_ALONE
+    fixed = _DECIDES_WHAT_IS_MEASURED
 
     reward: Text | None = _choice(
         None,
@@ -913,6 +923,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         "How an answer is weighed against the others of its group.",
         {name: advantage.meaning for name, advantage in ADVANTAGES.items()},
         implied="dr_grpo",
+        varies="between graphs",
     )
     prompts: Size | None = _key(None, _EXPECTS_SIZE, "Prompts of an update.", implied=16)
     group: Annotated[int, Field(ge=2, le=MAX_SIZE)] | None = _key(
@@ -923,9 +934,14 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         _EXPECTS_SIZE,
         "Maximum number of samplings in an update, which end when rl.prompts groups have unequal rewards.",
         implied=1,
+        varies="between graphs",
     )
     updates: Size | None = _key(
-        None, _EXPECTS_SIZE, "Updates made from the answers of one sampling.", implied=1
+        None,
+        _EXPECTS_SIZE,
+        "Updates made from the answers of one sampling.",
+        implied=1,
+        fixed="in the same number of updates, members would sample different numbers of answers",
     )
     kl: Literal["none", "k1", "k2", "k3"] | None = _choice(
         None,
@@ -937,6 +953,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
             "k3": "KL(start, model) of each token, added to the loss",
         },
         implied="none",
+        varies="between graphs",
     )
     kl_coef: PositiveFloat | None = _key(
         None,
@@ -944,6 +961,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         "Strength of rl.kl.",
         example=0.05,
         belongs_to="rl.kl",
+        varies="between graphs",
     )
     entropy_coef: PositiveFloat | None = _key(
         None,
@@ -952,6 +970,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         otherwise="no bonus",
         example=0.01,
         belongs_to="rl.kl",
+        varies="between graphs",
     )
     max_new_tokens: Size | None = _key(
         None,
@@ -965,6 +984,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         "What is done with answers that were cut.",
         {"keep": "they are learned from", "mask": "they are left out of the loss"},
         implied="keep",
+        varies="between graphs",
     )
     truncation_penalty: NonNegativeFloat | None = _key(
         None,
@@ -972,6 +992,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         "What is taken from the reward of an answer that was cut.",
         implied=0.0,
         belongs_to="rl.truncated",
+        varies="between graphs",
     )
     temperature: Annotated[float, Field(gt=0, le=100)] | None = _key(
         None,
@@ -984,7 +1005,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
 class _PreferenceSection(Section):
     """The key that chooses a loss, before the keys of the losses' parameters."""
 
-    fixed = _TEXTS_ALONE
+    fixed = _OTHER_LOSS
 
     loss: Literal[tuple(LOSSES)] | None = _choice(  # type: ignore[valid-type]
         None,
@@ -1051,7 +1072,7 @@ REWARDS_WAY = WayToLearn(
         result_keys=("rl.reward",),
     ),
     RlSection,
-    names_code=("rl.reward",),
+    names_code=("rl.reward", "rl.environment"),
     exclusive=(("rl.answer_regex", "rl.answer_schema"),),
 )
 PREFERENCES_WAY = WayToLearn(
@@ -1097,8 +1118,7 @@ def key_declaration(key: str) -> Key:
 def dependent_keys() -> dict[str, tuple[str, ...]]:
     """Return {key: the keys that say something about its value} (`Key.belongs_to`).
 
-    If another value overrides the key's value, the keys that say something about it no longer
-    apply.
+    They no longer apply if the key's value is overridden by another one.
     """
     dependents: dict[str, tuple[str, ...]] = {}
     for key in KEYS:

@@ -39,8 +39,8 @@ def keys_named(word: str) -> KeyMatches:
         return KeyMatches(tuple(key for key in KEYS if key.startswith(f"{section}.")), {})
     name = word.rpartition(".")[2].replace("-", "_").strip("_")
     keys = {key for key in KEYS if name and name in key.partition(".")[2]}
-    # `ELSEWHERE` maps another program's name to a key or a sentence. If the word is a complete name, here
-    # or in another program, only this name counts. Otherwise all names that contain the word count.
+    # `ELSEWHERE` maps another program's name to a key or a sentence. If the word is a whole name, here or in
+    # another program, then only this name counts. Otherwise all names count that contain the word.
     is_name_elsewhere = name in ELSEWHERE
     is_name_here = any(key.endswith(f".{name}") for key in keys)
     if is_name_elsewhere:
@@ -71,8 +71,8 @@ def names_elsewhere(key: str) -> list[str]:
 
 def example_of(key: str) -> Any:
     """Return an example of a key's value: its declared example, or else its default."""
-    description = key_declaration(key)
-    return description.default if description.example is None else description.example
+    declaration = key_declaration(key)
+    return declaration.default if declaration.example is None else declaration.example
 
 
 def typed(value: object) -> str:

@@ -1,7 +1,7 @@
 """The settings of one run: checked and frozen values, their origins, and their text as TOML.
 
-A key is written with its section, as in "optim.lr". The key's type is that of a field of the
-section's model in `monograph.config.keys`.
+A key is written with its section, as in "optim.lr". Its type is declared in `monograph.config.keys`, where the
+section has a field of the key's name.
 """
 
 import hashlib
@@ -34,9 +34,9 @@ from monograph.terminal import shell_words
 # The keys whose values may name a function in a Python file.
 CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
 # {key that a resumed run may change: its default} (`monograph.config.keys.Key.is_changeable_on_resume`).
-# A fingerprint of settings has the default in place of the key's value, so that it does not depend on
-# the value. data.ignore_keys is one of these keys: if it changes the records, their own fingerprint
-# shows that.
+# The fingerprint of settings, by which a resumed run sees whether they have changed, is computed with the
+# defaults of these keys, whatever their values are. data.ignore_keys is one of these keys: if it changes the
+# records, their own fingerprint shows that.
 CHANGEABLE_ON_RESUME = {
     key: key_declaration(key).default
     for key in KEYS
@@ -59,16 +59,17 @@ WaySection = TypeVar("WaySection", bound=Section)
 class Settings(BaseModel):
     """All settings of a run, checked.
 
-    `settings.optim.lr` is the value of a key, and `settings.section(RlSection).kl` that of a key of
-    a way to learn. None means that the key is not set, and "auto" that the program chooses a value.
+    `settings.optim.lr` is the value of a key. Sections that belong to one way to learn, such as [rl], are
+    not attributes: `settings.section(RlSection).kl` is the value of rl.kl. None means that the key is not
+    set, and "auto" that the program chooses a value.
 
     Attributes:
         way_sections: {name: section} of the sections that belong to one way to learn, such as [rl].
         origins: {key: origin} of each value that was set, such as "run.toml:7",
             "MONOGRAPH_TRAIN_SEED" or "command line".
         written: {key: the value as a person wrote it}, for messages.
-        vouched: {value that names a Python file: digest of the file}, for the files that may be run
-            (`monograph.run.trust`).
+        vouched: {value that names a Python file: digest of the file}. Only these files may be run, as
+            long as they have this digest (`monograph.run.trust`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,7 +92,7 @@ class Settings(BaseModel):
 
     @property
     def programs(self) -> list[str]:
-        """Return the values that name a function in a Python file."""
+        """Return the values that name a function in a Python file, such as FILE.py:FUNCTION."""
         return programs_in(self.values())
 
     def vouching(self, digests: Mapping[str, str]) -> "Settings":
@@ -107,20 +108,23 @@ class Settings(BaseModel):
             values |= {f"{name}.{key}": value for key, value in section}
         return values
 
-    def said(self, key: str) -> str:
-        """Return the beginning of a message about a key: "run.toml:7: train.seed = 3"."""
+    def quoted(self, key: str) -> str:
+        """Return a key as a message quotes it: its origin, its name and its value.
+
+        For example "run.toml:7: train.seed = 3".
+        """
         return f"{self.origins.get(key, 'default')}: {key} = {self.as_written(key)}"
 
     def as_written(self, key: str) -> str:
         """Return a key's value as a person wrote it, or as Python writes it if no person did."""
         return self.written.get(key) or str(self.values()[key])
 
-    def pinned(self) -> dict[str, Any]:
-        """Return the values that were set, without defaults."""
+    def given_values(self) -> dict[str, Any]:
+        """Return the values that were set, by key, without defaults."""
         return {key: value for key, value in self.values().items() if key in self.origins}
 
     def resolve(self, values: Mapping[str, Any], origin: str) -> "Settings":
-        """Return the same settings with other values of some keys, for example those of the plan.
+        """Return the same settings with other values of some keys, for example with the plan's decisions.
 
         A new value of one key of an exclusive group, such as `train.updates`, unsets the other keys
         of the group.
@@ -140,7 +144,7 @@ class Settings(BaseModel):
             sets_a_key = not checked.keys().isdisjoint(group)
             if sets_a_key:
                 unset |= set(group) - checked.keys()
-        kept = {key: value for key, value in self.pinned().items() if key not in unset}
+        kept = {key: value for key, value in self.given_values().items() if key not in unset}
         origins = {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin)
         written = {
             key: text for key, text in self.written.items() if key in kept and key not in checked
@@ -198,7 +202,8 @@ class Settings(BaseModel):
         """Yield the lines of `to_toml`."""
         values = self.values()
         if self.model.init is not None:
-            values["model.preset"] = None  # the default preset would exclude model.init
+            # If the file had the default preset, it would be refused: the two keys exclude each other.
+            values["model.preset"] = None
         for name, section in SECTIONS.items():
             table = {key: values[f"{name}.{key}"] for key in section.model_fields}
             lines = [
@@ -257,14 +262,13 @@ def checked_value(
     adapter = _adapter(section, name)
     try:
         # Strict validation refuses a text that stands for a number.
-        checked = adapter.validate_python(value, strict=not from_text)
+        return adapter.validate_python(value, strict=not from_text)
     except ValidationError:
         text = written or json.dumps(value, ensure_ascii=False, default=str)
         hint = _hint(key, value) if isinstance(value, str) else ""
         raise UsageError(
             f"{origin}: {key} = {text}: expected {key_declaration(key).expected}{hint}"
         ) from None
-    return checked
 
 
 def _hint(key: str, text: str) -> str:
@@ -305,7 +309,7 @@ def translated_values(key: str, value: object) -> dict[str, Any] | None:
 
 
 def as_typed(texts: Mapping[str, str | list[str]]) -> str:
-    """Return keys with their values as a person types them in a shell.
+    """Return keys with their values, which are texts, as a person types them in a shell.
 
     For example `optim.name=muon optim.state=8bit`.
     """
@@ -334,7 +338,8 @@ def _new_spelling_advice(key: str, value: object, from_text: bool) -> str:
     """Return what to write instead of one or more old spellings; "" for other values."""
     new_texts = new_spelling(key, value)
     if new_texts:
-        return f"say {as_typed(new_texts) if from_text else in_toml(new_texts)}"
+        assignments = as_typed(new_texts) if from_text else in_toml(new_texts)
+        return f"say {assignments}"
     new_texts_of_each = new_spellings(key, value)
     return advise_run_each(new_texts_of_each) if new_texts_of_each else ""
 

@@ -56,9 +56,9 @@ def are_side_by_side(layers: list[Linear]) -> bool:
     if not isinstance(first, Sibling) or first.family.weight is None:
         return False
     siblings = first.family.layers
-    if len(siblings) != len(layers):
-        return False
-    return all(sibling is layer for sibling, layer in zip(siblings, layers, strict=True))
+    return len(siblings) == len(layers) and all(
+        sibling is layer for sibling, layer in zip(siblings, layers, strict=True)
+    )
 
 
 def is_plain(layer: nn.Linear) -> bool:

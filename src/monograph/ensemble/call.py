@@ -1,8 +1,8 @@
 """Call a function of one module for all members of an ensemble at once, by `torch.func.vmap` over
 the members' stacked tensors.
 
-Modules that vmap cannot batch are refused. Before the first call in eager mode there is a trial, which
-shows whether and how the module can be batched.
+Modules that vmap cannot batch are refused. Before the first call in eager mode the module is tried out: it
+may be batched as it is, or only if it runs as if it were compiled, or not at all.
 
 Shapes: N members, B batch, H heads, T queries, S keys, D head dimension.
 """
@@ -25,6 +25,7 @@ from monograph.errors import InputRefused
 from monograph.graph.inspect import buffers_kept
 from monograph.step.retries import out_of_memory
 
+# The types of values in a function's result that are no tensors, and are the same for all members.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # It stands for a tensor among the leaves (in the sense of pytree) of a function's result.
 _TENSOR = object()
@@ -42,18 +43,18 @@ class _TensorLocation(NamedTuple):
         name: the tensor's name in the whole module. A tied tensor has several locations, all with the
             name of the first one.
         owner: the submodule that has the tensor.
-        kind: the owner's dictionary: "_parameters" or "_buffers".
+        dictionary_name: the owner's attribute that has the tensor: "_parameters" or "_buffers".
         key: the tensor's key in that dictionary.
     """
 
     name: str
     owner: nn.Module
-    kind: str
+    dictionary_name: str
     key: str
 
     def dictionary(self) -> dict[str, Any]:
         """Return the owner's dictionary that has the tensor."""
-        tensors: dict[str, Any] = getattr(self.owner, self.kind)
+        tensors: dict[str, Any] = getattr(self.owner, self.dictionary_name)
         return tensors
 
 
@@ -78,8 +79,8 @@ class MemberCaller:
         Args:
             stack: the members.
             seeds: the seeds of their dropout.
-            loss: what the functions call with a member; if it is a module, its buffers are [N, ...], and
-                a call for a member finds there the member's own.
+            loss: the loss that the functions call with a member. If it is a module, its buffers are
+                [N, ...], and a call for a member sees only the member's own part of them.
         """
         self.stack = stack
         self.seeds = seeds
@@ -90,8 +91,8 @@ class MemberCaller:
         self._dropout = Dropout(self._counter)
         # torch's own warnings that vmap loops over members are off, since `_call_eagerly` warns itself.
         compat.set_vmap_loop_warning(False)
-        # By the module's attribute `training`: whether the module must run as if it were compiled. See
-        # `_try_calls`.
+        # {the module's attribute `training`: whether the module must run as if it were compiled}, for the
+        # modes that were tried out; see `_try_calls`.
         self._as_if_compiling: dict[bool, bool] = {}
         modules = list(stack.module.named_modules())
         # Buffers that are None, as (path of the owner, owner, name).
@@ -158,7 +159,8 @@ class MemberCaller:
             stacked |= parameters
         stacked[_SEED] = self.seeds
         tensor_dims = {name: None if name in self._shared_names else 0 for name in stacked}
-        input_dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
+        input_dim = 0 if each else None
+        input_dims = tree_map(lambda leaf: input_dim if isinstance(leaf, Tensor) else None, inputs)
         # vmap returns only tensors. So `call_one` writes the rest of the function's result here: the
         # structure (a TreeSpec), and the leaves, in which _TENSOR stands for each tensor.
         structure: list[Any] = []
@@ -181,11 +183,10 @@ class MemberCaller:
             for owner, key in self._hook_attributes:
                 setattr(owner, key, None)
             leaves, spec = tree_flatten(outputs)
-            # A plain value, such as None in place of a loss, is the same for all members.
-            structure[:] = [
-                spec,
-                [leaf if isinstance(leaf, _PLAIN) else _TENSOR for leaf in leaves],
+            leaves_without_tensors = [
+                leaf if isinstance(leaf, _PLAIN) else _TENSOR for leaf in leaves
             ]
+            structure[:] = [spec, leaves_without_tensors]
             return [leaf for leaf in leaves if not isinstance(leaf, _PLAIN)]
 
         def call_all() -> Any:
@@ -209,7 +210,7 @@ class MemberCaller:
 
     @contextmanager
     def _loss_of_first_member(self) -> Iterator[None]:
-        """Let the loss have the first member's buffers in the block, and no others."""
+        """Make a context in which the loss has the first member's buffers instead of all members'."""
         slots = [(location.dictionary(), location.key) for location in self._loss_locations]
         stacked = [dictionary[key] for dictionary, key in slots]
         for (dictionary, key), buffer in zip(slots, stacked, strict=True):
@@ -234,7 +235,7 @@ class MemberCaller:
         return {
             location.name: location.dictionary()[location.key]
             for location in (*self._module_locations, *self._loss_locations)
-            if location.kind == "_buffers" and location.name not in self._shared_names
+            if location.dictionary_name == "_buffers" and location.name not in self._shared_names
         }
 
     def _call_with(self, tensors: Tensors, function: Function, *inputs: object) -> Any:
@@ -302,7 +303,8 @@ class MemberCaller:
             if out_of_memory(failure):
                 raise
             # The function or its inputs may differ from those of the first trial, so there is a second
-            # one. If its answer is the same, the error is the function's own.
+            # one. If it finds the same, the error is the function's own. Otherwise the call is made again in
+            # the way that it has found.
             self._as_if_compiling[training], _ = self._try_calls(call_all, call_first)
             if self._as_if_compiling[training] == as_if_compiling:
                 raise
@@ -314,9 +316,9 @@ class MemberCaller:
         """Run `call_all` once, and if it fails once more as if it were compiled. Undo changes of
         buffers.
 
-        Some modules read tensors' values (e.g. an attention those of its mask) unless they are
-        being compiled. Inside vmap tensors have no values, so such modules must run as if they were
-        compiled: `torch.compiler.is_compiling()` is true for them.
+        Some modules read tensors' values unless they are being compiled; an attention may read its mask, for
+        example. Inside vmap tensors have no values, so such modules must run as if they were compiled:
+        `torch.compiler.is_compiling()` is true for them.
 
         Returns:
             Whether `call_all` must run as if it were compiled, and the observer of the pass.
@@ -487,7 +489,7 @@ def _cumulative_batch_norm(norm: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def _write_buffer(name: str, buffer: Tensor, value: object) -> None:
-    """Write a tensor by which the forward pass has replaced a buffer into the members' buffer.
+    """Write a buffer's new value into the members' buffer, after the forward pass has replaced the buffer.
 
     Raises:
         InputRefused: the value is not a tensor of the buffer's shape and dtype.
@@ -518,18 +520,19 @@ def _tensor_locations(modules: list[tuple[str, nn.Module]]) -> list[_TensorLocat
     """Return the locations of all parameters, then of all buffers, of (path, module) pairs."""
     locations = []
     names = dict[int, str]()  # by the tensor's identity
-    for kind in ("_parameters", "_buffers"):
+    for dictionary_name in ("_parameters", "_buffers"):
         for path, owner in modules:
-            for key, tensor in getattr(owner, kind).items():
+            for key, tensor in getattr(owner, dictionary_name).items():
                 if tensor is not None:
                     name = names.setdefault(id(tensor), f"{path}.{key}".lstrip("."))
-                    locations.append(_TensorLocation(name, owner, kind, key))
+                    locations.append(_TensorLocation(name, owner, dictionary_name, key))
     return locations
 
 
 def _loss_locations(loss: nn.Module) -> list[_TensorLocation]:
-    """Return the locations of a loss's buffers. Their names begin with a dot, so that no tensor of
-    the members has the same.
+    """Return the locations of a loss's buffers.
+
+    Their names begin with a dot, which no name of a member's tensor does.
     """
     return [
         _TensorLocation(f".{path}.{key}", owner, "_buffers", key)

@@ -39,6 +39,7 @@ from monograph.model.llama import Llama
 from monograph.optim import AdamW, Optimizer
 from monograph.schedule import Schedule, constant
 from monograph.step import Clip, Step, Update
+from monograph.step.on_device import can_fuse_gradients
 from monograph.step.retries import Retries
 
 Reduce = Literal["stack", "mean", "vote", "variance"]
@@ -49,17 +50,17 @@ class Ensemble(Engine):
     """N modules of one structure that run and train as one batched program, each as if it were
     alone.
 
-        member i after k windows  =  the same module, trained alone on its windows with its own
-        rate, decay and seed
+        member i after k windows  =  the same module, trained alone on the same windows with the
+        member's learning rate, weight decay and seed
 
     It is an engine for `monograph.train`, and a callable: `ensemble(x)` gives the members' outputs
     with a leading member axis. The members stay ordinary modules whose tensors are views of the
     stack, so they can be saved, evaluated or exported at any time. A member that diverges has its
     updates skipped, and no other member is affected.
 
-    Members are refused if they differ in more than the numbers in their tensors, or if they decide by
-    a tensor's value or use torch's random numbers, which one graph of all members cannot do. Dropout
-    is supported and exact, see `monograph.ensemble.dropout`.
+    Members are refused if one graph cannot compute all of them: if they differ in more than the numbers in
+    their tensors, decide by a tensor's value, or use torch's random numbers. Dropout is supported and exact,
+    see `monograph.ensemble.dropout`.
 
     Attributes:
         members: the modules.
@@ -103,8 +104,8 @@ class Ensemble(Engine):
                 members train on the same rows, [R, ...].
 
         Raises:
-            UsageError: there are not as many knobs, optimizers or schedules as members, optimizers
-                differ in a field that must be equal, or nothing reads a knob.
+            UsageError: the number of knobs, optimizers or schedules is not the number of members,
+                optimizers differ in a field that must be equal, or nothing reads a knob.
             InputRefused: the members differ in structure.
         """
         members, member_knobs = _build_members(build, knobs)
@@ -145,15 +146,16 @@ class Ensemble(Engine):
             return parameters
 
         self._make_stacked_parameters = make_stacked_parameters
-        # With this number, the engine expects a member axis in windows.
+        # If this is a number, the engine expects windows to have a member axis of this size.
         members_in_windows = len(members) if each else None
         # torch.utils.checkpoint does not run inside vmap, so the engine cannot recompute blocks
         # when memory runs out.
         retries = Retries(micro_batch, recomputes=False)
         super().__init__(lambda: self.stacked_parameters.step, retries, members=members_in_windows)
-        # `compile` replaces it by a compiled function.
+        # What runs a call of the members. `compile` puts a compiled function here.
         self._call: Callable[..., Any] = self._call_members
-        # On a GPU, `compile` replaces it by a function that replays `_call_in_context`.
+        # What `__call__` calls, which itself calls `_call`. On a GPU, `compile` puts a function here that
+        # replays `_call_in_context`.
         self._infer: Callable[..., Any] = self._call_in_context
         # Whether one captured graph computes gradient and update of a window.
         self._updates_in_one_graph = False
@@ -268,10 +270,14 @@ class Ensemble(Engine):
                 f"scope {scope!r}: an ensemble's step is one graph, for deep models too: take 'whole'"
             )
         compat.allow_recurrent()
-        # One graph keeps all activations, as a smaller share can be chosen only between two graphs, of
-        # the forward and of the backward pass. With a recorder, a GPU replays micro-steps instead. The
-        # language models of this package are larger, and two graphs are faster (dev/log.md). Their planned
-        # memory is that of two.
+        # Uncompiled, adapters' products are those of `monograph.graph.member_products`.
+        if can_fuse_gradients(self.step, self.step.device.type == "cuda"):
+            self.stacked_parameters.fuse_gradients_of_adapters()
+        # Gradient and update can be one graph if four things hold. The window is one micro-batch. All
+        # activations are kept: which of them are kept can only be chosen if the forward and the backward
+        # pass are two graphs. There is no recorder, with which a GPU replays micro-steps. And the members are
+        # not language models of this package: for these, two graphs are faster (dev/log.md), and their memory
+        # is planned for two.
         self._updates_in_one_graph = (
             self._is_one_micro_batch(window)
             and self.stacked_parameters.kept_share == 1
@@ -282,11 +288,12 @@ class Ensemble(Engine):
         # torch may be able to compile as two graphs what it cannot differentiate inside one.
         if reason and self._updates_in_one_graph:
             self._updates_in_one_graph = False
+            self.announce(f"gradient and update are compiled as two graphs: {reason}")
             reason = super().capture(window, backend, scope)
         return reason
 
     def _is_one_micro_batch(self, window: Batch) -> bool:
-        rows = self._rows(window)
+        rows = self._row_count(window)
         return self.micro_batch is None or rows <= self.micro_batch
 
     def _warm(self, batch: Batch) -> None:
@@ -296,19 +303,20 @@ class Ensemble(Engine):
             return
         step = self.step
         with step.counters_kept():
-            # The update of frozen members is computed, but changes nothing. `frozen` is one of the counters
-            # that `counters_kept` restores.
+            # While all members are frozen, an update is computed, but changes nothing. `frozen` is one of
+            # the counters that `counters_kept` restores.
             self.stacked_parameters.frozen.fill_(True)
             self.stacked_parameters.accumulate_and_update(batch)
-            step.index -= 1  # it is not among the counters
+            # The update has counted itself, and the index is not among the counters.
+            step.index -= 1
         self._score(batch)
 
     def accumulate(self, window: Batch) -> None:
         """Add the window's exact gradients, or keep the window for `update` if one graph computes
         gradient and update.
         """
-        # The graph does not store its gradient, to which that of a second window could be added. So only
-        # the first window of an update is kept.
+        # The graph does not store its gradient, so the gradient of a second window could not be added to it.
+        # So a window is kept only if it is the first of its update.
         is_first = self._waiting_window is None and not self._has_gradients
         if is_first and self._is_one_micro_batch(window) and self._updates_in_one_graph:
             # The caller may write to its window before `update`.
@@ -398,6 +406,20 @@ class Ensemble(Engine):
             member: the member's number.
         """
         return loss_of_member(self.step.loss, member)
+
+    def member_views(self, member: int, params: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return views of a member's part of values of all trained parameters, by parameter.
+
+        Args:
+            member: the member's number.
+            params: the values, one tensor of its shape for each plane.
+        """
+        shapes = {name: p.shape for name, p in self.members[member].named_parameters()}
+        return {
+            name: member_view(view, member, shapes[name])
+            for plane, flat in zip(self.step.planes, params, strict=True)
+            for name, view in plane.views(flat)
+        }
 
     def member_buffers(self, member: int) -> dict[str, Tensor]:
         """Return views of a member's part of the optimizer's buffers, by "<buffer>.<parameter>"."""

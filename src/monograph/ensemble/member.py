@@ -1,4 +1,4 @@
-"""The engine of one member of an ensemble, by which its run is saved, loaded and evaluated like any
+"""The engine of one member of an ensemble. With it the member's run is saved, loaded and evaluated like any
 other run.
 """
 
@@ -40,6 +40,10 @@ class MemberEngine(Engine):
     def model(self) -> nn.Module:
         """Return the member as an ordinary module."""
         return self._ensemble.members[self._number]
+
+    def gathered_model(self) -> nn.Module:
+        """Return the member."""
+        return self.model
 
     @property
     def loss(self) -> Loss:

@@ -29,7 +29,9 @@ def with_member_axis(loss: Loss, members: int, device: torch.device) -> Loss:
     def repeated(buffer: Tensor) -> Tensor:
         return buffer.to(device).expand(members, *buffer.shape).clone()
 
-    return _with_buffers(loss, repeated) if _has_buffers(loss) else loss
+    if not _has_buffers(loss):
+        return loss
+    return _with_buffers(loss, repeated)
 
 
 def loss_of_member(loss: Loss, member: int) -> Loss:
@@ -39,7 +41,9 @@ def loss_of_member(loss: Loss, member: int) -> Loss:
         loss: what `with_member_axis` returned.
         member: the member's number.
     """
-    return _with_buffers(loss, lambda buffer: buffer[member]) if _has_buffers(loss) else loss
+    if not _has_buffers(loss):
+        return loss
+    return _with_buffers(loss, lambda buffer: buffer[member])
 
 
 def _has_buffers(loss: object) -> bool:
@@ -47,12 +51,18 @@ def _has_buffers(loss: object) -> bool:
 
 
 def _with_buffers(loss: Loss, change: Callable[[Tensor], Tensor]) -> Loss:
-    """Return a copy of a loss that has all in common with it but its buffers, which are changed."""
+    """Return a copy of a loss with other buffers; everything else is shared with the loss.
+
+    Args:
+        loss: the loss, a module.
+        change: returns the copy's buffer for one of the loss.
+    """
     assert isinstance(loss, nn.Module)
     return _copied(loss, change)
 
 
 def _copied(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy of a module and its submodules; see `_with_buffers`."""
     copied = copy.copy(module)
     # `__dict__` is written, since assigning to a module's attribute would register it once more.
     vars(copied)["_buffers"] = {

@@ -29,7 +29,7 @@ def member_optimizers(
     Args:
         optim: one optimizer (or its class) for all members, whose fields are replaced by the knobs
             of the same names; or one optimizer for each member.
-        knobs: each member's knobs by name. A knob is a value that members differ in.
+        knobs: each member's knobs by name. A knob is a value in which members differ.
 
     Raises:
         UsageError: there are not as many optimizers as members, one is not an optimizer, or they
@@ -61,7 +61,7 @@ def member_optimizers(
             raise UsageError(
                 f"members 0 and {number} have different optimizers: members of one graph share its class"
             )
-        # Members may also differ in the numbers of their groups of parameters.
+        # Members may also differ in the numbers of their groups of parameters (`Optimizer.groups`).
         for field in fields(other):
             if field.name in (*other.may_differ, "groups"):
                 continue

@@ -27,8 +27,8 @@ class ReplayedCalls:
     place between calls. If they lie at other addresses, as after the first update has moved them, all
     is captured again.
 
-    A call is not replayed if autograd may record it, inside another capture, or on another stream than
-    the first one.
+    A call is not replayed if autograd may record it, if it is inside another capture, or if it is on
+    another stream than the first call.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class ReplayedCalls:
         layouts = [_layout(tensor) for tensor in tensors]
         if None in layouts or not self._may_replay():
             return self._call(inputs, named, each)
-        # Outside of inference mode no tensor that is written in it could be written again.
+        # A tensor that is made in inference mode cannot be written outside of it. The buffers of a replay are
+        # written in later calls, which may be outside of it, so they are made outside, too.
         normal_mode = (
             torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         )
@@ -144,7 +145,11 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 
 def _layout(tensor: Tensor) -> str | None:
-    """Return the name of a tensor's memory layout; None if a buffer made like it may have another."""
+    """Return the name of a tensor's memory layout.
+
+    It is None for other layouts than these two, since a buffer that is made for such a tensor may have
+    another layout.
+    """
     if tensor.layout != torch.strided:
         return None
     if tensor.is_contiguous():

@@ -1,8 +1,9 @@
 """Stack modules of one structure: each parameter and buffer holds all members' values, with a
 leading member axis.
 
-What all members share is not stacked: frozen parameters, and buffers outside of the state dict, that
-lie at the same place in memory in each of them. So N sets of adapters need only one base.
+A tensor is not stacked if all members have it at the same place in memory and nothing changes it. This
+holds for frozen parameters, and for buffers outside of the state dict. So N sets of adapters need only one
+base.
 
 Shapes: N members.
 """
@@ -43,7 +44,8 @@ class _StackedTensor(NamedTuple):
     """A parameter or buffer of all members.
 
     Attributes:
-        stacked: all members' values, [N, ...]; if they share it, their tensor itself, [...].
+        stacked: all members' values, [N, ...]. Smaller ones are padded with zeros. If the members share
+            the tensor, it is that tensor itself, [...].
         locations: for each member, where it has its view of `stacked`.
         shapes: for each member, the shape of its view; a lower rank of adapters makes it smaller.
         is_shared: whether the members share one tensor.
@@ -93,12 +95,11 @@ class Stack:
         self._tensors: list[_StackedTensor] = []
         for locations in _tensor_locations(members):
             is_shared = _is_shared(locations)
-            stacked = (
-                locations[0].tensor()
-                if is_shared
-                else _stack([location.tensor() for location in locations])
-            )
-            shapes = [location.tensor().shape for location in locations]
+            member_tensors = [location.tensor() for location in locations]
+            stacked = member_tensors[0] if is_shared else _stack(member_tensors)
+            shapes = [member_tensor.shape for member_tensor in member_tensors]
+            # Otherwise this list would keep the members' old tensors in memory.
+            del member_tensors
             tensor = _StackedTensor(stacked, locations, shapes, is_shared)
             self._tensors.append(tensor)
             # This frees the tensor's old memory before the next tensor is stacked.
@@ -115,6 +116,7 @@ class Stack:
             config = getattr(part, "config", None)
             if config is not None and getattr(config, "use_cache", False):
                 config.use_cache = False
+        # Members may also differ in dropout rates and in the scales of adapters, which are no tensors.
         put_differences_into(self.module, members)
 
     @property
@@ -169,8 +171,8 @@ class Stack:
     def _changed_tensor(self, number: int, regions: Sequence[MemoryRegion]) -> str | None:
         """Return the name of a member's first tensor that is no view of the stack any more.
 
-        It is None if there is none, and also if the module that had the tensor was replaced, since
-        it has no path in the member then.
+        The result is None if all are views. It is also None if the module that had the tensor was replaced:
+        then the module has no path in the member, and the change is noticed by `_identities`.
 
         Args:
             number: the member's number.
@@ -183,11 +185,11 @@ class Stack:
             tensor: Tensor | None = module._parameters.get(name)
             if tensor is None:
                 tensor = module._buffers.get(name)
+            expected_region = region if is_shared else _view_memory(region, number, shapes[number])
             is_view = (
                 isinstance(tensor, type(stacked))
                 and tensor.requires_grad == stacked.requires_grad
-                and memory_of(tensor)
-                == (region if is_shared else _view_memory(region, number, shapes[number]))
+                and memory_of(tensor) == expected_region
             )
             if not is_view:
                 for path, part in self.members[number].named_modules():
@@ -215,8 +217,8 @@ def member_view(stacked: Tensor, number: int, shape: torch.Size) -> Tensor:
     Args:
         stacked: [N, ...].
         number: the member's number.
-        shape: the tensor's shape in this member. It is smaller than that of `stacked` if the rank of
-            its adapters is.
+        shape: the tensor's shape in this member. It may be smaller than the shape in `stacked`, if the
+            member's adapters have a lower rank.
     """
     return stacked[number][tuple(slice(size) for size in shape)]
 
@@ -246,16 +248,19 @@ def _is_shared(locations: Sequence[_TensorLocation]) -> bool:
     """Return whether several members share a tensor that nothing changes.
 
     Training changes parameters that require gradients. A forward pass may change buffers, such as a
-    batch norm's statistics; but those are in the state dict, and other buffers are constants.
+    batch norm's statistics, but such buffers are in the state dict. A buffer outside of the state dict
+    counts as constant.
     """
+    if len(locations) == 1:
+        return False
     module, name = locations[0]
     tensors = [location.tensor() for location in locations]
-    is_constant = (
-        not tensors[0].requires_grad
-        if name in module._parameters
-        else name in module._non_persistent_buffers_set
-    )
-    return len(tensors) > 1 and is_constant and len({memory_of(tensor) for tensor in tensors}) == 1
+    if name in module._parameters:
+        is_constant = not tensors[0].requires_grad
+    else:
+        # A buffer that is not in the state dict.
+        is_constant = name in module._non_persistent_buffers_set
+    return is_constant and len({memory_of(tensor) for tensor in tensors}) == 1
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:
@@ -284,13 +289,14 @@ def _copy_with_stacked_tensors(member: nn.Module, tensors: list[_StackedTensor])
 
     Args:
         member: the first member.
-        tensors: the stacked tensors. The copy has the shared ones, too, and no copies of them.
+        tensors: the stacked tensors, and the shared ones. The copy has these tensors themselves.
     """
-    # The memo of copy.deepcopy: by an object's id, what the copy has in its place. It goes by
-    # identity, so tied tensors stay tied.
+    # The memo of copy.deepcopy: {an object's id: what the copy has in the object's place}. A tied tensor is
+    # one object, so it stays tied.
     memo: dict[int, Any] = {id(tensor.locations[0].tensor()): tensor.stacked for tensor in tensors}
-    # Attributes that are computed from parameters at each call cannot be deep-copied, as they are not
-    # leaves of autograd. The copy does not need them, so it gets None.
+    # Some attributes are tensors that are computed from parameters at each call, such as the weight of a
+    # layer with a weight norm. They cannot be deep-copied, as they are not leaves of autograd. The copy does
+    # not need them, so it gets None.
     for part in member.modules():
         computed = [vars(part)[name] for name in hook_attributes(part)]
         computed += getattr(part, "_flat_weights", [])  # a recurrent layer's list

@@ -6,7 +6,7 @@ Shapes: N members.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from monograph.ensemble.call import MemberCaller, Tensors
 from monograph.ensemble.optimizers import merge_kinds
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
+from monograph.graph.lora import Factor
 from monograph.graph.precision import FP8, Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Batch, check_result, count_tensor, has_count, require_constant
+from monograph.ops.fused_gradients import FusedGradient, fused_gradients
 from monograph.optim import Muon, Optimizer, Plane, planes, require_optimizer, trainable
 from monograph.optim.formats import FORMATS
 from monograph.schedule import Schedule, factor_at
@@ -50,7 +52,8 @@ class StackedParameters(OnDevice):
     """
 
     differentiable = False  # a gradient inside vmap is not a gradient of the stack
-    replays_update = True  # members are small
+    # Members are small, so launching the kernels of an update takes longer than running them.
+    replays_update = True
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class StackedParameters(OnDevice):
         self.optim = self.optims[0]
 
     def member_counters(self, member: int) -> dict[str, Tensor]:
-        """Return one member's counters, 0-d views by name, without those of the ensemble as a whole."""
+        """Return one member's counters, 0-d views by name. Counters of the ensemble as a whole are left out."""
         return {
             name: counter[member]
             for name, counter in self.step.counters.items()
@@ -168,6 +171,33 @@ class StackedParameters(OnDevice):
         stacked_planes = planes(trainable(step.model), kinds, lead=1)
         return [step.prepare_plane(plane) for plane in stacked_planes]
 
+    def fuse_gradients_of_adapters(self) -> None:
+        """Round adapters once for an update, and let their products add gradients to the planes.
+
+        Captured, a layer then has no kernels but products for its adapters
+        (`monograph.graph.member_factors`). Those of experts are left to autograd.
+        """
+        factors = {
+            f"{path}.weight": module
+            for path, module in self.step.model.named_modules()
+            if isinstance(module, Factor)
+        }
+        for plane in self.step.planes:
+            if not any(placed.name in factors for placed in plane.placed):
+                continue
+            plane.rounded = torch.empty_like(plane.param, dtype=self.step.precision.dtype)
+            weights, totals = plane.views(plane.rounded), plane.views(plane.grad)
+            for (name, weight), (_, total) in zip(weights, totals, strict=True):
+                if name in factors:
+                    # Each view by `.data` has a version of its own, so that writing one does not make
+                    # another stale for autograd.
+                    factors[name].fused_gradient = FusedGradient(weight.data, total.data)
+        self._fuses_gradients = bool(factors)
+
+    def fused_gradients(self) -> AbstractContextManager[None]:
+        """Let adapters' products in the block add their gradients to the planes, if this was chosen."""
+        return fused_gradients() if self._fuses_gradients else nullcontext()
+
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:
         """Return the functions of the step that are captured, `gradient_and_update` included."""
         return [*super().captured(scope), self.gradient_and_update]
@@ -242,6 +272,8 @@ class StackedParameters(OnDevice):
         step = self.step
         self.caller.stack.require_views(step.index)
         step.link()
+        for plane in step.planes:
+            plane.round()
         for batch in batches:
             step.micro_step(batch)
             self.caller.draw += 1  # dropout drops other elements in the next micro-batch

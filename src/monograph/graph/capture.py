@@ -209,12 +209,14 @@ def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"])
     """
     if scope == "none":
         return "nothing is captured"
+    if scope == "whole" or remat == Remat.Off():
+        return None
     # Under `Full` and `Offload`, eager code recomputes blocks. It copies the random state to the host,
-    # which has to wait for the device. `Pointwise` and `Budget` recompute inside of the blocks' graphs (see
-    # `recompute.forward_to_compile`), but they are not replayed either.
-    if scope == "blocks" and remat != Remat.Off():
+    # which has to wait for the device.
+    if isinstance(remat, Remat.Full | Remat.Offload):
         return "blocks are recomputed between graphs"
-    return None
+    # `Pointwise` and `Budget` recompute inside of the blocks' graphs (see `recompute.forward_to_compile`).
+    return "graphs of blocks that recompute are not replayed"
 
 
 def replayed(step: Capturable) -> StaticInputs:

@@ -1,12 +1,15 @@
 """Compute the attention of several new positions per row to a cache, by one Triton kernel.
 
 It computes what `monograph.ops.attention.cached_attention` computes. PyTorch's operators need four
-launches for that, and one more for each halving of the blocks, and have all scores in memory.
+launches and more for that, and have all scores in memory. A *slot* of the cache has the key and the value
+of one position, and a *block* has C slots.
 
-A program computes M queries: those of M / G positions, with all query heads of one key-value head. It
-goes through the slots that any of them sees, from the first one on, and keeps a running softmax. Its
-tiles of slots begin at multiples of SLOTS, and a slot that a query does not see adds exact zeros. So
-a query's bits depend neither on the other rows nor on how many blocks are read.
+The grid is (tiles of M queries, key-value heads, rows). The G query heads that share a key-value head are
+computed together, so the M queries of a program are those of M / G positions. The program goes through the
+slots that any of its queries sees, SLOTS at a time, and keeps a running softmax.
+
+A query's bits depend neither on the other rows nor on how many blocks are read, because tiles of slots
+always begin at multiples of SLOTS, and a slot that a query does not see adds exact zeros.
 
 Shapes: B rows, H query heads, K key-value heads, G = H / K query heads per key-value head, T
 positions of a row, E head dimension, N blocks of the cache, C slots of a block, M queries of a
@@ -24,7 +27,7 @@ SLOTS: Final = 32  # slots that a program reads at once
 
 
 def _queries_of(head_dim: int, dtype: torch.dtype) -> int:
-    """Return how many queries a program has, so that its sums fit the registers of four warps."""
+    """Return how many queries a program has, M. Its [M, E] sums must fit the registers of four warps."""
     if dtype == torch.float32:
         return 16
     return 64 if head_dim <= 128 else 32
@@ -58,27 +61,31 @@ def _attend_chunk(
 ):
     """Compute the attention of the queries of M / G positions and one key-value head.
 
-    The strides are those of `query`.
+    `row_stride`, `head_stride` and `position_stride` are those of `query`, in elements. WINDOW: a query sees
+    only `window` positions. SINKS: heads have sinks.
     """
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     index_M = tile * M + tl.arange(0, M)
-    # A query's index in the chunk's T positions, and its head's index in those of this key-value head.
-    time_M, member_M = index_M // G, index_M % G
+    # Which of the row's T positions a query has, and which of the G heads of this key-value head.
+    time_M, head_in_group_M = index_M // G, index_M % G
     is_query_M = time_M < T
     channel_E, slot_S = tl.arange(0, E), tl.arange(0, S)
     position_M = tl.load(positions + row * T + time_M, mask=is_query_M, other=-1).to(tl.int32)
-    head_M = head * G + member_M
+    head_M = head * G + head_in_group_M
     query_at_M = (
         query + row.to(tl.int64) * row_stride + head_M * head_stride + time_M * position_stride
     )
     query_ME = tl.load(
         query_at_M[:, None] + channel_E[None, :], mask=is_query_M[:, None], other=0.0
     )
-    last = tl.minimum(tl.max(position_M, 0), N * C - 1)
-    first = 0
+    # The first and the last slot that any of the queries sees. The first is rounded down to a multiple of S.
+    last_slot = tl.minimum(tl.max(position_M, 0), N * C - 1)
+    first_slot = 0
     if WINDOW:
-        first = tl.maximum(tl.min(tl.where(is_query_M, position_M, last), 0) - window + 1, 0)
-        first = first // S * S
+        first_position = tl.min(tl.where(is_query_M, position_M, last_slot), 0)
+        first_slot = tl.maximum(first_position - window + 1, 0)
+        first_slot = first_slot // S * S
+    # The softmax begins with the sink, if there is one: a score with the weight exp(0) = 1 and no value.
     if SINKS:
         largest_M = tl.load(sinks + head_M).to(tl.float32)
         total_M = tl.full((M,), 1.0, tl.float32)
@@ -86,7 +93,7 @@ def _attend_chunk(
         largest_M = tl.full((M,), float("-inf"), tl.float32)
         total_M = tl.zeros((M,), tl.float32)
     mixed_ME = tl.zeros((M, E), tl.float32)
-    for begin in range(first, last + 1, S):
+    for begin in range(first_slot, last_slot + 1, S):
         position_S = begin + slot_S
         # The last tile does not reach beyond the last block, since S divides C.
         block_S = ((position_S // C).to(tl.int64) * B + row) * K + head
@@ -128,11 +135,11 @@ def attend_cache(
 
     Args:
         query_BHTE: fp32, fp16 or bf16; E is a power of two, from 16 to 256.
-        keys_NBKCE: the first blocks of a layer, the same dtype, contiguous; SLOTS divides
-            C, and N C is at most 2^31.
+        keys_NBKCE: the first blocks of a layer's cache, in the same dtype, contiguous; C is a multiple of
+            SLOTS, and N C is at most 2^31.
         values_NBKCE: likewise.
-        positions_BT: int64, ascending in each row.
-        window: how many positions a query sees, its own among them; None: all up to its own.
+        positions_BT: the positions of the queries, int64, ascending in each row.
+        window: how many positions a query sees, including its own; None: all up to its own.
         sink_H: for each head, a score without a value that takes part in the softmax; None: no sinks.
 
     Returns:
@@ -150,7 +157,9 @@ def attend_cache(
         keys_NBKCE,
         values_NBKCE,
         positions_BT.contiguous(),
-        positions_BT if sink_H is None else sink_H,
+        positions_BT
+        if sink_H is None
+        else sink_H,  # a kernel needs a pointer that it does not read
         out_BTHE,
         rows,
         length,

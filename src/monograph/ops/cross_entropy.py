@@ -3,11 +3,12 @@
 The tokens are cut into chunks. Only the logits of one chunk are in memory at a time.
 
 A frozen weight may have trained rows (`ReplacementRows`), which replace some of its own rows. A fused weight
-(`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`, to which the backward pass adds
-the weight's gradient instead of returning it.
+(`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`. The backward pass adds the weight's
+gradient to it instead of returning the gradient.
 
 Shapes: N tokens, C tokens of a chunk, R tokens of a block (the part of a chunk whose softmax is
-computed at once), D hidden size, V vocabulary, K trained rows of a frozen weight.
+computed at once), D hidden size, V vocabulary, K trained rows of a frozen weight, M members of an
+ensemble.
 """
 
 from collections.abc import Callable
@@ -88,10 +89,10 @@ def linear_cross_entropy(
         device_type: "cpu" or "cuda": the device whose limits decide how the tokens are cut. The
             planner names it, because its fake tensors may be on another device. None: the device of the
             tensors.
-        in_fp8: whether, for bf16 hidden states and gradients, the logits and the gradient of the hidden
-            states are products of operands that are rounded to fp8 (`Float8Weight`). The weight's
-            gradient stays a product in bf16, which adds to fp32 sums; no fp8 product does. V and D
-            must be multiples of 16, and there are no `rows`.
+        in_fp8: whether the logits and the gradient of the hidden states are products in fp8
+            (`Float8Weight`), for bf16 hidden states. The weight's gradient stays a product in bf16, since
+            only such a product can add to fp32 sums. V and D must be multiples of 16, and there are no
+            `rows`.
 
     Returns:
         loss: 0-d fp32 (fp64 for fp64 input), the sum in nats, differentiable.
@@ -99,11 +100,11 @@ def linear_cross_entropy(
     """
     if torch.is_autocast_enabled(hidden_ND.device.type):
         hidden_ND = hidden_ND.to(torch.get_autocast_dtype(hidden_ND.device.type))
-    kept_N = targets_N != -100
-    count = kept_N.sum()
+    has_target_N = targets_N != -100
+    count = has_target_N.sum()
     # An ignored target must still be a valid index. The mask multiplies its loss by zero.
-    valid_targets_N = torch.where(kept_N, targets_N, 0)
-    mask_N = kept_N.to(torch.promote_types(hidden_ND.dtype, torch.float32))
+    valid_targets_N = torch.where(has_target_N, targets_N, 0)
+    mask_N = has_target_N.to(torch.promote_types(hidden_ND.dtype, torch.float32))
     if impl == "reference":
         weight_VD = weight_VD if rows is None else with_replaced_rows(weight_VD, rows)
         logits_NV = (hidden_ND @ weight_VD.to(hidden_ND.dtype).T).to(mask_N.dtype)
@@ -112,19 +113,23 @@ def linear_cross_entropy(
         raise ValueError(f"impl must be 'chunked' or 'reference', not {impl!r}")
     device_type = device_type or hidden_ND.device.type
     if chunks is None and rows is None and not in_fp8 and _is_frozen_in_members(weight_VD):
-        members = (each[None] for each in (valid_targets_N, mask_N))
-        losses, _ = _MembersLoss.apply(hidden_ND[None], weight_VD, *members, device_type)
-        return losses[0], count
+        # Inside vmap this is the loss of one member. The rule of `_MembersLoss` for vmap makes one call of
+        # the calls of all members.
+        losses_1, _ = _MembersLoss.apply(
+            hidden_ND[None], weight_VD, valid_targets_N[None], mask_N[None], device_type
+        )
+        return losses_1[0], count
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], device_type)
     if torch.is_grad_enabled():
         # A transform of torch.func wraps the weights that are trained, and `requires_grad` of a wrapped
         # weight is False. A parameter is not wrapped, such as the frozen head that members share.
         is_wrapped = compat.in_transform() and not isinstance(weight_VD, nn.Parameter)
         trains_weight = rows is None and (weight_VD.requires_grad or is_wrapped)
-        fused_VD, total_VD = fused_gradient_of(weight_VD) or (None, None)
-        values_KD, index_K, slot_V = rows or (None, None, None)
-        # An autograd.Function takes no keyword arguments, and does not see tensors inside of tuples. Only
-        # the four settings are packed.
+        fused = fused_gradient_of(weight_VD)
+        fused_VD, total_VD = (None, None) if fused is None else fused
+        values_KD, index_K, slot_V = (None, None, None) if rows is None else rows
+        # An autograd.Function takes no keyword arguments, and does not see tensors inside of tuples. So
+        # only the four settings, which are no tensors, are packed.
         loss, _, _ = _ChunkedLoss.apply(
             hidden_ND,
             weight_VD,
@@ -158,7 +163,7 @@ def needed_chunks(tokens: int, vocabulary: int, device_type: str) -> int:
 
 
 def _differences(weight_VD: Tensor, rows: ReplacementRows | None) -> ReplacementRows | None:
-    """Return `rows` with their differences to the weight's own rows as values."""
+    """Return `rows`, whose values are now the differences between these rows and the weight's own."""
     return None if rows is None else rows._replace(values_KD=row_differences(weight_VD, rows))
 
 
@@ -202,7 +207,7 @@ def _add_differences(logits_CV: Tensor, hidden_CD: Tensor, differences: Replacem
 def _chunk_loss(
     chunk: TokenChunk, weight_VD: Tensor, differences: ReplacementRows | None
 ) -> Tensor:
-    """Return the sum of a chunk's cross-entropies."""
+    """Return the sum of a chunk's cross-entropies; for `differences` see `_logits`."""
     hidden_CD, targets_C, mask_C = chunk
     logits_CV = _logits(hidden_CD, weight_VD, differences).to(mask_C.dtype)
     target_logit_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
@@ -234,15 +239,16 @@ def _split(hidden_ND: Tensor, targets_N: Tensor, mask_N: Tensor, chunks: int) ->
 
 
 class _ChunkGradients(NamedTuple):
-    """A chunk's loss, and what its gradients are made of.
+    """A chunk's loss, the gradient of its hidden states, and the factors of the weight's gradient.
+
+    The weight's gradient is logits_grad_CV^T hidden_CD. In a compiled graph on CUDA, ignored tokens are
+    zeros in `logits_grad_CV`, and otherwise in `hidden_CD`. So they add nothing in both cases.
 
     Attributes:
-        loss: 0-d; on CUDA in a graph, the losses [C].
+        loss: the sum, 0-d; in a compiled graph on CUDA, the losses [C].
         hidden_grad_CD: the gradient of the hidden states.
-        hidden_CD: the hidden states, a factor of the weight's gradient logits_grad_CV^T hidden_CD.
-            Except on CUDA in a graph, they are zero for ignored tokens.
-        logits_grad_CV: softmax - onehot, the other factor. On CUDA in a graph, it is zero for
-            ignored tokens.
+        hidden_CD: the hidden states.
+        logits_grad_CV: softmax - onehot.
     """
 
     loss: Tensor
@@ -271,9 +277,9 @@ def _chunk_gradients(
     if is_traced:
         losses_C, grad_CV = _traced_gradients(hidden_CD, head, targets_C, mask_C.dtype, differences)
     else:
-        block = block_rows(device_type, head.weight_VD.shape[0])
+        block_size = block_rows(device_type, head.weight_VD.shape[0])
         losses_C, grad_CV = _eager_gradients(
-            hidden_CD, head, targets_C, mask_C.dtype, differences, block
+            hidden_CD, head, targets_C, mask_C.dtype, differences, block_size
         )
     grad_CD = head.hidden_gradient(grad_CV)
     if differences is not None:
@@ -311,8 +317,9 @@ def _traced_gradients_on_cuda(
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], both zero for ignored tokens.
 
-    In the form for fp64 and for transforms of torch.func, Inductor needs only two passes over the
-    logits. On a CPU this form would not be faster, because it computes the exponentials twice.
+    The logits are replaced by one kernel, if it takes them (`replace_logits_`). For fp64, and inside
+    transforms of torch.func, there is a form for which Inductor needs only two passes over the logits. On a CPU
+    this form would not be faster, because it computes the exponentials twice.
     """
     logits_CV = head.logits(hidden_CD)
     if can_replace_logits(logits_CV) and not compat.in_transform():
@@ -338,18 +345,19 @@ def _eager_gradients(
     targets_C: Tensor,
     dtype: torch.dtype,
     differences: ReplacementRows | None,
-    block: int,
+    block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], as `_traced_gradients` does.
 
-    The logits are overwritten, those of `block` tokens at a time, because on a CPU the allocation of
+    The logits are overwritten, those of `block_size` tokens at a time, because on a CPU the allocation of
     a new [C, V] tensor takes longer than the arithmetic.
     """
     logits_CV = head.logits(hidden_CD)
     if differences is not None:
         logits_CV = _add_differences(logits_CV, hidden_CD, differences)
     losses: list[Tensor] = []
-    for logits_RV, targets_R in zip(logits_CV.split(block), targets_C.split(block), strict=True):
+    blocks = zip(logits_CV.split(block_size), targets_C.split(block_size), strict=True)
+    for logits_RV, targets_R in blocks:
         log_softmax_RV = logits_RV.to(dtype).log_softmax(-1)
         target_R1 = targets_R.unsqueeze(-1)
         losses_R1 = -log_softmax_RV.gather(-1, target_R1)
@@ -364,9 +372,9 @@ class _ChunkedLoss(torch.autograd.Function):
     """Compute the loss and both gradients in one pass.
 
     In a trace, torch's own operators must not write to a returned tensor in place: Dynamo's trace of
-    an autograd.Function would then have wrong gradients (pytorch/pytorch#180642). `add_product_` may
-    do so, because it is a custom operator, into which Dynamo does not look. vmap cannot write a
-    batched value into an unbatched buffer.
+    an autograd.Function would then have wrong gradients (pytorch/pytorch#180642). The gradient is added
+    up in place all the same, by `add_product_`: it is a custom operator, into which Dynamo does not
+    look.
 
     A frozen weight gets no gradient, which saves a third of the arithmetic and one [V, D] tensor.
     The gradient of trained rows is the sum over chunks of (softmax - onehot)[:, index].T @ hidden.
@@ -396,7 +404,8 @@ class _ChunkedLoss(torch.autograd.Function):
         if values_KD is not None:
             differences = _differences(weight_VD, ReplacementRows(values_KD, index_K, slot_V))
         # The gradient of the weight, [V, D], or of the trained rows, [K, D]. For trained rows it begins
-        # as zeros, for a weight as the first chunk's product.
+        # as zeros. For a weight it begins as the first chunk's product, because vmap cannot add a batched
+        # product to zeros that are not batched.
         grad = None
         if differences is not None:
             grad = torch.zeros_like(differences.values_KD, dtype=mask_N.dtype)
@@ -417,7 +426,7 @@ class _ChunkedLoss(torch.autograd.Function):
             elif grad is not None:  # trained rows of a frozen weight
                 rows_grad_CK = logits_grad_CV.index_select(-1, index_K)
                 grad = grad + (rows_grad_CK.T @ hidden_CD).to(mask_N.dtype)
-            # Without this they would stay in memory while the next chunk is computed.
+            # Otherwise these two would stay in memory while the next chunk is computed.
             del hidden_CD, logits_grad_CV
         # In a graph on a GPU, each entry has the losses [C] of a chunk, so that one kernel adds up the losses
         # of all chunks. Otherwise it is their sum.
@@ -428,7 +437,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
         _loss, *grads = output
         ctx.mark_non_differentiable(*(grad for grad in grads if grad is not None))
-        # Otherwise both unused outputs get a full-size gradient of zeros.
+        # The gradients are outputs that nothing uses. Without this, autograd would make zeros of their size for
+        # the backward pass.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*grads)
         _, weight_VD, _, _, settings, values_KD, _, _, _, total_VD = inputs
@@ -450,7 +460,9 @@ class _ChunkedLoss(torch.autograd.Function):
             grad = None
         elif grad is not None:
             grad = (grad * loss_grad).to(ctx.dtype)
-        weight_grad, rows_grad = (grad, None) if ctx.trains_weight else (None, grad)
+        weight_grad = grad if ctx.trains_weight else None
+        rows_grad = None if ctx.trains_weight else grad
+        # One for each argument of `forward`.
         return hidden_grad_ND, weight_grad, None, None, None, rows_grad, None, None, None, None
 
 
@@ -461,8 +473,8 @@ def _is_frozen_in_members(weight_VD: Tensor) -> bool:
     """Return whether eager code trains members of an ensemble, which share this frozen weight."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    # A transform wraps weights that are trained, or of which each member has its own. They are no
-    # parameters then.
+    # A transform of torch.func wraps a weight that is trained, and a weight of which each member has its own.
+    # A wrapped weight is not an nn.Parameter.
     is_frozen = isinstance(weight_VD, nn.Parameter) and not weight_VD.requires_grad
     return is_frozen and compat.in_transform()
 
@@ -470,8 +482,8 @@ def _is_frozen_in_members(weight_VD: Tensor) -> bool:
 class _MembersLoss(torch.autograd.Function):
     """Compute the losses [M] of M members and the gradient of their hidden states.
 
-    It is `_ChunkedLoss` with a frozen weight, but the tokens of all members are cut into chunks
-    together, so that a chunk is no larger than that of one member.
+    It computes what `_ChunkedLoss` computes for a frozen weight. But the tokens of all members are cut
+    into chunks together. vmap of `_ChunkedLoss` would have chunks that are M times as large.
     """
 
     @staticmethod
@@ -485,7 +497,7 @@ class _MembersLoss(torch.autograd.Function):
             needed_chunks(members * tokens, len(weight_VD), device_type),
         )
         head = HeadWeight(weight_VD.to(hidden_MND.dtype))
-        block = block_rows(device_type, len(weight_VD))
+        block_size = block_rows(device_type, len(weight_VD))
         losses: list[Tensor] = []
         hidden_grads: list[Tensor] = []
         pieces = _split(
@@ -493,7 +505,7 @@ class _MembersLoss(torch.autograd.Function):
         )
         for hidden_CD, targets_C, mask_C in pieces:
             losses_C, grad_CV = _eager_gradients(
-                hidden_CD, head, targets_C, mask_C.dtype, None, block
+                hidden_CD, head, targets_C, mask_C.dtype, None, block_size
             )
             losses.append(losses_C * mask_C)
             hidden_grad_CD = head.hidden_gradient(grad_CV)
@@ -524,13 +536,20 @@ class _MembersLoss(torch.autograd.Function):
         hidden_dim, weight_dim, targets_dim, mask_dim, _ = in_dims
         if weight_dim is not None:
             raise RuntimeError("the weight of a loss of members must be one for all")
-        hidden_MND, targets_MN, mask_MN = (
-            (
-                each.expand(info.batch_size, *each.shape) if dim is None else each.movedim(dim, 0)
-            ).flatten(0, 1)
-            for each, dim in ((hidden, hidden_dim), (targets, targets_dim), (mask, mask_dim))
+
+        def with_all_members(tensor: Tensor, dim: int | None) -> Tensor:
+            """Return [M, N, ...], with the axis that is mapped over as a part of M."""
+            if dim is None:
+                return tensor.expand(info.batch_size, *tensor.shape).flatten(0, 1)
+            return tensor.movedim(dim, 0).flatten(0, 1)
+
+        outputs = _MembersLoss.apply(
+            with_all_members(hidden, hidden_dim),
+            weight_VD,
+            with_all_members(targets, targets_dim),
+            with_all_members(mask, mask_dim),
+            device_type,
         )
-        outputs = _MembersLoss.apply(hidden_MND, weight_VD, targets_MN, mask_MN, device_type)
         losses, hidden_grad = (each.unflatten(0, (info.batch_size, -1)) for each in outputs)
         return (losses, hidden_grad), (0, 0)
 
@@ -562,9 +581,9 @@ def token_log_probabilities(
         tokens_N: [N] int64, in [0, V).
         temperature: above 0; it divides the logits.
         rows: trained rows that replace some rows of a frozen weight.
-        among: a function that returns which tokens are allowed in the given states of a grammar's
-            automaton: states [C] to bool [C, at most V] (`monograph.decode.automaton_tables`); and the state at
-            each place, [N]. None: all tokens are allowed.
+        among: (function, states). The states are those of a grammar's automaton, one at each place, [N].
+            The function takes states [C] and returns which tokens are allowed in each, bool [C, at most V]
+            (`monograph.decode.automaton_tables`). None: all tokens are allowed.
         chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
 
     Returns:

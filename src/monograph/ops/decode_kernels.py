@@ -8,23 +8,28 @@ A decode step computes one new token of each row, on a GPU. A layer takes five l
     inner = act(norm(x) Wg^T) * norm(x) Wu^T `project_gated`
     x     = x + inner Wd^T                   `project`
 
-A step reads every weight once, so its time is that of reading the weights, and of the launches of its
-kernels. A launch takes about as long as reading ten megabytes. PyTorch's own operators need 19
-launches per layer.
+A step reads every weight once. So its time is the time to read the weights, plus that of its launches,
+each of which takes about as long as reading ten megabytes. PyTorch's own operators need 19 launches per
+layer.
 
-**A row's bits do not depend on the other rows**, nor on how the work is shared among programs. A
-product always has a tile of 16 rows, and rows beyond the batch are zeros, so the terms of a row's sums
-are always added in the same order. Attention begins with the new token, sums each block of the cache
-by itself and adds the blocks' sums one by one, from the first block to the last; a block that the row
-does not see adds nothing. If there are few blocks, one program does all of this. Otherwise each block
-has a program, and the sums are the same.
+**The grid of attention** is (rows, key-value heads, blocks). A *block* is C slots of the key-value cache,
+and a slot has the key and the value of one position. If few blocks are read, axis 2 has one program, which
+computes all blocks of its row and head. Otherwise it has a program for each block, and the program that
+finishes last adds up the sums of all blocks.
+
+**A row's bits do not depend on the other rows**, nor on how the blocks are shared among programs. A
+product with a dense weight always has tiles of 16 rows, and rows beyond the batch are zeros, so the terms
+of a row's sums are always added in the same order. Attention begins with the new token, sums each block of the cache by
+itself, and adds the blocks' sums one by one, from the first block to the last. A block that the row does
+not see adds nothing.
 
 The kernels are custom operators, which a compiler does not look into.
 
 Shapes: B rows, K channels of x, over which products sum, H query heads, J key-value heads, G = H / J
 query heads per key-value head, E head dimension, F = E / 2, L blocks of the cache, C slots of a block,
-X = (H + 2 J) E. In kernels, R rows of a tile, S channels that are read at once; `x_at_RS` are the
-addresses of the elements of `x_RS`.
+X = (H + 2 J) E. In kernels, R = ROWS of a tile, S = CHANNELS that are read at once, Q = QUERIES of a
+program, which are the G of its key-value head and padding. `x_at_RS` are the addresses of the elements of
+`x_RS`, and `x_offset_RS` are their distances from the tensor's first element.
 """
 
 import functools
@@ -46,12 +51,12 @@ def row_scale(
     EPS: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
-    STEP: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     """Return 1 / rms of each row of x, [R], by which `normalised` multiplies."""
-    offset_S = tl.arange(0, STEP)
-    squares_RS = tl.zeros((ROWS, STEP), tl.float32)
-    for begin in range(0, K, STEP):
+    offset_S = tl.arange(0, CHANNELS)
+    squares_RS = tl.zeros((ROWS, CHANNELS), tl.float32)
+    for begin in range(0, K, CHANNELS):
         x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
         x_RS = tl.load(x_at_RS, mask=(row_R < row_count)[:, None], other=0.0).to(tl.float32)
         squares_RS += x_RS * x_RS
@@ -72,20 +77,23 @@ def normalised(x_RS, gain, scale_R, offset_S, CENTRED: tl.constexpr, dtype: tl.c
 
 @triton.jit
 def _head_scale(first, second, E: tl.constexpr, EPS: tl.constexpr):
-    """Return 1 / rms of each head, of which `first` and `second` are the halves of the channels."""
+    """Return 1 / rms of each head. `first` and `second` are the two halves of a head's channels."""
     return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / E + EPS)
 
 
 @triton.jit
-def _with_block(
+def _add_block(
     max_Q, weight_sum_Q, sum1_QF, sum2_QF, block_max_Q, block_weight_sum_Q, block1_QF, block2_QF
 ):
-    """Add a block's sums of weights and of weighted values to those of the blocks before it.
+    """Return the softmax's running sums, with those of one more block added.
 
-    A weight is exp(score - the largest score so far), so sums are rescaled if the block has a larger
-    score. One kernel calls this with the block's sums in registers, and with sums that it reads from
-    memory, and both must give the same bits. A compiler might fuse products and additions in only one
-    of these places, so `fma` fuses them here.
+    Running sums are the largest score so far, the sum of the weights exp(score - largest score), and the
+    sum of the weighted values, in two halves of the channels. If the block has a larger score, the sums so
+    far are rescaled.
+
+    `_attend` calls this in two places: with a block's sums in registers, and with a block's sums that it
+    reads from memory. Both must give the same bits. A compiler might fuse a product and an addition in
+    only one of the two places, so `fma` fuses them here.
     """
     new_max_Q = tl.maximum(max_Q, block_max_Q)
     old_factor_Q = tl.exp(max_Q - new_max_Q)
@@ -99,7 +107,7 @@ def _with_block(
 
 @triton.jit
 def _load_token(q_at_QF, k_at_1F, v_at_1F, is_query_Q1, F: tl.constexpr):
-    """Load the new token's queries, key and value, each in two halves."""
+    """Load the new token's queries, key and value, each in two halves of the channels."""
     q1 = tl.load(q_at_QF, mask=is_query_Q1, other=0.0).to(tl.float32)
     q2 = tl.load(q_at_QF + F, mask=is_query_Q1, other=0.0).to(tl.float32)
     k1, k2 = tl.load(k_at_1F).to(tl.float32), tl.load(k_at_1F + F).to(tl.float32)
@@ -129,7 +137,7 @@ def _attend(
     J: tl.constexpr,
     F: tl.constexpr,
     C: tl.constexpr,
-    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     BLOCKS: tl.constexpr,
     NORM: tl.constexpr,
     CENTRED: tl.constexpr,
@@ -137,28 +145,30 @@ def _attend(
     SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
-    FEW: tl.constexpr,
+    FEW_BLOCKS: tl.constexpr,
 ):
-    """Attend to the cache for one row and one key-value head.
+    """Attend to the cache for one row and one key-value head; see `attend`.
 
-    If the row sees at most FEW blocks, one program computes them all and adds them up in registers.
-    Otherwise each block has a program. It writes the block's weighted sum of values to `partial`, and
-    its largest score and sum of weights to `sums`. The program that finishes last, which it knows by
-    counting in `counters`, adds up all blocks.
+    BLOCKS is the number of blocks that are read, B that of the rows. If the row sees at most FEW_BLOCKS
+    blocks, one program computes them all and adds them up in registers. Otherwise each block has a program.
+    It writes the block's weighted sum of values to `partial`, and its largest score and sum of weights to
+    `sums`. `counters` has the number of programs of this row and head that have finished, so that the last
+    one knows that it is the last.
 
-    Heads are loaded as two halves of F channels, which rotation mixes: q1 and q2, and so on.
-
-    Shapes: Q = GROUP queries, the G of the key-value head and padding; C, F as in the module.
+    Heads are loaded as two halves of F channels, which rotation mixes: q1 has the first half of the
+    queries and q2 the second, and likewise k1 and k2, v1 and v2, sum1 and sum2. SINKS: each query head has a
+    sink, a score without a value that takes part in the softmax. WINDOW: a query sees only `window`
+    positions.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     own_block = tl.program_id(2)  # the block of this program, if each block has one
     G: tl.constexpr = H // J
     E: tl.constexpr = 2 * F
     position = tl.load(positions + row).to(tl.int32)
-    query_Q, channel_F, slot_C = tl.arange(0, GROUP), tl.arange(0, F), tl.arange(0, C)
+    query_Q, channel_F, slot_C = tl.arange(0, QUERIES), tl.arange(0, F), tl.arange(0, C)
     is_query_Q = query_Q < G
     is_query_Q1 = is_query_Q[:, None]
-    # The offset of the cache's block 0, and how far it is to the next block.
+    # The offsets of this row's and head's keys in block 0 of the cache, and the distance to the next block.
     slot_index_C = (row * J + head).to(tl.int64) * C + slot_C
     cache_offset_CF = slot_index_C[:, None] * E + channel_F[None, :]
     block_stride = tl.cast(B, tl.int64) * (J * C * E)
@@ -168,7 +178,7 @@ def _attend(
     # A key is a tile of one row, so that heads and keys are normalised by the same functions.
     k_at_1F = qkv_of_row + (H + head) * E + channel_F[None, :]
     v_at_1F = qkv_of_row + (H + J + head) * E + channel_F[None, :]
-    if BLOCKS <= FEW:
+    if BLOCKS <= FEW_BLOCKS:
         # No program can be idle, so these loads need not wait until the position is read. Otherwise they
         # are below, where idle programs are left out.
         new_q1, new_q2, new_k1, new_k2, v1, v2 = _load_token(
@@ -178,29 +188,30 @@ def _attend(
             cos_1F = tl.load(cos + row * F + channel_F)[None, :]
             sin_1F = tl.load(sin + row * F + channel_F)[None, :]
 
-    # The new token sees old slots in the blocks from first_block on, and below end_block.
+    # The blocks with slots that the new token sees: from first_block up to, but without, end_block.
     oldest_seen = tl.maximum(position - window + 1, 0) if WINDOW else 0
     first_block = oldest_seen // C
     # A row that has no request may have a position beyond the BLOCKS blocks that are read.
     end_block = tl.minimum((position + C - 1) // C, BLOCKS)
     # In a window of one position, the new token sees only itself.
     end_block = tl.where(oldest_seen < position, end_block, first_block)
-    # The blocks that this program computes: from begin on, and below end.
-    if BLOCKS <= FEW:
+    # The blocks that this program computes: from begin up to, but without, end.
+    if BLOCKS <= FEW_BLOCKS:
         is_alone = True  # whether one program computes all blocks of this row and head
         is_idle = False
         begin = first_block
         end = end_block
     else:
-        is_alone = end_block - first_block <= FEW
+        is_alone = end_block - first_block <= FEW_BLOCKS
         begin = tl.where(is_alone, first_block, own_block)
         end = tl.where(is_alone, end_block, own_block + 1)
         is_unseen = (own_block < first_block) | (own_block >= end_block)
         is_idle = tl.where(is_alone, own_block > 0, is_unseen)  # program 0 is the one that is alone
+    # The program of the first block writes the new token's key and value to the cache.
     writes_token = (begin == first_block) & (position // C < BLOCKS)
     if not is_idle:
         dtype = keys.dtype.element_ty
-        if BLOCKS > FEW:
+        if BLOCKS > FEW_BLOCKS:
             new_q1, new_q2, new_k1, new_k2, v1, v2 = _load_token(
                 q_at_QF, k_at_1F, v_at_1F, is_query_Q1, F
             )
@@ -229,23 +240,24 @@ def _attend(
             tl.store(values + new_at_1F, v1)
             tl.store(values + new_at_1F + F, v2)
 
-        # The sums of the softmax begin with the new token and the sink, which has a weight and no value.
+        # The running sums begin with the new token and the sink, which has a weight and no value.
         new_score_Q = tl.sum(q1.to(tl.float32) * k1.to(tl.float32), 1)
         new_score_Q = (new_score_Q + tl.sum(q2.to(tl.float32) * k2.to(tl.float32), 1)) * SCALE
         start_max_Q = new_score_Q
-        start_weight_Q = tl.full((GROUP,), 1.0, tl.float32)
+        new_weight_Q = tl.full((QUERIES,), 1.0, tl.float32)  # exp(new_score - start_max)
         if SINKS:
             sink_Q = tl.load(sinks + head * G + query_Q, mask=is_query_Q, other=0.0).to(tl.float32)
             start_max_Q = tl.maximum(new_score_Q, sink_Q)
-            start_weight_Q = tl.exp(new_score_Q - start_max_Q)
-        new_weight_Q = start_weight_Q
+            new_weight_Q = tl.exp(new_score_Q - start_max_Q)
         start1_QF = new_weight_Q[:, None] * v1.to(tl.float32)
         start2_QF = new_weight_Q[:, None] * v2.to(tl.float32)
+        start_weight_sum_Q = new_weight_Q
         if SINKS:
-            start_weight_Q += tl.exp(sink_Q - start_max_Q)
-        # A program of one block begins with empty sums; the one that finishes last adds the beginning.
+            start_weight_sum_Q += tl.exp(sink_Q - start_max_Q)
+        # A program of one block begins with empty sums. The program that finishes last begins with the new
+        # token and the sink, and adds the blocks' sums to them.
         max_Q = tl.where(is_alone, start_max_Q, float("-inf"))
-        weight_sum_Q = tl.where(is_alone, start_weight_Q, 0.0)
+        weight_sum_Q = tl.where(is_alone, start_weight_sum_Q, 0.0)
         sum1_QF = tl.where(is_alone, start1_QF, 0.0)
         sum2_QF = tl.where(is_alone, start2_QF, 0.0)
         # What a block does not change is computed anew for each block of heads of 256 channels: kept in
@@ -270,7 +282,7 @@ def _attend(
             block_weight_sum_Q = tl.sum(weights_QC, 1)
             block1_QF = tl.dot(rounded_QC, value1_CF, input_precision=PRECISION)
             block2_QF = tl.dot(rounded_QC, value2_CF, input_precision=PRECISION)
-            max_Q, weight_sum_Q, sum1_QF, sum2_QF = _with_block(
+            max_Q, weight_sum_Q, sum1_QF, sum2_QF = _add_block(
                 max_Q,
                 weight_sum_Q,
                 sum1_QF,
@@ -281,7 +293,7 @@ def _attend(
                 block2_QF,
             )
         writes_output = is_alone
-        if BLOCKS > FEW:
+        if BLOCKS > FEW_BLOCKS:
             if not is_alone:
                 # `partial` and `sums` have a row for each query of each block of each row and head.
                 block_0 = (row * J + head) * BLOCKS
@@ -300,14 +312,14 @@ def _attend(
                 if finished_before == end_block - first_block - 1:
                     writes_output = True
                     tl.store(counter, 0)  # for the next launch
-                    max_Q, weight_sum_Q = start_max_Q, start_weight_Q
+                    max_Q, weight_sum_Q = start_max_Q, start_weight_sum_Q
                     # The new token's value is read again, and not kept in registers until here.
                     v1, v2 = tl.load(v_at_1F), tl.load(v_at_1F + F)
                     sum1_QF = new_weight_Q[:, None] * v1.to(tl.float32)
                     sum2_QF = new_weight_Q[:, None] * v2.to(tl.float32)
                     # `.cg` reads from the L2 cache: other multiprocessors wrote these numbers, so this
-                    # one's L1 cache may have older ones. The loop is unrolled, so that a block's sums
-                    # are read before those of the block before are added.
+                    # one's L1 cache may have older ones. The loop is unrolled, so that the sums of the
+                    # next blocks are read while earlier sums are still being added.
                     for block in tl.range(first_block, end_block, loop_unroll_factor=4):
                         query_0 = (block_0 + block) * G
                         sums_at_Q = sums + (query_0 + query_Q) * 2
@@ -326,7 +338,7 @@ def _attend(
                         block2_QF = tl.load(
                             partial_at_QF + F, mask=is_query_Q1, other=0.0, cache_modifier=".cg"
                         )
-                        max_Q, weight_sum_Q, sum1_QF, sum2_QF = _with_block(
+                        max_Q, weight_sum_Q, sum1_QF, sum2_QF = _add_block(
                             max_Q,
                             weight_sum_Q,
                             sum1_QF,
@@ -363,9 +375,10 @@ def product_precision(dtype: torch.dtype) -> str:
 
 @functools.cache
 def channels_at_once(channels: int, most: int = 256) -> int:
-    """Return how many of the channels of a sum a program reads at once; 0 if it cannot compute it.
+    """Return how many channels a program reads at once, of those over which a product sums.
 
-    It is the largest power of two from ROWS to `most` that divides the number of channels.
+    It is the largest power of two from ROWS to `most` that divides the number of channels. If there is
+    none, it is 0, and no kernel can compute the product.
     """
     step = most
     while channels % step:
@@ -391,16 +404,17 @@ class AttendForm(NamedTuple):
     """How `attend` shares its work among programs; all forms give the same bits.
 
     Attributes:
-        few_blocks: the most blocks that one program computes for a row and a key-value head. A row that
-            sees more has a program for each block, and the last of them adds up their sums.
-        stages: how many blocks a program computes or loads at once.
+        few_blocks: the largest number of blocks that one program computes for a row and a key-value head.
+            A row that sees more blocks has a program for each of them.
+        stages: the number of blocks that a program has in its memory at the same time: one that it
+            computes, and others that are still being loaded.
     """
 
     few_blocks: int
     stages: int
 
 
-# Up to this number of programs, the time is that of memory's latency, and not of its bandwidth.
+# Up to this number of programs, the latency of memory decides the time, and not its bandwidth.
 _FEW_PROGRAMS = 128
 # A block of 128 slots of heads of 256 channels in 16 bits.
 _BYTES_OF_WIDE_BLOCK = 131_072
@@ -420,16 +434,17 @@ def attend_form(
         shared_bytes: the shared memory that a program has for blocks.
         capability: the card's compute capability.
     """
-    # Measured on an H200 with heads of 64 and 128 in bf16 (dev/log.md). With few programs, 3 stages
-    # were the fastest for 2 and for 3 blocks, and in most shapes a program for each of 8 and of 32
-    # blocks. With many, 2 stages were, and one program for 8 blocks took 0.8 times as long as eight.
+    # These numbers were measured on an H200 with heads of 64 and 128 in bf16 (dev/log.md). With few
+    # programs, 3 stages were the fastest for 2 and 3 blocks; and for 8 and 32 blocks, in most shapes, it was
+    # fastest to have a program for each block. With many programs, 2 stages were the fastest, and one
+    # program for 8 blocks took 0.8 times as long as eight programs.
     is_latency_bound = programs <= _FEW_PROGRAMS
     few_blocks = 4 if is_latency_bound else 8
     stages = 3 if is_latency_bound and blocks <= few_blocks else 2
     if blocks == 1:
-        # With 1 stage, Ampere's and Ada's kernels spill some registers of heads of 64, and those of
-        # compute capability 10 of heads of 256. With 2 they need fewer (counted in machine code, not
-        # timed).
+        # With 1 stage, some kernels spill registers: on Ampere and Ada with heads of 64, and on compute
+        # capability 10 with heads of 256. With 2 stages they need fewer registers (counted in machine code,
+        # not timed).
         spills = capability[0] == 8 or (capability[0] == 10 and block_bytes >= _BYTES_OF_WIDE_BLOCK)
         stages = 2 if spills else 1
     # One stage computes from registers, and the other stages' blocks are in shared memory.
@@ -505,9 +520,10 @@ def attend(
         (card.major, card.minor),
     )
     is_split = blocks > form.few_blocks
-    parts = rows * key_heads * blocks * group if is_split else 0
-    partial = qkv_BX.new_empty(parts * head_dim, dtype=torch.float32)
-    sums = qkv_BX.new_empty(parts * 2, dtype=torch.float32)
+    # What programs of one block write: for each block and query a weighted sum of values, and two numbers.
+    block_queries = rows * key_heads * blocks * group if is_split else 0
+    partial = qkv_BX.new_empty(block_queries * head_dim, dtype=torch.float32)
+    sums = qkv_BX.new_empty(block_queries * 2, dtype=torch.float32)
     # A kernel needs a pointer for each tensor, even for one that it does not read.
     unused = position_B
     _attend[(rows, key_heads, blocks if is_split else 1)](
@@ -532,7 +548,7 @@ def attend(
         J=key_heads,
         F=head_dim // 2,
         C=slots,
-        GROUP=queries,
+        QUERIES=queries,
         BLOCKS=blocks,
         NORM=q_gain_E is not None,
         CENTRED=is_centred,
@@ -540,7 +556,7 @@ def attend(
         SINKS=sink_H is not None,
         WINDOW=window is not None,
         PRECISION=product_precision(qkv_BX.dtype),
-        FEW=form.few_blocks,
+        FEW_BLOCKS=form.few_blocks,
         num_warps=_ATTEND_WARPS,
         num_stages=form.stages,
     )

@@ -93,7 +93,9 @@ def chunked(
 
     def cut(tensor: Tensor) -> Tensor:
         """Return [B, H, T, ...] as [N, M, C, ...], padded with tokens of g = beta = 0."""
-        padded = F.pad(tensor, (*(0,) * 2 * (tensor.ndim - 3), 0, -length % size))
+        # `F.pad` takes the numbers of zeros before and after, from the last axis back to T.
+        unpadded_axes = (0, 0) * (tensor.ndim - 3)
+        padded = F.pad(tensor, (*unpadded_axes, 0, -length % size))
         return padded.flatten(0, 1).unflatten(1, (-1, size)).transpose(0, 1)
 
     query_NMCE = cut(query_BHTE)
@@ -105,8 +107,8 @@ def chunked(
     documents_NMC = torch.zeros_like(decay_NMC, dtype=torch.int64)
     if starts_BT is not None:
         documents_NMC = cut(starts_BT[:, None].expand(-1, heads, -1)).cumsum(dim=-1)
-    # The sums are in float64. Their differences are small compared with the sums, and would otherwise
-    # have the rounding errors of the sums.
+    # The sums are in float64, because differences of them are used, which are small compared with the sums.
+    # In fp32 these differences would have large rounding errors.
     decay_sum_NMC = decay_NMC.double().cumsum(dim=-1)
     # How much of what position j wrote remains at position i, from 0 to 1: 0 if j is later or in
     # another document.
@@ -152,6 +154,8 @@ def scan(
     """Carry the state S through the chunks, and compute the corrections u of each.
 
         u[n] = value[n] - read[n] S[n]        S[n+1] = remains[n] S[n] + key[n]^T u[n]
+
+    `state_MEV` is S before the first chunk. `chunked` makes the other arguments of its keys and values.
 
     Returns:
         S before each chunk, [N, M, E, V]; u, [N, M, C, V]; and S after the last chunk, [M, E, V].

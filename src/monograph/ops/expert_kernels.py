@@ -4,16 +4,21 @@
     inner = combine(norm(x) Wg[e]^T + bg[e], norm(x) Wu[e]^T + bu[e])     `expert_inner`
     x     = x + sum over e of w[e] (inner[e] Wd[e]^T + bd[e])             `expert_sum`
 
-A pair is a token and one of its experts. PyTorch's operators sort the pairs by expert and multiply all
+A *pair* is a token and one of its experts. PyTorch's operators sort the pairs by expert and multiply all
 pairs of an expert at once. They need fourteen launches, and read a weight once for all its pairs.
 These kernels read a weight once for each pair, so they are fast only for the few tokens of a decode
 step.
+
+    kernel            axis 0 of the grid                 axis 1   a program writes
+    `_route`          tokens                                      the C experts of a token, and their weights
+    `_expert_inner`   tiles of COLUMNS inner channels    pairs    these channels of inner, of one pair
+    `_expert_sum`     tiles of COLUMNS hidden channels   tokens   these channels of x, of one token
 
 A pair is computed by itself, and a token's experts are added in the router's order. So a token's
 bits do not depend on the other tokens.
 
 Shapes: B tokens, C experts of a token, E experts, D hidden size, M inner size of an expert. In
-kernels: O = COLUMNS columns of a program, S = STEP summed channels that are read at once.
+kernels: O = COLUMNS columns of a program, S = CHANNELS that are read at once, over which products sum.
 """
 
 from typing import Final, Literal
@@ -27,7 +32,8 @@ from monograph.ops.decode_kernels import Norm, channels_at_once
 
 Combination = Literal["silu", "gelu", "clamped"]
 _COMBINATIONS: Final = ("silu", "gelu", "clamped")
-COLUMNS = 16  # columns of a program; with so few, there are programs for all multiprocessors
+# Columns of a program. With so few, even one token has enough programs for all multiprocessors.
+COLUMNS = 16
 
 
 @triton.jit
@@ -36,34 +42,34 @@ def _route(
     experts,
     weights,
     E,
-    COUNT: tl.constexpr,
-    WIDE: tl.constexpr,
     C: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr,
     NORMALISED: tl.constexpr,
 ):
-    """Choose a token's COUNT experts.
+    """Choose a token's C experts, those with the highest probabilities.
 
-    Shapes: W = WIDE, the smallest power of two that is at least E; C, here the smallest power of two that
-    is at least COUNT.
+    Tensors with the suffixes _E and _C have the lengths EXPERTS and RANKS, which are the smallest powers of
+    two that are at least E and C.
     """
     row = tl.program_id(0)
-    expert_W = tl.arange(0, WIDE)
-    logit_W = tl.load(logits + row * E + expert_W, mask=expert_W < E, other=float("-inf"))
-    logit_W = logit_W.to(tl.float32)
-    exp_W = tl.exp(logit_W - tl.max(logit_W, 0))
-    probability_W = exp_W / tl.sum(exp_W, 0)
+    expert_E = tl.arange(0, EXPERTS)
+    logit_E = tl.load(logits + row * E + expert_E, mask=expert_E < E, other=float("-inf"))
+    logit_E = logit_E.to(tl.float32)
+    exp_E = tl.exp(logit_E - tl.max(logit_E, 0))
+    probability_E = exp_E / tl.sum(exp_E, 0)
     # Each expert gets an int64 to sort by. Its upper half has the bits of the expert's probability: the bits
     # of floats that are not negative have the order of the floats. Its lower half has a number that is
-    # larger for earlier experts.
-    bits_W = probability_W.to(tl.int32, bitcast=True).to(tl.int64)
-    sort_key_C = tl.topk((bits_W << 32) | (0xFFFFFFFF - expert_W.to(tl.int64)), C)
-    rank_C = tl.arange(0, C)
+    # larger for earlier experts, so that of equal probabilities the first one wins.
+    bits_E = probability_E.to(tl.int32, bitcast=True).to(tl.int64)
+    sort_key_C = tl.topk((bits_E << 32) | (0xFFFFFFFF - expert_E.to(tl.int64)), RANKS)
+    rank_C = tl.arange(0, RANKS)
     weight_C = (sort_key_C >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     if NORMALISED:
-        weight_C = weight_C / tl.sum(tl.where(rank_C < COUNT, weight_C, 0.0), 0)
-    offset_C = row * COUNT + rank_C
-    tl.store(experts + offset_C, 0xFFFFFFFF - (sort_key_C & 0xFFFFFFFF), mask=rank_C < COUNT)
-    tl.store(weights + offset_C, weight_C, mask=rank_C < COUNT)
+        weight_C = weight_C / tl.sum(tl.where(rank_C < C, weight_C, 0.0), 0)
+    offset_C = row * C + rank_C
+    tl.store(experts + offset_C, 0xFFFFFFFF - (sort_key_C & 0xFFFFFFFF), mask=rank_C < C)
+    tl.store(weights + offset_C, weight_C, mask=rank_C < C)
 
 
 @triton.jit
@@ -84,24 +90,28 @@ def _expert_inner(
     BIAS: tl.constexpr,
     COMBINATION: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
-    """Compute COLUMNS inner channels of one pair of a token and an expert."""
+    """Compute COLUMNS inner channels of one pair of a token and an expert.
+
+    CENTRED: the norm multiplies by 1 + gain. BIAS: the layers have biases. COMBINATION is an index of
+    `_COMBINATIONS`.
+    """
     pair = tl.program_id(1)
     row, expert = pair // C, tl.load(experts + pair)
     column_O = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    offset_S = tl.arange(0, STEP)
+    offset_S = tl.arange(0, CHANNELS)
     is_column_O = column_O < M
     dtype = out.dtype.element_ty
-    squares_S = tl.zeros((STEP,), tl.float32)
-    for begin in range(0, D, STEP):
+    squares_S = tl.zeros((CHANNELS,), tl.float32)
+    for begin in range(0, D, CHANNELS):
         x_S = tl.load(x + row * D + begin + offset_S).to(tl.float32)
         squares_S += x_S * x_S
     scale = tl.rsqrt(tl.sum(squares_S, 0) / D + EPS)
-    gates_OS = tl.zeros((COLUMNS, STEP), tl.float32)
-    ups_OS = tl.zeros((COLUMNS, STEP), tl.float32)
+    gates_OS = tl.zeros((COLUMNS, CHANNELS), tl.float32)
+    ups_OS = tl.zeros((COLUMNS, CHANNELS), tl.float32)
     weight_offset_OS = (expert * M + column_O)[:, None] * D + offset_S[None, :]
-    for begin in range(0, D, STEP):
+    for begin in range(0, D, CHANNELS):
         gain_S = tl.load(gain + begin + offset_S).to(tl.float32)
         if CENTRED:
             gain_S += 1
@@ -121,7 +131,6 @@ def _expert_inner(
         gate_O = (gate_O + bias_O.to(tl.float32)).to(dtype).to(tl.float32)
         bias_O = tl.load(up_bias + expert * M + column_O, mask=is_column_O, other=0.0)
         up_O = (up_O + bias_O.to(tl.float32)).to(dtype).to(tl.float32)
-    # COMBINATION is an index of `_COMBINATIONS`.
     if COMBINATION == 2:  # clamped, see `monograph.model.layers.gating`
         gate_O = tl.minimum(gate_O, 7.0)
         up_O = tl.minimum(tl.maximum(up_O, -7.0), 7.0) + 1
@@ -149,21 +158,21 @@ def _expert_sum(
     C: tl.constexpr,
     BIAS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
-    """Compute COLUMNS channels of one token."""
+    """Compute COLUMNS channels of one token: the residual plus the weighted sum of its experts."""
     row = tl.program_id(1)
     column_O = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    offset_S = tl.arange(0, STEP)
+    offset_S = tl.arange(0, CHANNELS)
     is_column_O = column_O < D
     dtype = out.dtype.element_ty
     total_O = tl.zeros((COLUMNS,), tl.float32)
     for rank in range(0, C):
         pair = row * C + rank
         expert = tl.load(experts + pair)
-        products_OS = tl.zeros((COLUMNS, STEP), tl.float32)
+        products_OS = tl.zeros((COLUMNS, CHANNELS), tl.float32)
         weight_offset_OS = (expert * D + column_O)[:, None] * M + offset_S[None, :]
-        for begin in range(0, M, STEP):
+        for begin in range(0, M, CHANNELS):
             inner_1S = tl.load(inner + pair * M + begin + offset_S).to(tl.float32)[None, :]
             weight_at_OS = down_weight + weight_offset_OS + begin
             weight_OS = tl.load(weight_at_OS, mask=is_column_O[:, None], other=0.0)
@@ -198,9 +207,9 @@ def route(logits_BE: Tensor, count: int, is_normalised: bool) -> tuple[Tensor, T
         experts_BC,
         weights_BC,
         experts,
-        COUNT=count,
-        WIDE=max(2, triton.next_power_of_2(experts)),
-        C=max(2, triton.next_power_of_2(count)),
+        C=count,
+        EXPERTS=max(2, triton.next_power_of_2(experts)),
+        RANKS=max(2, triton.next_power_of_2(count)),
         NORMALISED=is_normalised,
         num_warps=1,
     )
@@ -271,7 +280,7 @@ def _expert_inner_op(
         BIAS=gate_bias_EM is not None,
         COMBINATION=combination,
         COLUMNS=COLUMNS,
-        STEP=channels_at_once(hidden),
+        CHANNELS=channels_at_once(hidden),
         num_warps=4,
     )
     return out_BCM
@@ -327,7 +336,7 @@ def expert_sum(
         C=experts_BC.shape[1],
         BIAS=down_bias_ED is not None,
         COLUMNS=COLUMNS,
-        STEP=channels_at_once(width),
+        CHANNELS=channels_at_once(width),
         num_warps=4,
     )
     return out_BD

@@ -1,5 +1,8 @@
 """Round tensors to 8-bit floating point, and multiply by a weight that is rounded so.
 
+In equations, q4 rounds to e4m3 (FORWARD_DTYPE) and q5 to e5m2 (BACKWARD_DTYPE): 8 bits with 4 or 5 bits of
+exponent.
+
 Shapes: C tokens, D hidden size, V vocabulary.
 """
 

@@ -2,12 +2,12 @@
 
         y = x q(W)^T        dx = dy q(W)        total += dy^T x
 
-q(W) is the weight in the dtype of the products, `total` the buffer in which an update's gradients
-are summed. The sum is part of the matrix product, as in Megatron's gradient accumulation fusion, and
-autograd gets no gradient of W. Without this, separate kernels would write, cast and add each
-gradient.
+q(W) is the weight in the dtype of the products, and `total` the buffer in which an update's gradients
+are summed. The matrix product adds to this sum itself, as in Megatron's gradient accumulation fusion, and
+autograd gets no gradient of W. Otherwise separate kernels would write, cast and add each gradient.
 
-This is done for a weight that has the attribute `fused_gradient`, within `fused_gradients()`.
+Inside the context `fused_gradients()`, layers do this for each weight that has the attribute
+`fused_gradient`.
 
 Shapes: V rows of the weight, D channels.
 """
@@ -45,17 +45,18 @@ _TAKE_NO_GRADIENTS = set[type[nn.Module]]()
 
 
 def takes_no_gradients(model: type[M]) -> type[M]:
-    """Declare, as a decorator, that a model's forward pass takes no gradients itself.
+    """Declare, as a decorator, that a model's forward pass computes no gradients itself.
 
-    So autograd need not get those of its weights. This is not inherited, since a subclass may have
-    another forward pass.
+    Such a forward pass, for example one that calls `torch.autograd.grad`, would need the gradients of
+    weights that fused layers do not give to autograd. The declaration is not inherited, since a subclass
+    may have another forward pass.
     """
     _TAKE_NO_GRADIENTS.add(model)
     return model
 
 
 def may_fuse(model: type[nn.Module]) -> bool:
-    """Return whether `takes_no_gradients` has marked this class of models."""
+    """Return whether `takes_no_gradients` has marked this class, so that its gradients may be fused."""
     return model in _TAKE_NO_GRADIENTS
 
 
@@ -82,8 +83,8 @@ def linear(
         input: see `F.linear`.
         weight: see `F.linear`.
         bias: see `F.linear`.
-        owner: the family of siblings (`monograph.graph.fused_linears`) whose attribute
-            `fused_gradient` is used; None: the attribute of the weight.
+        owner: the object whose attribute `fused_gradient` is used; None: the weight itself. It is
+            another object if several layers are one product (`monograph.graph.fused_linears`).
     """
     fused = fused_gradient_of(weight if owner is None else owner)
     if fused is None:
@@ -122,7 +123,11 @@ class _LinearContext(Context):
 
 
 class _Linear(torch.autograd.Function):
-    """Compute `linear`. The weight is an argument so that autograd calls the backward pass."""
+    """Compute `linear` with a fused gradient.
+
+    `rounded` and `total` are the fields of `FusedGradient`. The forward pass does not read `weight`. It is
+    an argument so that autograd calls the backward pass even if the input needs no gradient.
+    """
 
     @staticmethod
     def forward(
@@ -155,7 +160,7 @@ class _EmbeddingContext(Context):
 
 
 class _Embedding(torch.autograd.Function):
-    """Compute `embedding`. The weight is an argument so that autograd calls the backward pass."""
+    """Compute `embedding` with a fused gradient; `total` is that of `FusedGradient`."""
 
     @staticmethod
     def forward(
@@ -188,9 +193,10 @@ def block_rows(device_type: str, columns: int) -> int:
     return max(1, block_bytes // (4 * columns))
 
 
-# This is a custom operator, because a compiler would fuse plain sums into one kernel that reads the
-# products of all chunks of a loss, [V, D] each. All of them would then be in memory at the same time.
-# It has the tag `flexible_layout` because rows may be padded; a contiguous layout would need a copy.
+# This is a custom operator for a loss that adds the products of several chunks, [V, D] each, to one total.
+# A compiler would fuse plain sums into one kernel that reads all of these products, so all of them would be
+# in memory at the same time. It has the tag `flexible_layout` because rows may be padded; a contiguous
+# layout would need a copy.
 @torch.library.custom_op(
     "monograph::add_product_", mutates_args=("total",), tags=[torch.Tag.flexible_layout]
 )
@@ -231,7 +237,7 @@ def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("monograph::product", mutates_args=(), tags=[torch.Tag.flexible_layout])
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return left^T @ right, with which a sum of products in `dtype` begins.
+    """Return left^T @ right in `dtype`, as the beginning of a sum; `add_product_` adds further products.
 
     On a GPU, as in `add_product_`, the sum of bf16 products is fp32.
 
@@ -253,8 +259,8 @@ def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.new_empty(left.shape[1], right.shape[1], dtype=dtype)
 
 
-# This is a custom operator, because a compiler would not add to a total that changes again later in the
-# graph, as that of a head that is tied to the embedding does: it would make a new tensor of the sum, and
+# This is a custom operator for a total that changes twice in a graph, as it does if the head is tied to the
+# embedding. A compiler would not add to such a total in place. It would make a new tensor of the sum, and
 # copy the result of all changes to the total.
 @torch.library.custom_op("monograph::add_scaled_", mutates_args=("total",))
 def add_scaled_(total: Tensor, grad: Tensor, factor: Tensor) -> None:

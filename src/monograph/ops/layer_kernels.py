@@ -6,37 +6,46 @@
     y = act(norm(x) Wg^T + ...) * (norm(x) Wu^T + ...)          `multiply_gated`
 
 The first two take a dense weight, in which several layers may lie one after another. The last two take
-each layer by itself, which may have an adapter (A, B and s), and whose weight may be stored in 8 or 4
-bits (`monograph.graph.frozen`). One kernel, `_multiply`, computes all four.
+up to three separate layers, such as query, key and value. Each of these may have an adapter (LoRA: A, B
+and the factor s), and their weights may be stored in 8 or 4 bits (`monograph.graph.frozen`).
 
-**Rows with their own adapters.** A layer may have a bank of adapters in the place of one
-(`monograph.decode.adapter_bank`). Each row then has the adapter in its slot, and slot 0 is none. A row
-gets the same bits as from a layer that has its adapter alone, padded with zeros to the bank's rank, and a
-row without one those of a layer without adapters: in both places the same kernels add the same terms in
-the same order. (Without the padding the bits are the same, too, if both ranks are read in tiles of the
-same size: the next power of two from 16 to 64.) Programs compute
-the rows of one adapter together, and leave the others' as they are, so that an adapter is read once for
-all its rows in a tile, and one with NaN changes its own rows only. With magnitudes (DoRA, g = m / norm)
+**Kernels.** One launch of `_multiply` computes any of the four. If a layer has an adapter, a launch of
+`_project_down` comes before it.
+
+    kernel            axis 0 of the grid                axis 1          a program writes
+    `_multiply`       tiles of columns, of all layers   tiles of rows   ROWS x COLUMNS outputs of one layer; if
+                                                                        GATED, of gate and up together
+    `_project_down`   ranks, layers and SPLITS ranges   tiles of rows   ROWS x RANKS partial sums of norm(x) A^T
+                      of channels                                       of one layer, over one range
+
+`_multiply` adds up the partial sums of the SPLITS ranges, always in the same order.
+
+**A row's bits do not depend on the other rows** if there are at most 16. A tile then has 16 rows, and
+its other sizes are chosen by the card and the weight's shape alone (`tile_of`).
+
+**Weights in few bits** become numbers in registers, once for each tile of rows, so that no dense weight is
+ever written to memory. To do this rarely, a tile has 64 rows if there are more than 16. Dense weights
+with a bank of adapters have such tiles, too. All other products, and all in fp32, have tiles of 16 rows.
+
+**A bank of adapters** (`monograph.decode.adapter_bank`) lets each row have its own adapter. The row's
+*slot* says which one; slot 0 means none. A program computes the rows of one adapter together and leaves
+the other rows of its tile as they are. So an adapter is read once for all its rows in a tile, and an
+adapter with NaN changes its own rows only. With DoRA an adapter also has a magnitude m for each column of
+y. The column is scaled by g, which is m divided by the length of the column's row of W + s B A:
 
     y = norm(x) W^T + b + (g - 1) (norm(x) W^T) + s (norm(x) A^T) (g B)^T
 
-**Weights in few bits** are read once for each tile of rows and become numbers in registers, so a dense
-weight is never in memory. With more than 16 rows they therefore have tiles of 64 rows: making a dense
-weight first would cost writing it and reading it again. So have dense weights with a bank. Other dense
-weights, and products of fp32, always have tiles of 16 rows.
+A row has the same bits as with a layer that has this adapter alone, padded with zeros to the bank's rank;
+and a row without an adapter has the bits of a layer without adapters. The same kernels add the same terms
+in the same order in both cases. (Padding changes no bits if both ranks have tiles of the same size, which
+is the next power of two from 16 to 64.)
 
-**A row's bits do not depend on the other rows**, if there are at most 16: the tile is then the same for
-any number of rows, and its sizes are chosen by the card and the weight's shape alone (`tile_of`).
-
-**Layers that read the same x**, such as query, key and value, are one launch, although their weights
-do not lie side by side: each program belongs to one layer. If a layer has adapters, another launch
-before it computes x A^T of all of them. The sum over the channels is shared by several programs there;
-the second launch adds up their partial sums, always in the same order.
-
-Shapes: B rows, P layers, K channels of x, over which products sum, N columns, Q the adapters' rank, Z
-slots of a bank. In kernels: R rows and O columns of a tile, S channels and Q ranks that are read at
-once, H = S / 2 bytes of two codes each, G = S / 64 blocks of codes, T numbers of NF4. `x_at_RS` are the
-addresses of the elements of `x_RS`. Numbers at the end of a name, as in `weight_1`, are the layer's.
+Shapes: B rows, P layers, K channels of x, over which products sum, N columns, M columns of gate or up, Q the
+adapters' rank, Z slots of a bank. In kernels: R = ROWS and O = COLUMNS of a tile, S = CHANNELS and Q = RANKS
+that are read at once, H = S / 2 bytes of two codes each, G = S / 64 blocks of codes, T the 16 numbers of
+NF4. `x_at_RS` are the addresses of the elements of `x_RS`. Numbers at the end of a name, as in `weight_1`,
+are the layer's. Flags in capitals that have the name of a term, such as NORM, BIAS and RESIDUAL, say whether the
+product has this term; CENTRED says that the norm multiplies by 1 + gain.
 """
 
 from collections.abc import Sequence
@@ -66,14 +75,14 @@ MAX_LAYERS = 3  # of one launch
 NF4_BLOCK = 64  # weights with one scale
 _ROWS_OF_LARGE_TILE = 64
 _MAX_RANKS_AT_ONCE = 64
-_MAX_SPLITS = 16  # programs that share the sum of one x A^T
+_MAX_SPLITS = 16  # ranges of the channels, each with a program, for one x A^T
 
 
 @triton.jit
 def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
     """Return act(gate) * up; both are rounded first, as two linear layers would round them."""
     gate_RO = gate_RO.to(dtype).to(tl.float32)
-    if GELU:  # by its tanh approximation
+    if GELU:  # by its tanh approximation, with sqrt(2 / pi) = 0.797...
         inner_RO = 0.7978845608028654 * (gate_RO + 0.044715 * gate_RO * gate_RO * gate_RO)
         activated_RO = gate_RO / (1 + tl.exp(-2 * inner_RO))
     else:
@@ -83,7 +92,10 @@ def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
 
 @triton.jit
 def _of_layer(layer, of_0, of_1, of_2, LAYERS: tl.constexpr):
-    """Return the pointer or number of one of LAYERS layers, whose index is known only at run time."""
+    """Return `of_0`, `of_1` or `of_2`, whichever belongs to the layer with the index `layer`.
+
+    They are pointers or numbers. A kernel cannot index a list by a number that it learns at run time.
+    """
     chosen = of_0
     if LAYERS > 1:
         chosen = tl.where(layer == 1, of_1, chosen)
@@ -107,30 +119,33 @@ def _add_nf4(
     begin,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
+    CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add the products of S channels of x, from `begin` on, with a tile of an `NF4Weight`, [O, K].
 
-    A byte has the codes of an even channel and of the next, odd one. So the even channels of x have one
-    product, and the odd ones another.
+    `codes` to `mean` are what the weight is stored in: codes of 4 bits, and for each block of 64 weights
+    a scale, which is itself stored as an int8 level. `table_T` has the number of each code.
+
+    A byte has the codes of an even channel and of the next, odd one. So `x` comes in two parts,
+    `even_RH` and `odd_RH`, and each part has a product of its own.
     """
     dtype: tl.constexpr = even_RH.dtype
-    BLOCKS: tl.constexpr = STEP // 64
-    codes_at_OH = codes + column_O1 * (K // 2) + begin // 2 + tl.arange(0, STEP // 2)[None, :]
+    BLOCKS: tl.constexpr = CHANNELS // 64
+    codes_at_OH = codes + column_O1 * (K // 2) + begin // 2 + tl.arange(0, CHANNELS // 2)[None, :]
     codes_OH = tl.load(codes_at_OH, mask=is_column_O1, other=0).to(tl.int32)
     # 64 weights have one scale, which is mean + level / step; 256 blocks have the same step.
     block_OG = column_O1 * (K // 64) + begin // 64 + tl.arange(0, BLOCKS)[None, :]
     level_OG = tl.load(levels + block_OG, mask=is_column_O1, other=0).to(tl.float32)
     step_OG = tl.load(steps + block_OG // 256, mask=is_column_O1, other=1.0)
-    # `div_rn` rounds as torch's division, by which `NF4Weight` makes its dense weight.
+    # `div_rn` rounds as torch's division, which `NF4Weight` uses to make its dense weight.
     scale_OG1 = (tl.math.div_rn(level_OG, step_OG) + mean)[:, :, None]
     # `tl.gather` looks codes up in a flat tensor. A block has 32 even and 32 odd channels.
-    flat_codes = tl.reshape(codes_OH, (COLUMNS * STEP // 2,))
+    flat_codes = tl.reshape(codes_OH, (COLUMNS * CHANNELS // 2,))
     even = tl.reshape(tl.gather(table_T, flat_codes >> 4, 0), (COLUMNS, BLOCKS, 32))
     odd = tl.reshape(tl.gather(table_T, flat_codes & 15, 0), (COLUMNS, BLOCKS, 32))
-    even_OH = tl.reshape((even * scale_OG1).to(dtype), (COLUMNS, STEP // 2))
-    odd_OH = tl.reshape((odd * scale_OG1).to(dtype), (COLUMNS, STEP // 2))
+    even_OH = tl.reshape((even * scale_OG1).to(dtype), (COLUMNS, CHANNELS // 2))
+    odd_OH = tl.reshape((odd * scale_OG1).to(dtype), (COLUMNS, CHANNELS // 2))
     total_RO = tl.dot(even_RH, even_OH.T, total_RO, input_precision=PRECISION)
     return tl.dot(odd_RH, odd_OH.T, total_RO, input_precision=PRECISION)
 
@@ -160,27 +175,31 @@ def _project_down(
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
-    STEP: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BANK: tl.constexpr,
     ROUND_ADAPTERS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute one layer's norm(x) A^T over one of SPLITS equal ranges of the channels.
+    """Compute RANKS ranks of one layer's norm(x) A^T, over one of SPLITS equal ranges of the channels.
 
-    `partial`, [SPLITS, B, LAYERS, RANK], gets these sums. For a layer without an adapter, `a_0` and so
+    `partial`, fp32 [SPLITS, B, LAYERS, RANK], gets the sums. For a layer without an adapter, `a_0` and so
     on are the A of another layer: such a sum is computed and never read.
 
-    Axis 1 of the grid has a program for each tile of rows. If BANK, it has one for each row, which
-    computes the rows of its tile that have the row's adapter, if this row is the first of them.
+    If BANK, axis 1 of the grid has a program for each row instead of one for each tile of rows. The
+    program of the first row in a tile that has some adapter computes all rows of the tile that have it.
+    The programs of the tile's other rows with this adapter do nothing.
     """
     if BANK:
         row = tl.program_id(1)
-        row_R = row // ROWS * ROWS + tl.arange(0, ROWS)
+        row_R = (row // ROWS) * ROWS + tl.arange(0, ROWS)  # all rows of its tile
         slot_R = _slots_of_rows(slots, row_R, row_count)
         slot = tl.load(slots + row).to(tl.int32)
         is_own_R = slot_R == slot
         # Rows beyond the last one have slot 0, so they are not among a program's own.
-        is_needed = (slot > 0) & (tl.min(tl.where(is_own_R, row_R, row_count), 0) == row)
+        has_adapter = slot > 0
+        first_own_row = tl.min(tl.where(is_own_R, row_R, row_count), 0)
+        is_needed = has_adapter & (first_own_row == row)
+        # `a` has the slots one after another, each of RANK rows.
         first_rank = slot * RANK
     else:
         row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -188,11 +207,11 @@ def _project_down(
         is_needed = True
         first_rank = 0
     if is_needed:
-        # Axis 0 of the grid has a program for each tile of ranks, layer and split.
+        # Axis 0 of the grid has a program for each tile of ranks, layer and split. Splits change fastest.
         split = tl.program_id(0) % SPLITS
-        layer = tl.program_id(0) // SPLITS % LAYERS
-        rank_Q = tl.program_id(0) // (SPLITS * LAYERS) * RANKS + tl.arange(0, RANKS)
-        offset_S = tl.arange(0, STEP)
+        layer = (tl.program_id(0) // SPLITS) % LAYERS
+        rank_Q = (tl.program_id(0) // (SPLITS * LAYERS)) * RANKS + tl.arange(0, RANKS)
+        offset_S = tl.arange(0, CHANNELS)
         is_row_R1 = is_own_R[:, None]
         is_rank_Q = rank_Q < RANK
         a = _of_layer(layer, a_0, a_1, a_2, LAYERS)
@@ -200,10 +219,10 @@ def _project_down(
         dtype: tl.constexpr = x_dtype if ROUND_ADAPTERS else a_0.dtype.element_ty
         scale_R = tl.full((ROWS,), 1.0, tl.float32)
         if NORM:
-            scale_R = row_scale(x, row_R, row_count, EPS, K, ROWS, STEP)
+            scale_R = row_scale(x, row_R, row_count, EPS, K, ROWS, CHANNELS)
         total_RQ = tl.zeros((ROWS, RANKS), tl.float32)
         SPAN: tl.constexpr = K // SPLITS
-        for offset in range(0, SPAN, STEP):
+        for offset in range(0, SPAN, CHANNELS):
             begin = split * SPAN + offset
             x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
             factor_RS = tl.load(x_at_RS, mask=is_row_R1, other=0.0)
@@ -239,9 +258,11 @@ def _add_adapter(
     dtype: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add s (norm(x) A^T) B^T, where `_project_down` wrote the terms of norm(x) A^T to `partial`.
+    """Add s (norm(x) A^T) B^T to the rows `is_row_R1`, where `scale` is s.
 
-    Columns that are not `is_adapted_O1` stay as they are. `b_column_O1` are the offsets of B's columns.
+    `_project_down` wrote the partial sums of norm(x) A^T to `partial`. Columns that are not
+    `is_adapted_O1` stay as they are. The element of B for a column and a rank is at the column's
+    `b_column_O1` plus the rank times `b_rank_stride`.
     """
     for first in range(0, RANK, RANKS):
         rank_Q = first + tl.arange(0, RANKS)
@@ -265,7 +286,7 @@ def _add_adapters_of_rows(
     partial,
     b,
     scales,
-    gains,
+    magnitude_changes,
     slot_R,
     layer,
     row_R,
@@ -277,29 +298,32 @@ def _add_adapters_of_rows(
     RANKS: tl.constexpr,
     SPLITS: tl.constexpr,
     LAYERS: tl.constexpr,
-    GAINS: tl.constexpr,
+    MAGNITUDES: tl.constexpr,
     dtype: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add to each row what the adapter in its slot of the bank adds; see `_add_adapter`.
 
-    Adapters are added one after another, each to its own rows of the tile.
+    Adapters are added one after another, from the highest slot down, each to its own rows of the tile.
+    `scales` has s of each slot, and `magnitude_changes` has g - 1 of each slot and column if MAGNITUDES.
+    `bias_O` is the bias that `total_RO` has already, which magnitudes do not change.
     """
     slot = tl.max(slot_R, 0)
     while slot > 0:
         is_own_R1 = (slot_R == slot)[:, None]
         long_slot = slot.to(tl.int64)
         added_RO = total_RO
-        if GAINS:
-            gain_at_O1 = gains + long_slot * columns + column_O1
-            gain_O1 = tl.load(gain_at_O1, mask=is_adapted_O1, other=0.0).to(tl.float32)
-            added_RO += (total_RO - bias_O[None, :]) * gain_O1.T
+        if MAGNITUDES:
+            change_at_O1 = magnitude_changes + long_slot * columns + column_O1
+            change_O1 = tl.load(change_at_O1, mask=is_adapted_O1, other=0.0).to(tl.float32)
+            added_RO += (total_RO - bias_O[None, :]) * change_O1.T
         added_RO = _add_adapter(
             added_RO, partial, b + long_slot * columns * RANK, layer, row_R, is_own_R1, column_O1,
             is_adapted_O1, row_count, tl.load(scales + slot), columns, RANK, RANKS, SPLITS, LAYERS,
             dtype, PRECISION,
         )  # fmt: skip
         total_RO = tl.where(is_own_R1, added_RO, total_RO)
+        # The rows that are done get slot 0, so the next slot is the highest of the others.
         slot_R = tl.where(slot_R == slot, 0, slot_R)
         slot = tl.max(slot_R, 0)
     return total_RO
@@ -333,9 +357,9 @@ def _multiply(
     b_0,
     b_1,
     b_2,
-    gains_0,
-    gains_1,
-    gains_2,
+    magnitude_changes_0,
+    magnitude_changes_1,
+    magnitude_changes_2,
     row_count,
     columns_0,
     columns_1,
@@ -346,7 +370,7 @@ def _multiply(
     NORM: tl.constexpr,
     CENTRED: tl.constexpr,
     BIAS: tl.constexpr,
-    ADD: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     LAYERS: tl.constexpr,
@@ -356,23 +380,31 @@ def _multiply(
     SPLITS: tl.constexpr,
     SCALE: tl.constexpr,
     BANK: tl.constexpr,
-    GAINS: tl.constexpr,
+    MAGNITUDES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
+    CHANNELS: tl.constexpr,
     ROUND_ADAPTERS: tl.constexpr,
     PRECISION: tl.constexpr,
     ADAPTER_PRECISION: tl.constexpr,
 ):
     """Compute COLUMNS columns of one layer, for one tile of rows.
 
-    If GATED, the layers are gate and up, and a program computes its columns of both: `total_RO` is of
-    gate and `up_RO` of up. Weights are codes unless FORM is "dense"; "nf4" has levels as scales. Bit p
-    of ADAPTED says whether layer p has an adapter, or a bank of them if BANK, which has magnitudes if
-    GAINS. If ADD, the residual is added.
+    If GATED, the layers are gate and up, and a program computes its columns of both: `total_RO` is the
+    product of gate, and `up_RO` that of up. Otherwise each program has one layer, and `up_RO` is not used.
+
+    FORM is how weights are stored. For "int8" and "nf4", `weight_0` and so on are codes, and `scales_0` and
+    so on are the scales of columns ("int8") or the levels of blocks ("nf4"). Only "nf4" has `steps_0` to
+    `mean_2`.
+
+    Bit p of ADAPTED says whether layer p has an adapter; if BANK, it is a bank of adapters, whose scales
+    are in `adapter_scales`, and otherwise SCALE is s. ROUND_ADAPTERS: A, B and norm(x) A^T are rounded to
+    the dtype of x; otherwise their products are in the dtype of A and B.
     """
     row_R = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    # Find the program's layer and its tile in that layer. A gated program starts at layer 0.
+    # Find the program's layer and its tile in that layer. The tiles of layer 0 come first on axis 0 of the
+    # grid, then those of layer 1, then those of layer 2. CHOICES is the number of layers that have tiles: if
+    # GATED it is 1, since the tiles of gate stand for those of up as well.
     CHOICES: tl.constexpr = 1 if GATED else LAYERS
     tile = tl.program_id(0)
     layer = 0
@@ -395,7 +427,7 @@ def _multiply(
     columns = _of_layer(layer, columns_0, columns_1, columns_2, CHOICES)
     weight = _of_layer(layer, weight_0, weight_1, weight_2, CHOICES)
     scales = _of_layer(layer, scales_0, scales_1, scales_2, CHOICES)
-    offset_S = tl.arange(0, STEP)
+    offset_S = tl.arange(0, CHANNELS)
     is_row_R1 = (row_R < row_count)[:, None]
     is_column_O = column_O < columns
     is_column_O1 = is_column_O[:, None]
@@ -409,24 +441,24 @@ def _multiply(
         up_mean = tl.load(mean_1)
     scale_R = tl.full((ROWS,), 1.0, tl.float32)
     if NORM:
-        scale_R = row_scale(x, row_R, row_count, EPS, K, ROWS, STEP)
+        scale_R = row_scale(x, row_R, row_count, EPS, K, ROWS, CHANNELS)
     total_RO = tl.zeros((ROWS, COLUMNS), tl.float32)
     up_RO = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(0, K, STEP):
+    for begin in range(0, K, CHANNELS):
         x_at_RS = x + row_R[:, None] * K + begin + offset_S[None, :]
         factor_RS = tl.load(x_at_RS, mask=is_row_R1, other=0.0)
         if NORM:
             factor_RS = normalised(factor_RS, gain + begin, scale_R, offset_S, CENTRED, dtype)
         if FORM == "nf4":
-            even_RH, odd_RH = tl.split(tl.reshape(factor_RS, (ROWS, STEP // 2, 2)))
+            even_RH, odd_RH = tl.split(tl.reshape(factor_RS, (ROWS, CHANNELS // 2, 2)))
             total_RO = _add_nf4(
                 total_RO, even_RH, odd_RH, weight, scales, steps, mean, table_T,
-                column_O1, is_column_O1, begin, K, COLUMNS, STEP, PRECISION,
+                column_O1, is_column_O1, begin, K, COLUMNS, CHANNELS, PRECISION,
             )  # fmt: skip
             if GATED:
                 up_RO = _add_nf4(
                     up_RO, even_RH, odd_RH, weight_1, scales_1, steps_1, up_mean, table_T,
-                    column_O1, is_column_O1, begin, K, COLUMNS, STEP, PRECISION,
+                    column_O1, is_column_O1, begin, K, COLUMNS, CHANNELS, PRECISION,
                 )  # fmt: skip
         else:
             offset_OS = column_O1 * K + begin + offset_S[None, :]
@@ -452,16 +484,18 @@ def _multiply(
         is_up_adapted_O1 = is_column_O1 & (ADAPTED >= 2)  # bit 1 is set
         if BANK:
             slot_R = _slots_of_rows(slots, row_R, row_count)
-            gains = _of_layer(layer, gains_0, gains_1, gains_2, CHOICES)
+            magnitude_changes = _of_layer(
+                layer, magnitude_changes_0, magnitude_changes_1, magnitude_changes_2, CHOICES
+            )
             total_RO = _add_adapters_of_rows(
-                total_RO, bias_O, partial, b, adapter_scales, gains, slot_R, layer, row_R, column_O1,
-                is_adapted_O1, row_count, columns, RANK, RANKS, SPLITS, LAYERS, GAINS, adapter_dtype,
+                total_RO, bias_O, partial, b, adapter_scales, magnitude_changes, slot_R, layer, row_R, column_O1,
+                is_adapted_O1, row_count, columns, RANK, RANKS, SPLITS, LAYERS, MAGNITUDES, adapter_dtype,
                 ADAPTER_PRECISION,
             )  # fmt: skip
             if GATED:
                 up_RO = _add_adapters_of_rows(
-                    up_RO, bias_O, partial, b_1, adapter_scales, gains_1, slot_R, 1, row_R, column_O1,
-                    is_up_adapted_O1, row_count, columns, RANK, RANKS, SPLITS, LAYERS, GAINS,
+                    up_RO, bias_O, partial, b_1, adapter_scales, magnitude_changes_1, slot_R, 1, row_R, column_O1,
+                    is_up_adapted_O1, row_count, columns, RANK, RANKS, SPLITS, LAYERS, MAGNITUDES,
                     adapter_dtype, ADAPTER_PRECISION,
                 )  # fmt: skip
         else:
@@ -480,7 +514,7 @@ def _multiply(
     out_offset_RO = row_R[:, None] * out_columns + first_column + column_O[None, :]
     is_output_RO = is_row_R1 & is_column_O[None, :]
     result_RO = total_RO.to(dtype)
-    if ADD:
+    if RESIDUAL:
         result_RO = tl.load(residual + out_offset_RO, mask=is_output_RO, other=0.0) + result_RO
     tl.store(out + out_offset_RO, result_RO, mask=is_output_RO)
 
@@ -489,11 +523,11 @@ class Tile(NamedTuple):
     """How much of a weight a program of `_multiply` reads, and how.
 
     Attributes:
-        columns: the columns that it computes.
-        channels: the most channels of them that it reads at once.
-        warps: its warps.
-        stages: how many of these reads are under way at once.
-        registers: the most registers of a thread; None: the assembler chooses.
+        columns: how many columns it computes.
+        channels: the largest number of channels that it reads at once.
+        warps: its number of warps, of 32 threads each.
+        stages: how many of these reads are under way at the same time (Triton's `num_stages`).
+        registers: the maximum number of registers of a thread; None: the assembler chooses.
     """
 
     columns: int
@@ -542,14 +576,14 @@ def tile_of(
 ) -> Tile:
     """Return the tile of a product.
 
-    It depends neither on the number of rows in a tile of `tile_rows` nor on any timing: otherwise two
-    steps or two processes could have different tiles, and compute different bits.
+    It is never chosen by timing, and does not depend on how many of the tile's rows are used: otherwise
+    two steps or two processes could have different tiles, and compute different bits.
 
     Args:
         form: how the weight is stored.
-        columns: how many columns all layers have.
+        columns: the number of columns of all layers together.
         is_gated: whether it is the gated product of two layers.
-        tile_rows: the number of rows of the tile.
+        tile_rows: the number of rows of the tile, used or not.
         dtype: the dtype of x.
         device: the card.
     """
@@ -564,9 +598,9 @@ def tile_of(
         return _FP32_TILE if form == "dense" else _FP32_TILE_OF_CODES
     if has_less_memory:
         return _SMALL_NF4_TILE if form == "nf4" else _SMALL_TILE
-    # The narrowest tile with which all programs run at once, one on each multiprocessor. With wider
-    # tiles some multiprocessors would have no work, and with narrower ones some programs would have to
-    # wait for others.
+    # Take the narrowest tile that lets all programs run at once, one on each multiprocessor. With wider tiles
+    # some multiprocessors would have no work. With narrower tiles some programs would have to wait for
+    # others.
     tiles = _NF4_TILES if form == "nf4" else _TILES
     for tile in tiles:
         if triton.cdiv(columns, tile.columns) <= card.multi_processor_count:
@@ -589,20 +623,20 @@ class LowRank(NamedTuple):
 
 
 class LowRankBank(NamedTuple):
-    """The tensors of a layer's bank of adapters, of which each row has one.
+    """The tensors of a layer's bank of adapters. Each row uses one adapter of the bank.
 
     Attributes:
         a_ZQK: A of each slot.
         b_ZQN: B^T of each slot, or (g B)^T, in the dtype of A.
         scale_Z: s of each slot, fp32.
-        gain_ZN: g - 1 of each slot, which is 0 without magnitudes; None: no slot has magnitudes.
+        magnitude_change_ZN: g - 1 of each slot, which is 0 without magnitudes; None: no slot has magnitudes.
         slot_B: the slots of the rows, int64; 0: none.
     """
 
     a_ZQK: Tensor
     b_ZQN: Tensor
     scale_Z: Tensor
-    gain_ZN: Tensor | None
+    magnitude_change_ZN: Tensor | None
     slot_B: Tensor
 
 
@@ -723,13 +757,13 @@ def _multiply_layers(
     slot_B: Tensor | None = None
     a: list[Tensor | None] = [None] * len(layers)
     b: list[Tensor | None] = [None] * len(layers)
-    gains: list[Tensor | None] = [None] * len(layers)
+    magnitude_changes: list[Tensor | None] = [None] * len(layers)
     for index, layer in enumerate(layers):
         adapter = layer.adapter
         if isinstance(adapter, LowRank):
             a[index], b[index], scale = adapter
         elif adapter is not None:
-            a[index], b[index], scale_Z, gains[index], slot_B = adapter
+            a[index], b[index], scale_Z, magnitude_changes[index], slot_B = adapter
     return torch.ops.monograph.multiply(
         x_BK,
         layers[0].form,
@@ -737,7 +771,7 @@ def _multiply_layers(
         [layer.bias_N for layer in layers if layer.bias_N is not None],
         a,
         b,
-        gains,
+        magnitude_changes,
         scale,
         scale_Z,
         slot_B,
@@ -759,7 +793,7 @@ def _multiply_op(
     biases: list[Tensor],
     a: Sequence[Tensor | None],
     b: Sequence[Tensor | None],
-    gains: Sequence[Tensor | None],
+    magnitude_changes: Sequence[Tensor | None],
     scale: float,
     scale_Z: Tensor | None,
     slot_B: Tensor | None,
@@ -775,11 +809,12 @@ def _multiply_op(
     layers = len(a)
     out_BN = x_BK.new_empty(rows, sum(columns))
     has_bank = slot_B is not None
-    # 64 rows of exact products of fp32 would not fit a thread's registers.
+    # With fp32, 64 rows would need more registers than a thread has.
     can_be_large = (form != "dense" or has_bank) and x_BK.dtype != torch.float32
     tile_rows = _ROWS_OF_LARGE_TILE if can_be_large and rows > ROWS else ROWS
     adapted_layers = [index for index in range(layers) if a[index] is not None]
-    # A kernel needs a pointer for each tensor, even for one that it does not read.
+    # A kernel needs a pointer for each tensor, even for one that it does not read. `unused` stands for
+    # these. In the place of a missing A or B there is one of another layer, which has the same dtype.
     unused: Any = x_BK
     gain: Any = unused if gain_K is None else gain_K
     any_a: Any = a[adapted_layers[0]] if adapted_layers else unused
@@ -790,10 +825,10 @@ def _multiply_op(
     if adapted_layers:
         rank = any_a.shape[-2]
         ranks_at_once = min(_MAX_RANKS_AT_ONCE, max(ROWS, triton.next_power_of_2(rank)))
-        step = channels_at_once(channels)
-        splits = _split_count(channels // step)
+        channels_read = channels_at_once(channels)
+        splits = _split_count(channels // channels_read)
         partial = x_BK.new_empty(splits * rows * layers * rank, dtype=torch.float32)
-        # Its tiles always have ROWS rows: the products are small.
+        # The tiles of this launch always have ROWS rows, since the products are small.
         row_programs = rows if has_bank else triton.cdiv(rows, ROWS)
         grid = (splits * layers * triton.cdiv(rank, ranks_at_once), row_programs)
         _project_down[grid](
@@ -812,7 +847,7 @@ def _multiply_op(
             SPLITS=splits,
             ROWS=ROWS,
             RANKS=ranks_at_once,
-            STEP=step,
+            CHANNELS=channels_read,
             BANK=has_bank,
             ROUND_ADAPTERS=rounds_adapters,
             PRECISION=adapter_precision,
@@ -837,7 +872,7 @@ def _multiply_op(
         *_for_three_layers(means or [unused]),
         *_for_three_layers(biases or [unused]),
         *_for_three_layers([any_b if each is None else each for each in b]),
-        *_for_three_layers([unused if each is None else each for each in gains]),
+        *_for_three_layers([unused if each is None else each for each in magnitude_changes]),
         rows,
         *_for_three_layers(columns),
         EPS=eps,
@@ -846,7 +881,7 @@ def _multiply_op(
         NORM=gain_K is not None,
         CENTRED=is_centred,
         BIAS=bool(biases),
-        ADD=residual_BN is not None,
+        RESIDUAL=residual_BN is not None,
         GATED=bool(activation),
         GELU=activation == "gelu",
         LAYERS=layers,
@@ -856,10 +891,10 @@ def _multiply_op(
         SPLITS=splits,
         SCALE=scale,
         BANK=has_bank,
-        GAINS=any(each is not None for each in gains),
+        MAGNITUDES=any(each is not None for each in magnitude_changes),
         ROWS=tile_rows,
         COLUMNS=tile.columns,
-        STEP=channels_at_once(channels, tile.channels),
+        CHANNELS=channels_at_once(channels, tile.channels),
         ROUND_ADAPTERS=rounds_adapters,
         PRECISION=product_precision(x_BK.dtype),
         ADAPTER_PRECISION=adapter_precision,
@@ -878,7 +913,7 @@ def _(
     biases: list[Tensor],
     a: Sequence[Tensor | None],
     b: Sequence[Tensor | None],
-    gains: Sequence[Tensor | None],
+    magnitude_changes: Sequence[Tensor | None],
     scale: float,
     scale_Z: Tensor | None,
     slot_B: Tensor | None,
@@ -899,9 +934,13 @@ def _split_count(chunks: int) -> int:
 
 
 def _grouped_by_tensor(stored: list[Tensor], form: str) -> list[list[Tensor]]:
-    """Return the weights or codes of all layers, their scales or levels, steps, means and tables.
+    """Return five lists with a tensor of each layer: weights or codes, scales or levels, steps, means, tables.
 
-    `stored` has the tensors of one layer after those of another. What the form has not is empty.
+    A list is empty if the form has no such tensors.
+
+    Args:
+        stored: the tensors of the first layer, then those of the second, and so on.
+        form: how weights are stored.
     """
     count = _STORED_TENSORS[form]
     groups = [stored[index::count] for index in range(count)]
@@ -910,11 +949,14 @@ def _grouped_by_tensor(stored: list[Tensor], form: str) -> list[list[Tensor]]:
 
 
 def _for_three_layers(by_layer: Sequence[Any]) -> list[Any]:
-    """Return three elements, as the kernel takes them; it does not read those that are added here."""
+    """Return `by_layer` as three elements, which the kernels always take.
+
+    The first element is repeated in the place of missing layers, where it is never read.
+    """
     added = [by_layer[0]] * (MAX_LAYERS - len(by_layer))
     return [*by_layer, *added]
 
 
 def fits(form: str, channels: int) -> bool:
-    """Return whether the kernels can compute sums over so many channels of weights in this form."""
+    """Return whether the kernels can multiply weights in this form with x of this number of channels."""
     return channels_at_once(channels) >= (NF4_BLOCK if form == "nf4" else ROWS)

@@ -1,13 +1,14 @@
 """Replace the logits of a chunk by the gradient of its loss, by one Triton kernel.
 
-It computes what `monograph.ops.logits_gradient.replace_logits_` says. Each row has one program. It first
-reads the logits, and computes their largest value and the sum of exponentials. Then it computes and
-writes the gradients. What fits into a program's registers is read once; the rest of the row is read
-again, from the cache. PyTorch's compiler makes two loops, too, but reads the whole row twice, with about
-three times as many instructions for each logit.
+It computes what `monograph.ops.logits_gradient.replace_logits_` says. The grid has one axis, with a program
+for each row, which is the logits of one token. The program goes through its row twice, T columns at a
+time. The first time it computes the largest logit and the sum of exponentials, and the second time it
+computes and writes the gradients. The first PARTS_KEPT times T columns stay in registers in between, so
+they are read once. The rest of the row is read again, from the cache. PyTorch's compiler makes two loops,
+too, but reads the whole row twice, with about three times as many instructions for each logit.
 
-Shapes: C rows (tokens), V columns (the vocabulary), T columns of a part of a row, which a program
-computes at once, W = T / 2 words of 32 bits that have two logits of 16 bits each.
+Shapes: C rows (tokens), V columns (the vocabulary), T columns of a *part* of a row, which a program
+computes at once, W = T / 2 words of 32 bits, each of which has two logits of 16 bits.
 """
 
 from typing import Final
@@ -20,12 +21,14 @@ from torch import Tensor
 # spilled if the vocabulary is odd.
 _COLUMNS_PER_THREAD: Final = 16
 _THREADS_PER_WARP: Final = 32
-# The most parts of a row that stay in registers, 8 of each thread for a part. A thread then has 114 to 128
-# registers, so a multiprocessor has one program at a time (of 512 threads with 65,536 registers). It needs
-# no other one to keep the memory busy: all its reads of these parts, 160 KB, are under way before the first
-# number is needed, and at 4.8 TB/s and a latency of a microsecond 132 multiprocessors need 36 KB each.
-# The rows that a GPU then computes at the same time fit into its L2 cache (34 MB of 132 rows of 128,256
-# logits), from which the rest of a row is read again.
+# The largest number of parts of a row that stay in registers. Each part takes 8 registers of every thread.
+# The numbers below are for an H200.
+#
+# A thread then has 114 to 128 registers, so a multiprocessor, which has 65,536, has one program of 512
+# threads at a time. One program keeps the memory busy: it has asked for all of these parts, 160 KB, before
+# it needs the first number, while 36 KB for each of the 132 multiprocessors would be enough (4.8 TB/s with
+# a latency of a microsecond). The 132 rows that are computed at the same time, 34 MB with a vocabulary of
+# 128,256, fit into the L2 cache, from which the rest of a row is read again.
 _MOST_PARTS_KEPT: Final = 10
 # exp(x) = 2^(x log2 e): a GPU has an instruction for powers of two.
 _LOG2_E: Final = tl.constexpr(1.4426950408889634)
@@ -34,7 +37,11 @@ _LN_2: Final = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _add_columns(values_T, largest, total):
-    """Return the largest value so far, and the sum of 2^((value - largest) log2 e) so far."""
+    """Add T values to a running softmax.
+
+    Return the largest value so far, and the sum of exp(value - largest) of all values so far, where
+    exp(x) is computed as 2^(x log2 e).
+    """
     new_largest = tl.maximum(largest, tl.max(values_T, 0))
     # While all values are -inf, their differences to the largest would be NaN.
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -63,17 +70,18 @@ def _unpacked(words_W, dtype: tl.constexpr, T: tl.constexpr):
 def _replace_row(
     logits, targets, masks, losses, stride, V, T: tl.constexpr, PARTS_KEPT: tl.constexpr
 ):
-    """Replace the logits of one row by mask * (softmax - onehot).
+    """Replace the logits of one row by mask * (softmax - onehot), and write its loss.
 
-    `stride` is the number of elements from a row to the next one.
+    `stride` is the number of elements from a row to the next one. `kept` are the words of the PARTS_KEPT
+    parts in registers.
     """
     row = tl.program_id(0)
     row_logits = logits + row.to(tl.int64) * stride
     column_T = tl.arange(0, T)
     target, mask = tl.load(targets + row).to(tl.int32), tl.load(masks + row)
     dtype: tl.constexpr = logits.dtype.element_ty
-    # What is written later overwrites the target's logit. All threads have read it before, since they
-    # wait for each other in the reductions.
+    # The target's logit is overwritten below. All threads have read it by then, since they wait for each
+    # other in the reductions.
     target_logit = tl.load(row_logits + target).to(tl.float32)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
@@ -84,8 +92,8 @@ def _replace_row(
             words_W = tl.load(words_at_W + part * (T // 2), eviction_policy="evict_first")
             kept = kept + (words_W,)  # type: ignore[assignment]
         for part in tl.static_range(PARTS_KEPT):
-            # Always true. The compiler does not know this, so it does not mix the parts, for which there are
-            # too few registers.
+            # Always true. But the compiler does not know this, so it computes one part after the other. For
+            # several parts at once there are too few registers.
             if part * T < V:
                 largest, total = _add_columns(_unpacked(kept[part], dtype, T), largest, total)
     # Only the columns after the last multiple of T need a mask. Without a mask, a thread loads several
@@ -160,7 +168,11 @@ def launch(
 
 
 def parts_kept(logits_CV: Tensor, columns_at_once: int) -> int:
-    """Return how many parts of each row stay in registers, those of 16 bits where words begin."""
+    """Return how many parts of each row stay in registers.
+
+    They stay there as words of two logits. So logits must have 16 bits, and each row must begin at a
+    multiple of four bytes; otherwise no part stays.
+    """
     is_in_words = (
         logits_CV.element_size() == 2
         and columns_at_once > 1

@@ -137,7 +137,7 @@ def _rotate_back(
         angles = cos_BTF.contiguous(), sin_BTF.contiguous()
         launch_back(query_BTHD, key_BTKD, value_BTKD, *angles, joined_BTX)
         return joined_BTX
-    joined_BTND = joined_BTX.unflatten(2, (-1, query_BTHD.shape[3]))
+    joined_BTND = joined_BTX.unflatten(2, (-1, query_BTHD.shape[3]))  # N = H + 2 K heads
     heads, key_heads = query_BTHD.shape[2], key_BTKD.shape[2]
     to_query_BTHD, to_key_BTKD, to_value_BTKD = joined_BTND.split(
         [heads, key_heads, key_heads], dim=2

@@ -1,8 +1,9 @@
 """Rotate the pairs of channels of queries and keys by Triton kernels; see `monograph.ops.rotation`.
 
-A program rotates all heads of one token. It reads each channel, cosine and sine once. PyTorch's compiler
-would read a channel twice, once for each of the two results that depend on it, and would have a kernel
-for the queries and one for the keys.
+Both kernels have a grid of one axis, with a program for each of the B T tokens, which rotates all heads of
+its token. It reads each channel, cosine and sine once. PyTorch's compiler would read a channel twice, once
+for each of the two results that depend on it, and would have one kernel for the queries and one for the
+keys.
 
 Shapes: B rows, T positions, H query heads, K key-value heads, D = 2 F channels of a head, F pairs of
 channels: i and i + F.
@@ -24,8 +25,8 @@ def _rotate_to(
 ):
     """Rotate the heads of one token, and write them to `out` side by side.
 
-    HEADS and PAIRS are the smallest powers of two that are at least H and F. In the names of tensors, they
-    are the sizes of H and F.
+    `heads` points to the first head of the token. Tensors with the suffixes _H and _F have the lengths HEADS and
+    PAIRS, which are the smallest powers of two that are at least H and F.
     """
     head_H1, pair_1F = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
     is_pair_HF = (head_H1 < H) & (pair_1F < F)
@@ -40,7 +41,7 @@ def _rotate_to(
 
 @triton.jit
 def _copy_to(heads, stride_head, out, K, F, KEY_HEADS: tl.constexpr, PAIRS: tl.constexpr):
-    """Copy the heads of one token to `out`, side by side."""
+    """Copy the heads of one token to `out`, side by side; for the lengths see `_rotate_to`."""
     head_K1, channel_1D = tl.arange(0, KEY_HEADS)[:, None], tl.arange(0, 2 * PAIRS)[None, :]
     is_channel_KD = (head_K1 < K) & (channel_1D < 2 * F)
     values_KD = tl.load(heads + head_K1 * stride_head + channel_1D, mask=is_channel_KD)
@@ -54,7 +55,11 @@ def _rotate_queries_and_keys(
     T, H, K, F,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the query and key heads of one token. `query_row` to `angles_row` are strides."""
+    """Rotate the query and key heads of one token.
+
+    `query_row` to `angles_row` are strides in elements: those of the axes B, T and H of `query`, of the axes
+    B, T and K of `key`, and of the axis B of `cos` and `sin`.
+    """
     token = tl.program_id(0)
     row, position = (token // T).to(tl.int64), token % T
     pair_1F = tl.arange(0, PAIRS)[None, :]
@@ -79,7 +84,8 @@ def _rotate_gradients_back(
 ):  # fmt: skip
     """Write the gradients of one token's query, key and value heads next to each other.
 
-    Those of queries and keys are rotated by the negative angles. `query_row` to `angles_row` are strides.
+    Those of queries and keys are rotated by the negative angles. For `query_row` to `angles_row` see
+    `_rotate_queries_and_keys`.
     """
     token = tl.program_id(0)
     row, position = (token // T).to(tl.int64), token % T
@@ -97,17 +103,17 @@ def _rotate_gradients_back(
 
 
 class _Sizes(NamedTuple):
-    """The sizes that both kernels take, and how they are launched.
+    """The sizes with which both kernels are launched.
 
     Attributes:
-        tokens: programs.
-        numbers: T, H, K and F.
-        padded: the constants of a kernel, and its number of warps.
+        tokens: the number of programs, B T.
+        numbers: the arguments T, H, K and F.
+        constants: the keyword arguments HEADS, KEY_HEADS, PAIRS and num_warps.
     """
 
     tokens: int
     numbers: tuple[int, int, int, int]
-    padded: dict[str, Any]
+    constants: dict[str, Any]
 
 
 def _sizes(query_BTHD: Tensor, key_BTKD: Tensor) -> _Sizes:
@@ -116,13 +122,13 @@ def _sizes(query_BTHD: Tensor, key_BTKD: Tensor) -> _Sizes:
     padded_heads = triton.next_power_of_2(heads)
     padded_pairs = triton.next_power_of_2(channels // 2)
     warps = padded_heads * padded_pairs // (_PAIRS_PER_THREAD * _THREADS_PER_WARP)
-    padded = {
+    constants = {
         "HEADS": padded_heads,
         "KEY_HEADS": triton.next_power_of_2(key_heads),
         "PAIRS": padded_pairs,
         "num_warps": min(16, max(1, warps)),
     }
-    return _Sizes(rows * positions, (positions, heads, key_heads, channels // 2), padded)
+    return _Sizes(rows * positions, (positions, heads, key_heads, channels // 2), constants)
 
 
 def _row_stride(angles_BTF: Tensor) -> int:
@@ -142,7 +148,7 @@ def launch(
 
     Args:
         query_BTHD: the queries; the channels of a head lie side by side.
-        key_BTKD: the keys, the same.
+        key_BTKD: the keys; their channels lie side by side, too.
         cos_BTF: fp32, contiguous; B may be 1.
         sin_BTF: the same.
         rotated_query_BTHD: contiguous; receives the rotated queries.
@@ -150,7 +156,7 @@ def launch(
     """
     if not query_BTHD.numel():
         return
-    tokens, numbers, padded = _sizes(query_BTHD, key_BTKD)
+    tokens, numbers, constants = _sizes(query_BTHD, key_BTKD)
     _rotate_queries_and_keys[(tokens,)](
         query_BTHD,
         key_BTKD,
@@ -162,7 +168,7 @@ def launch(
         *key_BTKD.stride()[:3],
         _row_stride(cos_BTF),
         *numbers,
-        **padded,
+        **constants,
     )
 
 
@@ -178,15 +184,15 @@ def launch_back(
 
     Args:
         query_BTHD: the gradients of rotated queries; the channels of a head lie side by side.
-        key_BTKD: those of rotated keys, the same.
-        value_BTKD: those of values, the same.
+        key_BTKD: the gradients of rotated keys; their channels lie side by side, too.
+        value_BTKD: the gradients of values; their channels lie side by side, too.
         cos_BTF: see `launch`.
         sin_BTF: see `launch`.
         joined_BTX: contiguous, X = (H + 2 K) D; receives all gradients.
     """
     if not query_BTHD.numel():
         return
-    tokens, numbers, padded = _sizes(query_BTHD, key_BTKD)
+    tokens, numbers, constants = _sizes(query_BTHD, key_BTKD)
     _rotate_gradients_back[(tokens,)](
         query_BTHD,
         key_BTKD,
@@ -199,5 +205,5 @@ def launch_back(
         *value_BTKD.stride()[:3],
         _row_stride(cos_BTF),
         *numbers,
-        **padded,
+        **constants,
     )

@@ -1,6 +1,6 @@
 """Add a scaled tensor to another one by a Triton kernel; see `monograph.ops.fused_gradients.add_scaled_`.
 
-Shapes: T elements of a program.
+The grid has one axis, with a program for each T elements of the tensors.
 """
 
 from typing import Final

@@ -575,7 +575,10 @@ def _members_step(model: nn.Module, work: Work) -> Step:
         micro_batch=work.rows,
         each=work.own_rows,
     )
-    ensemble.stacked_parameters.caller.assume_batched()
+    parameters = ensemble.stacked_parameters
+    parameters.caller.assume_batched()
+    if work.fused and work.compile != "none":  # as `Ensemble.capture` does
+        parameters.fuse_gradients_of_adapters()
     return ensemble.step
 
 

@@ -33,9 +33,11 @@ from monograph.report.run_report import write_pages
 from monograph.report.sweep_charts import (
     MemberCurve,
     SettingSummary,
+    SweepScore,
     axis_of,
-    comparable_scores,
+    comparable_rows,
     limits_of,
+    limits_of_curves,
     sweep_drawings,
     varied_in,
 )
@@ -48,41 +50,39 @@ MAX_TICK_LABELS = 10
 
 
 def draw_sweep(
-    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], key: str, unit: str
+    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], score: SweepScore
 ) -> list[Picture]:
     """Return a figure for each knob that varies, and a figure with the curves of all members.
 
     Args:
         settings: settings as this module's docstring describes them.
         curves: the members' curves.
-        key: the score's key in a row of metrics.
-        unit: the score's unit.
+        score: what the members are compared by.
     """
     varied = varied_in(settings)
     panels: dict[str, Callable[[Axes], None]] = {}
-    for name in varied:
-        short_name = short_key(name)
-        panels[f"against_{short_name}"] = partial(
-            _draw_against_knob, settings=settings, name=name, unit=unit
+    for knob in varied:
+        panels[f"against_{short_key(knob)}"] = partial(
+            _draw_against_knob, settings=settings, knob=knob, score=score
         )
-    if any(row.get(key) is not None for _, rows in curves for row in rows):
-        panels["curves"] = lambda axes: _draw_curves(axes, curves, key, unit, varied)
+    if any(row.get(score.key) is not None for _, rows in curves for row in rows):
+        panels["curves"] = lambda axes: _draw_curves(axes, curves, score, varied)
     with style():
-        return [single_picture(name, panel, (7.3, 3.4)) for name, panel in panels.items()]
+        return [single_picture(name, panel, size=(7.3, 3.4)) for name, panel in panels.items()]
 
 
 def _draw_against_knob(
-    axes: Axes, settings: Sequence[SettingSummary], name: str, unit: str
+    axes: Axes, settings: Sequence[SettingSummary], knob: str, score: SweepScore
 ) -> None:
     """Draw the scores against one knob.
 
     Each member is a dot, and each setting a mean with its standard error. A cross at the top marks
     a value of the knob at which a member diverged.
     """
-    axis = axis_of([setting["knobs"].get(name) for setting in settings])
+    axis = axis_of([setting["knobs"].get(knob) for setting in settings])
     label_step = math.ceil(len(axis.ticks) / MAX_TICK_LABELS)
     labels = [text if index % label_step == 0 else "" for index, (_, text) in enumerate(axis.ticks)]
-    axes.set_title(f"Held out, {unit}, by {name}")
+    axes.set_title(f"Held out, {score.unit}, by {knob}")
     if axis.is_log:
         axes.set_xscale("log")
     # A logarithmic axis would have minor ticks between the sweep's values.
@@ -90,7 +90,7 @@ def _draw_against_knob(
     axes.set_xticks([place for place, _ in axis.ticks], labels)
     scored = [setting for setting in settings if setting["mean"] is not None]
     scores = [value for setting in scored for value in setting["values"] if value is not None]
-    low, high = limits_of(scores)
+    low, high = limits_of(scores, score)
     axes.set_ylim(low, high)
     for setting, place in zip(settings, axis.places, strict=True):
         _draw_setting(axes, setting, place)
@@ -148,20 +148,20 @@ def _draw_setting(axes: Axes, setting: SettingSummary, place: float) -> None:
 
 
 def _draw_curves(
-    axes: Axes, curves: Sequence[MemberCurve], key: str, unit: str, varied: Sequence[str]
+    axes: Axes, curves: Sequence[MemberCurve], score: SweepScore, varied: Sequence[str]
 ) -> None:
     """Draw each member's held-out scores over training, each setting in a shade of its own.
 
     Later settings have darker shades.
     """
-    axes.set_title(f"Held out, {unit}, all members")
+    axes.set_title(f"Held out, {score.unit}, all members")
     shades = list(dict.fromkeys(_varied_knobs_text(knobs, varied) for knobs, _ in curves))
     last_scores = []
     for knobs, rows in curves:
-        scored = comparable_scores(rows, key)
+        scored = comparable_rows(rows, score.key)
         if not scored:
             continue
-        scores = [row[key] for row in scored]
+        scores = [row[score.key] for row in scored]
         shade = (shades.index(_varied_knobs_text(knobs, varied)) + 1) / len(shades)
         axes.plot(
             [row["tokens"] for row in scored],
@@ -171,9 +171,7 @@ def _draw_curves(
             linewidth=1.2,
         )
         last_scores.append(scores[-1])
-    # The ends of the curves decide the axis, since their beginnings are far above them.
-    low, high = limits_of(last_scores)
-    axes.set_ylim(low, low + 1.6 * (high - low))
+    axes.set_ylim(*limits_of_curves(last_scores, score))
     axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
     axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
     if len(shades) > 1:
@@ -215,11 +213,10 @@ def write_sweep_report(
     Raises:
         DiskFull: the disk has no space for a file.
     """
-    key, unit = _score_key_and_unit(results)
-    text = sweep_page(
-        folder, results, settings, sweep_drawings(settings, curves, key, unit), origin
-    )
-    write_pages(folder, text, draw_sweep(settings, curves, key, unit))
+    score = _score_of(results)
+    drawings = sweep_drawings(settings, curves, score)
+    html_page = sweep_page(folder, results, settings, drawings, origin)
+    write_pages(folder, html_page, draw_sweep(settings, curves, score))
 
 
 def write_page_so_far(
@@ -238,16 +235,14 @@ def write_page_so_far(
     Raises:
         DiskFull: the disk has no space for the page.
     """
-    key, unit = _score_key_and_unit(results)
-    drawings = sweep_drawings(settings, curves, key, unit)
-    write_pages(folder, sweep_page(folder, results, settings, drawings, origin, state), [])
+    drawings = sweep_drawings(settings, curves, _score_of(results))
+    html_page = sweep_page(folder, results, settings, drawings, origin, state)
+    write_pages(folder, html_page, pictures=[])
 
 
-def _score_key_and_unit(results: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the score's key in a row of metrics, and the score's unit."""
-    unit = results["best"]["unit"] if results["best"] else "nats"
-    key = "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss"
-    return key, unit
+def _score_of(results: Mapping[str, Any]) -> SweepScore:
+    """Return what the members are compared by."""
+    return SweepScore(**results["measure"])
 
 
 def sweep_page(
@@ -267,17 +262,19 @@ def sweep_page(
         kind=f"Sweep, {state}" if state else "Sweep",
         title=folder.name,
         headline=_headline(best, so_far=bool(state)),
-        standing=" ".join(sentences),
+        assessment=" ".join(sentences),
         key_figures=_key_figures(results),
         drawings=drawings,
         sections=[
             section("What to run next", *_command_blocks(results["advice"]), full_width=True),
             section(
                 "Settings",
-                _settings_table(settings, best["unit"] if best else "nats"),
+                _settings_table(settings, _score_of(results).unit),
                 full_width=True,
             ),
-            section("Members", _members_table(results["members"]), full_width=True),
+            section(
+                "Members", _members_table(results["members"], _score_of(results)), full_width=True
+            ),
             section("How it was run", pairs(origin), config_of(folder), full_width=True),
         ],
         refresh_s=refresh_s(state),
@@ -291,6 +288,7 @@ def _command_blocks(advice: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:
+    """Return the best setting's score and knobs in a few words."""
     if best is None:
         return "No score yet" if so_far else "Every member diverged"
     knobs = ", ".join(
@@ -336,27 +334,30 @@ def _settings_table(settings: Sequence[SettingSummary], unit: str) -> str:
     return _table_with_knobs("Settings of the sweep", knobs, heads, rows)
 
 
-def _members_table(members: JsonObjects) -> str:
+# The scores of members that learn from texts: the column's head by the score's key.
+_SCORES_OF_TEXTS = {
+    "eval_bits_per_byte": "bits per byte",
+    "eval_loss": "held-out loss, nats",
+    "train_loss": "training loss, nats",
+}
+
+
+def _members_table(members: JsonObjects, score: SweepScore) -> str:
+    """Return a table of the members: their knobs, scores, and whether they diverged or were stopped."""
+    heads_of_scores = {score.key: f"held-out {score.unit}"}
+    if score.key in _SCORES_OF_TEXTS:
+        heads_of_scores = _SCORES_OF_TEXTS
     rows: list[list[Cell]] = []
     for member in members:
         rows.append(
             [
-                number(member.get("eval_bits_per_byte"), "{:.4f}"),
-                number(member.get("eval_loss"), "{:.4f}"),
-                number(member.get("train_loss"), "{:.4f}"),
+                *(number(member.get(key), "{:.4f}") for key in heads_of_scores),
                 number(member["diverged"], "at update {:,}"),
                 number(member.get("stopped"), "at update {:,}"),
                 member.get("run", ""),
             ]
         )
-    heads = [
-        "bits per byte",
-        "held-out loss, nats",
-        "training loss, nats",
-        "diverged",
-        "stopped",
-        "run",
-    ]
+    heads = [*heads_of_scores.values(), "diverged", "stopped", "run"]
     knobs = [member["knobs"] for member in members]
     return _table_with_knobs("Members of the sweep", knobs, heads, rows)
 

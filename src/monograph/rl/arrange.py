@@ -51,6 +51,9 @@ class RolloutOptions:
         masks_truncated: whether answers that are cut at max_new_tokens are left out, as if they had
             not been sampled.
         truncation_penalty: the number that is subtracted from the reward of an answer that is cut.
+        turns: the maximum number of answers of an episode (`monograph.rl.episodes`); 1 without an
+            environment.
+        discount: the discount of an episode's rewards by turn.
     """
 
     prompts: int
@@ -68,19 +71,31 @@ class RolloutOptions:
     kl: Kl | None = None
     masks_truncated: bool = False
     truncation_penalty: float = 0.0
+    turns: int = 1
+    discount: float = 1.0
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """Return the maximum number of tokens that are sampled for a rollout."""
+        if self.turns == 1:
+            return self.max_new_tokens
+        return min(self.turns * self.max_new_tokens, self.length)
 
 
 class Rollout(NamedTuple):
-    """An answer with its prompt.
+    """An answer with its prompt; or an episode, whose answers are about one reward.
 
     Attributes:
         prompt_ids: the prompt.
-        token_ids: the answer.
-        logprobs: the log-probability with which each token of the answer was sampled.
+        token_ids: the answer; in an episode, the answers and what the environment said after each.
+        logprobs: the log-probability with which each token of the answer was sampled; in an episode,
+            each that was sampled.
         reference: the reference's log-probability of each token; empty without a KL term.
         is_cut: whether the answer was cut at the maximum number of tokens.
         states: the state of an automaton before each token, if answers must have a form, such as that
             of a regular expression (`monograph.rl.form`); else empty.
+        is_sampled: for each of `token_ids`, whether it was sampled; the others are the environment's,
+            and have neither a gradient nor a log-probability. Empty: all were sampled.
     """
 
     prompt_ids: Sequence[int]
@@ -89,6 +104,12 @@ class Rollout(NamedTuple):
     reference: Sequence[float] = ()
     is_cut: bool = False
     states: Sequence[int] = ()
+    is_sampled: Sequence[bool] = ()
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens that were sampled."""
+        return sum(self.is_sampled) if self.is_sampled else len(self.token_ids)
 
 
 def arrange_window(
@@ -133,12 +154,17 @@ def arrange_window(
         end = begin + input_count
         # The last position of the prompt predicts the first token of the answer.
         first_target = begin + len(rollout.prompt_ids) - 1
-        targets = slice(first_target, end)
+        token_ids = np.array(rollout.token_ids)
+        targets = np.arange(first_target, end)
+        if rollout.is_sampled:
+            is_sampled = np.array(rollout.is_sampled)
+            token_ids = token_ids[is_sampled]
+            targets = targets[is_sampled]
         segments[row] += 1
         ints["tokens"][row, begin:end] = ids[:-1]
         ints["segments"][row, begin:end] = segments[row]
         ints["positions"][row, begin:end] = np.arange(input_count)
-        ints["targets"][row, targets] = rollout.token_ids
+        ints["targets"][row, targets] = token_ids
         floats["factors"][row, targets] = weight.factor
         floats["drawn"][row, targets] = rollout.logprobs
         # The shares are summed over all positions, so an answer has its share at one of them.
@@ -195,7 +221,7 @@ def _kept_weights(
     rollouts: Sequence[Rollout], rewards: Sequence[float], options: RolloutOptions
 ) -> list[AnswerWeight]:
     """Return the weights of the answers of a group that are not left out. There is at least one."""
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    lengths = [rollout.length for rollout in rollouts]
     kl = options.kl
     if kl is not None and kl.estimator == "k1":
         log_ratios = [sum(rollout.logprobs) - sum(rollout.reference) for rollout in rollouts]
@@ -207,7 +233,7 @@ def _kept_weights(
     # twice, so that it is compared with itself.
     copies = 2 if len(rollouts) == 1 else 1
     advantage = ADVANTAGES[options.advantage]
-    weights = advantage.weights([*rewards] * copies, lengths * copies, options.max_new_tokens)
+    weights = advantage.weights([*rewards] * copies, lengths * copies, options.max_answer_tokens)
     weights = weights[: len(rollouts)]
     if kl is None or kl.estimator == "k1":
         return weights
@@ -244,7 +270,7 @@ def split_by_answer(
         batch = {name: tensor[first : first + rows] for name, tensor in window.items()}
         values.append(compute(batch).double().cpu())
     order = torch.argsort(window["factors"].flatten(), stable=True)
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    lengths = [rollout.length for rollout in rollouts]
     answer_values = torch.cat(values)[order][len(order) - sum(lengths) :]
     return [part.tolist() for part in answer_values.split(lengths)]
 

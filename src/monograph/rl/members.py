@@ -33,6 +33,13 @@ from monograph.rl.rollouts import (
     without_collection,
 )
 
+# Why members sample their answers one after another.
+WITHOUT_ADAPTERS = (
+    "members without adapters each have weights of their own, which one decoder cannot have"
+)
+
+EPISODES = "the episodes of members with an environment are sampled by one decoder each"
+
 
 class MembersDrawer:
     """A sampler of answers from the weights of the members of an ensemble.
@@ -98,15 +105,31 @@ class MembersDrawer:
                 answers[number] = of_member
         return answers
 
+    def evaluate(self) -> dict[int, dict[str, float]]:
+        """Sample answers to held-out prompts, and return the figures of `Drawer.evaluate` by member.
+
+        Members that are in `diverged`, also by now, have none.
+        """
+        wanted = {
+            number: drawer.held_out_answers()
+            for number, drawer in enumerate(self.drawers)
+            if number not in self.diverged
+        }
+        return {
+            number: self.drawers[number].held_out_figures(wanted[number].prompts, answers)
+            for number, answers in self.draw(wanted).items()
+        }
+
     @property
     def _generator(self) -> Generator:
         """Return the decoder, in the mode that suits the number of steps of the whole run."""
         first = self.drawers[0]
-        answers = first.options.prompts * first.options.group * len(self.drawers)
+        prompts = first.options.prompts * len(self.drawers)
+        answers = prompts * first.options.group
         mode = first.mode_of(answers)
         if self._cached_generator and self._cached_generator[0] == mode:
             return self._cached_generator[1]
-        generator = first.new_generator(self.model, answers, mode)
+        generator = first.new_generator(self.model, prompts, answers, mode)
         self._cached_generator = mode, generator
         return generator
 
@@ -119,9 +142,7 @@ def _adapter_of(member: nn.Module) -> StoredAdapter:
     """
     layers = adapted_layers(member)
     if not layers:
-        raise UsageError(
-            "members without adapters each have weights of their own, which one decoder cannot have"
-        )
+        raise UsageError(WITHOUT_ADAPTERS)
     factors = {}
     for name, layer in layers.items():
         magnitude = layer.lora_magnitude_vector
@@ -145,8 +166,8 @@ class MembersRollouts(Iterator[Batch]):
     is asked for.
 
     The window of a member is the one that its own `Rollouts` makes, with empty rows after its rows if
-    other members have more. A member whose logits are not finite gets empty rows alone, so that its
-    updates are skipped, and the others go on.
+    other members have more. A member whose logits are not finite is left out: it gets empty rows alone,
+    so that its updates are skipped, and the others go on.
 
     Attributes:
         drawer: samples the answers.
@@ -157,12 +178,38 @@ class MembersRollouts(Iterator[Batch]):
         self.drawer = drawer
         self.members = members
 
+    @property
+    def left_out(self) -> set[int]:
+        """Return the numbers of the members that sample no answers any more; a caller may add some."""
+        return self.drawer.diverged
+
+    def close(self) -> None:
+        """Do nothing: no window is prepared ahead."""
+
     def __next__(self) -> Batch:
         """Sample, score and weigh the answers of the members' next windows.
 
         Raises:
             Diverged: the logits of all members are not finite.
+            InputRefused: a reward failed. The positions are those before the windows.
         """
+        positions = [rollouts.rows_consumed for rollouts in self.members]
+        try:
+            window = self._make_windows()
+        except BaseException:
+            # Some members may have got their answers, but none has learned from them.
+            for rollouts, position in zip(self.members, positions, strict=True):
+                rollouts.rows_consumed = position
+            raise
+        # The masks of dropout depend on the number of micro-batches so far. That of an update depends
+        # on the lengths of its answers, so it is taken as the largest one.
+        options = self.drawer.drawers[0].options
+        ensemble = self.drawer.ensemble
+        micro_batches = options.prompts * options.group
+        ensemble.stacked_parameters.caller.draw.fill_(ensemble.index * micro_batches)
+        return window
+
+    def _make_windows(self) -> Batch:
         diverged = self.drawer.diverged
         makings = {
             number: rollouts.make_window()
@@ -190,6 +237,8 @@ class MembersRollouts(Iterator[Batch]):
             seconds = clock() - began
             for number, completions in answers.items():
                 go_on(number, SampledAnswers(completions, seconds))
+        for number in diverged:
+            self.members[number].is_fresh = False  # its figures are those of an earlier window
         finished = {number: window for number, window in windows.items() if window is not None}
         if not finished and len(diverged) == len(self.members):
             raise not_finite(self.members[0].drawer.prompts.train[0])
@@ -199,17 +248,18 @@ class MembersRollouts(Iterator[Batch]):
 
     def _stacked(self, windows: Mapping[int, Batch]) -> Batch:
         """Return the members' windows as one, [N, R, T]."""
-        first = next(iter(windows.values()))
+        # A window in which no answer changes the gradient may lack some tensors that others have.
+        likes = {name: tensor for window in windows.values() for name, tensor in window.items()}
         rows = max(len(window["targets"]) for window in windows.values())
-        fill = fill_of(self.drawer.ensemble.step.loss, first) or {}
+        fill = fill_of(self.drawer.ensemble.step.loss, likes) or {}
 
         def padded(name: str, number: int) -> torch.Tensor:
-            like = first[name]
+            like = likes[name]
             tensor = like.new_full((rows, *like.shape[1:]), fill.get(name, 0))
-            if number in windows:
+            if number in windows and name in windows[number]:
                 of_member = windows[number][name]
                 tensor[: len(of_member)] = of_member
             return tensor
 
         numbers = range(len(self.members))
-        return {name: torch.stack([padded(name, number) for number in numbers]) for name in first}
+        return {name: torch.stack([padded(name, number) for number in numbers]) for name in likes}

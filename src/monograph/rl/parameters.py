@@ -25,6 +25,7 @@ class Parameter(NamedTuple):
         default: its value if it is not set; None: it must be set.
         example: a possible value, if it has no default.
         is_model: whether the text names a model. The code that makes the reward loads that model.
+        is_code: whether the text names a class in a Python file, which the user has to trust.
     """
 
     key: str
@@ -33,6 +34,7 @@ class Parameter(NamedTuple):
     default: float | str | None = None
     example: float | str | None = None
     is_model: bool = False
+    is_code: bool = False
 
     @property
     def field(self) -> str:

@@ -167,71 +167,60 @@ class ProgramScorer:
 MAX_SCORE = 1e6
 # The time limit for the score of one answer, and for running the file at first.
 ANSWER_TIMEOUT_S = 60.0
+SCORES = f"a number from -{MAX_SCORE:g} to {MAX_SCORE:g}, or such numbers by name"
+# What a function must do, for messages.
+RETURNS_SCORES = f"returns {SCORES}, for every answer"
 
 
-class FunctionProcess:
-    """A user's function of (prompt, completion, record) in a Python file, run in a separate process.
+class CodeProcess:
+    """A user's Python file that runs in a separate process; a subclass calls what the file defines.
 
-    The function returns a number, or {name: number} of parts, whose sum is the score. Its output
-    goes to standard error. The process starts at the first call. On Linux it ends at the latest with
-    the thread that started it, since `worker.main` asks for a signal at that thread's end
+    Its output goes to standard error. The process starts at the first call. On Linux it ends at the
+    latest with the thread that started it, since `worker.main` asks for a signal at that thread's end
     (PR_SET_PDEATHSIG).
+
+    Attributes:
+        key: the key that names the file, for messages.
+        role: the role of the process, see `worker`.
+        expected: what the code must do, the end of the sentence "correct it, so that it ...".
     """
 
+    key = ""
+    role = ""
+    expected = ""
+
     def __init__(self, code: Code, sha256: str) -> None:
-        """Take the function, and the digest that the file must have."""
+        """Take the function or class, and the digest that the file must have."""
         self._code = code
         self._sha256 = sha256
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self) -> Any:
         """Start the process and run the file in it, unless that has been done.
 
+        Returns:
+            the reply to the first message, see `worker`; None if the process has been started before.
+
         Raises:
-            InputRefused: the file cannot be read, raises an exception, or has no such function.
+            InputRefused: the file cannot be read, raises an exception, or does not define the name.
             Unreadable: the system failed to read the file.
         """
         if self._process is not None:
-            return
+            return None
         source = self._code.vouched_source(self._sha256)
         self._socket, child_end = socket.socketpair()
         self._socket.settimeout(ANSWER_TIMEOUT_S)
         self._replies = self._socket.makefile("rb")
         with child_end:
-            # A new session keeps Ctrl-C from ending the process, since the run may still have to
-            # save.
-            command = [sys.executable, "-P", "-u", worker.__file__, "function"]
-            self._process = subprocess.Popen(
-                command, stdin=child_end.fileno(), stdout=2, start_new_session=True
-            )
+            self._process = self._start_worker(child_end)
         # A finalizer also ends the process if this object is collected without `close`.
         self._end_process = weakref.finalize(self, _end, self._process)
-        self._ask(
+        return self._ask(
             source.decode("latin-1"),  # a character for each byte, see `worker`
             str(without_links(self._code.path)),
             self._code.function,
-            where="rl.reward",
+            where=self.key,
         )
-
-    def score(
-        self, prompt: str, completion: str, record: Mapping[str, Any], where: str
-    ) -> dict[str, float]:
-        """Return the parts of the function's score of an answer; a plain number is the part "".
-
-        Raises:
-            InputRefused: see `start`; or the function raises an exception, returns neither a number
-                within +-MAX_SCORE nor such parts, takes more than ANSWER_TIMEOUT_S, or ends its
-                process. The message begins with `where`.
-        """
-        self.start()
-        arguments = worker.encoded([prompt, completion, record])
-        named_arguments = worker.encoded({})
-        reply = self._ask(self._code.function, arguments, named_arguments, where=where)
-        score = worker.decoded(reply)
-        parts = score_parts(score)
-        if parts is None:
-            raise self._error(where, f"returned {score!r:.60}")
-        return parts
 
     def close(self) -> None:
         """End the process and its children; a later call starts a new one."""
@@ -240,6 +229,24 @@ class FunctionProcess:
             self._replies.close()
             self._socket.close()
             self._process = None
+
+    def _start_worker(self, channel: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the program `worker`, with this socket as its standard input."""
+        return self._popen(channel, [], stdout=2)
+
+    def _popen(
+        self, channel: socket.socket, folders: Sequence[str], **streams: Any
+    ) -> subprocess.Popen[bytes]:
+        """Do what `_start_worker` does.
+
+        Args:
+            channel: the socket.
+            folders: the folders that the process may see once it is confined; see `worker`.
+            streams: further arguments of `subprocess.Popen`.
+        """
+        command = [sys.executable, "-P", "-u", worker.__file__, self.role, "0", *folders]
+        # A new session keeps Ctrl-C from ending the process, since the run may still have to save.
+        return subprocess.Popen(command, stdin=channel.fileno(), start_new_session=True, **streams)
 
     def _ask(self, *message: object, where: str) -> Any:
         """Send a message, see `worker`, and return the reply; `where` begins the text of an error."""
@@ -273,7 +280,38 @@ class FunctionProcess:
     def _error(self, where: str, problem: str) -> InputRefused:
         """End the process, and return the error."""
         self.close()
-        return function_error(where, self._code.value, problem)
+        return code_error(where, self._code.value, problem, self.expected)
+
+
+class FunctionProcess(CodeProcess):
+    """A user's function of (prompt, completion, record) in a Python file, run in a separate process.
+
+    The function returns a number, or {name: number} of parts, whose sum is the score.
+    """
+
+    key = "rl.reward"
+    role = "function"
+    expected = RETURNS_SCORES
+
+    def score(
+        self, prompt: str, completion: str, record: Mapping[str, Any], where: str
+    ) -> dict[str, float]:
+        """Return the parts of the function's score of an answer; a plain number is the part "".
+
+        Raises:
+            InputRefused: see `start`; or the function raises an exception, returns neither a number
+                within +-MAX_SCORE nor such parts, takes more than ANSWER_TIMEOUT_S, or ends its
+                process. The message begins with `where`.
+        """
+        self.start()
+        arguments = worker.encoded([prompt, completion, record])
+        named_arguments = worker.encoded({})
+        reply = self._ask(self._code.function, arguments, named_arguments, where=where)
+        score = worker.decoded(reply)
+        parts = score_parts(score)
+        if parts is None:
+            raise self._error(where, f"returned {score!r:.60}")
+        return parts
 
 
 def score_parts(score: Any) -> dict[str, float] | None:
@@ -294,13 +332,17 @@ def score_parts(score: Any) -> dict[str, float] | None:
 
 
 def function_error(where: str, function: str, problem: str) -> InputRefused:
-    """Return the error for a user's function that has not returned a score.
+    """Return the error for a user's function that has not returned a score; see `code_error`."""
+    return code_error(where, function, problem, RETURNS_SCORES)
+
+
+def code_error(where: str, code: str, problem: str, expected: str) -> InputRefused:
+    """Return the error for a user's function or class that has not done what it must.
 
     Args:
-        where: the place of the record, or the key that names the function.
-        function: the function, as the user named it.
+        where: the place of the record, or the key that names the code.
+        code: the function or class, as the user named it.
         problem: what it did instead, such as "raised KeyError: 'answer'".
+        expected: what it must do, the end of the sentence "correct it, so that it ...".
     """
-    number = f"a number from -{MAX_SCORE:g} to {MAX_SCORE:g}"
-    advice = f"correct it, so that it returns {number}, or such numbers by name, for every answer"
-    return InputRefused(one_line(f"{where}: {function} {problem}: {advice}"))
+    return InputRefused(one_line(f"{where}: {code} {problem}: correct it, so that it {expected}"))

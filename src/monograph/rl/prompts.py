@@ -24,6 +24,7 @@ from monograph.data.forms import (
     REMEDIES,
     TEACHER_PROMPT,
     TEXT,
+    TOOLS,
     RecordKeys,
     RecordSettings,
 )
@@ -46,6 +47,7 @@ from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
+from monograph.rl.environments import Environments
 from monograph.rl.rewards import Reward, TeacherReward
 from monograph.storage.writing import temporary_folder
 from monograph.text.chat import chat_ids, require_variables_read, stop_ids, template_of
@@ -55,6 +57,8 @@ from monograph.text.tokenizer import Tokenizer, parse_setting
 
 # A record as it was read.
 JsonRecord = Mapping[str, Any]
+# The number of an episode that is only opened. Those that are sampled are numbered from 0.
+_OPENED_EPISODE = -1
 # The end of a message about a key that cannot be read.
 _OR_IGNORE_IT = "name it in data.ignore_keys, if only the reward reads it"
 
@@ -179,6 +183,7 @@ class Prompt(NamedTuple):
         record: the whole record, which rewards read.
         where: the record's file and line, for messages.
         teacher_ids: the tokens that a teacher reads instead of `ids`; empty: it reads `ids`.
+        is_chat: whether the prompt is messages of a chat.
     """
 
     text: str
@@ -186,6 +191,7 @@ class Prompt(NamedTuple):
     record: JsonRecord
     where: str
     teacher_ids: tuple[int, ...] = ()
+    is_chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -257,6 +263,7 @@ def read_prompts(
         ),
         for_teacher=isinstance(reward, TeacherReward),
         record_settings=record_settings,
+        environments=reward.environments,
     )
     spellings = SpecialTokenSpellings(tokenizer)
 
@@ -287,7 +294,7 @@ def read_prompts(
     # versions.
     if record_settings.ignored_training_keys:
         identity.append(record_settings.ignored_training_keys)
-    has_chats, longest = _kind_and_longest([*prompts.train, *prompts.held_out], key)
+    has_chats, longest = _kind_and_longest([*prompts.train, *prompts.held_out])
     notes = spellings.notes()
     if has_chats and template_of(tokenizer).reads_the_date:
         identity.append(TEMPLATE_DATE)
@@ -330,6 +337,7 @@ def prompts_of(
         room=_Room(room, "the model's positions less max_new_tokens: lower that"),
         for_teacher=isinstance(reward, TeacherReward),
         record_settings=DEFAULT_SETTINGS,
+        environments=reward.environments,
     )
     for number, record in enumerate(records, 1):
         where = f"record {number}"
@@ -340,7 +348,7 @@ def prompts_of(
         reward.require(record, where)
     if not prompts:
         raise InputRefused("there are no records: give some, each with a 'prompt'")
-    has_chats, longest = _kind_and_longest(prompts, PROMPT)
+    has_chats, longest = _kind_and_longest(prompts)
     return Prompts(
         name="records",
         tokenizer=tokenizer,
@@ -353,9 +361,9 @@ def prompts_of(
     )
 
 
-def _kind_and_longest(prompts: Sequence[Prompt], key: str) -> tuple[bool, int]:
+def _kind_and_longest(prompts: Sequence[Prompt]) -> tuple[bool, int]:
     """Return whether any prompt is a chat, and the number of tokens of the longest prompt."""
-    has_chats = any(not isinstance(prompt.record[key], str) for prompt in prompts)
+    has_chats = any(prompt.is_chat for prompt in prompts)
     return has_chats, max(
         len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids)
     )
@@ -382,6 +390,7 @@ class _PromptSettings(NamedTuple):
         room: the maximum number of tokens.
         for_teacher: whether the prompt for a teacher is read, too.
         record_settings: the settings that name the keys to ignore.
+        environments: they open each episode with a prompt; None: the prompt stands in the record.
     """
 
     key: str
@@ -389,6 +398,7 @@ class _PromptSettings(NamedTuple):
     room: _Room
     for_teacher: bool
     record_settings: RecordSettings
+    environments: Environments | None
 
 
 def _prompt(record: JsonRecord, where: str, settings: _PromptSettings) -> Prompt:
@@ -400,11 +410,28 @@ def _prompt(record: JsonRecord, where: str, settings: _PromptSettings) -> Prompt
             `_require_followable`.
     """
     kept = settings.record_settings.drop_ignored(record)
+    if settings.environments is not None:
+        kept = _opened(kept, where, settings.key, settings.environments)
     text, ids = _text_and_ids(kept, settings.key, settings)
     teacher_ids: tuple[int, ...] = ()
     if settings.for_teacher and TEACHER_PROMPT in kept:
         _, teacher_ids = _text_and_ids(kept, TEACHER_PROMPT, settings)
-    return Prompt(text, ids, record, where, teacher_ids)
+    is_chat = isinstance(kept[settings.key], list)
+    return Prompt(text, ids, record, where, teacher_ids, is_chat)
+
+
+def _opened(record: JsonRecord, where: str, key: str, environments: Environments) -> dict[str, Any]:
+    """Return a record with the opening of an environment as its prompt, and the environment's tools.
+
+    Each episode of the record is opened again when it is sampled. This opening tells how long they are.
+
+    Raises:
+        InputRefused: the environment fails.
+    """
+    opening = environments.reset(_OPENED_EPISODE, 0, record, where).result()
+    environments.end(_OPENED_EPISODE)
+    tools = {} if environments.tools is None else {TOOLS: environments.tools}
+    return {**record, key: opening, **tools}
 
 
 def _text_and_ids(

@@ -26,17 +26,25 @@ from monograph.ensemble import Ensemble
 from monograph.ensemble.member import MemberEngine
 from monograph.errors import UsageError
 from monograph.model.llama import Llama
-from monograph.ranges import COUNT
+from monograph.ranges import COUNT, between
 from monograph.resident import Resident
 from monograph.rl.advantages import ADVANTAGES, ratio_of
 from monograph.rl.arrange import RolloutOptions
+from monograph.rl.environments import OwnEnvironments
+from monograph.rl.episodes import EpisodeDrawer
 from monograph.rl.loss import PolicyLoss, kl_term
-from monograph.rl.members import MembersDrawer, MembersRollouts
+from monograph.rl.members import EPISODES, MembersDrawer, MembersRollouts
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preference_loss import PreferenceLoss
 from monograph.rl.preferences import preference
 from monograph.rl.prompts import Prompts, prompts_of
-from monograph.rl.rewards import FunctionReward, Reward, TeacherReward, reward_of
+from monograph.rl.rewards import (
+    EnvironmentReward,
+    FunctionReward,
+    Reward,
+    TeacherReward,
+    reward_of,
+)
 from monograph.rl.rollouts import Drawer, Rollouts
 from monograph.text.tokenizer import Tokenizer
 
@@ -105,7 +113,8 @@ def rollouts(
             the reward reads.
         reward: a value of the key rl.reward; or a `Reward`, such as `distill` returns; or a
             function of (prompt, answer, record), called in this process, which returns a number, or
-            {name: number} of parts, whose sum is the score.
+            {name: number} of parts, whose sum is the score. With `environment` an answer is an
+            episode of several answers.
         prompts: number of prompts of a window.
         group: number of answers to each prompt, at least two.
         max_new_tokens: maximum number of tokens of an answer.
@@ -186,8 +195,7 @@ def member_rollouts(
 
     Raises:
         UsageError: an argument is out of range, the ensemble has another loss, or its members have no
-            adapters or adapters of a kind that one decoder cannot have; also for a KL term and for
-            teachers, which need further weights.
+            adapters or adapters of a kind that one decoder cannot have.
         InputRefused: see `rollouts`.
     """
     if len(seeds) != ensemble.size:
@@ -197,15 +205,17 @@ def member_rollouts(
     records = list(records)
     drawers = []
     for number, seed in enumerate(seeds):
-        prepared = _prepare(
-            ensemble, tokenizer, records, reward, exact=False, **{**options, "seed": seed}
-        )
-        kl = prepared.options.kl
-        if kl and kl.needs_reference:
-            raise UsageError("kl needs the weights that each member began from: leave it out")
-        if prepared.reward.teacher is not None:
-            raise UsageError("a teacher scores the answers of one model: give another reward")
+        chosen = {**(rollouts.__kwdefaults__ or {}), **options, "seed": seed}
+        prepared = _prepare(ensemble, tokenizer, records, reward, exact=False, **chosen)
+        if prepared.reward.environments is not None:
+            raise UsageError(f"{EPISODES}: train the members one after another")
         drawers.append(prepared.drawer(MemberEngine(ensemble, number)))
+    kl = drawers[0].options.kl
+    if kl and kl.needs_reference:
+        # The planes have the weights of all members, so one copy of them is the reference of each.
+        reference = [plane.param.clone() for plane in ensemble.step.planes]
+        for drawer in drawers:
+            drawer.reference = reference
     return MembersRollouts(MembersDrawer(ensemble, drawers), list(map(Rollouts, drawers)))
 
 
@@ -227,7 +237,8 @@ class _Prepared(NamedTuple):
     def drawer(self, engine: Engine) -> Drawer:
         """Return the sampler for an engine."""
         # The number of updates is unknown here, which 0 stands for.
-        return Drawer(engine, self.prompts, self.reward, self.options, updates=lambda: 0)
+        drawer = EpisodeDrawer if self.reward.environments is not None else Drawer
+        return drawer(engine, self.prompts, self.reward, self.options, updates=lambda: 0)
 
 
 def _prepare(
@@ -237,15 +248,15 @@ def _prepare(
     reward: RewardLike,
     *,
     exact: bool,
+    prompts: int,
+    group: int,
+    max_new_tokens: int,
+    truncated: str,
+    truncation_penalty: float,
+    draws: int,
+    epochs: int | None,
     seed: int,
-    prompts: int = 16,
-    group: int = 8,
-    max_new_tokens: int = 64,
-    truncated: str = "keep",
-    truncation_penalty: float = 0.0,
-    draws: int = 1,
-    epochs: int | None = None,
-    trust_code: bool = False,
+    trust_code: bool,
     **parameters: object,
 ) -> _Prepared:
     """Check the arguments of `rollouts`, and read the records; `exact` is that of `RolloutOptions`.
@@ -272,7 +283,16 @@ def _prepare(
     scorer = reward if isinstance(reward, Reward) else FunctionReward(reward)
     _require_scorer(scorer, loss, model, truncated, truncation_penalty)
     scorer.unconfined = scorer.unconfined or trust_code
-    max_prompt_tokens = model.config.max_position_embeddings - max_new_tokens
+    is_played = False
+    turns = 1
+    discount = 1.0
+    if isinstance(scorer, EnvironmentReward):
+        is_played = True
+        turns = scorer.turns
+        discount = scorer.discount
+    # An episode may fill the model's context. Its last token is only a target.
+    most_tokens = model.config.max_position_embeddings
+    max_prompt_tokens = most_tokens - max_new_tokens
     run_prompts = prompts_of(records, tokenizer, scorer, max_prompt_tokens)
     options = RolloutOptions(
         prompts=prompts,
@@ -281,7 +301,7 @@ def _prepare(
         temperature=loss.temperature,
         advantage=loss.advantage,
         draws=draws,
-        length=run_prompts.longest + max_new_tokens,
+        length=most_tokens - 1 if is_played else run_prompts.longest + max_new_tokens,
         packed=not exact,
         exact=exact,
         seed=seed,
@@ -290,6 +310,8 @@ def _prepare(
         kl=loss.kl,
         masks_truncated=truncated == "mask",
         truncation_penalty=truncation_penalty,
+        turns=turns,
+        discount=discount,
     )
     return _Prepared(model, run_prompts, scorer, options)
 
@@ -336,6 +358,31 @@ def _require_scorer(
         or teacher_config.max_position_embeddings < student_config.max_position_embeddings
     ):
         raise UsageError("the teacher has another vocabulary or fewer positions than the model")
+
+
+def environment(environment: Callable[[], Any], *, turns: int = 8, discount: float = 1.0) -> Reward:
+    """Return the reward of episodes with an environment, a class of this process; see `rollouts`.
+
+    The class is as `monograph.rl.environments` describes it. An episode's score is the sum over its turns
+    t = 0, 1, ... of discount^t times the turn's reward. The records need no prompt, since the
+    environment opens each episode. A row has all positions of the model.
+
+    Args:
+        environment: the class, which is called without arguments at the beginning of each episode.
+        turns: the maximum number of answers of an episode.
+        discount: from 0 to 1.
+
+    Raises:
+        UsageError: a number is out of range, or the class has no `reset` or `step`.
+    """
+    COUNT.require("turns", turns)
+    between(0, 1).require("discount", discount)
+    for method in ("reset", "step"):
+        if not callable(getattr(environment, method, None)):
+            raise UsageError(
+                f"environment: expected a class with reset(record) and step(answer), not {environment!r:.60}"
+            )
+    return EnvironmentReward(OwnEnvironments(environment), turns, discount)
 
 
 def distill(teacher: Llama) -> Reward:

@@ -27,7 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from monograph.data.records import list_names
 from monograph.errors import InputRefused, UsageError
+from monograph.ranges import between, whole
 from monograph.rl import worker
+from monograph.rl.environments import KEY as ENVIRONMENT_KEY
+from monograph.rl.environments import Environments, FileEnvironments
 from monograph.rl.numbers import answer_number, last_number
 from monograph.rl.parameters import Parameter, values_of
 from monograph.rl.processes import FunctionProcess, ProgramScorer, function_error, score_parts
@@ -38,6 +41,9 @@ from monograph.terminal import warn
 if TYPE_CHECKING:
     from monograph.model.llama import Llama
 
+# What a value that names code looks like.
+OWN_FUNCTION = "FILE.py:FUNCTION"
+OWN_CLASS = "FILE.py:CLASS"
 # The relative difference up to which two numbers are equal, unless both are whole.
 TOLERANCE = Fraction(1, 10**6)
 MAX_SCHEMA_BYTES = 1 << 20
@@ -119,6 +125,13 @@ class AnswerScore(NamedTuple):
     parts: Mapping[str, float] = {}
 
 
+def score_of(parts: Mapping[str, float]) -> AnswerScore:
+    """Return the score with these parts; the part "" is a plain number."""
+    # fsum rounds once, so the order of the parts does not matter.
+    value = math.fsum(parts.values())
+    return AnswerScore(value, {name: part for name, part in parts.items() if name})
+
+
 class Reward:
     """A reward: it scores a model's answers.
 
@@ -128,6 +141,8 @@ class Reward:
         digest: hex sha256 of the file on which its scores depend; "" if they depend on no file.
         teacher: the model that gives an answer its score, by its probabilities of the answer's tokens;
             None for all other rewards.
+        environments: what the model talks to in episodes of several turns, each of which is scored
+            by them; None for all other rewards.
         unconfined: whether programs that the model writes may run on a system that cannot confine
             them. The caller sets it.
     """
@@ -136,6 +151,7 @@ class Reward:
     expected = ""
     digest = ""
     teacher: Llama | None = None
+    environments: Environments | None = None
     unconfined = False
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
@@ -290,12 +306,7 @@ class _RewardOfParts(Reward):
         return [score.value for score in self.scores(answers)]
 
     def scores(self, answers: Sequence[Answer]) -> list[AnswerScore]:  # noqa: D102 - of the base class
-        return [self._sum(self._call(answer)) for answer in answers]
-
-    def _sum(self, parts: Mapping[str, float]) -> AnswerScore:
-        # fsum rounds once, so the order of the parts does not matter.
-        value = math.fsum(parts.values())
-        return AnswerScore(value, {name: part for name, part in parts.items() if name})
+        return [score_of(self._call(answer)) for answer in answers]
 
     def _call(self, answer: Answer) -> dict[str, float]:
         """Return the parts that the function returns; a plain number is the part ""."""
@@ -347,6 +358,33 @@ class _FileFunctionReward(_RewardOfParts):
         return self._function.score(answer.prompt, answer.completion, answer.record, answer.where)
 
 
+class EnvironmentReward(Reward):
+    """What an environment gives, over the turns of an episode; see `monograph.rl.environments`.
+
+    `EpisodeDrawer` samples the episodes, and has their scores from the environment.
+
+    Attributes:
+        environments: the environments of the episodes.
+        turns: the maximum number of answers of an episode.
+        discount: each turn's reward counts this many times the one before it.
+    """
+
+    environments: Environments
+
+    def __init__(
+        self, environments: Environments, turns: int, discount: float, digest: str = ""
+    ) -> None:
+        """Set the attributes; `digest` is that of the file that defines the environments."""
+        self.environments = environments
+        self.turns = turns
+        self.discount = discount
+        self.digest = digest
+
+    def close(self) -> None:
+        """End the processes of the environments."""
+        self.environments.close()
+
+
 class TeacherReward(Reward):
     """How much likelier a teacher finds an answer than the model in training, its student, does.
 
@@ -383,6 +421,12 @@ def _schema_reward(schema: str) -> Reward:
     return _FormReward(_schema_in(Path(schema)))
 
 
+def _environment_reward(environment: VouchedCode, turns: int, discount: float) -> Reward:
+    environments = FileEnvironments(*environment)
+    return EnvironmentReward(environments, turns, discount, environment.sha256)
+
+
+ENVIRONMENT = "environment"
 # The names that the key rl.reward takes, besides FILE.py:FUNCTION.
 REWARDS = {
     "number": NamedReward("1 if its last number is the record's answer", _NumberReward),
@@ -411,6 +455,31 @@ REWARDS = {
             ),
         ),
     ),
+    ENVIRONMENT: NamedReward(
+        "what rl.environment gives, over several turns",
+        _environment_reward,
+        (
+            Parameter(
+                ENVIRONMENT_KEY,
+                "With rl.reward = environment: the class that the model talks to.",
+                OWN_CLASS,
+                example=OWN_CLASS,
+                is_code=True,
+            ),
+            Parameter(
+                "rl.turns",
+                "With rl.reward = environment: maximum number of answers in an episode.",
+                whole(1, 1000),
+                default=8,
+            ),
+            Parameter(
+                "rl.discount",
+                "With rl.reward = environment: each turn's reward counts this many times the one before it.",
+                between(0, 1),
+                default=1.0,
+            ),
+        ),
+    ),
     "python": NamedReward("the share of the record's tests that its code passes", _ProgramReward),
     "teacher": NamedReward(
         "how much likelier rl.teacher finds its tokens than the model does",
@@ -427,7 +496,6 @@ REWARDS = {
         judges_tokens=True,
     ),
 }
-OWN_FUNCTION = "FILE.py:FUNCTION"
 
 
 def reward_of(name: str, vouched: Mapping[str, str] | None = None, **parameters: object) -> Reward:
@@ -478,11 +546,50 @@ def reward_of(name: str, vouched: Mapping[str, str] | None = None, **parameters:
             has = ", ".join(names) or "no parameters"
             raise UsageError(f"{argument} does not go with rl.reward = {name}, which has {has}")
     if code is None:
-        return REWARDS[name].make(**values_of(declared, parameters, f"rl.reward = {name}"))
+        values = values_of(declared, parameters, f"rl.reward = {name}")
+        for parameter in declared:
+            if parameter.is_code:
+                code_name = values[parameter.name]
+                values[parameter.name] = vouched_code(parameter.key, code_name, vouched, OWN_CLASS)
+        return REWARDS[name].make(**values)
+    return _FileFunctionReward(*vouched_code("rl.reward", name, vouched, OWN_FUNCTION))
+
+
+class VouchedCode(NamedTuple):
+    """A function or class in a Python file that may run.
+
+    Attributes:
+        code: the function or class.
+        sha256: the digest that the file must have.
+    """
+
+    code: Code
+    sha256: str
+
+
+def vouched_code(
+    key: str, value: object, vouched: Mapping[str, str] | None, expected: str
+) -> VouchedCode:
+    """Return the code that the value of a key names.
+
+    Args:
+        key: the key.
+        value: its value.
+        vouched: see `reward_of`.
+        expected: what the value must be, for messages.
+
+    Raises:
+        UsageError: the value names no code.
+        InputRefused: `vouched` lacks the file, or it cannot be read.
+    """
+    name = str(value or "")
+    code = code_named(name)
+    if code is None:
+        raise UsageError(f"{key} = {name!r}: expected {expected}")
     sha256 = code.digest() if vouched is None else vouched.get(name)
     if sha256 is None:
-        raise InputRefused(f"rl.reward = {name}: nobody has said that this file may run")
-    return _FileFunctionReward(code, sha256)
+        raise InputRefused(f"{key} = {name}: nobody has said that this file may run")
+    return VouchedCode(code, sha256)
 
 
 def parameters_of(name: str) -> tuple[Parameter, ...]:

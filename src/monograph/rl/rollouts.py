@@ -40,7 +40,7 @@ from monograph.graph.inspect import modes_kept
 from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import block_of
+from monograph.ops.attention import slots_per_block
 from monograph.ops.padded_rows import padded_count, unpadded_count
 from monograph.optim import temporary_params
 from monograph.rl.advantages import ADVANTAGES, ROUNDING, AnswerWeight, rewards_are_equal
@@ -111,6 +111,18 @@ def not_finite(prompt: Prompt) -> Diverged:
     return Diverged(
         f"{prompt.where}: the model's logits for an answer are not finite: lower optim.lr"
     )
+
+
+class WantedAnswers(NamedTuple):
+    """The answers that a window or an evaluation needs.
+
+    Attributes:
+        prompts: the prompt of each answer.
+        seeds: the seed of each answer.
+    """
+
+    prompts: Sequence[Prompt]
+    seeds: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -212,7 +224,7 @@ class Drawer:
             return self._cached_generator[1]
         answers_of_rank = math.ceil(answers / self.sharing.ranks)
         with modes_kept(self.model):
-            generator = self.new_generator(self.model, answers_of_rank, mode)
+            generator = self.new_generator(self.model, self.options.prompts, answers_of_rank, mode)
         self._cached_generator = mode, generator
         return generator
 
@@ -233,11 +245,12 @@ class Drawer:
             decode_steps = samples * batches * options.max_new_tokens
         return mode_for(decode_steps, device_type, is_autocast=step.precision.name != "fp32")
 
-    def new_generator(self, model: Llama, answers: int, mode: Mode) -> Generator:
+    def new_generator(self, model: Llama, prompts: int, answers: int, mode: Mode) -> Generator:
         """Return a new decoder for this run's prompts and options.
 
         Args:
             model: the model that it samples from.
+            prompts: the number of prompts that it reads at the same time, up to a maximum.
             answers: the number of answers that it samples at the same time, if the memory allows it.
             mode: the mode of decoding.
 
@@ -245,10 +258,12 @@ class Drawer:
             OutOfDeviceMemory: see `generator`.
         """
         options = self.options
-        prompts = self.prompts
-        prefill_prompts = min(options.prompts, MAX_PREFILL_PROMPTS)
         slots = CacheSizes(
-            self.slots, block_of(self.slots), prefill_prompts, options.exact, prompts.longest
+            self.slots,
+            slots_per_block(self.slots),
+            min(prompts, MAX_PREFILL_PROMPTS),
+            options.exact,
+            self.prompts.longest,
         )
         # Memory may hold fewer rows than there are answers.
         rows = unpadded_count(
@@ -261,7 +276,7 @@ class Drawer:
             chain,
             rows=rows,
             slots=slots,
-            vocabulary=prompts.vocab_size,
+            vocabulary=self.prompts.vocab_size,
             pace=min(BLOCK_STEPS, options.max_new_tokens),
             mode=mode,
             automata=[self.form.automaton] if self.form else (),
@@ -337,7 +352,7 @@ class Drawer:
 
     def _gather_model(self) -> None:
         """Set `model` to a model that has all weights; see the attribute."""
-        self.model = cast(Llama, self.engine.step.parameters.gathered())
+        self.model = cast(Llama, self.engine.gathered_model())
 
     def _draw_on_this_rank(
         self, prompts: Sequence[Prompt], seeds: Sequence[int]
@@ -399,13 +414,7 @@ class Drawer:
             for completion in completions
         ]
         rollouts = [
-            Rollout(
-                prompt.ids,
-                completion.token_ids,
-                logprobs,
-                is_cut=completion.finish_reason == "length",
-                states=self.form.states(completion.token_ids) if self.form else (),
-            )
+            self._rollout(prompt, completion, logprobs)
             for prompt, completion, logprobs in zip(
                 prompts, completions, logprobs_of_answers, strict=True
             )
@@ -413,9 +422,7 @@ class Drawer:
         if self.options.kl is None:
             return rollouts
         if not self.options.kl.needs_reference:
-            return [
-                rollout._replace(reference=[0.0] * len(rollout.token_ids)) for rollout in rollouts
-            ]
+            return [rollout._replace(reference=[0.0] * rollout.length) for rollout in rollouts]
         # In this block the planes have the reference's weights.
         with temporary_params(self.engine.step.planes, self.reference or ()):
             self._gather_model()
@@ -424,6 +431,18 @@ class Drawer:
             rollout._replace(reference=reference)
             for rollout, reference in zip(rollouts, references, strict=True)
         ]
+
+    def _rollout(
+        self, prompt: Prompt, completion: Completion, logprobs: Sequence[float]
+    ) -> Rollout:
+        """Return an answer with the log-probabilities of its tokens."""
+        return Rollout(
+            prompt.ids,
+            completion.token_ids,
+            logprobs,
+            is_cut=completion.finish_reason == "length",
+            states=self.form.states(completion.token_ids) if self.form else (),
+        )
 
     def log_probabilities_of(self, rollouts: Sequence[Rollout], model: Llama) -> list[list[float]]:
         """Return a model's log-probabilities of each answer's tokens.
@@ -439,7 +458,8 @@ class Drawer:
 
         def score_on_this_rank(part: Sequence[Rollout]) -> list[list[float]]:
             rows = self.engine.micro_batch or len(part)
-            with self._decoding():
+            with self._decoding(), modes_kept(model):
+                model.eval()
                 return split_by_answer(log_probabilities, part, self.arrangement, rows)
 
         return self.sharing.share(score_on_this_rank, rollouts)
@@ -529,6 +549,10 @@ class Drawer:
             **{f"reward.{name}": statistics.fmean(of) for name, of in values_of_parts.items()},
         }
 
+    def group_figures(self, groups: Sequence[AnswerGroup]) -> dict[str, float]:
+        """Return figures on groups of answers; see `monograph.rl.arrange.group_figures`."""
+        return group_figures(groups)
+
     def evaluate(self) -> dict[str, float]:
         """Sample a group of answers to each of some held-out prompts; return figures on them.
 
@@ -539,27 +563,27 @@ class Drawer:
                 `reward_figures`.
             eval_prompts: the number of prompts.
         """
+        wanted = self.held_out_answers()
+        return self.held_out_figures(wanted.prompts, self.draw(wanted.prompts, wanted.seeds))
+
+    def held_out_answers(self) -> WantedAnswers:
+        """Return the answers by which the model is evaluated."""
         group = self.options.group
         held_out = self.prompts.held_out[: self.options.prompts]
-        prompts = [prompt for prompt in held_out for _ in range(group)]
         # The seeds are the same each time, so that less of a change is due to chance.
         positions = range(FIRST_HELD_OUT_POSITION, FIRST_HELD_OUT_POSITION + len(held_out))
-        answers = self.draw(prompts, rollout_seeds(self.options.seed, positions, group))
+        return WantedAnswers(
+            [prompt for prompt in held_out for _ in range(group)],
+            rollout_seeds(self.options.seed, positions, group),
+        )
+
+    def held_out_figures(
+        self, prompts: Sequence[Prompt], answers: Sequence[Completion]
+    ) -> dict[str, float]:
+        """Return the figures of `evaluate` on the answers that `held_out_answers` wants."""
         figures = self.reward_figures(self.score(prompts, answers))
-        figures["prompts"] = len(held_out)
+        figures["prompts"] = len(prompts) // self.options.group
         return {f"eval_{name}": value for name, value in figures.items()}
-
-
-class WantedAnswers(NamedTuple):
-    """The answers that a window needs.
-
-    Attributes:
-        prompts: the prompt of each answer.
-        seeds: the seed of each answer.
-    """
-
-    prompts: Sequence[Prompt]
-    seeds: Sequence[int]
 
 
 class SampledAnswers(NamedTuple):
@@ -656,7 +680,7 @@ class Rollouts(Iterator[Batch]):
         seconds = {"drawn_s": drawn_s, "scored_s": scored_s}
         self.numbers = {
             **self.drawer.reward_figures(scores),
-            **group_figures(groups),
+            **self.drawer.group_figures(groups),
             **seconds,
         }
         # With several draws, an update uses only groups that teach, unless there are none.

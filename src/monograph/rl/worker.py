@@ -1,4 +1,5 @@
-"""Run foreign code of a reward in a separate process: a solution, its tests, or a user's function.
+"""Run foreign code of a reward in a separate process: a solution, its tests, a user's function, or a
+user's environment.
 
 `monograph.rl.processes` starts this program. It imports nothing from the package, so that it starts
 in a few hundredths of a second. It communicates over sockets, since foreign code may use the
@@ -8,6 +9,10 @@ standard streams. A message is a line of JSON. The first argument is the role:
         [name, arguments, named arguments]. A reply is [null, result], or [name, message] of an
         exception.
     solution 0 FOLDER...: does the same, but is confined, and sees only the files of these folders.
+    environment 0 FOLDER...: reads [source, path, class] and runs the source, with the rights of the
+        user. Then it is confined as a solution is, but for the limits on processor time and memory,
+        and replies with the class's `tools`. After that it calls `reset` and `step` of the class's
+        objects, one for each episode; see `_play`.
     tests SOCKET FOLDER...: is also confined. It reads [source, tests], sends the source to the
         solution at SOCKET, and writes for each test whether it passed. The tests call the solution's
         functions through proxies.
@@ -24,11 +29,12 @@ import errno
 import functools
 import json
 import os
+import random
 import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -44,10 +50,18 @@ LIMITS = {
     resource.RLIMIT_NOFILE: 16,
     resource.RLIMIT_CORE: 0,
 }
+# The limits of a user's environment, which lives as long as the run and may need larger libraries.
+ENVIRONMENT_LIMITS = {
+    **{limit: value for limit, value in LIMITS.items() if limit != resource.RLIMIT_CPU},
+    resource.RLIMIT_AS: 1 << 32,
+    resource.RLIMIT_NOFILE: 64,
+}
 ENDS_OF_ITERATORS = (StopIteration, StopAsyncIteration)
 # The longest life of a confined process. This matters only if the trainer died before the process
 # could ask the system to end it with the trainer.
 MAX_LIFETIME_S = 20.0
+# An environment lives as long as the run, at most a year.
+ENVIRONMENT_LIFETIME_S = 366 * 86400.0
 # The user without rights.
 NOBODY = 65534
 # Constants of Linux that Python does not define, by their names in Linux.
@@ -185,14 +199,23 @@ class _Channel:
         return json.loads(line)
 
 
-def _confine(folders: Sequence[str]) -> None:
+def _confine(
+    folders: Sequence[str],
+    limits: Mapping[int, int] = LIMITS,
+    lifetime_s: float = MAX_LIFETIME_S,
+) -> None:
     """Confine this process as `monograph.rl.processes` says, as far as the system allows.
+
+    Args:
+        folders: the folders whose files it may see.
+        limits: the limits on resources, by the constants of `resource`.
+        lifetime_s: the longest life of the process, if the system hides other processes from it.
 
     Raises:
         OSError: system calls cannot be filtered, which is always needed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    _hide(libc, [folder.encode() for folder in folders])
+    _hide(libc, [folder.encode() for folder in folders], lifetime_s)
     # The limit on processes does not hold for root, who also has too many rights.
     if os.geteuid() == 0:
         with suppress(OSError):
@@ -206,7 +229,7 @@ def _confine(folders: Sequence[str]) -> None:
     # The signal at the parent's death is asked for after all changes of rights, because each of them
     # cancels it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for limit, value in LIMITS.items():
+    for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
     _forbid(libc)
     # A long number is a valid result. The limit on processor time bounds its conversion.
@@ -280,7 +303,7 @@ def _mount_root(libc: ctypes.CDLL, folders: list[bytes]) -> bool:
     return not error
 
 
-def _hide(libc: ctypes.CDLL, folders: list[bytes]) -> None:
+def _hide(libc: ctypes.CDLL, folders: list[bytes], lifetime_s: float) -> None:
     """Hide the network, other processes and files from this process, if the system allows that.
 
     The process then sees only the files of the folders, read-only. Its root is a file system in
@@ -307,8 +330,11 @@ def _hide(libc: ctypes.CDLL, folders: list[bytes]) -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         is_parent = os.fork() != 0
         if is_parent:
-            signal.sigtimedwait({signal.SIGCHLD}, MAX_LIFETIME_S)
-            os._exit(0)
+            signal.sigtimedwait({signal.SIGCHLD}, lifetime_s)
+            _, status = os.waitpid(-1, os.WNOHANG)
+            # The exit code of the child, or 128 and its signal, as shells have it.
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
 
 
 # The types of containers, apart from dicts, by the names that `encoded` gives them.
@@ -347,26 +373,43 @@ def decoded(value: object) -> Any:
     return _CONTAINERS[kind](map(decoded, items))
 
 
-def _serve(channel: _Channel) -> None:
-    """Run the source of the first message, and call a function for each further message."""
+def _run_source(source: str, path: str, name: str | None, kind: str = "function") -> ModuleType:
+    """Run a file as a module, and return the module.
+
+    Args:
+        source: the file; each character is one byte.
+        path: its path.
+        name: a function or class that it must define; None: any file will do.
+        kind: "function" or "class", for the message.
+
+    Raises:
+        NameError: the file does not define the name.
+    """
     module = ModuleType("foreign")
     # Dataclasses look up their module there.
     sys.modules["foreign"] = module
+    module.__file__ = path
+    # The file can import modules of its folder, as if Python ran it.
+    sys.path.append(os.path.dirname(path))
+    exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
+    if name and not callable(getattr(module, name, None)):
+        # Imported only here, since it would delay the start of each process.
+        import difflib
+
+        names = [each for each, value in module.__dict__.items() if callable(value)]
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise NameError(f"the file has no {kind} {name!r}{hint}")
+    return module
+
+
+def _serve(channel: _Channel) -> None:
+    """Run the source of the first message, and call a function for each further message."""
+    module = ModuleType("foreign")
 
     def run_source(source: str, path: str, function: str | None) -> None:
-        module.__file__ = path
-        # The file can import modules of its folder, as if Python ran it.
-        sys.path.append(os.path.dirname(path))
-        # Each character of the message is one byte of the file.
-        exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
-        if function and not callable(getattr(module, function, None)):
-            # Imported only here, since it would delay the start of each process.
-            import difflib
-
-            functions = [name for name, value in module.__dict__.items() if callable(value)]
-            near = difflib.get_close_matches(function, functions, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise NameError(f"the file has no function {function!r}{hint}")
+        nonlocal module
+        module = _run_source(source, path, function)
 
     def call(name: str, positional: object, named: object) -> Any:
         if not hasattr(module, name):
@@ -379,6 +422,68 @@ def _serve(channel: _Channel) -> None:
         message = channel.receive()
         try:
             reply = [None, encoded(handle(*message))]
+            handle = call
+        except BaseException as error:
+            reply = [type(error).__name__, str(error)]
+        channel.send(reply)
+
+
+def _play(channel: _Channel, folders: Sequence[str]) -> None:
+    """Run the source of the first message, and play the episodes that further messages ask for.
+
+    Messages, with their replies:
+
+        [source, path, class]: the class's `tools`, or None.
+        ["reset", episode, seed, record]: what `reset(record)` of a new object of the class returns.
+        ["step", episode, answer]: what `step(answer)` of the episode's object returns.
+        ["end", episode]: None; the object is forgotten.
+
+    Python's `random` has a state of its own in each episode, which begins with the seed. So what it
+    gives does not depend on other episodes of this process.
+    """
+    environment: Any = None
+    # The object of each episode, and the state of `random` when it was called last.
+    episodes: dict[int, tuple[Any, Any]] = {}
+
+    def open_class(source: str, path: str, name: str) -> Any:
+        nonlocal environment
+        environment = getattr(_run_source(source, path, name, kind="class"), name)
+        for method in ("reset", "step"):
+            if not callable(getattr(environment, method, None)):
+                raise AttributeError(f"{name} has no method {method!r}")
+        tools = encoded(getattr(environment, "tools", None))
+        # From here on, the code reads what the model wrote.
+        _confine(folders, ENVIRONMENT_LIMITS, ENVIRONMENT_LIFETIME_S)
+        channel.close_in_children()
+        return tools
+
+    def reset(episode: int, seed: int, record: object) -> Any:
+        random.seed(seed)
+        played = environment()
+        opening = encoded(played.reset(decoded(record)))
+        episodes[episode] = played, random.getstate()
+        return opening
+
+    def step(episode: int, answer: object) -> Any:
+        played, state = episodes[episode]
+        random.setstate(state)
+        result = encoded(played.step(answer))
+        episodes[episode] = played, random.getstate()
+        return result
+
+    def end(episode: int) -> None:
+        del episodes[episode]
+
+    calls: dict[str, Callable[..., Any]] = {"reset": reset, "step": step, "end": end}
+
+    def call(name: str, *arguments: object) -> Any:
+        return calls[name](*arguments)
+
+    handle: Callable[..., Any] = open_class
+    while True:
+        message = channel.receive()
+        try:
+            reply = [None, handle(*message)]
             handle = call
         except BaseException as error:
             reply = [type(error).__name__, str(error)]
@@ -446,7 +551,7 @@ def main(role: str, descriptor: str = "0", *folders: str) -> None:
     """Work until the socket is closed; see the module.
 
     Args:
-        role: "function", "solution" or "tests".
+        role: "function", "environment", "solution" or "tests".
         descriptor: the file descriptor of the tests' socket to the solution; "0" for other roles.
         folders: the folders whose files a solution or its tests may see. A user's own function gets
             none, and is not confined.
@@ -455,13 +560,18 @@ def main(role: str, descriptor: str = "0", *folders: str) -> None:
     solution = None
     if role == "tests":
         solution = _Channel(int(descriptor))
-    if folders:
+    plays = role == "environment"
+    if folders and not plays:
         _confine(folders)
     elif sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent.close_in_children()
+    # The process of an environment still has to fork, in `_confine`.
+    if not plays:
+        parent.close_in_children()
     with suppress(EOFError, ConnectionError):
-        if solution is None:
+        if plays:
+            _play(parent, folders)
+        elif solution is None:
             _serve(parent)
         else:
             _test(parent, solution)

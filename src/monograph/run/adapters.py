@@ -1,9 +1,11 @@
 """Read adapters for a model that stays unmerged, so that each text can have its own.
 
 An adapter is a folder that PEFT can load, or a run with adapters. It must have been trained on the
-model's weights: their digest is compared if it is recorded. The adapter's matrices are read into a copy
-of the model that has no numbers of its own, apart from the embedding and the head if rows of them are
-trained.
+model's weights: their digest is compared if it is recorded. The adapter's matrices are read into a
+*skeleton*: a copy of the model whose own weights have no numbers, apart from the embedding and the head
+if rows of them are trained.
+
+Shape suffixes: V the vocabulary, D the model's width.
 """
 
 from collections.abc import Sequence
@@ -56,7 +58,8 @@ class AdapterBase:
         self.config: LlamaConfig = model.config
         self.tokenizer = tokenizer
         self.dtype = model.lm_head.weight.dtype
-        # A digest reads all weights, and most folders of PEFT do not record one.
+        # Computed at the first call only: it reads all weights, and most folders of PEFT do not record
+        # a digest that it would be compared with.
         self.digest = cache(lambda: digest or module_digest(model))
 
     def read(
@@ -108,6 +111,7 @@ class AdapterBase:
         if recipe.vocabulary:
             raise InputRefused(f"{run.folder}: its new tokens can only be merged: {MERGE}")
         self._require_digest(str(recipe.base_sha256), run.folder, "model.init")
+        # "auto" keeps the dtype of this model, even if the run trained on a base in 4 or 8 bits.
         lora = recorded_lora(recipe.lora | {"base": "auto"})
         _require_readable(lora, str(run.folder), max_rank)
         skeleton = self._skeleton(lora)
@@ -122,9 +126,10 @@ class AdapterBase:
             )
 
     def _skeleton(self, lora: Lora) -> Llama:
-        """Return a model of this shape whose weights have no numbers.
+        """Return a model of this shape whose weights have no numbers (on torch's meta device).
 
-        If rows of tokens are trained, the embedding and the head have the model's, on the CPU.
+        If the adapter trains rows of tokens, the embedding and the head have the model's numbers, on the
+        CPU.
         """
         with torch.device("meta"):
             skeleton = Llama(self.config).to(self.dtype)
@@ -139,31 +144,39 @@ class AdapterBase:
 
 
 def _require_readable(lora: Lora, place: str, max_rank: int | None) -> None:
-    """Refuse an adapter that this bank could not take, before its numbers are read."""
+    """Refuse an adapter of too large a rank, before its numbers are read."""
     if max_rank is not None:
         require_rank(lora.rank, max_rank, place)
 
 
-def named_folders(flag: str, given: Sequence[str]) -> dict[str, str]:
+def named_folders(flag: str, pairs: Sequence[str]) -> dict[str, str]:
     """Return the folders of adapters by name, from texts NAME=FOLDER of the command line.
+
+    Args:
+        flag: the flag that the texts were given with, for messages.
+        pairs: the texts.
 
     Raises:
         UsageError: a text has another form, or a name is unusable or given twice.
     """
     folders = dict[str, str]()
-    for text in given:
-        name, equals, folder = text.partition("=")
+    for pair in pairs:
+        name, equals, folder = pair.partition("=")
         if not equals or not folder:
-            raise UsageError(f"{flag} {text}: expected NAME=FOLDER")
+            raise UsageError(f"{flag} {pair}: expected NAME=FOLDER")
         require_name(flag, name)
         if name in folders:
-            raise UsageError(f"{flag} {text}: the name {name} is given twice")
+            raise UsageError(f"{flag} {pair}: the name {name} is given twice")
         folders[name] = folder
     return folders
 
 
-def require_name(what: str, name: str) -> None:
+def require_name(origin: str, name: str) -> None:
     """Refuse a name of an adapter that could not be sent or read, or that means the base.
+
+    Args:
+        origin: the flag or field that the name comes from, for the message.
+        name: the name.
 
     Raises:
         UsageError: the name is unusable.
@@ -171,7 +184,7 @@ def require_name(what: str, name: str) -> None:
     is_visible = bool(name.strip()) and name.isprintable()
     if not is_visible or len(name) > MAX_NAME_LENGTH:
         raise UsageError(
-            f"{what} {name!r:.80}: expected a name of 1 to {MAX_NAME_LENGTH} visible characters"
+            f"{origin} {name!r:.80}: expected a name of 1 to {MAX_NAME_LENGTH} visible characters"
         )
     if name == BASE:
-        raise UsageError(f"{what} {name}: this name means the model without an adapter")
+        raise UsageError(f"{origin} {name}: this name means the model without an adapter")

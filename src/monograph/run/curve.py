@@ -1,7 +1,8 @@
 """Draw curves as text.
 
-A curve consists of cells. A cell is one character, in Braille (Unicode block U+2800) or ASCII. It
-has several dots, e.g. 2 x 4 in Braille, each of which may be lit.
+A plot consists of cells. A cell is one character, in Braille (Unicode block U+2800) or ASCII. It
+has several dots, e.g. 2 x 4 in Braille, each of which may be lit. A yardstick is a level, such as what a
+simple model of text reaches, that is drawn as a dotted line, with its name at the right.
 """
 
 import itertools
@@ -84,22 +85,28 @@ def curve_pieces(
         "scale", "curve", "level" or "name".
     """
     points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
-    low = min([y for _, y in points] + list(yardsticks.values()), default=0.0)
+    point_ys = [y for _, y in points]
+    low = min([*point_ys, *yardsticks.values()], default=0.0)
     curve_top = low
     if points:
         # The steep start of a curve would flatten the rest. So values above 2.2 times the last one
         # are drawn at the upper edge.
-        curve_top = min(max(y for _, y in points), 2.2 * points[-1][1])
+        curve_top = min(max(point_ys), 2.2 * point_ys[-1])
     high = max([curve_top, *yardsticks.values()])
-    margin = max(0.04 * (high - low), 0.02)
+    margin = max(
+        0.04 * (high - low), 0.02
+    )  # is free above and below; not 0 if all values are equal
     columns = width - SCALE_WIDTH - YARDSTICK_WIDTH
     last_x = points[-1][0] if points else 0.0
     right = x_end or last_x or 1.0  # 1.0, so that there is an axis even before the first token
     grid = _Grid(cells, columns, height, low - margin, high + margin, right)
-    curve = grid.by_cell(grid.joined(points))
-    levels = grid.by_cell(dot for level in yardsticks.values() for dot in grid.dotted(level))
+    curve = grid.by_cell(grid.line_dots(points))
+    level_dots: list[Dot] = []
+    for level in yardsticks.values():
+        level_dots += grid.level_dots(level)
+    levels = grid.by_cell(level_dots)
     scale = grid.scale_labels()
-    names = _spread_names(yardsticks, grid)
+    names = _yardstick_labels(yardsticks, grid)
     rows: list[list[StyledText]] = []
     for row in range(height):
         pieces: list[StyledText] = [("scale", f"{scale.get(row, ''):>{SCALE_WIDTH - 1}} ")]
@@ -159,16 +166,16 @@ class _Grid:
             cells.setdefault((cell_column, cell_row), set()).add((inner_column, inner_row))
         return cells
 
-    def dotted(self, y: float) -> list[Dot]:
-        """Return the dots of a dotted level at `y`: one in every second cell."""
+    def level_dots(self, y: float) -> list[Dot]:
+        """Return the dots of a dotted line at `y`: one in every second cell."""
         row = self.dot(0, y)[1]
         across = self.cells.across
         return [(column, row) for column in range(0, self.columns * across, 2 * across)]
 
-    def joined(self, points: Sequence[tuple[float, float]]) -> list[Dot]:
+    def line_dots(self, points: Sequence[tuple[float, float]]) -> list[Dot]:
         """Return the dots of straight lines from each point to the next."""
         corners = [self.dot(x, y) for x, y in points]
-        dots = corners[-1:]  # the lines below have their first dots, but not their last ones
+        dots = corners[-1:]  # each line below lacks its last dot, which begins the next line
         for (column, row), (next_column, next_row) in itertools.pairwise(corners):
             steps = max(abs(next_column - column), abs(next_row - row), 1)
             for i in range(steps):
@@ -178,10 +185,10 @@ class _Grid:
         return dots
 
     def scale_labels(self) -> dict[int, str]:
-        """Return {row of cells: label} for the y axis.
+        """Return {row of cells: label} for the y axis; {} if no step is large enough.
 
-        The labels are at multiples of the smallest step of which two labels are at least two rows
-        apart.
+        The labels are at the multiples of a step: the smallest one with which labels are at least two
+        rows apart.
         """
         rows_per_unit = self.rows / (self.high - self.low)
         steps = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
@@ -192,11 +199,11 @@ class _Grid:
         return {self.cell_row(step * multiple): f"{step * multiple:.1f}" for multiple in multiples}
 
 
-def _spread_names(yardsticks: Mapping[str, float], grid: _Grid) -> dict[int, str]:
+def _yardstick_labels(yardsticks: Mapping[str, float], grid: _Grid) -> dict[int, str]:
     """Return {row of cells: label} of the yardsticks.
 
-    A label is in the row of its level. If that row is taken, it is in the nearest free row above,
-    or else below.
+    A label is in the row of its level. If that row has a label, it is in the nearest free row above,
+    or else below. If no row is free, it is left out.
     """
     labels: dict[int, str] = {}
     for name, value in sorted(yardsticks.items(), key=lambda item: item[1]):
@@ -218,7 +225,7 @@ def _x_labels(x_end: float, columns: int) -> str:
         label = quantities.count(x_end * quarter / 4)
         end = columns * quarter // 4
         begin = end - len(label)
-        is_free = not line[max(0, begin) : end + 2].strip()
+        is_free = not line[max(0, begin) : end + 2].strip()  # with two spaces behind the label
         if is_free and begin >= 0:
             line = line[:begin] + label + line[end:]
     return line

@@ -1,10 +1,13 @@
 """Create, find and lock run folders, and read and write their metrics.
 
 A folder that contains `run.lock` is a run. `run.lock` is a JSON object, the lock record: the run's
-serial number, and the process and host that held the lock last. A run has begun once `config.toml`
-exists. A run that has not begun contains nothing worth keeping, so `Run.create` may replace it.
-`metrics.jsonl` has one JSON object on each line, called a row. A sweep is a folder of many runs
-(`monograph.sweeps`) and is itself a run folder with the file sweep.json.
+serial number, and the process and host that held the lock last. The runs of a folder are numbered in the
+order of their creation. A run has begun once `config.toml` exists. A run that has not begun contains
+nothing worth keeping, so `Run.create` may replace it. `metrics.jsonl` has one JSON object on each line,
+called a row. `stdin` is a copy of the data if the run reads them from standard input.
+
+A sweep is a folder of many runs, its members (`monograph.sweeps`), and is itself a run folder with the
+file sweep.json.
 """
 
 import errno
@@ -72,16 +75,17 @@ _FILES_BEFORE_BEGIN = {
 }
 _LOCK_RECORD_START = b'{"serial": '  # the first bytes of run.lock
 
-# The numbers that a row may have, besides times, whose names end in "_s" (seconds). "share" is how
-# much of the run was done when a sample was written, from 0 to 1.
-_NUMBERS = (*metrics.metric_keys(), "share")
 # A function of a run's folder, which returns why "last" cannot mean this run, such as "is a sweep",
 # or "" if it can.
 ObstacleOf = Callable[[Path], str]
+# The numbers that a row may have, besides times, whose names end in "_s" (seconds). "share" is how
+# much of the run was done when a sample was written, from 0 to 1.
+_NUMBERS = (*metrics.metric_keys(), "share")
 _STRICT = ConfigDict(strict=True)  # values are not converted to other types
-# The entries of a row's summary that commands rely on, as name=(type, default).
+# The entries of a row's summary that commands rely on, as name=(type, default). The last row of a run
+# that ended has a summary.
 _Summary = create_model("_Summary", __config__=_STRICT, update=(int, 0))
-# The same of a row. A row and a summary may have other entries.
+# The entries of a row that commands rely on. A row and a summary may have other entries.
 _Row = create_model(
     "_Row",
     __config__=_STRICT,
@@ -162,10 +166,11 @@ class Run:
             others = folders_with_lock(run.folder.parent)
             # The others are sorted by serial number.
             newest_serial = serial_number(others[-1]) if others else 0
+            # This frees the space of other runs that were killed before they began.
             for other in others:
                 _remove_stdin_copy(other)
             with _locked(run.lock_file) as descriptor:
-                if not _has_not_begun(run.folder):
+                if not _can_be_replaced(run.folder):
                     raise _already_a_run(run.folder)
                 for name in _FILES_BEFORE_BEGIN - {"run.lock"}:
                     (run.folder / name).unlink(missing_ok=True)
@@ -183,8 +188,8 @@ class Run:
                 run in `root` with the highest serial number, so that the clock does not matter.
                 "last/PATH" is a path inside that run.
             root: the folder of all runs.
-            needs_checkpoint: whether "last" must be a run with a checkpoint, and newer sweeps and
-                runs without one are passed over. A line on standard error then says so.
+            needs_checkpoint: whether "last" means the newest run that has a checkpoint. Newer sweeps, and
+                newer runs without one, are then passed over, and a line on standard error says so.
 
         Raises:
             InputRefused: there is no such run, or the name is that of a whole sweep.
@@ -240,7 +245,7 @@ class Run:
         The kernel frees the lock even if the process is killed (flock(2)).
 
         Args:
-            new: whether the run must not have begun yet.
+            new: whether this process is to begin the run, so that it must not have begun yet.
 
         Raises:
             RunInUse: another process holds the lock; the message names the process and its host.
@@ -303,7 +308,8 @@ class Run:
             InputRefused: a complete row is damaged.
         """
         content = self._read_metrics()
-        return self._checked_rows(content[: content.rfind(b"\n") + 1])
+        complete_lines = content[: content.rfind(b"\n") + 1]
+        return self._checked_rows(complete_lines)
 
     def _read_metrics(self) -> bytes:
         """Return the bytes of metrics.jsonl, or none if the file does not exist."""
@@ -316,7 +322,7 @@ class Run:
             raise InputRefused(f"{self.metrics}: cannot be read: {error.strerror}") from None
 
     def _checked_rows(self, content: bytes) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, of which `content` has only complete lines.
+        """Return the rows in some bytes of metrics.jsonl, which are complete lines.
 
         Raises:
             InputRefused: a row is damaged; the message names its line.
@@ -324,7 +330,8 @@ class Run:
         rows = [json_object(line) for line in content.splitlines()]
         for number, row in enumerate(rows, 1):
             try:
-                # `json_object` returns {} for a line that is not a JSON object. None makes it invalid.
+                # `json_object` returns {} for a line that is not a JSON object. `_Row` would accept {}, but
+                # not None.
                 _Row.model_validate(row or None)
                 for key, value in row.items():
                     if key.endswith("_s"):
@@ -342,8 +349,10 @@ class Run:
         return entry.st_size if entry else 0
 
     def sync_metrics(self) -> int:
-        """Flush metrics.jsonl to disk, so that a power cut cannot lose rows, and return
-        `metrics_offset`.
+        """Flush metrics.jsonl to disk, so that a power cut cannot lose rows.
+
+        Returns:
+            `metrics_offset`.
         """
         if exists(self.metrics):
             with write_errors_explained(self.metrics):
@@ -355,8 +364,9 @@ class Run:
         return hashlib.sha256(self._read_metrics()[:offset]).hexdigest()
 
     def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
-        """Remove the rows after byte `offset`. The arguments and errors are those of
-        `require_metrics`.
+        """Remove the rows after byte `offset`, if `require_metrics` raises no error.
+
+        The arguments are those of `require_metrics`.
         """
         self.require_metrics(offset, sha256)
         if exists(self.metrics):
@@ -409,10 +419,10 @@ def _locate(name: str | Path, root: str | Path, obstacle_of: ObstacleOf) -> Path
         )
     if not is_file(folder / "run.lock"):
         reason = "it has no run.lock" if exists(folder) else "there is no such folder"
-        newest = runs_in(Path(root))[:-4:-1]  # the last three in reverse: the newest first
+        newest_first = [*reversed(runs_in(Path(root)))]
         hint = _suggestion(folder, root)
-        if newest and not hint:
-            hint = f"; newest runs: {', '.join(map(str, newest))}"
+        if newest_first and not hint:
+            hint = f"; newest runs: {', '.join(map(str, newest_first[:3]))}"
         raise InputRefused(f"{folder} is not a run: {reason}{hint}")
     run = Run(folder)
     for path in (run.config, run.tokenizer, run.metrics, run.parent_file):
@@ -439,11 +449,11 @@ def no_folder(name: str | Path) -> str:
     return f"{name}: no such folder; expected a run (`last` is the newest), a Hugging Face folder or hf://OWNER/NAME"
 
 
-# Three functions of the type `ObstacleOf`.
+# Three functions of the type `ObstacleOf`. Each returns why "last" cannot mean the run in a folder.
 
 
 def _no_obstacle(folder: Path) -> str:
-    return ""  # any run that has begun is usable, and `runs_in` lists no others
+    return ""  # any run that has begun is usable, and runs that have not begun do not come here
 
 
 def _obstacle_to_models(folder: Path) -> str:
@@ -596,9 +606,10 @@ def _claim_given_folder(folder: Path) -> Path:
     return folder
 
 
-def _has_not_begun(folder: Path) -> bool:
-    """Return whether a folder contains a run.lock of this package, and otherwise at most files that
-    a run writes before it begins.
+def _can_be_replaced(folder: Path) -> bool:
+    """Return whether a folder has a run that has not begun, and nothing else.
+
+    It then has a run.lock of this package, and besides at most files that a run writes before it begins.
     """
     content = contents(folder / "run.lock")
     if content is None:
@@ -638,7 +649,7 @@ def _in_use(folder: Path) -> RunInUse:
     with suppress(Unreadable):  # the run is in use even if its record is unreadable
         holder = lock_record(folder)
     who = "another process"
-    if {"pid", "host"} <= holder.keys():
+    if "pid" in holder and "host" in holder:
         who = f"process {holder['pid']} on {holder['host']}"
     return RunInUse(
         f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out"

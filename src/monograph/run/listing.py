@@ -16,7 +16,7 @@ from monograph.run.run_index import CONFIG, SWEEP, folders_with_lock, json_objec
 from monograph.storage.reading import contents, entries, exists, is_file, open_input, parse_json
 from monograph.terminal import shell_words
 
-# Of a run's metrics, which may be long, only this many bytes are read at the beginning and at the end.
+# A run's metrics may be long, so only this many bytes are read at their beginning and at their end.
 PIECE_BYTES = 1 << 16
 # The states of a run.
 FINISHED = "finished"
@@ -80,8 +80,8 @@ class ListedRun(NamedTuple):
         updates: the number of updates after which it ends; None if that is not known yet.
         resume: the command that continues it; "" if it cannot be continued.
         fault: what is damaged.
-        comparable_if_equal: what its result depends on besides the model. Two results can be
-            compared if this is equal.
+        comparable_if_equal: the conditions of its result, such as the data that it was measured on. Two
+            runs can be compared if their conditions are equal.
     """
 
     folder: Path
@@ -116,17 +116,18 @@ def list_runs(root: Path, kinds: Sequence[RunKind]) -> list[ListedRun]:
     """
     parent = root / "members" if is_file(root / SWEEP) else root
     # A folder with checkpoints but without config.toml is listed as damaged.
-    begun = [
+    begun_folders = [
         folder
         for folder in folders_with_lock(parent)
         if exists(folder / CONFIG) or exists(folder / "checkpoints")
     ]
-    return [_read_folder(folder, kinds) for folder in reversed(begun)]
+    return [_read_folder(folder, kinds) for folder in reversed(begun_folders)]
 
 
 def best_runs(runs: Sequence[ListedRun]) -> set[Path]:
-    """Return the folders of the best runs: one of each group of comparable runs, unless it is the
-    only one in its group.
+    """Return the folders of the best runs: one of each group of comparable runs.
+
+    A group of a single run has no best one.
     """
     groups: dict[tuple[Any, ...], list[ListedRun]] = {}
     for run in runs:
@@ -147,7 +148,8 @@ def _read_folder(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
     """Return the run or sweep in a folder; if it cannot be read, with the fault."""
     size_bytes = _size_bytes(folder)
     try:
-        run = _read_sweep(folder) if is_file(folder / SWEEP) else _read_run(folder, kinds)
+        is_sweep = is_file(folder / SWEEP)
+        run = _read_sweep(folder, kinds) if is_sweep else _read_run(folder, kinds)
         return run._replace(size_bytes=size_bytes)
     except (_Damaged, MonographError, OSError) as error:
         return ListedRun(folder, size_bytes=size_bytes, fault=str(error))
@@ -186,9 +188,12 @@ def _read_run(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
     )
 
 
-def _read_sweep(folder: Path) -> ListedRun:
+def _read_sweep(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
     """Return the sweep in a folder, with the result of its best member; raises _Damaged."""
     config = _read_config(folder)
+    # The kind of its members. A sweep has no rows of its own, so one on conversations counts as one on
+    # texts, whose measures include those of conversations.
+    kind = _kind(config, {}, kinds)
     try:
         record = parse_json(contents(folder / SWEEP) or b"")
         count = len(record["points"])
@@ -198,7 +203,7 @@ def _read_sweep(folder: Path) -> ListedRun:
         best_scores = members[best["member"]] if best else {}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise _Damaged(f"{SWEEP} cannot be read") from None
-    value, measure = _newest_result(TEXTS, [best_scores])  # a sweep is always on texts
+    value, measure = _newest_result(kind, [best_scores])
     resume = ""
     if result:
         state = FINISHED
@@ -216,7 +221,7 @@ def _read_sweep(folder: Path) -> ListedRun:
         measure=measure,
         state=state,
         resume=resume,
-        comparable_if_equal=_result_conditions(TEXTS, config, measure),
+        comparable_if_equal=_result_conditions(kind, config, measure),
     )
 
 
@@ -262,7 +267,7 @@ def _row(line: bytes) -> dict[str, Any]:
 def _kind(
     config: Mapping[str, Mapping[str, Any]], first_row: Mapping[str, Any], kinds: Sequence[RunKind]
 ) -> RunKind:
-    """Return a run's kind: that of `kinds` whose key it has, or else CONVERSATIONS or TEXTS."""
+    """Return a run's kind: the one of `kinds` whose key is in config.toml, or CONVERSATIONS or TEXTS."""
     for kind in kinds:
         if kind.key and _config_value(config, kind.key) is not None:
             return kind
@@ -282,9 +287,9 @@ def _newest_result_in_lines(
 ) -> tuple[float | None, Measure | None]:
     """Return the newest result in lines of metrics, and its measure; None, None if there is none."""
     keys = [measure.key.encode() for measure in kind.measures]
-    # Only lines that may have a result are parsed.
-    rows = (_row(line) for line in reversed(lines) if any(key in line for key in keys))
-    return _newest_result(kind, rows)
+    # Only lines that may have a result are parsed. `map` parses each when it is needed.
+    possible_lines = [line for line in reversed(lines) if any(key in line for key in keys)]
+    return _newest_result(kind, map(_row, possible_lines))
 
 
 def _newest_result(
@@ -331,15 +336,17 @@ def _model(config: Mapping[str, Mapping[str, Any]]) -> str:
 def _data(config: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the source of the data, or the first of several and the number of the others."""
     source = config.get("data", {}).get("source", "stdlib")
-    first, *others = source if isinstance(source, list) and source else [source]
+    is_filled_list = isinstance(source, list) and len(source) > 0
+    first, *others = source if is_filled_list else [source]
     return f"{first} and {len(others)} more" if others else str(first)
 
 
 def _result_conditions(
     kind: RunKind, config: Mapping[str, Mapping[str, Any]], measure: Measure | None
 ) -> tuple[str, ...]:
-    """Return what results of this kind depend on besides the model: the text and, for nats per
-    token, the tokenizer.
+    """Return the conditions of a result; see `ListedRun.comparable_if_equal`.
+
+    They are the text, for nats per token the tokenizer, and what the kind of run adds.
     """
     data = config.get("data", {})
     conditions = [kind.name, str(data.get("source")), str(data.get("held_out"))]

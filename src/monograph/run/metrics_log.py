@@ -25,10 +25,11 @@ PATIENCE = 20
 
 
 class _PendingUpdates(ABC, Generic[E]):
-    """Updates whose numbers are still on the device.
+    """Updates whose numbers are still on the device. The logs of one model and of several derive from it.
 
     The numbers of `every` updates are read from the device at once, since each read waits for the
-    device.
+    device. E is the type of the further entries that the caller adds to an update: those of one row, or of
+    a row for each member.
     """
 
     def __init__(self, every: int):
@@ -93,7 +94,7 @@ class MetricsLog(_PendingUpdates[Entries]):
         self.skipped_in_a_row = len(list(last_skipped))
 
     def _write(self, rows: Sequence[Sequence[Entries]], extras: Sequence[Entries]) -> None:
-        self.write([only_row for [only_row] in rows], extras)
+        self.write([only_row for [only_row] in rows], extras)  # of the only member
 
     @property
     def has_diverged(self) -> bool:
@@ -104,25 +105,24 @@ class MetricsLog(_PendingUpdates[Entries]):
         """Append a row for each update to the run's metrics.
 
         Args:
-            rows: the rows. Their `skipped` is the number of skipped updates since the run's start.
-                In the metrics `skipped` says whether this update was skipped.
+            rows: the rows, as `metrics_rows` returns them. Their `skipped` is the number of skipped updates
+                since the run's start. In the metrics `skipped` says whether this update was skipped.
             extras: further entries of each row.
         """
-        written = []
+        logged_rows = []
         for row, extra in zip(rows, extras, strict=True):
             was_skipped = row["skipped"] > self.skipped
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if was_skipped else 0
             self.skipped = row["skipped"]
             self.last = {**row, "skipped": was_skipped, **extra}
-            written.append(self.last)
-        self.run.log(*written)
+            logged_rows.append(self.last)
+        self.run.log(*logged_rows)
 
     def diverges_at_end(self, updates: int) -> bool:
-        """Return whether a run that ends now has diverged. For that, fewer skipped updates are enough
-        than for `has_diverged`.
+        """Return whether a run that ends now has diverged, although `has_diverged` may be false.
 
         It has diverged if its last update was skipped and either the loss is not finite, or at
-        least the last half of all updates was skipped.
+        least the last half of all updates was skipped. A short run cannot reach PATIENCE.
 
         Args:
             updates: the run's number of updates.
@@ -180,10 +180,17 @@ class MetricsLogs(_PendingUpdates[Sequence[Entries]]):
                 continue
             if log.has_diverged or (updates and log.diverges_at_end(updates)):
                 newly_diverged.append(index)
-                last_applied = log.last["update"] - log.skipped_in_a_row
-                self.divergences[index] = last_applied
-                log.run.log({"update": log.last["update"], "diverged": last_applied})
+        self.note_diverged(newly_diverged)
         return newly_diverged
+
+    def note_diverged(self, indices: Sequence[int]) -> None:
+        """Record that members have diverged, as `find_diverged` does for those that it finds."""
+        for index in indices:
+            log = self.logs[index]
+            update = log.last.get("update", 0)
+            last_applied = update - log.skipped_in_a_row
+            self.divergences[index] = last_applied
+            log.run.log({"update": update, "diverged": last_applied})
 
 
 def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
@@ -192,16 +199,17 @@ def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
     Returns:
         For each update, a row for each member. An engine of one model has one member.
     """
-    tensors = []  # for each update [4, members]; `atleast_1d` makes a single model one member
+    tensors = []  # for each update the four values of each member, [4, members]
     for update in updates:
         values = (update.loss, update.grad_norm, update.tokens, update.skipped)
+        # The values of an engine of one model are 0-d; `atleast_1d` makes them those of one member.
         tensors.append(torch.stack([torch.atleast_1d(value).double() for value in values]))
     numbers = torch.stack(tensors).tolist()  # the only read from the device
     rows = []
     for update, (losses, norms, tokens, skipped) in zip(updates, numbers, strict=True):
         if isinstance(update.lr, tuple):  # an ensemble has a learning rate for each member
             rates = update.lr
-            times = {}  # not written: they are those of all members together
+            times = {}  # not written, because all members are trained together
         else:
             rates = (update.lr,) * len(losses)
             times = seconds(update.marks)  # of each part of the update, such as "optimizer_s"

@@ -2,7 +2,7 @@
 
 A weight file is a file of torch.save. An adapter's base is the model that it was trained on. To
 merge an adapter means to add the product of its two matrices to the base's weights, and to remove
-the adapter.
+the adapter. `init` is the name of the model that a run starts from (the key `model.init`).
 """
 
 import hashlib
@@ -85,14 +85,14 @@ class Trained(NamedTuple):
 def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
     """Build the module that a run starts from, and return it with its loss.
 
-    Weights that come from a folder or a file stay there and count as fp32
-    (`monograph.graph.mmap_weights`). They are read later, some of them straight into the flat
-    buffers of the optimizer and the rest by `materialize_`. By then some may have fewer bits.
+    Weights that come from a folder or a file are not read yet (`monograph.graph.mmap_weights`). Some are
+    read later straight into the flat buffers of the optimizer, and the rest by `materialize_`. They become
+    fp32, unless they are frozen by then and stored in fewer bits.
 
     Raises:
         InputRefused: the folder or file cannot be used, or the sizes do not fit together.
     """
-    # This is for a Python function that takes no seed: it draws from torch's global generator.
+    # For a Python function that takes no seed, and so draws from torch's global generator.
     torch.manual_seed(recipe.seed)
     if recipe.init is None:
         return Llama(recipe.shape(), seed=recipe.seed), token_loss
@@ -107,7 +107,7 @@ def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
 
 
 def _no_warning(line: str) -> None:
-    """Ignore a warning about a base, where only errors are reported."""
+    """Ignore a warning: of a base, only errors are reported."""
 
 
 def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer | None]:
@@ -246,9 +246,10 @@ def _load_run_unmerged(
             "`monograph evaluate` scores it, and Python loads it"
         )
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
+    # Without adapters the checkpoint has all weights, even if a user's Python file has built the Llama.
+    # The file is not run here. So if its Llama has adapters, the base is missing: the checkpoint has only
+    # the adapters, and `_restore_llama` refuses it.
     if recipe.lora is None or recipe.code:
-        # A Python file is not run here. A Llama that its function built is in the checkpoint as a
-        # whole; if it has adapters, only these are there, which `_restore_llama` refuses.
         model = _restore_llama(run, checkpoint)
         model.sampling = checkpoint.state.get("sampling") or {}
         return model, model.config
@@ -258,7 +259,7 @@ def _load_run_unmerged(
     base_shape = model.config
     require_base_of_run(module_digest(model), recipe.base_sha256, recipe.init, run.folder)
     if recipe.vocabulary:
-        set_new_rows(model, *recipe.vocabulary)
+        set_new_rows(model, *recipe.vocabulary)  # gives the model a new config
     # "auto" keeps the base's weights unchanged, even if the run trained with them in 4 or 8 bits.
     adapt(model, recorded_lora(recipe.lora | {"base": "auto"}))
     load_weights(model, weights_of(checkpoint))
@@ -269,8 +270,9 @@ def _load_run_unmerged(
 
 
 def _restore_llama(run: Run, checkpoint: Checkpoint) -> Llama:
-    """Return the Llama whose weights are all in a checkpoint. It uses the checkpoint's tensors
-    without copying those in fp32.
+    """Return the Llama whose weights are all in a checkpoint.
+
+    Tensors in fp32 are not copied: the model uses those of `checkpoint`.
     """
     config = LlamaConfig.from_hf(checkpoint.state["model_config"])
     weights = {name: tensor.float() for name, tensor in weights_of(checkpoint).items()}
@@ -290,7 +292,8 @@ def _dtype_to_merge_in(init: str) -> torch.dtype | None:
     It is fp32 for a run, and for a Hugging Face folder whose tensors have several dtypes.
     """
     if find_run(init):
-        # The run may have adapters itself. Merged in fewer bits they would give other weights.
+        # The run may have adapters itself. If they were merged in fewer bits, the weights would differ
+        # from those on which the new adapters were trained.
         return torch.float32
     if is_weight_file(init):
         return None
@@ -324,7 +327,8 @@ def _load_unmerged(
             _load_unmerged(base, warn, dtype or _dtype_to_merge_in(base), sizes)
         )
         stored.require_base_shape(model.config)
-        if stored.weights_sha256:  # not needed for the result, but a digest reads all weights
+        # Only if a digest is recorded, because `module_digest` reads all weights.
+        if stored.weights_sha256:
             require_base_of_adapter(stored, module_digest(model))
         file = hub.tokenizer_file(folder)
         if file:
@@ -346,7 +350,7 @@ def load_trained(
     warn: Warn,
     precision: Precision | None = None,
     code_values: Collection[str] = (),
-    beside: Trained | None = None,
+    other: Trained | None = None,
 ) -> Trained:
     """Load a run's newest model of any kind. Its Python file, if there is one, builds the module.
 
@@ -357,8 +361,8 @@ def load_trained(
             base is stored in 16 bits.
         code_values: every value of the run's settings that may name code, such as
             FILE.py:FUNCTION. The mark in config.toml covers all of them (`monograph.run.trust`).
-        beside: the model of another run, loaded in the same precision. If both are adapters on one
-            base, the base is not loaded again, and both models have the same frozen tensors.
+        other: the model of another run, already loaded in the same precision. If both are adapters on
+            one base, the base is not loaded again, and both models have the same frozen tensors.
 
     Raises:
         InputRefused: the Python file has changed or is not trusted, or the saved weights do not fit
@@ -368,15 +372,19 @@ def load_trained(
     checkpoint = recorded_state.load_newest(run, warn)
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     loss: Loss = token_loss
-    if recipe.code or recipe.lora:
+    # In these cases the module is built again, because the checkpoint does not have all that it needs.
+    # The base of adapters may be built by a Python file, too.
+    is_built_again = bool(recipe.code or recipe.lora)
+    if is_built_again:
         vouched = require_trusted(run.config, code_values, [recipe.init], recipe.sha256)
         recipe = recipe._replace(vouched=vouched)
         require_same_file(recipe, run)
-    if beside is not None and have_one_base(recipe, beside.recipe):
-        loss = beside.loss
-        model = copy_with_shared_base(beside.model, recorded_lora(recipe.lora or {}), seed=0)
+    if other is not None and have_one_base(recipe, other.recipe):
+        loss = other.loss
+        # The seed does not matter: it is that of new adapters, whose weights are replaced.
+        model = copy_with_shared_base(other.model, recorded_lora(recipe.lora or {}), seed=0)
         load_weights(model, weights_of(checkpoint))
-    elif recipe.code or recipe.lora:
+    elif is_built_again:
         model, loss = build(recipe)
         if recipe.lora:
             require_base_of_run(module_digest(model), recipe.base_sha256, recipe.init, run.folder)
@@ -424,29 +432,31 @@ def load_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     Raises:
         InputRefused: a file is damaged or was replaced; the message says where to find a copy.
     """
-    recorded = state.get("tokenizer")
-    recorded_digests = state.get("tokenizer_files")
+    recorded_digest = state.get("tokenizer")
+    other_digests = state.get("tokenizer_files")  # of the files next to tokenizer.json
     try:
         # The recorded digest is that of the text without its last line end. A file with this digest
-        # is as the run wrote it, so it need not pass the checks of a stranger's file.
+        # is as the run wrote it, so it need not pass the checks of a file from elsewhere.
         content = contents(run.tokenizer, MAX_FILE_BYTES) or b""
-        is_unchanged = hashlib.sha256(content.rstrip()).hexdigest() == recorded
+        is_unchanged = hashlib.sha256(content.rstrip()).hexdigest() == recorded_digest
         tokenizer = Tokenizer.from_file(run.tokenizer, trusted=is_unchanged)
-        if recorded not in (None, tokenizer.digest):
+        if recorded_digest not in (None, tokenizer.digest):
             raise InputRefused(
-                f"{run.tokenizer}: expected content of sha256 {recorded}, found {tokenizer.digest}"
+                f"{run.tokenizer}: expected content of sha256 {recorded_digest}, found {tokenizer.digest}"
             )
     except InputRefused as error:
-        fault = str(error).rpartition("; ")[0] or str(error)  # without the advice after "; "
+        # Without the advice after "; ", which another one replaces.
+        fault = str(error).rpartition("; ")[0] or str(error)
         remedy = (
             f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
         )
         raise InputRefused(f"{fault}; put it back: {remedy}") from None
-    if recorded_digests is None:  # no checkpoint, or one from before these files were recorded
+    if other_digests is None:  # no checkpoint, or one from before these files were recorded
         return tokenizer
-    # Other files may have been added: the user may give a chat template to a run without one.
-    for name in sorted({*recorded_digests, tokenizer_config.CONFIG}):
-        expected = recorded_digests.get(name, "nothing")
+    # Files that are not recorded are not compared: the user may have given a chat template to a run
+    # without one. Only a new tokenizer_config.json is refused.
+    for name in sorted({*other_digests, tokenizer_config.CONFIG}):
+        expected = other_digests.get(name, "nothing")
         actual = tokenizer.config.digests.get(name, "nothing")
         if expected != actual:
             raise InputRefused(

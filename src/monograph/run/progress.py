@@ -2,7 +2,8 @@
 
 A stage is a piece of work with a name, such as "compile". It is shown as one line. The training of
 a run, or of a sweep, is shown as a bar with figures, a curve or a table. On a terminal, what runs
-now is redrawn in place. Elsewhere plain lines are printed.
+now is redrawn in place, in the *region* at the bottom of the screen. Elsewhere plain lines are printed.
+`monograph.run.screen` does both.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _with_label(label: str, text: str) -> Text:
 
 
 def _with_label_first(label: str, lines: Sequence[str]) -> list[Text]:
-    """Return lines of which the first has the label; the column of the others is empty."""
+    """Return lines with an empty column at the left, in which the first line has the label."""
     return [_with_label(label if i == 0 else "", line) for i, line in enumerate(lines)]
 
 
@@ -104,11 +105,13 @@ class Progress:
 
     @contextmanager
     def watched(self, watch: Callable[[str], None]) -> Iterator[None]:
-        """Call a function at each `RunningStage.report` of stages that begin in the `with` block.
+        """Call a function each time that a stage reports how far it is, for stages in the `with` block.
+
+        So a run whose time is limited can notice during a long stage that its time is over.
 
         Args:
-            watch: gets the stage's text and what was reported. It may raise an error, which then
-                ends the stage's work.
+            watch: gets the stage's text and what was reported (`RunningStage.report`). It may raise an
+                error, which then ends the stage's work.
         """
         former_watch = self._watch
         self._watch = watch
@@ -200,16 +203,18 @@ class RunningStage:
         """
         time = self.outcome + quantities.duration(monotonic() - self._start_s)
         room = min(_TIME_COLUMN, width) - LABEL_WIDTH
-        # Room for the time, two spaces and at least three dots.
-        *lines, last = wrap_lines(self.text, room - len(time) - 5) or [""]
+        # Dots fill the last line of the text up to the time: at least three, between two spaces.
+        *earlier_lines, last = wrap_lines(self.text, room - len(time) - 5) or [""]
         dots = "." * (room - len(last) - len(time) - 2)
         last = f"{last} {dots} {time}"
+        # The result stands behind the time if there is room, after three spaces, or else below.
+        has_room = LABEL_WIDTH + len(last) + 3 + len(self.result) <= width
         result_lines = list[str]()
-        if self.result and LABEL_WIDTH + len(last) + 3 + len(self.result) <= width:
+        if self.result and has_room:
             last += f"   {self.result}"
         elif self.result:
             result_lines = wrap_lines(self.result, width - LABEL_WIDTH)
-        return _with_label_first(self.label, [*lines, last, *result_lines])
+        return _with_label_first(self.label, [*earlier_lines, last, *result_lines])
 
 
 class _Display:
@@ -231,6 +236,7 @@ class _Display:
         self._note = ""
         self._start_s = monotonic()
         self._outcome = ""  # words before the elapsed time, as in `RunningStage.outcome`
+        # On a terminal the region is redrawn. Elsewhere the status is printed if the state has changed.
         self._live = screen.live(
             region=self._region,
             status=self._plain_line,
@@ -286,7 +292,7 @@ class _Display:
         return Text(self._text_before_bar() + self._text_after_bar())
 
     def _text_before_bar(self) -> str:
-        """Return the text before the bar."""
+        """Return the text before the bar, which also begins the plain line."""
         return "  "
 
     def _text_after_bar(self) -> str:
@@ -326,16 +332,17 @@ class TrainingBlock(_Display):
     """A context manager that shows a run's bar, its held-out curve, and texts that the model wrote.
 
     On a terminal it is redrawn in place, and its last state stays. Elsewhere it prints a line of
-    figures at growing intervals, each text at once, and the curve at the end.
+    figures at growing intervals, each text as soon as it is written, and the curve at the end.
 
     Args:
         screen: where it is shown.
         updates: number of updates of the whole run.
         tokens: number of tokens of the whole run, as estimated. It scales the curve until the first
             point says how many tokens an update has.
-        yardsticks: {name: value} of levels that are drawn with the curve.
+        yardsticks: {name: value} of levels that are drawn with the curve for comparison, such as what
+            simple models of text reach.
         start: the update after which this process continues the run.
-        measure: the name of the values of the curve.
+        measure: the name of what the curve shows, such as "bits/byte".
     """
 
     def __init__(
@@ -434,10 +441,9 @@ class TrainingBlock(_Display):
 
     def _time(self) -> str:
         time = super()._time()
+        # Before the first update the time that is left is unknown, so `time` is the elapsed time.
         if self._done == self._done_before and not self._outcome:
-            time += (
-                " so far"  # `time` is the elapsed time, since no update tells how long one takes
-            )
+            time += " so far"
         return time
 
     def _curve(self, room: int = _CURVE_ROWS) -> list[Text]:
@@ -513,7 +519,10 @@ class SweepDisplay(_Display):
         self._figures = figures
 
     def resume(self, units: int) -> None:
-        """Report that `units` more units of work were done by an earlier process."""
+        """Report that `units` more units of work were done by an earlier process.
+
+        They count as done, but not for the speed of this process.
+        """
         self._done += units
         self._done_before += units
 

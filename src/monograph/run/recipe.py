@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from monograph.errors import InputRefused, did_you_mean, said_by
+from monograph.errors import InputRefused, did_you_mean, text_of_error
 from monograph.graph.inspect import unique_state, unwrap_
 from monograph.graph.lora import Lora
 from monograph.graph.trial import USER_MODULE_PREFIX
@@ -38,9 +38,9 @@ from monograph.storage.reading import is_file, is_folder, without_links
 from monograph.text import tokenizer_file
 from monograph.text.tokenizer import Tokenizer
 
-# Entries that were added after the first version: checkpoints have them only if they differ from
-# the default, so that the checkpoints of runs without them stay the same.
-_ADDED = ("lora", "adapter", "base_sha256", "vocabulary", "family")
+# Fields of `ModelRecipe` that a checkpoint has only if they differ from the default. They were added
+# after the first version, and checkpoints of runs that do not use them should stay the same.
+_OMITTED_IF_DEFAULT = ("lora", "adapter", "base_sha256", "vocabulary", "family")
 _NOT_RECORDED = ("norm_eps", "vouched")  # fields of `ModelRecipe` that checkpoints do not have
 # The preset from which a shape takes what its sizes do not say, e.g. rope and initialisation.
 SHAPE_OF_SIZES = "micro"
@@ -66,9 +66,9 @@ class ModelRecipe(NamedTuple):
             (`monograph.model.vocabulary.set_new_rows`); otherwise None. New ids are those that the
             weights of `init` were not trained with.
         family: the family of a new Llama.
-        norm_eps: the rms_norm_eps of a new Llama; None for the preset's value. The presets of
-            hybrid models once had another value, so a run from then gets the one that the shape in
-            its checkpoint has. A recipe in a checkpoint has no such entry.
+        norm_eps: the rms_norm_eps of a new Llama; None for the preset's value. It is given for a run
+            that began when the presets of hybrid models had another value, which the shape in its
+            checkpoint records. A recipe in a checkpoint has no such entry.
         vouched: {FILE.py:FUNCTION: digest of FILE.py}, for the Python files that may run
             (`monograph.run.trust`). A recipe in a checkpoint has no such entry.
     """
@@ -102,10 +102,10 @@ class ModelRecipe(NamedTuple):
         return cls(**values)
 
     def entries(self) -> dict[str, Any]:
-        """Return the recipe as a checkpoint records it; see `_ADDED` and `_NOT_RECORDED`."""
+        """Return the recipe as a checkpoint records it; see `_OMITTED_IF_DEFAULT` and `_NOT_RECORDED`."""
         entries = {}
         for key, value in self._asdict().items():
-            is_default = key in _ADDED and value == self._field_defaults[key]
+            is_default = key in _OMITTED_IF_DEFAULT and value == self._field_defaults[key]
             if key not in _NOT_RECORDED and not is_default:
                 entries[key] = value
         return entries
@@ -160,19 +160,20 @@ def recorded_lora(saved: Mapping[str, Any]) -> Lora:
 def have_one_base(one: ModelRecipe, other: ModelRecipe) -> bool:
     """Return whether the adapters of two recipes can be on one base in memory.
 
-    They can differ in rank, scale, dropout and values.
+    Such adapters may differ in rank, scale, dropout and values.
     """
     if one.lora is None or other.lora is None:
         return False
-    return _without_adapters_of_its_own(one) == _without_adapters_of_its_own(other)
+    return _with_fixed_adapters(one) == _with_fixed_adapters(other)
 
 
-def _without_adapters_of_its_own(recipe: ModelRecipe) -> ModelRecipe:
-    """Return a recipe with fixed values in place of those that differ between adapters on one base."""
+def _with_fixed_adapters(recipe: ModelRecipe) -> ModelRecipe:
+    """Return a recipe with fixed values in place of those that may differ between adapters on one base."""
     assert recipe.lora is not None
-    of_base = replace(recorded_lora(recipe.lora), rank=1, alpha=1.0, rslora=False, dropout=0.0)
-    # The seed may have made new weights of a base, too; but then its digest differs.
-    return recipe._replace(lora=lora_record(of_base), seed=0, adapter=None, vouched={})
+    fixed_lora = replace(recorded_lora(recipe.lora), rank=1, alpha=1.0, rslora=False, dropout=0.0)
+    # A Python file may also have drawn weights of the base from the seed. Bases from different seeds then
+    # differ in `base_sha256`, which is compared.
+    return recipe._replace(lora=lora_record(fixed_lora), seed=0, adapter=None, vouched={})
 
 
 def require_same_file(recipe: ModelRecipe, run: Run) -> None:
@@ -213,7 +214,7 @@ def is_weight_file(name: str | Path) -> bool:
     return str(name).endswith(TORCH_FILE_SUFFIXES) and not is_folder(name)
 
 
-class _LoaderOfBytes(importlib.machinery.SourceFileLoader):
+class _BytesLoader(importlib.machinery.SourceFileLoader):
     """A loader that compiles `source`, the bytes whose digest was checked.
 
     Python's own loader would read the file again, or take compiled code from __pycache__.
@@ -250,14 +251,14 @@ def build_from_file(recipe: ModelRecipe, code: Code) -> tuple[nn.Module, Loss]:
             hint = did_you_mean(code.function, function_names)
             raise InputRefused(f"{where}: {file} has no function {code.function!r}{hint}")
         parameters = inspect.signature(function).parameters
-        offered = {"seed": recipe.seed, **recipe.sizes}
-        arguments = {key: value for key, value in offered.items() if key in parameters}
+        possible_arguments = {"seed": recipe.seed, **recipe.sizes}
+        arguments = {key: value for key, value in possible_arguments.items() if key in parameters}
         model = function(**arguments)
     except InputRefused:
         raise
     except (Exception, SystemExit) as error:  # the file is a user's program: it may raise anything
         raise InputRefused(
-            f"{where}: {file} failed: {type(error).__name__}: {said_by(error)}"
+            f"{where}: {file} failed: {type(error).__name__}: {text_of_error(error)}"
         ) from error
     if not isinstance(model, nn.Module):
         raise InputRefused(f"{where}: it returned {type(model).__name__}, expected an nn.Module")
@@ -274,7 +275,7 @@ def build_from_file(recipe: ModelRecipe, code: Code) -> tuple[nn.Module, Loss]:
     loss = getattr(program, "loss", token_loss)
     if not hasattr(loss, "fill"):
         # `fill` has the values of a row without targets, with which short micro-batches are padded
-        # (`monograph.loss`). A loss that cannot have attributes gets short micro-batches instead.
+        # (`monograph.loss`). Some callables cannot have attributes; their micro-batches are not padded.
         with suppress(AttributeError):
             loss.fill = token_loss.fill
     return unwrap_(model), loss  # without `torch.compile`: the whole step is compiled instead
@@ -291,7 +292,7 @@ def _import_source(file: Path, source: bytes) -> types.ModuleType:
     # module of the file's own name. So the module gets a name that is unique to the file's path.
     path_digest = hashlib.sha256(str(file).encode()).hexdigest()
     name = f"{USER_MODULE_PREFIX}{path_digest[:8]}_{file.stem}"
-    loader = _LoaderOfBytes(name, str(file))
+    loader = _BytesLoader(name, str(file))
     loader.source = source
     spec = importlib.util.spec_from_file_location(name, file, loader=loader)
     assert spec
@@ -334,7 +335,9 @@ def find_tokenizer(folder: str | Path) -> Path | None:
     path = tokenizer_path(folder)
     if path is None and adapter.is_adapter(folder):
         return find_tokenizer(adapter.resolved_base(adapter.read_adapter(folder)))
-    return path if path is not None and is_file(path) else None
+    if path is None or not is_file(path):
+        return None
+    return path
 
 
 def require_tokenizer(folder: str | Path) -> Path:
@@ -355,9 +358,9 @@ def no_tokenizer_error(folder: str | Path) -> InputRefused:
 
 
 def resolve_tokenizer(name: str) -> str:
-    """Return the path or word for the value of a `tokenizer` key.
+    """Return the value of a `tokenizer` key, in which the name of a run becomes its tokenizer.json.
 
-    It is the tokenizer.json of a run if the value names a run, and otherwise the value itself.
+    Other values are returned as they are: paths, and the words "auto" and "bytes".
     """
     run = None if name in ("auto", "bytes") else find_run(name)
     return str(run.tokenizer) if run else name
@@ -379,7 +382,7 @@ def tokenizer_path(folder: str | Path) -> Path | None:
 def compare_tokenizers(
     tokenizer: Tokenizer, base: str, origin: str = "data.tokenizer"
 ) -> TokenizerSizes:
-    """Require that a tokenizer has the same text as the base's tokenizer for each id of both.
+    """Require that a tokenizer has the same text as the base's tokenizer for each id that both have.
 
     Args:
         tokenizer: the run's tokenizer.
@@ -465,7 +468,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
         if tensor.is_floating_point() and tensor.dtype != torch.float64:
             numbers = numbers.float()
         sha256.update(f"{name} {list(tensor.shape)} ".encode())
-        # Reshaped, since a 0-dimensional tensor has no view of another item size.
+        # The bytes of the numbers. A 0-dimensional tensor cannot be viewed as bytes, so it is reshaped.
         number_bytes = numbers.contiguous().reshape(-1).view(torch.uint8)
         sha256.update(number_bytes.numpy().data)
     return sha256.hexdigest()

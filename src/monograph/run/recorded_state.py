@@ -1,8 +1,8 @@
 """Check the state of a run's checkpoint, and set random generators to a recorded state.
 
 The state is the JSON object that a checkpoint stores next to its tensors. A checkpoint's digests
-only show that its bytes are unchanged: who forges entries can write matching digests, too. So all
-code that reads a run's state checks here the types and ranges of its entries, and that they agree.
+only show that its bytes are unchanged: an attacker who changes entries can write matching digests, too.
+So all code that reads a run's state checks here the types and ranges of its entries, and that they agree.
 """
 
 import json
@@ -40,7 +40,9 @@ RecordedText = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern="^[a-z][a-z_]*[.][a-z]+$")]  # in the run's own folder
 NaturalPair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
-# Strict even inside a list for which strictness is off; see `_FROM_LIST`.
+# For a field that is a tuple: it takes a list, since JSON has no tuples. This also turns strictness off
+# for what is in the tuple, where `Int` and `Float` turn it on again.
+_FROM_LIST = Field(strict=False)
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True)]
 # NumPy's generator MT19937 has a state of 624 words of 32 bits, and the position of the next word.
@@ -48,8 +50,6 @@ GeneratorWords = Annotated[
     list[Annotated[Int, Field(ge=0, lt=2**32)]], Field(min_length=624, max_length=624)
 ]
 GeneratorPosition = Annotated[Int, Field(ge=0, le=624)]
-# Takes a list for a tuple, since JSON has no tuples.
-_FROM_LIST = Field(strict=False)
 
 
 class Strict(BaseModel):
@@ -66,16 +66,16 @@ class _Counters(Strict):
     tokens: Natural
     skipped: Natural
     loss_scale: Annotated[FiniteFloat, Field(gt=0)] = 1.0
-    good: Natural = 0
-    recent: list[list[FiniteFloat]] = []
+    good: Natural = 0  # updates since the loss scale last changed
+    recent: list[list[FiniteFloat]] = []  # norms and losses, by which spikes are recognised
 
 
 class _Position(Strict):
     """The position in the data, which `monograph.data.batches` describes."""
 
     seed: RecordedSeed
-    rows: Natural
-    skip: list[NaturalPair] = []
+    rows: Natural  # the position after the last row that was read
+    skip: list[NaturalPair] = []  # ranges of positions that are left out
 
 
 class _Generators(Strict):
@@ -183,7 +183,7 @@ def newest_state(run: Run) -> dict[str, Any]:
     Raises:
         InputRefused: the state is invalid; see `require_valid`.
     """
-    for _, folder in checkpointing.candidates(run.checkpoints):
+    for _, folder in checkpointing.list_checkpoints(run.checkpoints):
         with suppress(CheckpointDamaged):
             return state_in(folder, run)
     return {}
@@ -268,11 +268,13 @@ def _check_entries(state: Mapping[str, Any], update: int) -> None:
 
 def _require_adapters(recipe: _Recipe) -> None:
     """Require valid ids of new tokens and valid options of adapters; raises InputRefused."""
-    first, tokens = recipe.vocabulary or (1, 2)  # (1, 2) is any valid pair
-    if not 0 < first < tokens <= MAX_TOKENIZER_SIZE:
-        raise InputRefused(
-            f"recipe.vocabulary = [{first}, {tokens}]: expected the first new id and the number of all tokens"
-        )
+    if recipe.vocabulary is not None:
+        first_new_id, token_count = recipe.vocabulary
+        if not 0 < first_new_id < token_count <= MAX_TOKENIZER_SIZE:
+            raise InputRefused(
+                f"recipe.vocabulary = [{first_new_id}, {token_count}]: expected the first new id and the "
+                "number of all tokens"
+            )
     if recipe.lora is None:
         return
     try:
@@ -321,7 +323,7 @@ def set_generators(
     """Set three random generators to a recorded state.
 
     Args:
-        saved: the entry `random` of a checkpoint's state.
+        saved: the entry `random` of a checkpoint's state, see `_Generators`.
         python: the generator of Python to set.
         numpy: the generator of NumPy to set.
         torch_cpu: the generator of torch to set, on the CPU.

@@ -148,8 +148,7 @@ def _hub_access(name: str) -> Iterator[tuple[Any, str, str | None]]:
         if "HfHubHTTPError" in class_names:
             status = error.response.status_code  # type: ignore[attr-defined]
             message = f"the Hub answers {status}: {message}"
-        known_reasons = [
-            _REASONS[class_name] for class_name in class_names if class_name in _REASONS
-        ]
-        reason = known_reasons[0] if known_reasons else message or class_names[0]
+        reason = message or class_names[0]
+        for class_name in reversed(class_names):  # the error's own class last, so that it decides
+            reason = _REASONS.get(class_name, reason)
         raise InputRefused(f"{name}: {reason}") from None

@@ -48,7 +48,7 @@ class _FailsafeStream:
     """A text stream whose writes do not fail.
 
     Characters that the encoding lacks are replaced. After a failed write, all further output is
-    dropped: a closed terminal, or a pipe that nobody reads, must not end a run after hours of work.
+    dropped: a closed terminal, or a pipe whose reader has ended, must not end a run after hours of work.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -203,12 +203,16 @@ class _OccasionalLines:
 
 
 class _ErrorsAboveRegion(FileProxy):
-    """The standard error stream while a region is live; it writes above the region."""
+    """The standard error stream while a region is live; it writes above the region.
+
+    Control characters are made visible, except by `write_as_is`, which `monograph.terminal.write_as_is`
+    calls for the escape sequences of this package.
+    """
 
     def write(self, text: str) -> int:
         return self.write_as_is(visible(text))
 
-    def write_as_is(self, text: str) -> int:  # `monograph.terminal.write_as_is` calls it
+    def write_as_is(self, text: str) -> int:
         return super().write(text)
 
 

@@ -68,10 +68,10 @@ class ModelSource:
             other: the source that gets the answers.
             more: names of properties to copy, in addition to those that depend only on the base.
         """
-        copied = {"run", "is_weight_file", "shape", "positions", *more}
+        copied_properties = {"run", "is_weight_file", "shape", "positions", *more}
         # `cached_property` stores its value in the instance's dict, under the property's name.
         for name, value in vars(self).items():
-            if name in copied:
+            if name in copied_properties:
                 vars(other)[name] = value
         return other
 
@@ -141,7 +141,8 @@ class ModelSource:
         """
         if self.adapter:
             base = self.open(self.base)
-            # If the base is an adapter itself, what its base has is not what this model's base has.
+            # The cached answers are about `self.base`. If that is an adapter itself, its answers are about
+            # its own base, so these cannot be copied.
             if base.adapter is None:
                 base = self._with_cached_answers(base)
             base.require_headers(sizes)
@@ -177,8 +178,10 @@ class ModelSource:
 
     @cached_property
     def own_tokenizer(self) -> str:
-        """Return the path of the tokenizer.json next to `name`, which may not exist; "None" if no
-        such path is known.
+        """Return the path of the tokenizer.json next to `name`, which may not exist.
+
+        The path is only compared with the one that the settings name. So if no path is known, the text
+        "None" will do, which equals no path.
         """
         return str(tokenizer_path(self.name))
 

@@ -6,11 +6,11 @@ config.toml and of the code that it names, under a secret that only this user ca
 
     mark = HMAC-SHA256(secret, text, [(value, path of its file, SHA-256 of the file), ...])
 
-A value is that of a key that names code, such as FILE.py:FUNCTION (`monograph.storage.code`), and a
-digest is the hex SHA-256 of the file. A mark is only made for files that the user named, or whose
-run has a valid mark. A mark is invalid if it was copied to another run, or if the Python file was
-replaced or moved without the run. If no secret can be stored, this process makes a temporary one.
-Training then works, but a later command asks the user.
+Here a value is what config.toml has for a key that names code, such as FILE.py:FUNCTION
+(`monograph.storage.code`). A mark is only made for files that the user named, or whose run has a valid
+mark. A mark is invalid if it was copied to another run, or if the Python file was replaced or moved
+without the run. If no secret can be stored, this process makes a temporary one. Training then works, but
+a later command asks the user.
 """
 
 import errno
@@ -146,7 +146,7 @@ def _user_secret(folder: Path, create: bool) -> bytes:
         # The name has the user's id, since several users may share the folder.
         return _stored_secret(folder / f"secret-{os.geteuid()}", create)
     except Unreadable as error:
-        # After another error there may be a secret, without which valid marks would look invalid.
+        # Any other error is raised: there may be a secret, and without it valid marks would look invalid.
         if error.errno not in (errno.EACCES, errno.EPERM):
             raise
         return _process_secret()

@@ -1,4 +1,8 @@
-"""Writes answers in the form of the protocol and sends them, whole or as a stream of events."""
+"""Writes answers in the form of OpenAI's protocol and sends them, whole or as a stream of events.
+
+An answer has several *texts*, which the protocol calls choices. A *piece* is what is new in one text
+since its last piece. A stream sends the pieces one by one; a whole answer joins those of each text.
+"""
 
 import codecs
 import json
@@ -53,6 +57,7 @@ class EventStream:
 
     async def begin(self) -> None:
         """Send the status and the headers."""
+        # The last header keeps a proxy from collecting events before it passes them on.
         headers = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
         await _send_start(self._send, 200, headers)
 
@@ -68,8 +73,8 @@ class EventStream:
         """End the stream.
 
         Args:
-            is_done: whether all texts are sent, which a last event, [DONE], says. An error that ended
-                the stream has been sent as an event before.
+            is_done: whether all texts are sent, which a last event, [DONE], tells the client. Otherwise
+                an error has ended the stream, and the caller has sent it as an event.
         """
         last_event = b"data: [DONE]\n\n" if is_done else b""
         await self._send({"type": "http.response.body", "body": last_event})
@@ -89,11 +94,8 @@ def as_json(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-_MIN_LOGPROB = -9999.0  # it is written for ln 0, as JSON has no infinity
-
-
 class ScoredToken(NamedTuple):
-    """An entry of an answer's log-probabilities: those at the position of one token.
+    """A token with the log-probabilities at its position: an entry of an answer's log-probabilities.
 
     Attributes:
         token: the token's id.
@@ -109,15 +111,15 @@ class ScoredToken(NamedTuple):
 
 
 class TextPiece(NamedTuple):
-    """A new piece of a text.
+    """What is new in a text.
 
     Attributes:
         text_index: the text's number in the answer.
-        text: the new characters.
+        text: the new characters, without those of calls.
         entries: an entry for each new token, if the answer has log-probabilities, else empty.
         finish: how the text ended; None if it has not ended.
         calls: new pieces of calls of tools.
-        calls_tools: whether the text up to here has a call.
+        calls_tools: whether the text has called a tool, in this piece or in an earlier one.
     """
 
     text_index: int
@@ -131,8 +133,8 @@ class TextPiece(NamedTuple):
 class TextBuilder:
     """Makes the pieces of a text from the decoder's events.
 
-    A piece has only the text that is certain. An incomplete character, or what may be the beginning of
-    a stop string, is held back with its tokens' entries until further tokens decide it.
+    A piece has only characters that further tokens cannot change or remove. An incomplete character, or
+    what may be the beginning of a stop string, is held back, and so are the entries of its tokens.
 
     Attributes:
         token_count: the number of tokens that were sampled so far.
@@ -153,9 +155,9 @@ class TextBuilder:
         Args:
             text: the text.
             stop: the strings before which the text ends.
-            likeliest_count: how many of the likeliest tokens are reported in the place of each token;
+            likeliest_count: how many of the likeliest tokens are reported at the position of each token;
                 None: the answer has no log-probabilities.
-            reports_end: whether a stop id that ends the text has an entry, too.
+            reports_end: whether a stop id (a token that ends the text) has an entry, too.
             echo: the prompt's characters, if the answer repeats them before the text.
             call_reader: reads the calls of tools in the text; None: there are none.
         """
@@ -167,7 +169,7 @@ class TextBuilder:
         self._stop_ids = text.request.stop_ids
         self._index = text.index
         self._likeliest_count = likeliest_count
-        # Entries of tokens whose text is held back, each with the number of bytes before its token.
+        # Entries that are held back, each with the number of bytes before its token.
         self._uncertain_entries: list[tuple[int, ScoredToken]] = []
         self._byte_count = 0  # the bytes of all tokens so far
         self._offsets = CharacterOffsets(self._tokenizer.inserted_space(prompt_ids), len(echo))
@@ -180,16 +182,19 @@ class TextBuilder:
         if event.finish is not None:
             new_text += self._transcript.finish()
         calls = list[CallPiece]()
+        calls_tools = False
         if self._call_reader is not None:
+            # The reader's text takes the place of the transcript's, which would also have the calls. The
+            # transcript is still needed: its size decides which entries are held back.
             new_text, calls = self._read_calls(self._call_reader, event)
-        calls_tools = self._call_reader is not None and self._call_reader.call_count > 0
+            calls_tools = self._call_reader.call_count > 0
         if self._likeliest_count is not None:
             for token, logprobs in zip(event.token_ids, event.logprobs, strict=True):
                 self._add_entry(token, logprobs, self._likeliest_count)
         if event.finish is None:
             entries = self._take_certain_entries()
             return TextPiece(self._index, new_text, entries, None, calls, calls_tools)
-        # For finishes that are errors, the request is refused before the event comes here.
+        # The decoder has further finishes, which are errors. They do not come here: the request fails.
         finish: shapes.ServedFinish = "stop" if event.finish == "stop" else "length"
         if finish == "stop" and self._uncertain_entries:
             # Remove the entry of the stop id that has ended the text, if it is not reported.
@@ -200,9 +205,9 @@ class TextBuilder:
         return TextPiece(self._index, new_text, entries, finish, calls, calls_tools)
 
     def _read_calls(self, reader: CallReader, event: Event) -> tuple[str, list[CallPiece]]:
-        """Return the new characters of the content, and the new pieces of calls."""
+        """Return the new characters outside of calls, and the new pieces of calls."""
         ids = event.token_ids
-        if ids and ids[-1] in self._stop_ids:  # it only ends the text
+        if ids and ids[-1] in self._stop_ids:  # a stop id is not part of the text
             ids = ids[:-1]
         content, calls = reader.add(ids)
         if event.finish is not None:
@@ -219,24 +224,29 @@ class TextBuilder:
         self._byte_count += len(token_bytes)
 
     def _take_certain_entries(self) -> list[ScoredToken]:
-        """Remove and return the entries of tokens that begin in the certain part of the text.
+        """Remove and return the entries of tokens that begin in the part of the text that is certain.
 
-        A token without bytes, such as a special one, also counts if it is at the end of that part.
+        The certain part is what was not held back. A token without bytes, such as a special one, also
+        belongs to it if it stands at its end.
         """
         certain_bytes = self._transcript.size
-        # Entries are in the order of the text, so these are the first ones.
-        count = 0
+        # Entries are in the order of the text, so those to return are the first ones.
+        certain_count = 0
         for begin, entry in self._uncertain_entries:
-            is_empty = not self._tokenizer.pieces[entry.token]
-            if begin < certain_bytes or (begin == certain_bytes and is_empty):
-                count += 1
-        certain = self._uncertain_entries[:count]
-        self._uncertain_entries = self._uncertain_entries[count:]
+            has_no_bytes = not self._tokenizer.pieces[entry.token]
+            if begin < certain_bytes or (begin == certain_bytes and has_no_bytes):
+                certain_count += 1
+        certain = self._uncertain_entries[:certain_count]
+        self._uncertain_entries = self._uncertain_entries[certain_count:]
         return [entry for _, entry in certain]
 
 
 class CharacterOffsets:
-    """Counts the characters before each token of a text, whose tokens are added one by one."""
+    """Counts the characters before each token of a text, whose tokens are added one by one.
+
+    A character whose bytes are in several tokens is counted at the last of them. Bytes that are not
+    UTF-8 are counted as U+FFFD, the replacement character.
+    """
 
     def __init__(self, lead: bytes, count: int = 0) -> None:
         """Begin after `count` characters.
@@ -253,14 +263,16 @@ class CharacterOffsets:
     def add(self, token_bytes: bytes) -> int:
         """Return the number of characters before a token, and count the token's own."""
         offset = self._count
-        # The bytes of a character that earlier tokens have begun, which is not counted yet.
+        # The bytes of a character that earlier tokens have begun. The decoder has not returned it, so
+        # it is not counted yet.
         incomplete, _ = self._decoder.getstate()
         text_bytes = bytes(token_bytes)
         if text_bytes:
             text_bytes = text_bytes.removeprefix(self._lead)
             self._lead = b""
             self._count += len(self._decoder.decode(text_bytes))
-        # An ASCII byte does not continue a character. So the incomplete one ends before it, as U+FFFD.
+        # An ASCII byte never continues a character. If the token begins with one, the incomplete
+        # character ends as U+FFFD before the token.
         begins_with_ascii = text_bytes[:1].isascii() and text_bytes[:1] != b""
         if begins_with_ascii:
             offset += len(incomplete.decode(errors="replace"))
@@ -272,9 +284,11 @@ def prompt_entries(
 ) -> list[ScoredToken]:
     """Return the entries of a prompt's tokens; the first token has no score."""
     offsets = CharacterOffsets(tokenizer.inserted_space(ids[:1]))
+    no_score = (None, ())
     entries = []
-    for token, (logprob, likeliest) in zip(ids, [(None, ()), *scores], strict=True):
-        entries.append(ScoredToken(token, offsets.add(tokenizer.pieces[token]), logprob, likeliest))
+    for token, (logprob, likeliest) in zip(ids, [no_score, *scores], strict=True):
+        offset = offsets.add(tokenizer.pieces[token])
+        entries.append(ScoredToken(token, offset, logprob, likeliest))
     return entries
 
 
@@ -310,7 +324,7 @@ class AnswerBuilder:
         Args:
             model: the model that writes.
             seed: the seed of the request.
-            likeliest_count: how many of the likeliest tokens are reported in the place of each token;
+            likeliest_count: how many of the likeliest tokens are reported at the position of each token;
                 None: the answer has no log-probabilities.
         """
         self._tokenizer = model.version.tokenizer
@@ -334,23 +348,23 @@ class AnswerBuilder:
         head = as_json(self._fields)[:-1]  # without the closing brace
         return head + b',"choices":[' + choices + b'],"usage":' + as_json(usage) + b"}"
 
-    def piece_json(self, piece: TextPiece, *, has_usage: bool) -> bytes:
+    def piece_json(self, piece: TextPiece, *, wants_usage: bool) -> bytes:
         """Return the event of a piece.
 
         Args:
             piece: the piece.
-            has_usage: whether the client wants the usage, which another event has. In the protocol the
-                field usage of all others is then null.
+            wants_usage: whether the client wants the usage. The stream's last event has it, and in all
+                other events the field is then null.
         """
-        usage = b',"usage":null' if has_usage else b""
+        usage = b',"usage":null' if wants_usage else b""
         return self._event_json(as_json([self._event_choice(piece)]), usage)
 
     def usage_json(self, usage: shapes.Usage) -> bytes:
-        """Return the last event of a stream, if it has a usage; it has no choices."""
+        """Return the event that has the usage and no choices: the last one before [DONE]."""
         return self._event_json(b"[]", b',"usage":' + as_json(usage))
 
-    def parts(self, piece: TextPiece) -> list[TextPiece]:
-        """Return the pieces for which a stream sends one event each, of one piece of a text."""
+    def split_by_event(self, piece: TextPiece) -> list[TextPiece]:
+        """Return a piece as the pieces that a stream sends, each in an event of its own."""
         return [piece]
 
     def first_pieces(self, index: int) -> list[TextPiece]:
@@ -360,8 +374,8 @@ class AnswerBuilder:
     def _event_json(self, choices: bytes, usage: bytes) -> bytes:
         if not self._event_head:
             fields = self._fields | {"object": self.event_name}
-            without_brace = as_json(fields)[:-1]  # the closing one
-            self._event_head = without_brace + b',"choices":'
+            head = as_json(fields)[:-1]  # without the closing brace
+            self._event_head = head + b',"choices":'
         return self._event_head + choices + usage + b"}"
 
     def _choice(self, piece: TextPiece) -> Mapping[str, Any]:
@@ -398,13 +412,14 @@ class AnswerBuilder:
 
     def _likeliest_by_text(self, entry: ScoredToken) -> dict[str, float]:
         """Return ln p of the likeliest tokens and of the sampled one, by their texts."""
-        by_token = dict([*entry.likeliest, (entry.token, entry.logprob or 0.0)])
+        by_token = dict(entry.likeliest)
+        by_token[entry.token] = entry.logprob or 0.0  # `or` only for the type: it is not None here
         by_text: dict[str, float] = {}
-        for token, value in by_token.items():
+        for token, logprob in by_token.items():
             text = self._token_text(token)
             if text in by_text:  # two tokens may have the same text
                 text = f"token_id:{token}"
-            by_text[text] = _finite(value)
+            by_text[text] = _finite(logprob)
         return by_text
 
     def _token_text(self, token: int) -> str:
@@ -419,30 +434,37 @@ class ChatAnswerBuilder(AnswerBuilder):
     id_prefix = "chatcmpl-"
 
     def first_pieces(self, index: int) -> list[TextPiece]:
-        """Return one empty piece: `_event_choice` sends the role in place of an empty text."""
+        """Return one empty piece. `_event_choice` turns it into the event with the speaker's role."""
         return [TextPiece(index, "", [], None)]
 
-    def parts(self, piece: TextPiece) -> list[TextPiece]:
-        """Return a part for new content and one for each piece of a call; none if nothing is new."""
-        parts = [
+    def split_by_event(self, piece: TextPiece) -> list[TextPiece]:
+        """Return a piece for the new text, and then one for each piece of a call.
+
+        If nothing is new, none is returned, because an empty one would be sent as the role. The last
+        one has the finish.
+        """
+        split = [
             TextPiece(piece.text_index, "", [], None, [call], piece.calls_tools)
             for call in piece.calls
         ]
-        if piece.text or piece.entries or (piece.finish is not None and not parts):
-            content = piece._replace(calls=(), finish=None)
-            parts.insert(0, content)
-        if parts:
-            parts[-1] = parts[-1]._replace(finish=piece.finish)
-        return parts
+        # A finish alone is sent, too: with an empty text.
+        is_finish_alone = piece.finish is not None and not split
+        if piece.text or piece.entries or is_finish_alone:
+            split.insert(0, piece._replace(calls=(), finish=None))
+        if split:
+            split[-1] = split[-1]._replace(finish=piece.finish)
+        return split
 
     def _choice(self, piece: TextPiece) -> Mapping[str, Any]:
         message: shapes.ChatMessage = {"role": "assistant", "content": piece.text, "refusal": None}
         calls: list[shapes.AnsweredCall] = []
-        for _, name, arguments in piece.calls:
-            if name is not None:
-                function: shapes.CalledTool = {"name": name, "arguments": ""}
+        for call in piece.calls:
+            if (
+                call.name is not None
+            ):  # the first piece of a call; the others continue its arguments
+                function: shapes.CalledTool = {"name": call.name, "arguments": ""}
                 calls.append({"id": _new_call_id(), "type": "function", "function": function})
-            calls[-1]["function"]["arguments"] += arguments
+            calls[-1]["function"]["arguments"] += call.arguments
         if calls:
             message["tool_calls"] = calls
             message["content"] = piece.text or None
@@ -454,7 +476,7 @@ class ChatAnswerBuilder(AnswerBuilder):
             delta = {"tool_calls": [_call_delta(call) for call in piece.calls]}
         elif piece.text:
             delta = {"content": piece.text}
-        elif not piece.entries and piece.finish is None:
+        elif not piece.entries and piece.finish is None:  # the empty piece of `first_pieces`
             delta = {"role": "assistant", "content": ""}
         return {"index": piece.text_index, "delta": delta} | self._logprobs_and_finish(piece)
 
@@ -470,7 +492,8 @@ class ChatAnswerBuilder(AnswerBuilder):
 
     def _sampled_token(self, entry: ScoredToken) -> shapes.ChatDrawnToken:
         likeliest = [self._chat_token(token, logprob) for token, logprob in entry.likeliest]
-        # Only a prompt's first token has no log-probability, and a chat repeats no prompt.
+        # `or` only for the type: the log-probability is None only for the first token of a prompt, and
+        # an answer in a chat does not repeat its prompt.
         sampled = self._chat_token(entry.token, entry.logprob or 0.0)
         return {**sampled, "top_logprobs": likeliest}
 
@@ -507,6 +530,9 @@ def token_usage(prompt_tokens: int, sampled_tokens: int) -> shapes.Usage:
         "completion_tokens": sampled_tokens,
         "total_tokens": prompt_tokens + sampled_tokens,
     }
+
+
+_MIN_LOGPROB = -9999.0  # it is written for ln 0, as JSON has no infinity
 
 
 def _finite(logprob: float) -> float:

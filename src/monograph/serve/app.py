@@ -1,7 +1,7 @@
 """The application: which address answers what, and the guard before it.
 
-The guard decides who may send requests, from where, and in which form. The body of any other request
-is not even read.
+The guard decides who may send requests, from where, and in which form. It refuses any other request
+before its body is read.
 
 A web page of someone else must not reach the model through the user's browser. The guard recognises
 such a request by its headers: Origin names the other page; or Host has another name, if that name was
@@ -43,7 +43,8 @@ from monograph.serve.requests import (
 from monograph.serve.service import Service
 from monograph.serve.texts import TextEndpoint
 
-# The value of a Host header: the name or address, and perhaps a port.
+# The value of a Host header: an IPv6 address in brackets, or a name or another address; and perhaps a
+# port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(?::[0-9]*)?")
 _CHARSET = re.compile(r"(?:^|;)\s*charset\s*=\s*\"?([^\s;\"]+)", re.IGNORECASE)
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -71,8 +72,8 @@ class Guard:
         self._app = app
         self._request_counts = request_counts
         self._key_digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        # The names that Host may have; None: any name. A server that listens at all addresses may have
-        # any name. It also has keys, which a foreign page does not know.
+        # The names that Host may have; None: any name. A server that listens at all addresses can be
+        # reached by any name. It always has keys, which a foreign page does not know.
         listens_everywhere = host in ("0.0.0.0", "::", "")
         self._hosts = None if listens_everywhere else {*LOCAL_HOSTS, host.lower()}
 
@@ -127,13 +128,13 @@ class Guard:
         # Starlette has decoded the header's bytes as Latin-1.
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         # All keys are compared, each in constant time, so that the time tells nothing about a key.
-        matches = [hmac.compare_digest(digest, known) for known in self._key_digests]
-        if scheme.lower() != "bearer" or not any(matches):
+        are_equal = [hmac.compare_digest(digest, known) for known in self._key_digests]
+        if scheme.lower() != "bearer" or not any(are_equal):
             message = (
                 "expected the header Authorization: Bearer KEY, with a key of the server's file"
             )
             raise Refused(401, message, code="invalid_api_key", WWW_Authenticate="Bearer")
-        return str(matches.index(True))
+        return str(are_equal.index(True))
 
 
 def _require_one_length(scope: Scope, headers: Headers) -> None:
@@ -268,7 +269,8 @@ class _Information:
         if request.add_special_tokens:
             ids = [version.tokenizer.bos_id, *ids]
         elif text in version.tokenizer.special:
-            # A client can look up the id of a special token, whose name it has from /tokenizer_info.
+            # `encode` reads the name of a special token as text. To look up the token's id, a client sends
+            # the name, which it has from /tokenizer_info, as the whole prompt.
             ids = [version.tokenizer.special[text]]
         return {"tokens": ids, "count": len(ids), "max_model_len": version.context}
 
@@ -286,7 +288,7 @@ class _Adapters:
         self._has_keys = has_keys
 
     def _require_keys(self) -> None:
-        """Refuse a request to a server that everyone may use who reaches it."""
+        """Refuse the request if the server has no keys: anyone who reaches it could change its adapters."""
         if not self._has_keys:
             message = (
                 "adapters come and go only on a server with keys: start it with --api-key-file"
@@ -335,7 +337,7 @@ class _JsonEndpoint:
         return await send_json(send, answer)
 
 
-# Starlette passes errors to these functions by the rows of `exception_handlers`, so their types are known.
+# Starlette calls these functions with the errors that `exception_handlers` lists for them.
 
 
 async def _answer_refused(request: Request, error: Exception) -> Response:

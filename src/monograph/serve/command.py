@@ -15,7 +15,7 @@ import uvicorn
 from monograph import interrupts
 from monograph.decode.completion import MAX_ROWS
 from monograph.device import default_device
-from monograph.errors import InputRefused, UsageError, bug_report, said_by
+from monograph.errors import InputRefused, UsageError, bug_report, text_of_error
 from monograph.report.quantities import counted
 from monograph.run.adapters import named_folders
 from monograph.serve.app import application, is_local
@@ -26,9 +26,9 @@ from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_folder, read_input
 from monograph.terminal import one_line, warn
 
-# After the first signal, requests that have begun may take this time to end.
+# After a first SIGTERM or Ctrl-C, requests that have begun may take this time to end.
 DRAIN_S = 30
-# An idle connection is closed this long after an answer.
+# A connection is closed if no further request comes within this time after an answer.
 IDLE_S = 20
 MAX_KEY_FILE_BYTES = 1 << 16
 # The maximum number of characters of a name for the model.
@@ -55,6 +55,7 @@ def run(
     adapter_rank: int | None = None,
 ) -> None:
     """Serve a run's newest checkpoint or a folder's model; see the command line's help."""
+    # This must come before the import of torch._dynamo, which sets its own cache path in the environment.
     keep_compiled()
     require_names(served_names)
     keys = read_keys(api_key_file) if api_key_file else []
@@ -132,7 +133,7 @@ def read_keys(path: Path) -> list[str]:
         key = line.strip()
         if not key:
             continue
-        # Such a character is not seen, so a key that is typed from the screen would lack it. A header
+        # An invisible character would be missing in a key that is typed from the screen, and a header
         # cannot contain it.
         invisible = [letter for letter in key if not letter.isprintable()]
         if invisible:
@@ -170,7 +171,7 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
 async def _serve(service: Service, host: str, keys: list[str], listener: socket.socket) -> None:
     """Serve until a signal, and then print how much was answered.
 
-    If an error has ended the server, it is raised.
+    If an error of the owner's thread or while loading the model has ended the server, it is raised.
     """
     server = _Server(server_config(service, host, keys), service)
     port = listener.getsockname()[1]
@@ -179,14 +180,14 @@ async def _serve(service: Service, host: str, keys: list[str], listener: socket.
     try:
         await serving
     finally:
-        with interrupts.ending_at_once():
+        with interrupts.end_at_once_inside():  # here a further Ctrl-C ends the process
             loading.cancel()
             try:
                 with suppress(asyncio.CancelledError):
                     await loading  # raises the error that kept the model from being loaded
             finally:
-                # If a thread were inside a device's library when Python ends, the process would
-                # abort.
+                # All threads are ended here: if one were inside a device's library when Python ends, the
+                # process would abort.
                 service.end()
                 await asyncio.get_running_loop().shutdown_default_executor()
     if service.crash_error is not None:
@@ -263,7 +264,7 @@ def _say(line: str) -> None:
 
 def _report_bug(error: Exception) -> None:
     path = bug_report(sys.argv[1:])
-    words = one_line(f"{type(error).__name__}: {said_by(error)}")[:200]
+    words = one_line(f"{type(error).__name__}: {text_of_error(error)}")[:200]
     warn(f"bug: {words}; please report it with {path}")
 
 

@@ -1,20 +1,24 @@
 """Compiles the stop strings, constraints and tools of requests in processes of their own, under limits.
 
-The compiler limits its own work, but a hostile schema may still need much time or memory. So this
-module is also a program, the compiling process. It imports what compiling needs, gets the vocabulary
-once, and forks a child for each job. The kernel ends a child that uses too much. The server checks
-every number that a child sends, and unpickles nothing.
+What a text may be is compiled to an automaton over tokens, which the decoder follows on the device. The
+compiler (`monograph.automata`) limits its own work, but a hostile schema may still need much time or
+memory. So this module is also a program, the compiling process. It imports what compiling needs, gets
+the vocabulary once, and forks a child for each job. The kernel ends a child that uses too much. The
+server checks every number that a child sends, and unpickles nothing.
 
 The process's standard input is a socket to the server. The process reads:
 
-- first a line of JSON, [stop ids, the length of each piece], and then the bytes of the pieces;
+- first a line of JSON, [stop ids, the length of each piece], and then the bytes of the pieces (a piece
+  is the bytes of a token);
 - then a line of JSON for each job, [[kind, value, lead in hexadecimal], CPU seconds, bytes of memory].
 
-For each job it sends `_REPLY` and the child's output: `_HEAD`, the automaton's arrays, and a text. If
-the compiler has refused the job, the output is an automaton without states, and the text is the reason.
+When it is ready, it sends a `_REPLY` without output. For each job it sends a `_REPLY` and the child's
+output: a `_HEAD`, the automaton's arrays, and a text. If the compiler has refused the job, the output is
+an automaton without states, and the text is the reason.
 
 Axes of the arrays: S the automaton's states, C its classes of tokens, V the vocabulary, E its effects,
-4 the fields of an effect, R the counters. `monograph.automata.Automaton` says what the arrays are.
+4 the fields of an effect, R the counters. An effect says what a token does to the automaton's counters.
+`monograph.automata.Automaton` says what the arrays are.
 """
 
 import asyncio
@@ -61,9 +65,10 @@ MAX_WAITING = 32
 
 # The process starts in a fraction of a second, but on a busy machine it may take many seconds.
 _START_TIMEOUT_S = 120.0
-_STOP = "stop"  # the kind of a job that compiles stop strings
-_CALLS = "calls"  # and of one that compiles the calls of tools
-# How messages name what is compiled, by kind.
+# The kinds of jobs, in addition to the kinds of constraints that `monograph.automata` has.
+_STOP = "stop"  # compiles stop strings
+_CALLS = "calls"  # compiles which calls of tools an answer may have
+# How messages name what is compiled, by the kind of job.
 _NAMES = {
     "choices": "the choices",
     "regex": "the regular expression",
@@ -92,7 +97,7 @@ class ChildResult(NamedTuple):
     """How a child ended, and what it wrote.
 
     Attributes:
-        exit_code: its exit code, or minus the number of the signal that ended it.
+        exit_code: its exit code, or minus the number of the signal that ended it; or _TOO_LONG.
         output: the bytes that it wrote, see the module's docstring.
     """
 
@@ -106,7 +111,7 @@ class ConstraintCompiler:
     The results that were used last are cached. So equal requests get the same object, by which the
     decoder recognises an automaton that is on the device already. Jobs run one after another. The first
     job starts the compiling process, which takes seconds, and a job that finds it dead starts it again.
-    A compiler is used by one event loop.
+    All methods are called in one event loop.
     """
 
     def __init__(self, pieces: Sequence[bytes], stop_ids: Sequence[int]) -> None:
@@ -116,15 +121,15 @@ class ConstraintCompiler:
             pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
             stop_ids: the tokens that end a text.
         """
-        head = json.dumps([[int(token) for token in stop_ids], [len(piece) for piece in pieces]])
+        piece_sizes = [len(piece) for piece in pieces]
+        head = json.dumps([[int(token) for token in stop_ids], piece_sizes])
         self._vocabulary_message = head.encode() + b"\n" + b"".join(pieces)
         self._vocabulary_size = len(pieces)
         # The result of each job, by the job's JSON: an automaton, or the reason why it was refused.
         self._cache: OrderedDict[str, Automaton | str] = OrderedDict()
-        self._job_lock = asyncio.Lock()
-        self._constraint_lock = asyncio.Lock()
-        # The constraints that wait for `_constraint_lock`, by the job's JSON, and how many requests wait
-        # for each.
+        self._job_lock = asyncio.Lock()  # is locked while a job runs
+        self._constraint_lock = asyncio.Lock()  # see `_acquire_job_lock`
+        # How many requests wait for each constraint, by the job's JSON.
         self._waiting: Counter[str] = Counter()
         self._is_closed = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -198,8 +203,8 @@ class ConstraintCompiler:
             result = self._cache[key]
         else:
             await self._acquire_job_lock(kind, key)
-            # A task of its own, which runs to its end even if this request is cancelled: equal requests
-            # may wait for its result.
+            # The job is a task of its own and is shielded, so it runs to its end even if this request is
+            # cancelled: equal requests may wait for its result. So the task itself releases the lock.
             job = asyncio.create_task(self._compile(kind, key))
             job.add_done_callback(lambda _: self._job_lock.release())
             result = await asyncio.shield(job)
@@ -208,11 +213,12 @@ class ConstraintCompiler:
         return result
 
     async def _acquire_job_lock(self, kind: str, key: str) -> None:
-        """Wait until no job runs.
+        """Wait until no job runs, and lock `_job_lock`.
 
-        A constraint first waits for `_constraint_lock`, so only one of them at a time waits for the job
-        lock. So stop strings, which are compiled quickly, wait for at most two constraints: the one
-        that is compiled, and the one that waits for the job lock.
+        Stop strings are compiled quickly, so they must not wait for all constraints that came before.
+        Therefore constraints wait for `_constraint_lock`, and only one of them at a time waits for the
+        job lock. Stop strings wait for the job lock alone: for the constraint that is being compiled, and
+        at most one more.
 
         Raises:
             Busy: too many constraints wait.
@@ -220,6 +226,7 @@ class ConstraintCompiler:
         if kind == _STOP:
             await self._job_lock.acquire()
             return
+        # A request whose constraint waits already needs no further place.
         if key not in self._waiting and len(self._waiting) >= MAX_WAITING:
             raise Busy
         self._waiting[key] += 1
@@ -243,7 +250,8 @@ class ConstraintCompiler:
                 result = _read_automaton(child.output, self._vocabulary_size)
         except InputRefused as error:
             result = str(error)
-        except (ValueError, struct.error):  # the output is not that of an undisturbed child
+        except (ValueError, struct.error):
+            # A hostile value has made the child write something that is not an automaton.
             result = _failure_reason(kind, child.exit_code)
         self._cache[key] = result
         while self._is_cache_too_large():
@@ -272,11 +280,14 @@ class ConstraintCompiler:
                 self._end_process()
                 if isinstance(error, TimeoutError):
                     return ChildResult(_TOO_LONG, bytearray())
-                if not isinstance(error, OSError | EOFError):
+                # Other errors of the socket mean that the process is dead.
+                is_dead = isinstance(error, OSError | EOFError)
+                if not is_dead:
                     raise
         raise RuntimeError("the process that compiles constraints died twice")
 
     async def _start_process(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Start the compiling process, send it the vocabulary, and return the streams to it."""
         if self._is_closed:
             raise RuntimeError("the compiler is closed")
         ours, theirs = socket.socketpair()
@@ -288,7 +299,7 @@ class ConstraintCompiler:
             # The process must import the same package as the server.
             package_parent = Path(__file__).parents[2]
             environment["PYTHONPATH"] = f"{package_parent}:{environment.get('PYTHONPATH', '')}"
-            # -P: it imports nothing from the present directory.
+            # -P keeps it from importing files of the present directory.
             command = [sys.executable, "-P", "-m", "monograph.serve.compiling"]
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment
@@ -343,6 +354,7 @@ def _read_automaton(output: bytearray, vocabulary_size: int) -> Automaton:
     """
     state_count, class_count, effect_count, text_bytes = _HEAD.unpack_from(output)
     is_refusal = state_count == 0
+    # A refusal has no arrays, so its text follows the head.
     shapes: list[tuple[int, ...]] = [(0,)] * len(_ARRAY_TYPES)
     if not is_refusal:
         shapes = [
@@ -365,20 +377,21 @@ def _read_automaton(output: bytearray, vocabulary_size: int) -> Automaton:
     if is_refusal:
         raise InputRefused(text)
     next_SC, effect_SC, class_V, stops_S, effects_E4R = arrays
-    # The device uses the numbers of these arrays as indices, and would not notice a wrong one.
+    # The device uses the numbers of these arrays as indices, and would not notice a wrong one. The next
+    # state -1 means that the tokens are forbidden.
     _require_within(next_SC, -1, state_count - 1)
     _require_within(class_V, 0, class_count - 1)
     _require_within(effect_SC, 0, effect_count - 1)
     _require_within(stops_S, 0, 1)
     if effect_count > MAX_EFFECTS:
         raise ValueError
-    # A count that needs more bits than it has would change the state. An effect that never applies does
-    # no harm.
-    effect_numbers = effects_E4R.tolist()
-    if not all(map(is_sound, effect_numbers)):
+    # The decoder packs a state and its counts into the bits of one number. So an effect that lets a count
+    # grow too large would change the state.
+    effect_fields = effects_E4R.tolist()
+    if not all(map(is_sound, effect_fields)):
         raise ValueError
-    checked_effects = tuple(Effect(*map(tuple, numbers)) for numbers in effect_numbers)
-    if checked_effects[0] != ALWAYS:
+    checked_effects = tuple(Effect(*map(tuple, fields)) for fields in effect_fields)
+    if checked_effects[0] != ALWAYS:  # effect 0 is that of tokens which change no counter
         raise ValueError
     return Automaton(text, next_SC, class_V, stops_S.view(np.bool_), effect_SC, checked_effects)
 
@@ -408,13 +421,13 @@ def main() -> None:
         stop_ids, piece_sizes = parse_json(reader.readline())
         pieces = [reader.read(size) for size in piece_sizes]
         _import_everything()
-        channel.sendall(_REPLY.pack(0, 0))
+        channel.sendall(_REPLY.pack(0, 0))  # tells the server that the process is ready
         while line := reader.readline():
             read_end, write_end = os.pipe()
             child = os.fork()
-            if child == 0:  # this is the child, and the call does not return
+            if child == 0:  # this is the child; it ends in `_run_job`, which does not return
                 _run_job(parse_json(line), pieces, stop_ids, write_end)
-            os.close(write_end)
+            os.close(write_end)  # the child has its own; the output ends when that one is closed
             with open(read_end, "rb") as pipe:
                 output = pipe.read(_MAX_REPLY_BYTES)
             _, status = os.waitpid(child, 0)
@@ -426,7 +439,8 @@ def main() -> None:
 def _import_everything() -> None:
     """Compile a constraint of each kind, so that all that compiling needs is imported.
 
-    numpy imports parts of itself at their first use, and a child is not allowed to open a file.
+    numpy imports parts of itself at their first use, and a child is not allowed to open a file. The
+    vocabulary is a small one: a stop id, all bytes, and a few tokens of several bytes.
     """
     stop_id = 0
     pieces = [b"", *(bytes([byte]) for byte in range(256)), b"ab", b'a"', b'{"', b'":']
@@ -440,7 +454,7 @@ def _run_job(
     job: Sequence[Any], pieces: Sequence[bytes], stop_ids: Sequence[int], write_end: int
 ) -> NoReturn:
     """Run a job in the child under its limits, write the result to a pipe, and end the child."""
-    code = 1
+    code = 1  # of a child that has failed, by a bug or by what the client sent
     try:
         (kind, value, lead), processor_s, memory_bytes = job
         # The kernel kills the child if the compiling process ends.
@@ -459,12 +473,15 @@ def _run_job(
 
 
 def _limit_child(processor_s: int, memory_bytes: int) -> None:
-    # The limit of addresses counts the memory that the child shares with its parent, too.
+    """Let the kernel limit what this process may use from now on."""
+    # The limit of addresses counts the memory that the child shares with its parent, too. The file's first
+    # number is the size of all addresses now, in pages.
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     address_bytes = pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
     # The kernel sends SIGXCPU at the first number of seconds, and SIGKILL at the second.
     resource.setrlimit(resource.RLIMIT_CPU, (processor_s, processor_s + 1))
+    # The child may write no core and no file, open no file, and start no process.
     forbidden = (
         resource.RLIMIT_CORE,
         resource.RLIMIT_FSIZE,

@@ -19,15 +19,17 @@ MAX_HEAD_BYTES = 1 << 14
 HEAD_TIMEOUT_S = 30.0
 # A client must read within this time if the buffers of an answer are full.
 READ_TIMEOUT_S = 30.0
-# The maximum number of bytes of further requests that arrive before the present one is answered.
+# The maximum number of bytes of pipelined requests: those that a client sends before the present one is
+# answered.
 MAX_PIPELINED_BYTES = 1 << 16
 MAX_CONNECTIONS = 1000
+_LARGE_HEAD = f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes"
 
 
 class _RequestReader(h11.Connection):
     """Reads the requests of a connection, and refuses every head of more than MAX_HEAD_BYTES.
 
-    h11 itself refuses a large head only if it does not arrive at once.
+    h11 itself refuses a large head only if it arrives in several pieces.
 
     Attributes:
         has_large_head: whether the connection was refused because of a large head.
@@ -56,14 +58,12 @@ class _RequestReader(h11.Connection):
         return event
 
 
-_LARGE_HEAD = f"the head of the request has more than {MAX_HEAD_BYTES:,} bytes"
-
-
 class Connection(H11Protocol):
     """A connection that is closed if its client does nothing for too long.
 
     It is closed if no request comes, if the client does not read an answer, or if it is idle and a
-    new connection needs its place.
+    new connection needs its place. The public methods are called by asyncio and uvicorn; they do what
+    uvicorn's own do, and more.
     """
 
     # uvicorn's names: `conn` reads requests, and `cycle` is the present or last request with its answer.
@@ -87,7 +87,7 @@ class Connection(H11Protocol):
         """
         super().connection_made(transport)
         self._idle_since = self.loop.time()
-        self._check_idle()
+        self._check_idle()  # the first check only starts the timer
         if len(self.connections) > MAX_CONNECTIONS:
             # This list is never empty, since this connection is idle.
             idle = [
@@ -106,7 +106,8 @@ class Connection(H11Protocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
-        # Uvicorn's own timer would keep a connection that was reset in memory until it fires.
+        # If the client has reset the connection, uvicorn leaves its timer running, which would keep this
+        # object in memory.
         self._unset_keepalive_if_required()
 
     @property
@@ -115,7 +116,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes: while a request is answered, at most MAX_PIPELINED_BYTES of further ones."""
+        """Receive bytes. While a request is answered, at most MAX_PIPELINED_BYTES are accepted."""
         if self._is_answering():
             self._pipelined_bytes += len(data)
         else:
@@ -123,7 +124,8 @@ class Connection(H11Protocol):
         if self._pipelined_bytes > MAX_PIPELINED_BYTES:
             self.transport.abort()
             return
-        # If the client has said that its request is the last one, what comes after it is ignored.
+        # If the client has said that its request is the last one (Connection: close), what comes after it
+        # is ignored.
         if self._pipelined_bytes and self.conn.their_state is h11.MUST_CLOSE:
             return
         super().data_received(data)
@@ -178,19 +180,19 @@ class Connection(H11Protocol):
         try:
             for event in events:
                 self.transport.write(self.conn.send(event) or b"")
-        except h11.LocalProtocolError:  # another answer has begun, or may not have a body
+        except h11.LocalProtocolError:  # an earlier answer has begun, or is one without a body
             self.transport.abort()
         else:
             self.transport.close()
 
     def _is_answering(self) -> bool:
-        # Until the request's body is complete, received bytes belong to it.
+        """Return whether a request has arrived with its whole body, and its answer is not complete."""
         return not self.is_idle and not self.cycle.more_body
 
     def _check_idle(self) -> None:
         """Abort the connection if it is idle and no request came since the last check.
 
-        Otherwise check again in HEAD_TIMEOUT_S.
+        Otherwise check again in HEAD_TIMEOUT_S. Each request has a new `cycle`.
         """
         is_first_check = self._idle_timer is None
         if self.is_idle and not is_first_check and self.cycle is self._last_cycle:

@@ -1,6 +1,6 @@
 """The OpenAPI document, made from the types of the requests and of the answers.
 
-`OPERATIONS` lists all addresses. The application takes its routes from it, too.
+`OPERATIONS` lists all addresses of the server. The application makes its routes of the same list.
 """
 
 from collections.abc import Mapping, Sequence
@@ -303,7 +303,7 @@ _FAILURES = {
         may_be_text=True,
     ),
 }
-# The statuses of errors that all operations may have, and those of all that have a body.
+# The statuses of errors that all operations may have, and those that all operations with a body may have.
 _ERRORS_OF_ALL = (403, 405, 500, 503)
 _ERRORS_OF_POST = (400, 408, 413, 415)
 _KEY = "A key of the server's file (--api-key-file), if the server was started with one."
@@ -324,12 +324,18 @@ def document() -> dict[str, Any]:
         types.update(operation.answer_types.values())
         if operation.request_type is not None:
             types.add(operation.request_type)
-    # pydantic's mode "validation": the schema of what is read, not of what pydantic would write.
-    adapters: list[Any] = [(each, "validation", TypeAdapter(each)) for each in types]
+    # The mode "validation" asks pydantic for the schema of what it reads, not of what it would write.
+    inputs: list[Any] = [(each, "validation", TypeAdapter(each)) for each in types]
     schemas, definitions = TypeAdapter.json_schemas(
-        adapters, ref_template=_SCHEMA_REFERENCE, schema_generator=_SchemaGenerator
+        inputs, ref_template=_SCHEMA_REFERENCE, schema_generator=_SchemaGenerator
     )
-    by_type = {described: schema for (described, _mode), schema in schemas.items()}
+    # Pydantic's key of a schema is the first two parts of its input: the type and the mode.
+    schema_by_type = {described_type: schema for (described_type, _), schema in schemas.items()}
+    tags = dict.fromkeys(operation.tag for operation in OPERATIONS)  # each once
+    paths = {
+        operation.path: {operation.method.lower(): _operation_entry(operation, schema_by_type)}
+        for operation in OPERATIONS
+    }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -339,15 +345,13 @@ def document() -> dict[str, Any]:
             "description": _ABOUT,
         },
         "servers": [{"url": "/"}],
-        "security": [{"key": []}, {}],  # a server may need a key or not
-        "tags": [{"name": tag} for tag in dict.fromkeys(each.tag for each in OPERATIONS)],
-        "paths": {
-            each.path: {each.method.lower(): _operation_entry(each, by_type)} for each in OPERATIONS
-        },
+        "security": [{"key": []}, {}],  # with a key or without: both kinds of servers exist
+        "tags": [{"name": tag} for tag in tags],
+        "paths": paths,
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": _KEY}},
             "responses": {
-                each.name: _failure_entry(each, by_type[shapes.Error])
+                each.name: _failure_entry(each, schema_by_type[shapes.Error])
                 for each in _FAILURES.values()
             },
             "schemas": definitions["$defs"],
@@ -356,7 +360,7 @@ def document() -> dict[str, Any]:
 
 
 class _SchemaGenerator(GenerateJsonSchema):
-    """Makes schemas without titles, which only repeat names; objects have no other fields than theirs."""
+    """Makes schemas of objects that allow no further fields, and leaves out titles, which repeat names."""
 
     def typed_dict_schema(self, schema: TypedDictSchema) -> dict[str, Any]:
         json_schema = super().typed_dict_schema(schema)
@@ -379,7 +383,7 @@ def _without_titles(value: object) -> Any:
         return [_without_titles(each) for each in value]
     if not isinstance(value, dict):
         return value
-    # A title is a text. Where "title" is a key of the schema's properties, its value is an object.
+    # A title is a text. If "title" is the name of a property, its value is an object, which stays.
     return {
         key: _without_titles(each)
         for key, each in value.items()

@@ -1,4 +1,7 @@
-"""Limits on what clients may ask for at once: texts, tokens of prompts, log-probabilities."""
+"""Limits on what clients may ask for at once: texts, tokens of prompts, log-probabilities.
+
+The decoder writes one text at a time in each of its rows; other texts wait for a row.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,7 +14,8 @@ from monograph.serve.refused import Refused
 
 # The maximum number of texts that wait, for each row of the decoder.
 WAITING_TEXTS_PER_ROW = 4
-# The maximum number of tokens of all waiting prompts, for each row, as a multiple of the context.
+# The maximum number of tokens of all waiting prompts, for each row, in units of the context (the maximum
+# number of tokens of a prompt and its text).
 WAITING_CONTEXTS_PER_ROW = 4
 # The maximum number of log-probabilities of a request. Each takes about 200 bytes until it is sent.
 MAX_REQUEST_LOGPROBS = 1 << 21
@@ -20,7 +24,7 @@ MAX_SCORED_LOGPROBS = 4 * MAX_REQUEST_LOGPROBS
 
 
 class _Entrance(NamedTuple):
-    """When a text was let in, and how full it was then.
+    """When a text was let in, and how many texts there were for each row then.
 
     Attributes:
         time_s: the time, in the seconds of `clock`.
@@ -49,7 +53,8 @@ class Gate:
         # All texts that run or wait.
         self._entrances: dict[ServedText, _Entrance] = {}
         self._prompt_tokens = 0  # the tokens of all their prompts
-        self._mean_text_s = 1.0  # a running mean of the time that a text takes in its row
+        # A running mean of the time that a text takes in its row; 1 s is a guess before the first one.
+        self._mean_text_s = 1.0
         self.refused = 0
         self.cancelled = 0
         self._reserved_logprobs = 0
@@ -58,6 +63,7 @@ class Gate:
         """Set the sizes of the decoder that writes new texts."""
         self._rows = rows
         self.max_waiting = WAITING_TEXTS_PER_ROW * rows
+        # One context for the text that runs in the row, and the rest for those that wait for it.
         self._max_prompt_tokens = (1 + WAITING_CONTEXTS_PER_ROW) * rows * context
 
     @property
@@ -80,7 +86,7 @@ class Gate:
         prompt_tokens = self._prompt_tokens + new_prompt_tokens
         count = len(self._entrances) + len(texts)
         has_too_many_texts = count > self.max_texts
-        # If no text waits, a client may have prompts of any length that its rows can hold.
+        # If no text waits, prompts of any length are let in: each row can hold the longest one.
         has_too_many_tokens = self.waiting > 0 and prompt_tokens > self._max_prompt_tokens
         if has_too_many_texts or has_too_many_tokens:
             self.refused += 1
@@ -127,7 +133,7 @@ class Gate:
             self.cancelled += 1
             self._owner.cancel(text)
         else:
-            # The row wrote other texts before this one. So only a share of the time since the entrance was
-            # taken by this text.
+            # The row wrote about `texts_per_row - 1` other texts before this one, so this one took only its
+            # share of the time since the entrance.
             text_s = (clock() - entrance.time_s) / entrance.texts_per_row
             self._mean_text_s += 0.1 * (text_s - self._mean_text_s)

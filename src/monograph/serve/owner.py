@@ -2,8 +2,11 @@
 
 Only this thread touches tensors. It decodes in blocks, each of which is a number of steps on the
 device. The event loop, which talks to the clients, gives it functions to call. The thread calls them
-between two blocks, and after each block it hands the new events to the event loop. When there is a new
-version of the model, new requests use it, while requests that have begun end with the old weights.
+between two blocks, and after each block it hands the new events to the event loop.
+
+A *version* is the model with its weights at one time. When a run has a newer checkpoint, it is loaded
+as a new version. New requests use it, while requests that have begun end with the old weights. Each
+version has its own decoder, and a decoder writes one text in each of its *rows*.
 """
 
 import asyncio
@@ -35,25 +38,26 @@ from monograph.serve.versions import ServedModel, Version
 
 _T = TypeVar("_T")
 MIN_POSITIONS = 8192  # the positions of a row are not halved to fewer than this
-# What each decoder's `Pace` has: the steps of a block by device, fewer of them while a request waits, and
-# the chunks of prompts that are read between two blocks.
+# What each decoder's `Pace` has: the steps of a block by device, the maximum while a request waits, and
+# the maximum number of chunks of prompts that are read between two blocks.
 BLOCK_STEPS = {"cuda": 16, "cpu": 1}
 STEPS_WHILE_WAITING = 4
 MAX_PROMPT_CHUNKS = 2
-# Options of the sampler that need the stages which most requests with filters need.
+# Options of the sampler with the filters that most requests use. Their values do not matter here.
 _FILTER_OPTIONS: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}
-# Options that need every stage of the sampler, and room for the longest list of biases.
+# Options that turn every stage of the sampler on (those of its examples), with the longest list of biases.
 _ALL_OPTIONS: dict[str, Any] = {
     name: value for stage in STAGES.values() for name, value in stage.example.items()
 }
-_ALL_OPTIONS |= {"top_k": 0, "logit_bias": dict.fromkeys(range(MAX_BIASES), 0.0)}
+_ALL_OPTIONS |= {"logit_bias": dict.fromkeys(range(MAX_BIASES), 0.0)}
 
 
 def serving_chains(logprobs: int) -> list[Chain]:
-    """Return the chains for which a step is captured, from the cheapest to the most expensive.
+    """Return the chains for which a decode step is captured, from the cheapest to the most expensive.
 
-    A chain is the list of the sampler's stages that a step computes. The last chain has all, so it
-    serves every request.
+    A chain is the list of the sampler's stages that a step computes. A captured step is a graph that was
+    recorded before the first request, and that a GPU replays. A step uses the first chain with all stages
+    that the running requests need. The last chain has all, so it serves every request.
 
     Args:
         logprobs: the number of likeliest tokens that the chains with log-probabilities report.
@@ -62,10 +66,10 @@ def serving_chains(logprobs: int) -> list[Chain]:
     def chain_for(options: dict[str, Any], logprobs: int | None) -> Chain:
         top_ks = [0]  # top_k is off
         if "top_p" in options:
-            # A chain with filters has the stage top_k, too. It is made for a request with top_k as well as
-            # one without, so that it serves both: for the former alone, it would read only the few
-            # likeliest tokens.
-            top_ks.append(5)
+            # A chain with filters has the stage top_k, too. It must serve requests with top_k and requests
+            # without, so it is made from one of each: a chain that is made from requests with top_k alone
+            # reads only the few likeliest tokens.
+            top_ks.append(5)  # any small number
         samplings = [Sampling(**{**options, "top_k": k}, logprobs=logprobs) for k in top_ks]
         # The protocol reports probabilities under the raw logits only.
         return replace(chain_of(samplings, MAX_STOP_IDS), reports_processed=False)
@@ -82,7 +86,7 @@ def serving_chains(logprobs: int) -> list[Chain]:
 def positions_per_row(model: Llama, rows: int) -> int:
     """Return how many positions each of `rows` rows may have, so that all fit half of the free memory.
 
-    It is the model's own number of positions, halved until the rows fit, but not below MIN_POSITIONS.
+    This is the model's own number of positions, halved until the rows fit, but not below MIN_POSITIONS.
     If the rows do not fit even then, the caller takes fewer of them.
     """
     positions = model.config.max_position_embeddings
@@ -96,7 +100,7 @@ def positions_per_row(model: Llama, rows: int) -> int:
 
 
 class ServedText:
-    """One text to be written for a client.
+    """One text to be written for a client. A client's request may have several.
 
     Attributes:
         request: the request to the decoder.
@@ -188,15 +192,16 @@ class _Decoder:
         device = model.lm_head.weight.device
         block_steps = BLOCK_STEPS[device.type]
         version.context = positions_per_row(model, rows)
-        slots = CacheSizes(version.context)
-        version.rows = rows_that_fit(model, slots, rows, "serve a model with fewer positions")
+        cache_sizes = CacheSizes(version.context)
+        advice = "serve a model with fewer positions"  # for the error if not even one row fits
+        version.rows = rows_that_fit(model, cache_sizes, rows, advice)
         self.texts = dict[int, ServedText]()
         self.sampled_tokens = 0
         self.generator = Generator(
             model,
             serving_chains(min(MAX_LOGPROBS, vocabulary)),
             rows=version.rows,
-            slots=slots,
+            slots=cache_sizes,
             vocabulary=vocabulary,
             automata=AutomatonTables(vocabulary, device),
             mode="captured",
@@ -291,7 +296,8 @@ class Owner:
     def write(self, text: ServedText) -> None:
         """Start to write a text.
 
-        Its inbox gets events up to one that has a finish, or until `cancel`.
+        Its inbox gets events up to the one that has a finish, or until `cancel` is called. If the decoder
+        refuses the text, the inbox gets the error instead.
         """
 
         def submit_text() -> None:
@@ -337,7 +343,13 @@ class Owner:
     async def score(
         self, model: ServedModel, ids: Sequence[int], likeliest_count: int
     ) -> list[TokenScore]:
-        """Score a text's tokens; see `monograph.evaluation.choices.score_tokens`."""
+        """Return the scores of a text's tokens; see `monograph.evaluation.choices.score_tokens`.
+
+        Args:
+            model: the model that scores.
+            ids: the tokens.
+            likeliest_count: how many of the likeliest tokens at each position are returned with each score.
+        """
         scores: asyncio.Future[list[TokenScore]] = self._loop.create_future()
         job = _ScoreJob(scores, model, ids, likeliest_count)
         self._call_in_thread(lambda: self._score_jobs.append(job))
@@ -364,8 +376,8 @@ class Owner:
         self._calls.put(call)
 
     def _record_crash(self, error: Exception) -> None:
-        # This runs in the event loop's thread. So code there cannot get an `OwnerEnded` before
-        # `on_crash` has recorded the reason.
+        # The owner's thread lets the event loop call this. If it set `_end_error` itself, code in the loop
+        # could get an `OwnerEnded` before `on_crash` has recorded the reason.
         self._end_error = error
         self._on_crash(error)
 
@@ -376,7 +388,7 @@ class Owner:
             while self._advance():
                 pass
             self._end_error = OwnerEnded()
-        except OwnerEnded as ended:
+        except OwnerEnded as ended:  # from `_require_not_ending`, within a warm-up
             self._end_error = ended
         except Exception as error:  # any other error is a bug, which ends the server
             self._call_in_loop(self._record_crash, error)
@@ -421,23 +433,26 @@ class Owner:
         if job.scores.cancelled():  # the client has gone
             return
         version = job.model.version
-        slot_1 = torch.tensor([job.model.slot], device=version.model.lm_head.weight.device)
-        with rows_with_adapters(version.bank, slot_1):
+        # The adapter's slot for each row of the batch B, which is this one prompt.
+        slot_B = torch.tensor([job.model.slot], device=version.model.lm_head.weight.device)
+        with rows_with_adapters(version.bank, slot_B):
             scores = score_tokens(version.model, job.ids, version.precision, job.likeliest_count)
         self._call_in_loop(_resolve, job.scores, scores)
 
     def _update_counts(self, ran_block: bool) -> None:
-        decoders = self._decoders.values()
-        self.counts = OwnerCounts(
-            sampled_tokens=self._dropped_sampled_tokens
-            + sum(decoder.sampled_tokens for decoder in decoders),
-            blocks=self.counts.blocks + ran_block,
-            reused_tokens=self._dropped_reused_tokens
-            + sum(decoder.generator.reused for decoder in decoders),
-            running_rows=sum(decoder.generator.running for decoder in decoders),
-        )
+        sampled_tokens = self._dropped_sampled_tokens
+        reused_tokens = self._dropped_reused_tokens
+        running_rows = 0
+        for decoder in self._decoders.values():
+            sampled_tokens += decoder.sampled_tokens
+            reused_tokens += decoder.generator.reused
+            running_rows += decoder.generator.running
+        blocks = self.counts.blocks + (1 if ran_block else 0)
+        # One assignment of a new object, because the event loop's thread may read it at any time.
+        self.counts = OwnerCounts(sampled_tokens, blocks, reused_tokens, running_rows)
 
     def _call_in_loop(self, call: Callable[..., object], *arguments: object) -> None:
+        """Let the event loop call a function in its thread."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(call, *arguments)
 

@@ -1,8 +1,13 @@
 """The requests to the server, as pydantic models: their fields, and what each may be.
 
-A field of the protocol that is not supported is refused if it would change the answer, and ignored
-if it would not. A field that is null counts as missing. `monograph.serve.document` makes the OpenAPI
-document from the same models.
+The protocol is that of OpenAI's API. A field of it that is not supported is refused if it would change
+the answer, and ignored if it would not. A field that is null counts as missing.
+
+A request is refused by raising `Refused(status, message, field, code)`. The client then gets these: an
+HTTP status, an error message, the name of the wrong field, and OpenAI's name of the error.
+
+`monograph.serve.document` makes the OpenAPI document from the same models. Where a validator replaces
+pydantic's own check, `json_schema_input_type` says what the document shows instead.
 """
 
 import math
@@ -42,14 +47,16 @@ from monograph.serve.compiling import MAX_CHOICES, MAX_CONSTRAINT_BYTES
 from monograph.serve.refused import Refused
 
 # Limits on a request.
-MAX_LOGPROBS = 20  # the likeliest tokens that are reported in the place of each token
-MAX_BIASES = 1024  # the tokens of `logit_bias`
+MAX_LOGPROBS = 20  # likeliest tokens that are reported at the position of each token
+MAX_BIASES = 1024  # tokens in `logit_bias`
 MAX_MESSAGES = 1024
 MAX_PROMPTS = 1024
-MAX_STOPS = 4  # the texts of `stop`
-MAX_STOP_BYTES = 64  # of each text of `stop`, and of each sequence breaker
+MAX_STOPS = 4  # texts in `stop`
+MAX_STOP_BYTES = 64  # of each text in `stop`, and of each sequence breaker
 MAX_TOOLS = 128
-MAX_BREAKERS = 64  # the sequence breakers of DRY, each of which is searched for in every token
+# Sequence breakers of the sampler's DRY penalty. Each of them is searched for in every token of the
+# vocabulary.
+MAX_BREAKERS = 64
 # A seed that the server chooses is below this number. Numbers in JavaScript are floats, which are exact
 # up to it.
 SEED_LIMIT = 1 << 53
@@ -76,7 +83,10 @@ class Expected:
 
 
 def number_within(allowed: Range) -> PlainValidator:
-    """Return a validator that refuses all values but the numbers in a range."""
+    """Return a validator that refuses all values but the numbers in a range.
+
+    It is also that of fields whose default is None: a field that is missing or null is not validated.
+    """
     bounds = Field(ge=allowed.low, le=allowed.high)
 
     def check(value: object, info: ValidationInfo) -> Any:
@@ -169,15 +179,15 @@ def _are_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
-_PROMPT_COUNT = Field(min_length=1, max_length=MAX_PROMPTS)
+_PROMPT_COUNT_LIMITS = Field(min_length=1, max_length=MAX_PROMPTS)
 PromptsField = Annotated[
     list[str | list[int]],
     PlainValidator(
         _check_prompts,
         json_schema_input_type=str
         | TokenIds
-        | Annotated[list[str], _PROMPT_COUNT]
-        | Annotated[list[TokenIds], _PROMPT_COUNT],
+        | Annotated[list[str], _PROMPT_COUNT_LIMITS]
+        | Annotated[list[TokenIds], _PROMPT_COUNT_LIMITS],
     ),
 ]
 
@@ -194,8 +204,11 @@ def _check_biases(value: object, info: ValidationInfo) -> dict[int, float]:
             raise Refused(400, f"{name} has the key {key!r:.40}: expected a token id", name)
         if not BIAS.holds(bias):
             raise Refused(400, f"{name}[{int(key)}] = {bias!r:.80}: expected {BIAS.expected}", name)
-    # In the protocol, the lowest bias, -100, forbids a token. Only -inf does so for every logit.
-    return {int(key): -math.inf if bias == -100 else bias for key, bias in value.items()}
+    bias_by_id = {int(key): bias for key, bias in value.items()}
+    for token, bias in bias_by_id.items():
+        if bias == -100:  # the lowest bias, which forbids a token in the protocol
+            bias_by_id[token] = -math.inf  # forbids it whatever its logit is
+    return bias_by_id
 
 
 Biases = Annotated[
@@ -259,18 +272,19 @@ class Body(BaseModel):
             return body
         # A field has an alias if pydantic reserves its name for itself, as it does `schema`.
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        given = {name: value for name, value in body.items() if value is not None}
-        for name in given:
+        fields_set = {name: value for name, value in body.items() if value is not None}
+        for name in fields_set:
             if name not in known:
                 hint = did_you_mean(name, known)
                 raise Refused(400, f"there is no field {name!r:.80}{hint}", name)
-        return given
+        return fields_set
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """Return the schema, in which every field that is not required may be null."""
+        # The handler may return a reference to the schema, so that is looked up.
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, value in schema.get("properties", {}).items():
             if name not in schema.get("required", ()):
@@ -299,8 +313,8 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     return constraints | {"anyOf": [*options, {"type": "null"}]} | annotations
 
 
-# The models of messages are only for the document. Messages are read by `_read_message`, with the same
-# fields, because training data's messages are read by the same function.
+# The following models of a message only describe it in the OpenAPI document. `_read_message` reads
+# messages, with the function that also reads those of training data.
 class TextPart(Body):
     """A part of a message's content."""
 
@@ -401,7 +415,7 @@ class JsonSchemaFormat(Body):
 
 
 class BaseRequest(Body):
-    """The fields of all requests: those of the protocol that change nothing here."""
+    """Fields that every request may have. The protocol has them, and they change nothing here."""
 
     user: Ignored = None
     metadata: Ignored = None
@@ -454,8 +468,8 @@ class ToolUse(NamedTuple):
 
     Attributes:
         shown: the tools, as the chat template reads them.
-        functions: those that may be called.
-        must_call: whether the answer consists of calls.
+        functions: the tools that may be called: all of them, or the one that the request names.
+        must_call: whether the answer consists of calls and nothing else.
         is_strict: whether a call must have the name of a function, and arguments that follow its schema.
         parallel: whether the answer may have several calls.
     """
@@ -467,11 +481,14 @@ class ToolUse(NamedTuple):
     parallel: bool
 
 
+_ToolChoice = Literal["none", "auto", "required"]
+
+
 def _check_tools(value: object, info: ValidationInfo) -> list[Tool]:
     name = str(info.field_name)
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise Refused(400, f"{name}: expected a list of up to {MAX_TOOLS} tools", name)
-    return [_read_inside(Tool, each, f"{name}[{index}]", name) for index, each in enumerate(value)]
+    return [_read_object(Tool, each, f"{name}[{index}]", name) for index, each in enumerate(value)]
 
 
 def _check_tool_choice(value: object, info: ValidationInfo) -> str | NamedTool:
@@ -479,13 +496,10 @@ def _check_tool_choice(value: object, info: ValidationInfo) -> str | NamedTool:
     if isinstance(value, str) and value in get_args(_ToolChoice):
         return value
     if isinstance(value, dict):
-        return _read_inside(NamedTool, value, name, name)
+        return _read_object(NamedTool, value, name, name)
     words = ", ".join(get_args(_ToolChoice))
     named = '{"type": "function", "function": {"name": ...}}'
     raise Refused(400, f"{name} = {value!r:.80}: expected {words} or {named}", name)
-
-
-_ToolChoice = Literal["none", "auto", "required"]
 
 
 class TokenizeRequest(BaseRequest):
@@ -611,6 +625,8 @@ class TextRequest(BaseRequest):
         discriminator="type",
         description="The text is JSON that follows a schema. Excludes regex and choice.",
     )
+    # Of these, `ChatRequest` supports tools and tool_choice, and `CompletionRequest` a best_of that
+    # changes nothing. Each declares its field anew.
     tools: Annotated[Any, not_supported("ask /v1/chat/completions")] = None
     tool_choice: Annotated[Any, not_supported("ask /v1/chat/completions")] = None
     functions: Annotated[Any, not_supported("give tools")] = None
@@ -661,17 +677,18 @@ class TextRequest(BaseRequest):
     @model_validator(mode="after")
     def _require_consistent(self) -> Self:
         options = self.stream_options
+        # An empty object asks for nothing, so it is allowed without a stream.
         has_stream_options = options is not None and bool(options.model_fields_set)
         if has_stream_options and not self.stream:
             raise Refused(400, "stream_options is for a stream", "stream_options")
-        _ = self.constraint  # the property refuses more than one
+        _ = self.constraint  # reading the property refuses a request with several constraints
         return self
 
 
 # ── the sampler's options ─────────────────────────────────────────────────────────────────────────
 
-# The protocol's `logprobs` has another meaning, `seed` has a field above, and `order` is not
-# supported.
+# The fields of `Sampling` that are also fields of a request. Of the others, `logprobs` has another
+# meaning in the protocol, `seed` has a field above, and `order` is not supported.
 SAMPLER_OPTIONS = {
     option.name: option
     for option in fields(Sampling)
@@ -730,8 +747,10 @@ def _json_default(option: DataclassField[Any]) -> Any:
 def _attribute_sentences(documented: type) -> dict[str, str]:
     """Return what the docstring of a class says about each attribute, as sentences by name."""
     _, _, attributes = (documented.__doc__ or "").partition("Attributes:\n")
+    # A line is indented by 8 spaces where an attribute begins, and by 12 where its text goes on.
+    attribute = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
     sentences = {}
-    for name, text in re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", attributes, re.MULTILINE):
+    for name, text in attribute.findall(attributes):
         words = " ".join(text.replace("`", "").split())
         sentences[name] = words[0].upper() + words[1:]
     return sentences
@@ -758,8 +777,8 @@ class CompletionRequest(TextRequest):
     )
     logprobs: Annotated[int | None, number_within(whole(0, MAX_LOGPROBS))] = Field(
         None,
-        description="Reports the log-probability of each token under the model's own distribution, and those of this "
-        "number of the likeliest tokens in its place.",
+        description="Reports the log-probability of each token under the model's own distribution, and this number of "
+        "the likeliest tokens at its position with theirs.",
     )
     best_of: Annotated[int, number_within(whole(1, 2**31 - 1))] = Field(
         1, description="Is not supported: may be at most n."
@@ -772,7 +791,7 @@ class CompletionRequest(TextRequest):
 
     @property
     def likeliest_count(self) -> int | None:
-        """How many of the likeliest tokens are reported in the place of each token.
+        """How many of the likeliest tokens are reported at the position of each token.
 
         None: the answer has no log-probabilities, not even those of its own tokens.
         """
@@ -821,7 +840,7 @@ class ChatRequest(TextRequest):
     )
     top_logprobs: Annotated[int | None, number_within(whole(0, MAX_LOGPROBS))] = Field(
         None,
-        description="Reports this number of the likeliest tokens in the place of each. Needs logprobs.",
+        description="Reports this number of the likeliest tokens at the position of each token. Needs logprobs.",
     )
     chat_template_kwargs: TemplateOptions = Field(
         TemplateOptions(), description="What the chat template reads in addition to the messages."
@@ -856,7 +875,7 @@ class ChatRequest(TextRequest):
 
     @cached_property
     def tool_use(self) -> ToolUse | None:
-        """How the answer may use tools; None: it has none.
+        """How the answer may use tools; None: the model does not see any.
 
         Raises:
             Refused: two tools have one name, or the choice needs a tool that is not there.
@@ -879,7 +898,7 @@ class ChatRequest(TextRequest):
             return None
         must_call = choice not in (None, "auto")
         return ToolUse(
-            # What "strict" says is not for the model.
+            # "strict" is for the server, so the model does not see it.
             shown=[
                 tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
                 for tool in self.tools
@@ -897,11 +916,13 @@ class ChatRequest(TextRequest):
 
     @property
     def likeliest_count(self) -> int | None:
-        """How many of the likeliest tokens are reported in the place of each token.
+        """How many of the likeliest tokens are reported at the position of each token.
 
         None: the answer has no log-probabilities, not even those of its own tokens.
         """
-        return (self.top_logprobs or 0) if self.logprobs else None
+        if not self.logprobs:
+            return None
+        return self.top_logprobs or 0
 
     @property
     def echo(self) -> bool:
@@ -916,12 +937,13 @@ class ChatRequest(TextRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         if self.tool_use is not None:
-            # A call is not a text of the constraint, and no stop text may cut one.
-            other = "stop" if self.stop else None
+            # A call would break the constraint, and a stop text could cut a call off.
+            conflicting_field = "stop" if self.stop else None
             if self.constraint is not None:
-                other = self.constraint.field
-            if other is not None:
-                raise Refused(400, f"{other} and tools: give one of them", other)
+                conflicting_field = self.constraint.field
+            if conflicting_field is not None:
+                message = f"{conflicting_field} and tools: give one of them"
+                raise Refused(400, message, conflicting_field)
         return self
 
 
@@ -930,7 +952,7 @@ AnyTextRequest = CompletionRequest | ChatRequest
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────
 
-# What the error for a missing field says, by the field.
+# What the error for a missing field says: one entry for each field that a request must have.
 _MISSING_WORDS = {
     "model": "GET /v1/models says which there are",
     "prompt": "expected a text, a list of texts, or lists of token ids",
@@ -939,7 +961,7 @@ _MISSING_WORDS = {
     "lora_name": "expected the adapter's name",
     "lora_path": "expected the name of a folder in --adapter-dir",
 }
-# What the error for a value of another type says was expected, by the type of pydantic's error.
+# What the error for a value of another type says was expected, by pydantic's name of the error.
 _TYPE_WORDS = {
     "string_type": "a text",
     "bool_type": "true or false",
@@ -967,17 +989,17 @@ def read(model: type[_Model], body: dict[str, Any], **context: int) -> _Model:
         raise _refusal(model, error) from None
 
 
-def _read_inside(model: type[_Model], value: object, place: str, field: str) -> _Model:
-    """Return a part of a field's value; an error names its place in the request.
+def _read_object(model: type[_Model], value: object, place: str, field: str) -> _Model:
+    """Return a JSON object that is in the value of a field, as an object of type `model`.
 
     Args:
-        model: the part's type.
-        value: the part as JSON has it.
-        place: its place, such as "tools[0]".
-        field: the request's field.
+        model: the type.
+        value: the object as JSON has it.
+        place: its place in the request, such as "tools[0]", which an error names.
+        field: the request's field, such as "tools".
 
     Raises:
-        Refused: the part is wrong.
+        Refused: the object is wrong.
     """
     try:
         return model.model_validate(value)
@@ -994,7 +1016,7 @@ def _read_inside(model: type[_Model], value: object, place: str, field: str) -> 
 
 
 def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
-    """Return the refusal for the first wrong field."""
+    """Return the refusal for the first error that pydantic has found in a request."""
     fault = error.errors(include_url=False)[0]
     # The names from the request's own field to the wrong one inside it, without the indices of lists.
     path = [step for step in fault["loc"] if isinstance(step, str)]
@@ -1004,8 +1026,9 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
     is_inside = len(path) > 1
     if is_missing and not is_inside:
         return Refused(400, f"{inner} is missing: {_MISSING_WORDS[inner]}", inner)
-    # For a wrong value inside a field's list or object, pydantic's message is more exact than the
-    # field's own `Expected`.
+    # If the field's `Expected` shows the form of the whole value, this is the clearest answer, also to
+    # a value that lacks something. For a wrong value inside a list or an object, pydantic's message is
+    # more exact.
     if is_missing or not is_inside:
         for expected in model.model_fields[outer].metadata:
             if isinstance(expected, Expected):

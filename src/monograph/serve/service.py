@@ -1,4 +1,9 @@
-"""What all requests share: the model's versions, the owner's thread, its gate, and counts."""
+"""What all requests share: the model's versions, the owner's thread, its gate, and counts.
+
+The *owner* is the thread in which the model runs. A *version* is the model with its weights at one time:
+when a run has a newer checkpoint, it is loaded as a new version, and the old one is dropped as soon as no
+request uses it. An adapter has a numbered *slot* in the version's bank of adapters.
+"""
 
 import asyncio
 from collections import Counter
@@ -16,6 +21,7 @@ from monograph.serve.refused import Refused
 from monograph.serve.versions import ServedModel, Source, Version
 
 POLL_S = 2.0  # a newer version is looked for this often
+_AdapterKey = tuple[Version, int]  # a version, and the slot of one of its adapters
 
 
 class Service:
@@ -66,20 +72,22 @@ class Service:
         self._say = say
         # Whether a newer version could not be loaded because the versions in use left too little memory.
         self._newest_did_not_fit = False
-        # Versions and adapters change one at a time.
-        self._changing = asyncio.Lock()
-        # Requests that use each adapter, by version and slot, and those that are to be freed then.
-        self._adapter_users: Counter[tuple[Version, int]] = Counter()
-        self._retired = set[tuple[Version, int]]()
+        # Is locked while a version is loaded, or an adapter is added or removed.
+        self._change_lock = asyncio.Lock()
+        # The number of requests that use each adapter.
+        self._adapter_users: Counter[_AdapterKey] = Counter()
+        # The adapters that were removed. Their slots are freed when no request uses them any more.
+        self._retired = set[_AdapterKey]()
         # The version that takes new requests.
         self._newest: Version | None = None
         self._has_owner = False
-        self._users: Counter[Version] = Counter()  # requests that use each version
-        # Each compiler by the digest of its tokenizer and the ids that end a text.
+        # The number of requests that use each version.
+        self._version_users: Counter[Version] = Counter()
+        # The compilers of constraints, each by the digest of its tokenizer and the ids that end a text.
         self._compilers: dict[tuple[str, tuple[int, ...]], ConstraintCompiler] = {}
 
     async def begin(self, on_crash: Callable[[], None]) -> Version:
-        """Load the model and make all that a request needs.
+        """Load the first version, and start the owner's thread and the gate.
 
         Args:
             on_crash: is called if an error ends the owner's thread.
@@ -110,7 +118,7 @@ class Service:
 
         Requests that have begun end with the version that they began with.
         """
-        # Why the newest version cannot be loaded. It is printed once, not at each attempt.
+        # Why the last attempt to load a version failed. An equal reason is not printed again.
         last_fault = ""
         while True:
             await asyncio.sleep(POLL_S)
@@ -118,8 +126,9 @@ class Service:
                 if not await asyncio.to_thread(self.source.has_newer):
                     last_fault = ""
                     continue
-                # An adapter that is added or removed meanwhile waits until the new version has it.
-                async with self._changing:
+                # A request to add or remove an adapter waits for the end of this, so that it changes the
+                # new version.
+                async with self._change_lock:
                     version = await asyncio.to_thread(self.source.load)
                     previous = self._newest
                     await self.owner.add(version)
@@ -138,7 +147,7 @@ class Service:
                 return
             last_fault = ""
             self._say(f"now {version.id}: {version.capacity}")
-            if previous is not None and not self._users[previous]:
+            if previous is not None and not self._version_users[previous]:
                 self._drop(previous)
 
     def end(self) -> None:
@@ -188,7 +197,7 @@ class Service:
         return list(dict.fromkeys((version.id, *version.names, *self._aliases)))
 
     def served_models(self) -> dict[str, ServedModel]:
-        """Return what each name stands for: those of the newest version, then those of its adapters.
+        """Return the models by name: first the names of the newest version, then those of its adapters.
 
         Raises:
             Refused: see `newest`.
@@ -215,16 +224,17 @@ class Service:
             raise Refused(404, message, "model", "model_not_found")
         model = models.get(name, ServedModel(self.newest))
         version = model.version
+        # A model without an adapter is counted, too, under the slot of the base model. It is never retired.
         adapter = version, model.slot
-        self._users[version] += 1
+        self._version_users[version] += 1
         self._adapter_users[adapter] += 1
         try:
             yield model
         finally:
             self._adapter_users[adapter] -= 1
             self._free_if_unused(adapter)
-            self._users[version] -= 1
-            if version is not self._newest and not self._users[version]:
+            self._version_users[version] -= 1
+            if version is not self._newest and not self._version_users[version]:
                 self._drop(version)
 
     async def add_adapter(self, name: str, folder: str) -> ServedModel:
@@ -235,18 +245,17 @@ class Service:
                 model, or there is no room for it.
         """
         directory = self.source.adapters.directory
-        bank = self.newest.bank
-        if directory is None or bank is None:
+        if directory is None or self.newest.bank is None:
             raise Refused(403, "no adapters may be added: start the server with --adapter-dir")
-        # No other folder of this machine can be named.
+        # Only a folder directly in the directory can be named, and no other of this machine.
         if folder in ("", ".", "..") or not folder.isprintable() or Path(folder).name != folder:
             message = f"lora_path = {folder!r:.80}: expected the name of a folder in --adapter-dir"
             raise Refused(400, message, "lora_path")
         place = directory / folder
-        async with self._changing:
+        async with self._change_lock:
             version = self.newest
             bank = version.bank
-            assert bank is not None
+            assert bank is not None  # if one version has a bank, all have one
             if name in self.served_models():
                 message = f"lora_name: there is a model {name!r:.80} already"
                 raise Refused(400, message, "lora_name")
@@ -265,12 +274,12 @@ class Service:
         return ServedModel(version, name, slot)
 
     async def remove_adapter(self, name: str) -> None:
-        """Let no new request use an adapter. Its place is free when those that have begun have ended.
+        """Let no new request use an adapter. Its slot is free when those that have begun have ended.
 
         Raises:
             Refused: there is no adapter with this name.
         """
-        async with self._changing:
+        async with self._change_lock:
             version = self.newest
             bank = version.bank
             if bank is None or name not in bank.slots:
@@ -283,11 +292,11 @@ class Service:
             self.source.adapters.folders.pop(name, None)
         self._say(f"adapter {name} removed")
 
-    def _free_if_unused(self, adapter: tuple[Version, int]) -> None:
-        """Free the slot of an adapter that was removed, if no request uses it any more."""
+    def _free_if_unused(self, adapter: _AdapterKey) -> None:
+        """Free the slot of an adapter if it was removed and no request uses it any more."""
         if self._adapter_users[adapter]:
             return
-        del self._adapter_users[adapter]
+        del self._adapter_users[adapter]  # a counter keeps its zeros otherwise
         if adapter in self._retired:
             self._retired.remove(adapter)
             version, slot = adapter
@@ -307,7 +316,7 @@ class Service:
         Raises:
             Refused: see `newest`.
         """
-        _ = self.newest  # the property raises while the owner, whose counts follow, does not exist
+        _ = self.newest  # the property raises `Refused` as long as there is no `owner`
         counts = self.owner.counts
         lines = ["# TYPE monograph_requests_total counter"]
         for status, number in self.request_counts.by_status.items():
@@ -329,8 +338,8 @@ class Service:
         return "\n".join(lines) + "\n"
 
     def _drop(self, version: Version) -> None:
-        """Free an old version that no request uses any more, and what only it needed."""
-        del self._users[version]
+        """Free an old version that no request uses any more, and the compilers that only it needed."""
+        del self._version_users[version]
         self.owner.drop(version)
         if self._newest_did_not_fit:
             # Its memory is free now, so the newest version may fit.

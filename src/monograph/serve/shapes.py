@@ -313,7 +313,7 @@ class ChatEvent(TypedDict):
     data: Literal["[DONE]"] | Json[ChatPiece | Error]
 
 
-# The types to whose objects the document allows further fields (`monograph.serve.document`), since every
+# In the document, objects of these types may have further fields (`monograph.serve.document`): every
 # server-sent event may also have the fields `event`, which is its kind, and `id`.
 EVENTS = (CompletionEvent, ChatEvent)
 

@@ -1,6 +1,8 @@
 """Answers requests for texts: reads the request, lets the decoder write its texts, and sends them.
 
-If the client closes the connection, its texts are cancelled.
+This runs in the event loop. The decoder runs in the owner's thread (`monograph.serve.owner`), and puts
+its events into a queue, the request's inbox. A request uses one *version* of the model, which is its
+weights at one time, with their tokenizer. If the client closes the connection, its texts are cancelled.
 """
 
 import asyncio
@@ -50,10 +52,11 @@ from monograph.serve.versions import ServedModel, Version
 from monograph.text.call_reader import CallReader
 from monograph.text.calls import CallFrame, with_tools
 from monograph.text.chat import chat_ids
+from monograph.text.tokenizer import Tokenizer
 
 PromptIds = Sequence[Sequence[int]]  # the ids of each prompt
 EventBatch = list[tuple[ServedText, Event]]  # events that came at the same time, each with its text
-REQUEST_TIMEOUT_S = 600.0
+REQUEST_TIMEOUT_S = 600.0  # from the arrival of the request's body to the end of its answer
 PING_INTERVAL_S = 15.0  # a stream without new text sends a comment this often
 # The HTTP status and the message of the error, for each finish of a text that is an error.
 _FAILED_FINISHES = {
@@ -81,24 +84,23 @@ class TextEndpoint:
         client_gone = asyncio.create_task(wait_until_gone(receive))
         owner_crashed = asyncio.create_task(self._service.crashed.wait())
         tasks = (response, client_gone, owner_crashed)
-        # The error that the client gets if the response is not complete; None: the client has gone.
+        # The error that the client gets if the response has to be cancelled; None: the client has gone.
         interruption = None
         try:
             await asyncio.wait(tasks, timeout=REQUEST_TIMEOUT_S, return_when=FIRST_COMPLETED)
             if owner_crashed.done():
                 interruption = self._service.end_refusal
             elif not client_gone.done():
-                # This is not sent if the response is the task that is done.
+                # Either the response is complete, and this is not sent, or the time is up.
                 message = f"the text was not done after {REQUEST_TIMEOUT_S:.0f} s"
                 interruption = Refused(408, message, code="timeout")
         except asyncio.CancelledError:  # the server is ending
             interruption = self._service.end_refusal
         for task in tasks:
-            task.cancel()
+            task.cancel()  # does nothing to a task that is done
             with suppress(asyncio.CancelledError):
                 await task
-        is_complete = not response.cancelled()
-        if not is_complete and interruption is not None:
+        if response.cancelled() and interruption is not None:
             await _send_failure(scope, send, interruption)
 
     async def _respond(self, body: bytes, scope: Scope, send: Send) -> None:
@@ -107,6 +109,7 @@ class TextEndpoint:
             # In a worker thread, because a large body takes a while.
             request = await asyncio.to_thread(self._read, body)
             async with self._service.use_model(request.model) as model:
+                # The guard (`monograph.serve.app`) has put the client's name there.
                 await self._answer(request, model, scope["client_name"], send)
         except Refused as refused:
             await _send_failure(scope, send, refused)
@@ -134,6 +137,7 @@ class TextEndpoint:
         # A chat cannot ask for too many: it has one prompt, and n is at most the number of rows.
         if isinstance(request, CompletionRequest) and not scores_only:
             self._require_few_texts(request)
+        # In a worker thread, because templates and the tokenizer may take a while.
         call_frame = await asyncio.to_thread(self._call_frame, request, version)
         prompts = await asyncio.to_thread(self._prompt_ids, request, version)
         logprob_count = 0
@@ -205,8 +209,9 @@ class TextEndpoint:
         """
         field = "messages" if self._is_chat else "prompt"
         if isinstance(request, CompletionRequest):
-            # A prompt of more characters has more tokens than the context, even if each of them is the
-            # longest token. It is refused without encoding it, which would take time.
+            # A character has at least one byte. So a prompt of more characters than this does not fit the
+            # context, even if each of its tokens is the longest one. It is refused before it is encoded,
+            # which would take time.
             max_characters = version.context * version.longest_token_bytes
             for prompt in request.prompt:
                 if isinstance(prompt, str) and len(prompt) > max_characters:
@@ -228,8 +233,8 @@ class TextEndpoint:
             return [self._encode(version, prompt) for prompt in request.prompt]
         if not version.has_template:
             return [self._encode(version, joined_messages(request))]
-        shown = None if request.tool_use is None else request.tool_use.shown
-        messages, variables = with_tools(version.tokenizer, request.messages, shown)
+        shown_tools = None if request.tool_use is None else request.tool_use.shown
+        messages, variables = with_tools(version.tokenizer, request.messages, shown_tools)
         variables |= request.template_variables
         ids = chat_ids(version.tokenizer, messages, add_generation_prompt=True, **variables)
         return [ids]
@@ -252,7 +257,7 @@ class TextEndpoint:
         call_frame: CallFrame | None,
         client: str,
     ) -> list[DecoderRequest]:
-        """Return the decoder's requests, n for each prompt.
+        """Return the decoder's requests: n for the first prompt, then n for the next one, and so on.
 
         Text i of a prompt has the seed that `monograph generate` gives to its text i.
         """
@@ -262,16 +267,7 @@ class TextEndpoint:
         if request.likeliest_count is not None:
             logprobs = min(request.likeliest_count, tokenizer.vocab_size)
             sampling = replace(sampling, logprobs=logprobs)
-        # What the tokenizer inserts between a prompt and a text that follows: a space, or nothing.
-        leads = {bytes(tokenizer.inserted_space(ids)) for ids in prompts}
-        if any(leads) and any(text.startswith(" ") for text in request.stop):
-            message = "stop: the tokenizer begins every text with a space: leave out the stop's own"
-            raise Refused(400, message, "stop")
-        # The automaton of a constraint is compiled for one lead. Only an empty prompt may have another
-        # lead than the other prompts.
-        if request.constraint is not None and len(leads) > 1:
-            raise Refused(400, "prompt: under a constraint, give an empty prompt alone", "prompt")
-        lead = leads.pop()
+        lead = _lead(request, tokenizer, prompts)
         try:
             sampling.check_vocabulary(tokenizer.vocab_size)
         except MonographError as error:  # a bias is for a token that the model does not have
@@ -295,7 +291,7 @@ class TextEndpoint:
                 stop_automaton=stop_automaton,
                 breaker_V=breaker_V,
                 seed=seed,
-                owner=client,
+                owner=client,  # the owner of a request; not `Owner`, the thread
                 adapter=model.slot,
             )
             for ids in prompts
@@ -304,10 +300,10 @@ class TextEndpoint:
 
     @staticmethod
     async def _breaker_V(sampling: Sampling, version: Version) -> Tensor | None:
-        """Return which tokens of the vocabulary contain a sequence breaker of DRY, bool [V].
+        """Return which tokens of the vocabulary V contain a sequence breaker of the DRY penalty.
 
         Returns:
-            None if the request has no DRY penalty, or no breakers.
+            bool [V]; None: the request has no DRY penalty, or no breakers.
 
         Raises:
             Refused: a breaker is in no token.
@@ -329,9 +325,9 @@ class TextEndpoint:
         stop_ids: Sequence[int],
         lead: bytes,
     ) -> tuple[Automaton | None, Automaton | None]:
-        """Return the automata of the constraint and of the stop strings; None: the request has none.
+        """Return the automaton of the constraint, and that of the stop strings.
 
-        Strict tools are a constraint, too.
+        Either is None if the request has no such thing. Strict tools are a constraint, too.
 
         Raises:
             Refused: an automaton cannot be compiled, or too many wait to be compiled.
@@ -344,12 +340,14 @@ class TextEndpoint:
             if request.stop:
                 stop_automaton = await compiler.stop_strings(request.stop)
             if request.constraint is not None:
-                kind, value, field = request.constraint
-                constraint = await compiler.constraint(kind, value, lead)
-            if isinstance(request, ChatRequest) and request.tool_use and call_frame:
+                field = request.constraint.field
+                constraint = await compiler.constraint(
+                    request.constraint.kind, request.constraint.value, lead
+                )
+            tool_use = request.tool_use if isinstance(request, ChatRequest) else None
+            if call_frame is not None and tool_use is not None and tool_use.is_strict:
                 field = "tools"
-                if request.tool_use.is_strict:
-                    constraint = await compiler.calls(_calls(request.tool_use, call_frame))
+                constraint = await compiler.calls(_calls(tool_use, call_frame))
         except MonographError as error:
             raise Refused(400, f"{field}: {error}", field) from None
         except Busy:
@@ -365,11 +363,16 @@ class TextEndpoint:
     ) -> AsyncIterator[AsyncIterator[EventBatch]]:
         """Let the decoder write texts; yield an iterator over batches of their events.
 
-        At the end of the `async with` block, texts that have not ended are cancelled.
+        The iterator ends when all texts have ended. At the end of the `async with` block, texts that
+        have not ended are cancelled.
 
         Args:
             texts: the texts of a request.
             began_s: when the request came, by `clock`.
+
+        Raises:
+            Refused: too many texts wait (at the beginning of the block), or a text has failed (in the
+                iterator).
         """
         gate = self._service.gate
         running = set(texts)
@@ -390,11 +393,11 @@ class TextEndpoint:
                         raise Refused(status, message)
                 yield batch
 
-        gate.enter(texts)
+        gate.enter(texts)  # hands the texts to the decoder, or refuses them
         try:
             yield batches()
         finally:
-            for text in list(running):
+            for text in running:
                 gate.leave(text, cancelled=True)
             self._service.request_s.add(clock() - began_s)
 
@@ -408,26 +411,28 @@ class TextEndpoint:
         prompts: PromptIds,
         send: Send,
     ) -> None:
+        """Send an answer event by event, as the texts are written."""
         builders = {text: self._builder(text, request, call_frame) for text in texts}
         stream = EventStream(send)
         has_begun = False
         async for batch in batches:
-            pieces = [
-                part for text, event in batch for part in answer.parts(builders[text].add(event))
-            ]
+            pieces: list[TextPiece] = []
+            for text, event in batch:
+                pieces += answer.split_by_event(builders[text].add(event))
             if not has_begun:
                 # The stream, and with it status 200, does not begin before there is a token or a
                 # ping is due. So most errors are sent with their own status.
                 has_begun = True
                 await stream.begin()
-                first_pieces = [
-                    piece for text in texts for piece in answer.first_pieces(text.index)
-                ]
+                first_pieces: list[TextPiece] = []
+                for text in texts:
+                    first_pieces += answer.first_pieces(text.index)
                 pieces = first_pieces + pieces
             if pieces:
-                await stream.send(
-                    *(answer.piece_json(piece, has_usage=request.wants_usage) for piece in pieces)
-                )
+                events = [
+                    answer.piece_json(piece, wants_usage=request.wants_usage) for piece in pieces
+                ]
+                await stream.send(*events)
             elif not batch:  # no event came within PING_INTERVAL_S
                 await stream.ping()
         if request.wants_usage:
@@ -447,21 +452,22 @@ class TextEndpoint:
         prompts: PromptIds,
         send: Send,
     ) -> None:
+        """Send an answer when all of its texts have ended."""
         # What the texts after each prompt begin with: the prompt, if it is echoed, or nothing.
         echoes = [TextPiece(0, "", [], None)] * len(prompts)
         if isinstance(request, CompletionRequest) and request.echo:
             echoes = await self._echoes(request, model, prompts)
         builders = []
-        pieces = []
+        whole_texts = []  # each is one piece, to which the pieces of the text are added
         for text in texts:
-            echo = echoes[text.index // request.n]
+            echo = echoes[text.index // request.n]  # each prompt has n texts, one after another
             builders.append(self._builder(text, request, call_frame, echo.text))
-            pieces.append(TextPiece(text.index, echo.text, [*echo.entries], None))
+            whole_texts.append(TextPiece(text.index, echo.text, [*echo.entries], None))
         async for batch in batches:
             for text, event in batch:
-                earlier = pieces[text.index]
+                earlier = whole_texts[text.index]
                 added = builders[text.index].add(event)
-                pieces[text.index] = TextPiece(
+                whole_texts[text.index] = TextPiece(
                     text.index,
                     earlier.text + added.text,
                     earlier.entries + added.entries,
@@ -471,7 +477,7 @@ class TextEndpoint:
                 )
         sampled_tokens = sum(builder.token_count for builder in builders)
         usage = token_usage(_count_tokens(prompts), sampled_tokens)
-        await _send_answer(answer, pieces, usage, send)
+        await _send_answer(answer, whole_texts, usage, send)
 
     def _builder(
         self,
@@ -480,6 +486,7 @@ class TextEndpoint:
         call_frame: CallFrame | None,
         echo: str = "",
     ) -> TextBuilder:
+        """Return the builder of a text, which comes after `echo` in the answer."""
         call_reader = None
         if call_frame is not None:
             version = text.version
@@ -531,8 +538,26 @@ class TextEndpoint:
         return echoes
 
 
+def _lead(request: AnyTextRequest, tokenizer: Tokenizer, prompts: PromptIds) -> bytes:
+    """Return the lead: what the tokenizer inserts between a prompt and its text, a space or nothing.
+
+    Raises:
+        Refused: a stop text or the constraint does not go with the lead.
+    """
+    leads = {bytes(tokenizer.inserted_space(ids)) for ids in prompts}
+    inserts_space = any(leads)
+    if inserts_space and any(text.startswith(" ") for text in request.stop):
+        message = "stop: the tokenizer begins every text with a space: leave out the stop's own"
+        raise Refused(400, message, "stop")
+    # The automaton of a constraint is compiled for one lead. Only an empty prompt may have another lead
+    # than the other prompts.
+    if request.constraint is not None and len(leads) > 1:
+        raise Refused(400, "prompt: under a constraint, give an empty prompt alone", "prompt")
+    return leads.pop()  # without a constraint it is not used, so any of them will do
+
+
 def _calls(tools: ToolUse, call_frame: CallFrame) -> Calls:
-    """Return which calls an answer may have, for the compiler."""
+    """Return which calls an answer may have, as the compiler of automata takes it."""
     no_arguments: dict[str, Any] = {"type": "object", "properties": {}}
     functions = [
         (function.name, no_arguments if function.parameters is None else function.parameters)
@@ -629,7 +654,8 @@ def _too_long(token_count: str, version: Version, field: str) -> Refused:
 
 async def _send_failure(scope: Scope, send: Send, refused: Refused) -> None:
     """Send an error. If the answer has begun, it is a stream, and the error is its last event."""
-    if not scope["answered"]:
+    has_begun = scope["answered"]  # from `RequestCounts.counting_send`
+    if not has_begun:
         return await send_error(send, refused)
     stream = EventStream(send)
     await stream.send(as_json(error_body(refused)))

@@ -1,6 +1,7 @@
 """The model that is served: a folder's, or that of a run's newest checkpoint.
 
-When a newer checkpoint appears, it is loaded as a new version.
+When a newer checkpoint appears, it is loaded as a new version. Adapters are small changes of the weights
+(LoRA): each has a name and a slot in the version's bank, and every request chooses one or none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from monograph import __version__
-from monograph.checkpointing import candidates
+from monograph.checkpointing import list_checkpoints
 from monograph.decode.adapter_bank import BASE_SLOT, AdapterBank, install
 from monograph.decode.chain import breakers
 from monograph.device import default_device
@@ -33,7 +34,7 @@ from monograph.text.calls import CallFrame, find_frame, spellings
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
-LAST = "last"
+LAST = "last"  # a name by which requests can always ask for the model
 # How many adapters may be added while a server runs, unless the user says otherwise.
 SPARE_SLOTS = 8
 
@@ -49,11 +50,11 @@ class Version:
         precision: the precision in which prompts are scored: that of the run, as in
             `monograph evaluate`.
         rows: how many texts are written at once; 0 until the version's decoder sets it.
-        context: the maximum number of tokens of a prompt and its text: what the model allows, until
-            the version's decoder sets what the memory holds.
+        context: the maximum number of tokens of a prompt and its text. At first it is what the model
+            allows; the version's decoder sets it to what also fits the memory.
         created: when the version was loaded, in seconds since 1970.
-        base: the model as the base of adapters.
-        bank: the model's adapters; None: it has none, and gets none.
+        base: reads adapters, and checks that they fit this model.
+        bank: the weights of the model's adapters; None: it has none, and gets none.
         breakers: a cached function that takes a tuple of texts, and returns which tokens contain one
             of them; see `monograph.decode.chain.breakers`.
     """
@@ -66,8 +67,11 @@ class Version:
         tokenizer: Tokenizer,
         precision: Precision,
     ):
-        """Put the model on the device; the arguments are the attributes of the same names."""
-        self._digest = module_digest(model)
+        """Put the model on the device; the arguments are the attributes of the same names.
+
+        `identity` is the attribute `id`.
+        """
+        self._digest = module_digest(model)  # while the model is still on the CPU
         self.id = identity
         self.names = names
         self.tokenizer = tokenizer
@@ -80,7 +84,7 @@ class Version:
         self.created = int(time.time())
         self.breakers = lru_cache(64)(lambda texts: breakers(texts, tokenizer.pieces))
 
-    def give_adapters(self, room: AdapterRoom, warn: Warn) -> None:
+    def install_adapters(self, room: AdapterRoom, warn: Warn) -> None:
         """Read the adapters that are served, and give the model a bank of them, if it may have any.
 
         Raises:
@@ -103,6 +107,7 @@ class Version:
         Args:
             slot: the slot of the adapter that writes.
         """
+        # The number of rows is among them, because it is a size of the matrix products.
         causes = [self._digest, self.rows, torch.__version__, __version__, str(default_device())]
         if self.bank is not None:
             causes.append(self.bank.digest(slot))
@@ -128,13 +133,13 @@ class Version:
         """What the chat template writes around the calls of an answer.
 
         Raises:
-            InputRefused: it does not write calls, or in a form that cannot be read again.
+            InputRefused: the template does not write calls, or in a form that cannot be read again.
         """
         return find_frame(self.tokenizer, self.chat_stop_ids)
 
     @cached_property
     def spelling_V(self) -> list[str]:
-        """How each token is spelled where calls are read."""
+        """Each token in the form in which calls are read; see `monograph.text.calls.spellings`."""
         return spellings(self.tokenizer)
 
     @cached_property
@@ -144,7 +149,7 @@ class Version:
 
 
 class ServedModel(NamedTuple):
-    """What a request's name of a model stands for: a version, with one of its adapters or without.
+    """What the name of a model in a request stands for: a version, with or without an adapter.
 
     Attributes:
         version: the version.
@@ -186,10 +191,10 @@ class AdapterRoom(NamedTuple):
     Attributes:
         folders: the folder or run of each adapter, by its name; it changes as adapters come and go.
         directory: where adapters may be added from; None: none may be added.
-        slots: how many there may be at the same time; None: those of the start, and SPARE_SLOTS more
-            if there is a directory.
-        rank: the largest rank; None: that of the adapters at the start, but at least
-            `adapter_bank.LEAST_RANK`.
+        slots: how many adapters there may be at the same time; None: as many as at the start, and
+            SPARE_SLOTS more if there is a directory.
+        rank: the largest rank that an adapter may have; None: the largest of the adapters at the start,
+            but at least `adapter_bank.LEAST_RANK`.
     """
 
     folders: dict[str, str]
@@ -199,11 +204,11 @@ class AdapterRoom(NamedTuple):
 
 
 class Source:
-    """A run or folder whose versions are served. It remembers which versions were loaded.
+    """The run or folder whose model is served. It loads versions, and knows when there is a newer one.
 
     Attributes:
         name: the name of the run or folder on the command line.
-        rows: the maximum number of rows in which texts are written.
+        rows: the maximum number of texts that are written at once.
         warn: prints a warning.
         adapters: the adapters that are served.
     """
@@ -224,28 +229,29 @@ class Source:
 
         There may be one if a checkpoint's name is new, or if `last` stands for another run now.
         """
-        now = self._versions()
+        now = self._list_versions()
         return now.run != self._seen.run or not now.checkpoints <= self._seen.checkpoints
 
     def load(self) -> Version:
         """Load the newest version that is not damaged, with all adapters.
 
-        Its errors are those of `monograph.run.models.load` and of `Version.give_adapters`.
+        Its errors are those of `monograph.run.models.load` and of `Version.install_adapters`.
         """
-        version = self._load_base()
-        version.give_adapters(self.adapters, self.warn)
+        version = self._load_without_adapters()
+        version.install_adapters(self.adapters, self.warn)
         return version
 
-    def _load_base(self) -> Version:
+    def _load_without_adapters(self) -> Version:
         # The checkpoints are listed before one is chosen. So one that is saved in between still counts
         # as newer afterwards.
-        self._seen = self._versions()
+        self._seen = self._list_versions()
         run = find_run(self.name)
         if run is None:
             model, tokenizer = load_with_tokenizer(self.name, self.warn)
             name = without_links(self.name).name
             return Version(name, (LAST,), model, tokenizer, Precision("fp32"))
         model, tokenizer, update = load_run(run, self.warn)
+        # No `code_keys`: the settings are read only for one value, and none of the run's own code is run.
         precision = Precision(run_settings(run, code_keys=()).train.precision)
         name = without_links(run.folder).name
         return Version(f"{name}@{update}", (name, LAST), model, tokenizer, precision)
@@ -254,13 +260,14 @@ class Source:
         """Make `has_newer` true, as if no version had been loaded."""
         self._seen = _NO_VERSIONS
 
-    def _versions(self) -> _Versions:
+    def _list_versions(self) -> _Versions:
         run = find_run(self.name)
+        # The model of a folder stays the same, and so does that of RUN@UPDATE.
         if run is None or run.at_update is not None:
             return _Versions(self.name, frozenset())
-        # The newest checkpoint's name alone would not tell whether there is something to load: it may be
-        # damaged, and an older one may appear after it.
-        names = frozenset(folder.name for _, folder in candidates(run.checkpoints))
+        # All checkpoints are compared, not only the newest: that one may be damaged, and an older one may
+        # appear after it.
+        names = frozenset(folder.name for _, folder in list_checkpoints(run.checkpoints))
         return _Versions(str(without_links(run.folder)), names)
 
 

@@ -145,7 +145,7 @@ def _values_of_stored_adapter(
     for key in given_keys:
         if key in stored and key not in changeable and values[key] != stored[key]:
             raise UsageError(
-                f"{settings.said(key)}, but {adapter_text} has {stored[key]}: leave the key out"
+                f"{settings.quoted(key)}, but {adapter_text} has {stored[key]}: leave the key out"
             )
     changes = {key: value for key, value in changeable.items() if value is not None}
     return stored | changes

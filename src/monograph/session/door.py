@@ -123,7 +123,7 @@ def job_of(settings: Settings, *, will_build: bool = True) -> Job:
         objective=objective,
         source=source,
         recipe=recipe,
-        sizes_text=_section_text(settings.pinned(), "model"),
+        sizes_text=_section_text(settings.given_values(), "model"),
         reading=ReadingOptions(**data),
         tokens=tokens,
         transfer=transfer,
@@ -300,7 +300,7 @@ def requested_transfer(settings: Settings) -> RequestedTransfer | None:
     if optim.transfer == "none":
         return None
     return RequestedTransfer(
-        optim.transfer_base, settings.said("optim.transfer"), settings.model.init
+        optim.transfer_base, settings.quoted("optim.transfer"), settings.model.init
     )
 
 

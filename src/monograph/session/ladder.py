@@ -284,7 +284,7 @@ class Ladder:
             raise UsageError(
                 "optim.master_weights = false keeps no fp32 weights, and a ladder begins in fp32"
             )
-        set_values = plan.record.settings.pinned()
+        set_values = plan.record.settings.given_values()
         # Only a value that asks for something is worth a note. train.compile = whole or blocks is
         # not ignored: all compiled rungs have that scope.
         unremarkable_values = ("auto", *COMPILED_SCOPES)

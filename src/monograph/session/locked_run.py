@@ -73,7 +73,7 @@ def locked_run(
         require_possible(settings, describe())
         require_trained_model(objective_of(settings), settings.model.init)
     world = ranks.meet(
-        settings.train.parallel, settings.said("train.parallel"), resumed=resume is not None
+        settings.train.parallel, settings.quoted("train.parallel"), resumed=resume is not None
     )
     progress = ranks.start_display(world)
     make_repeatable(default_device())
@@ -115,7 +115,7 @@ def locked_run(
                 show_command(progress, "next", "train", "--from", folder.handle)
         else:
             ranks.require_launched(
-                settings.train.parallel, settings.said("train.parallel"), world.place
+                settings.train.parallel, settings.quoted("train.parallel"), world.place
             )
         yield LockedRun(
             folder, ConfigRecord(settings), world, progress, retry_rows, summary or None

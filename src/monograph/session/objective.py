@@ -15,6 +15,7 @@ each token of a prompt and its answer.
 """
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
@@ -38,6 +39,7 @@ from monograph.planner import defaults
 from monograph.predict.footprint import AnswerScoring
 from monograph.predict.roofline import Calibration
 from monograph.run.folder import Run
+from monograph.run.listing import Measure
 from monograph.run.progress import Progress
 from monograph.session.choices import STREAMED, Condition
 from monograph.session.plan import RunPlan
@@ -90,6 +92,23 @@ class RunWindows(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Return the arguments with which `Session.open_batches` continues after the last window."""
+
+    def close(self) -> None:
+        """Stop preparing the next windows in the background."""
+
+
+class JointWindows(Protocol):
+    """An iterator over the windows of members of a sweep that train at once."""
+
+    @property
+    def left_out(self) -> set[int]:
+        """Return the numbers of members that learn from no further windows; a caller may add some."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return the iterator itself."""
+
+    def __next__(self) -> Batch:
+        """Return the members' next windows as one batch."""
 
     def close(self) -> None:
         """Stop preparing the next windows in the background."""
@@ -192,6 +211,9 @@ class Objective(ABC):
             `SweptTask`.
         members_have_own_rows: whether the members of a sweep that train at once each have their own
             rows in a window, even if all have the same seed.
+        compared_by: what measures the members of a sweep on held-out records: the first of these
+            measures that all of them have.
+        not_prunable: why members of a sweep cannot be stopped early (`--prune`); "" if they can.
     """
 
     way: ClassVar[WayToLearn] = TEXTS_WAY
@@ -205,6 +227,11 @@ class Objective(ABC):
     skips_spikes: ClassVar[bool] = True
     sweeps: ClassVar[bool] = False
     members_have_own_rows: ClassVar[bool] = False
+    compared_by: ClassVar[tuple[Measure, ...]] = (
+        Measure("eval_bits_per_byte", "bits/byte"),
+        Measure("eval_loss", "nats"),
+    )
+    not_prunable: ClassVar[str] = ""
 
     @property
     def key(self) -> str:
@@ -295,8 +322,32 @@ class Objective(ABC):
         """
         return ""
 
+    def plan_of_member(self, plan: RunPlan) -> RunPlan:
+        """Return the plan of a run that is a member of a sweep.
+
+        Args:
+            plan: the plan of the same run alone, before its model's shape is known.
+        """
+        return plan
+
+    def require_at_once(self, plan: RunPlan) -> None:
+        """Refuse to train several members of a sweep at once if that is not possible.
+
+        Args:
+            plan: the plan of one of them.
+
+        Raises:
+            UsageError: the message says why.
+        """
+
     def extra_bytes(
-        self, plan: RunPlan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
+        self,
+        plan: RunPlan,
+        config: LlamaConfig,
+        machine: Device,
+        slots: int = 0,
+        ranks: int = 1,
+        members: int = 1,
     ) -> dict[str, int]:
         """Return the bytes on the device that the run needs in addition to those of its step.
 
@@ -307,6 +358,7 @@ class Objective(ABC):
             slots: the maximum number of tokens of a prompt and its answer; 0 if the prompts are
                 unknown.
             ranks: the number of ranks that train together.
+            members: the number of members of a sweep that train at once.
 
         Returns:
             The bytes of one rank, by what they are for, such as "answers".
@@ -648,24 +700,71 @@ class Task(ABC):
 
 
 class SweptTask(Task):
-    """A task whose runs a sweep can train, several at once, and compare by held-out rows.
+    """A task whose runs a sweep can train, several at once, and compare by held-out records.
 
-    The members of a sweep are its runs. Each has a task of its own, with the same records.
+    The members of a sweep are its runs. Each has a task of its own, with the same records. The methods
+    that take `members` are called on the first of these tasks.
     """
 
     def for_member(self) -> Self:
         """Return a task of the same records for a member of a sweep."""
         return copy.copy(self)
 
+    @property
     @abstractmethod
+    def has_held_out(self) -> bool:
+        """Return whether there are held-out records, by which members are compared."""
+
+    @abstractmethod
+    def describe_updates(self, plan: RunPlan, updates: int) -> str:
+        """Return a text on what a member learns from in all its updates, for a sweep's plan.
+
+        Args:
+            plan: the member's plan.
+            updates: the number of its updates.
+        """
+
+    def updates_in_epochs(self, plan: RunPlan, epochs: int) -> int:
+        """Return the number of updates in which a run learns from each record `epochs` times."""
+        return math.ceil(epochs * self.records_per_epoch / plan.training.window_rows)
+
     def first_window(self, plan: RunPlan) -> Batch:
-        """Return the first window of a run, which has no session yet.
+        """Return the first window of a run, which has no session yet. This is called only if windows
+        are prepared in the background.
 
         Args:
             plan: the run's plan.
         """
+        raise NotImplementedError
 
-    def prepare_reference_scores_of(
+    def joint_windows(
+        self, members: Sequence[Self], readers: Sequence[RunWindows], engine: Engine
+    ) -> JointWindows | None:
+        """Return the windows of members that train at once, if they can only be made together.
+
+        Args:
+            members: the tasks of the members.
+            readers: the windows of each member, as its task returns them.
+            engine: the engine of all members.
+
+        Returns:
+            The windows; None if the windows of each member can be read from its own ones.
+
+        Raises:
+            UsageError: the windows of these members cannot be made together.
+        """
+        return None
+
+    def copy_reference_weights(self, members: Sequence[Self], engine: Engine) -> None:
+        """Copy the present weights of members that train at once if the loss needs the initial weights
+        later.
+
+        Args:
+            members: the tasks of the members.
+            engine: the engine of all of them, whose weights are the initial ones.
+        """
+
+    def prepare_references(
         self,
         members: Sequence[Self],
         engine: Engine,
@@ -673,7 +772,8 @@ class SweptTask(Task):
         rows_per_window: int,
         progress: Progress,
     ) -> None:
-        """Do what `prepare_reference_scores` does for members that train at once.
+        """Do what `prepare_reference_weights` and `prepare_reference_scores` do, for members that train
+        at once.
 
         Args:
             members: the tasks of the members.
@@ -684,22 +784,17 @@ class SweptTask(Task):
         """
 
     @abstractmethod
-    def scores_of_members(
-        self, engine: Engine, batch_rows: int, limit: int | None
-    ) -> list[Evaluation]:
-        """Score held-out rows by each member of an engine.
+    def evaluate_members(
+        self, members: Sequence[Self], engine: Engine, batch_rows: int, limit: int | None
+    ) -> list[HeldOutScore | None]:
+        """Score held-out records by each member of an engine.
 
         Args:
-            engine: the engine of one or more members.
+            members: the tasks of the members.
+            engine: the engine of all of them.
             batch_rows: rows of a batch.
             limit: the maximum number of rows to score; None means all.
-        """
 
-    @abstractmethod
-    def held_out_score(self, evaluation: Evaluation, rows: int) -> HeldOutScore:
-        """Return the score of the held-out rows that the engine has just scored.
-
-        Args:
-            evaluation: the losses of the run.
-            rows: the number of rows.
+        Returns:
+            The score of each member; None for a member that has no finite logits.
         """

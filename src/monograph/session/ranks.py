@@ -172,7 +172,7 @@ def agreed_record(world: World, record: ConfigRecord) -> ConfigRecord:
         return record
     settings = record.settings
     values, origins, vouched = world.broadcast(
-        [settings.pinned(), dict(settings.origins), dict(settings.vouched)]
+        [settings.given_values(), dict(settings.origins), dict(settings.vouched)]
     )
     # They are sent as JSON, which has no tuples; checking gives each value its type again.
     checked = {

@@ -315,7 +315,7 @@ def settings_to_resume(run: Run, given: Settings) -> Settings:
     tokens_per_update = defaults.in_whole_rows(
         int(settings.train.tokens_per_update), int(settings.data.sequence_length)
     )
-    for key, value in given.pinned().items():
+    for key, value in given.given_values().items():
         origin = given.origins[key]
         if value in (settings.values()[key], "auto"):
             continue
@@ -442,7 +442,9 @@ def settings_from_parent(parent: Run, given: Settings) -> Settings:
     if given.model.init:  # that model has its own shape
         not_inherited |= {key for key in parent_settings.values() if key.startswith("model.")}
     inherited = {
-        key: value for key, value in parent_settings.pinned().items() if key not in not_inherited
+        key: value
+        for key, value in parent_settings.given_values().items()
+        if key not in not_inherited
     }
     copies = copies_of_missing_files(parent_settings.data, parent_settings.origins)
     for name, value in copies.items():
@@ -487,7 +489,7 @@ def _require_same_weights(
     for key in ("optim.transfer", "optim.transfer_base"):
         if differs(key):
             raise UsageError(
-                f"{given.said(key)}, but the weights of {parent.folder} were drawn with {parent_values[key]}; "
+                f"{given.quoted(key)}, but the weights of {parent.folder} were drawn with {parent_values[key]}; "
                 "leave it out"
             )
     if "data.tokenizer" in new_keys:
@@ -504,7 +506,7 @@ def _keys_of_the_new_run(given: Settings, parent_settings: Settings) -> set[str]
     These are the given keys, and keys that no longer fit because the new run has another way to
     learn or other records.
     """
-    new_keys = set(given.pinned())
+    new_keys = set(given.given_values())
     given_values = given.values()
     parent_values = parent_settings.values()
     chosen = objective_of(given)

@@ -58,7 +58,8 @@ def write_reference(
     for name, tensor in tensors.items():
         whole = gather_rows(tensor)  # all ranks take part
         if world.leads:
-            whole_tensors[name] = whole.cpu()
+            # A tensor of one of several members may be a part of a larger one.
+            whole_tensors[name] = whole.cpu().contiguous()
     if not world.leads:
         return
     # The fingerprint and the digest are in one entry of the metadata, because safetensors writes

@@ -228,14 +228,14 @@ def require_possible(settings: Settings, machine: Device) -> None:
     # Width transfer needs the best rate of a narrower model. The default rate is not that.
     if settings.optim.transfer != "none" and settings.optim.lr == "auto":
         raise UsageError(
-            f"{settings.said('optim.transfer')} carries a learning rate that was found on a narrower model: give it "
+            f"{settings.quoted('optim.transfer')} carries a learning rate that was found on a narrower model: give it "
             "as optim.lr (`monograph sweep` finds it)"
         )
     precision = settings.train.precision
     obstacle = None if precision == "auto" else Precision(precision).obstacle(machine)
     if obstacle:
         remedy = "fp16 or fp32" if precision == "bf16" else defaults.precision(machine)
-        raise UsageError(f"{settings.said('train.precision')}: {obstacle}; use {remedy}")
+        raise UsageError(f"{settings.quoted('train.precision')}: {obstacle}; use {remedy}")
 
 
 def require_trained_model(objective: Objective, init: str | None) -> None:
@@ -262,7 +262,7 @@ def require_one_device(settings: Settings, command: str) -> None:
     """
     if settings.train.parallel != "none":
         raise UsageError(
-            f"{settings.said('train.parallel')} is for `monograph train`; `monograph {command}` uses one device: "
+            f"{settings.quoted('train.parallel')} is for `monograph train`; `monograph {command}` uses one device: "
             "leave it out, or add train.parallel=none"
         )
 
@@ -285,7 +285,7 @@ def require_swept(settings: Settings) -> None:
         UsageError: a key chooses such records, or data.source has them.
     """
     _require_objective(
-        settings, "sweep", "texts and preferences", lambda objective: objective.sweeps
+        settings, "sweep", "texts, preferences and rewards", lambda objective: objective.sweeps
     )
 
 

@@ -15,7 +15,13 @@ from monograph.config import Settings
 from monograph.config.axes import AMOUNT_KEYS, SEED
 from monograph.config.settings import checked_value
 from monograph.errors import UsageError
-from monograph.evaluation.significance import Setting, Table, pooled, seeds_needed, t_quantile
+from monograph.evaluation.significance import (
+    Setting,
+    Table,
+    pooled_settings,
+    seeds_needed,
+    t_quantile,
+)
 from monograph.report.knobs import short_key, value_text
 from monograph.report.quantities import counted
 from monograph.sweeps.folder import Sweep
@@ -107,15 +113,22 @@ def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Ad
         for setting in table.settings
         if setting.difference and len(setting.failed) <= len(best.failed)
     ]
-    rivals.sort(key=_difference)
+    rivals.sort(key=table.worse_by)
     if not rivals:
         return
-    if table.noise is None:  # no setting has two seeds
+    if table.noise is None:
         # The noise will be estimated from the better half of the settings, so no others are proposed.
-        nearest_rivals = rivals[: pooled(1 + len(rivals))]
+        nearest_rivals = rivals[: pooled_settings(1 + len(rivals))]
+        unknown = "One seed cannot tell a difference from chance."
+        seeds = MIN_SEEDS
+        if table.degrees:
+            unknown = (
+                "Scores that differ equally for each seed do not tell a difference from chance."
+            )
+            seeds = max(MIN_SEEDS, 2 * len(best.members))
         yield Advice(
-            f"One seed cannot tell a difference from chance. Run the best with {MIN_SEEDS} seeds each.",
-            _command(sweep, _product_axes([best, *nearest_rivals]), MIN_SEEDS),
+            f"{unknown} Run the best with {seeds} seeds each.",
+            _command(sweep, _product_axes([best, *nearest_rivals]), seeds),
         )
         return
     tied = [setting for setting in rivals if setting.tied]
@@ -132,7 +145,7 @@ def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Ad
         others += " that trained to the end" if any_stopped else " that did not diverge"
     yield Advice(
         f"{_name(best)} is better than {others} by more than chance: the next, {_name(nearest)}, is worse by "
-        f"{_difference(nearest):.3g} ± {half_interval:.2g} {table.unit} (95 %)."
+        f"{table.worse_by(nearest):.3g} ± {half_interval:.2g} {table.unit} (95 %)."
     )
 
 
@@ -152,7 +165,8 @@ def _tie_advice(
     inseparable = list[Setting]()
     seeds = max(MIN_SEEDS, len(best.members) + 1)
     for setting in tied:
-        needed = seeds_needed(_difference(setting), table.noise, pooled(1 + len(tied)), MAX_SEEDS)
+        difference = table.worse_by(setting)
+        needed = seeds_needed(difference, table.noise, pooled_settings(1 + len(tied)), MAX_SEEDS)
         if table.degrees < MIN_DEGREES:
             # `needed` was computed from the noise, which is hardly known here, so it is not used.
             separable.append(setting)
@@ -318,14 +332,12 @@ def typed_value(value: object) -> str:
     return str(value)
 
 
-def _difference(setting: Setting) -> float:
-    """Return by how much a setting is worse than the best."""
-    assert setting.difference
-    return setting.difference.value
-
-
 def _with_differences(settings: Sequence[Setting]) -> str:
-    return _joined([f"{_name(setting)} ({_difference(setting):+.3g})" for setting in settings])
+    texts = []
+    for setting in settings:
+        assert setting.difference is not None
+        texts.append(f"{_name(setting)} ({setting.difference.value:+.3g})")
+    return _joined(texts)
 
 
 def _name(setting: Setting) -> str:

@@ -3,9 +3,12 @@
 `monograph.session.after_update` does the same for a single run, in the same order.
 """
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
-from monograph.errors import Stopped
+from monograph.errors import Diverged, InputRefused, Stopped
+from monograph.loss import Batch
 from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import SweepDisplay
 from monograph.run.signals import StopSignal
@@ -28,6 +31,7 @@ class RoundState(NamedTuple):
         is_look: whether all held-out rows are scored now, to stop members early now or later.
         all_diverged: whether every member has diverged.
         stopping: whether the user asked the sweep to stop.
+        can_save: whether the members could be resumed from a checkpoint of now.
     """
 
     updates_done: int
@@ -35,6 +39,7 @@ class RoundState(NamedTuple):
     is_look: bool
     all_diverged: bool
     stopping: bool
+    can_save: bool
 
 
 class AfterUpdateOfRound:
@@ -69,9 +74,43 @@ class AfterUpdateOfRound:
         self.sweep_progress = sweep_progress
         self.display = display
         self.stop_signal = stop
-        self.logs = MetricsLogs([session.run for session in cohort.sessions], READ_EVERY)
+        # Updates that are not plain wait for the device anyway.
+        read_every = READ_EVERY if cohort.tasks[0].has_plain_updates else 1
+        self.logs = MetricsLogs([session.run for session in cohort.sessions], read_every)
         self._intervals = cohort.sessions[0].plan.intervals
+        self._save_is_overdue = False
         self.since_shown = UpdateClock()
+
+    def windows(self) -> Iterator[Batch]:
+        """Yield the members' windows, until all members have diverged.
+
+        Raises:
+            InputRefused: a reward failed; checkpoints are written before this is raised.
+        """
+        cohort = self.cohort
+        while True:
+            try:
+                with self._saving_if_a_reward_fails():
+                    window = next(cohort.windows, None)
+            except Diverged:  # the logits of all members that were left are not finite
+                self._freeze_silent(range(len(cohort.members)))
+                self.display.shorten_bar(len(cohort.members) * (self.updates - cohort.engine.index))
+                return
+            if window is None:
+                return
+            yield window
+
+    @contextmanager
+    def _saving_if_a_reward_fails(self) -> Iterator[None]:
+        """Write checkpoints if a reward fails in the block, so that nothing is lost."""
+        cohort = self.cohort
+        try:
+            yield
+        except InputRefused:
+            if cohort.tasks[0].saves_if_window_fails and cohort.engine.index and cohort.can_save:
+                self.logs.flush()
+                cohort.save()
+            raise
 
     def note(self, update: Update) -> RoundState:
         """Log an update, and return the state of the round after it.
@@ -95,7 +134,7 @@ class AfterUpdateOfRound:
         if were_written or is_last or is_look or stopping:
             self._show(is_last)
         all_diverged = len(cohort.divergences) == len(cohort.members)
-        return RoundState(done, is_last, is_look, all_diverged, stopping)
+        return RoundState(done, is_last, is_look, all_diverged, stopping, cohort.can_save)
 
     def _show(self, is_last: bool) -> None:
         """Write and show the members' numbers, and freeze members that diverged."""
@@ -108,6 +147,19 @@ class AfterUpdateOfRound:
         self.since_shown.restart()
         newly_diverged = logs.find_diverged(self.updates if is_last else None)
         self.cohort.freeze({place: logs.divergences[place] for place in newly_diverged})
+        self._freeze_silent(self.cohort.windows.left_out)
+
+    def _freeze_silent(self, places: Collection[int]) -> None:
+        """Freeze members that have no finite logits, if they are not frozen yet.
+
+        Args:
+            places: their places in the round.
+        """
+        silent = [place for place in places if place not in self.cohort.divergences]
+        if silent:
+            self.logs.flush()
+            self.logs.note_diverged(silent)
+            self.cohort.freeze({place: self.logs.divergences[place] for place in silent})
 
     def evaluate(self, round_state: RoundState) -> None:
         """Score held-out text, if it is time for that."""
@@ -118,11 +170,13 @@ class AfterUpdateOfRound:
             or round_state.all_diverged
         ):
             self.logs.flush()
-            self.sweep_progress.evaluate(
-                self.cohort,
-                round_state.updates_done,
-                scores_all=round_state.is_last or round_state.is_look,
-            )
+            with self._saving_if_a_reward_fails():
+                unscored = self.sweep_progress.evaluate(
+                    self.cohort,
+                    round_state.updates_done,
+                    scores_all=round_state.is_last or round_state.is_look,
+                )
+            self._freeze_silent(unscored)
             self.display.refresh_table()
 
     def save(self, round_state: RoundState) -> None:
@@ -131,11 +185,14 @@ class AfterUpdateOfRound:
         The leading rank also writes the page of the sweep so far.
         """
         is_due = (
-            round_state.updates_done % self._intervals.save_every == 0
-            or round_state.is_last
+            self._save_is_overdue
+            or round_state.updates_done % self._intervals.save_every == 0
             or round_state.is_look
         )
-        if is_due or round_state.stopping or self.stop_signal.save_requested:
+        wants_save = is_due or round_state.stopping or self.stop_signal.save_requested
+        # If the members could not be resumed from the present state, they are saved later.
+        self._save_is_overdue = is_due and not round_state.can_save
+        if round_state.is_last or (wants_save and round_state.can_save):
             self.logs.flush()
             self.stop_signal.save_requested = False
             self.cohort.save()
@@ -148,7 +205,8 @@ class AfterUpdateOfRound:
         Raises:
             Stopped: the sweep is to end; the message has the command that continues the sweep.
         """
-        if not round_state.stopping or round_state.is_last or round_state.all_diverged:
+        ends_anyway = round_state.is_last or round_state.all_diverged
+        if not round_state.stopping or not round_state.can_save or ends_anyway:
             return
         if self.sweep_progress.world.leads:
             self.sweep_progress.page.write("stopped")

@@ -31,7 +31,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.writing import write_tokenizer
 from monograph.schedule import Schedule
-from monograph.session.objective import RunWindows, SweptTask
+from monograph.session.objective import JointWindows, RunWindows, SweptTask
 from monograph.session.plan import Length, RunPlan
 from monograph.session.random_state import seed_all
 from monograph.session.resolve import resolve
@@ -53,6 +53,10 @@ class MemberWindows(Iterator[Batch]):
 
     They are [R, ...] if all members train on the same rows, and otherwise the windows of all members,
     stacked to [N, R, ...].
+
+    Attributes:
+        left_out: see `JointWindows`. These members get their windows all the same, since the windows
+            are read anyway.
     """
 
     def __init__(self, sessions: Sequence[Session], own_rows: bool):
@@ -68,6 +72,7 @@ class MemberWindows(Iterator[Batch]):
             if shared is not session.batches:
                 session.batches.close()
                 session.batches = shared
+        self.left_out = set[int]()
         self._own_rows = own_rows
         self._readers = list(reader_of_seed.values())
         seeds = list(reader_of_seed)
@@ -111,9 +116,18 @@ class Cohort:
     members: list[Member]
     engine: Engine
     sessions: list[Session]
-    windows: MemberWindows
+    windows: JointWindows
     tasks: list[SweptTask]
     divergences: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def can_save(self) -> bool:
+        """Return whether all members that still learn could be resumed from a checkpoint of now."""
+        return all(
+            session.can_save
+            for place, session in enumerate(self.sessions)
+            if place not in self.divergences
+        )
 
     def save(self) -> None:
         """Write a checkpoint of every member that still learns."""
@@ -130,12 +144,12 @@ class Cohort:
                 seed_all(session.plan.job.seed)
             session.save(keep=keep)
 
-    def prepare_reference_scores(self, resumed: bool, progress: Progress) -> None:
-        """Score the records with the initial weights if the loss needs such scores; see
-        `Task.prepare_reference_scores`.
+    def prepare_references(self, resumed: bool, progress: Progress) -> None:
+        """Keep the initial weights, or score the records with them, if the loss needs that; see
+        `SweptTask.prepare_references`.
         """
         rows_per_window = self.sessions[0].batches.rows_per_window
-        self.tasks[0].prepare_reference_scores_of(
+        self.tasks[0].prepare_references(
             self.tasks, self.engine, resumed, rows_per_window, progress
         )
 
@@ -149,6 +163,7 @@ class Cohort:
     def freeze(self, divergences: dict[int, int]) -> None:
         """Stop training members that diverged, and add them to the attribute `divergences`."""
         self.divergences |= divergences
+        self.windows.left_out.update(divergences)
         if divergences and isinstance(self.engine, Ensemble):
             self.engine.freeze(list(divergences))
 
@@ -169,7 +184,8 @@ def open_swept(plan: RunPlan, progress: Progress) -> SweptTask:
     """
     task = plan.job.objective.open(plan, progress)
     assert isinstance(task, SweptTask), f"{plan.job.objective.key} cannot be swept"
-    if not task.held_out_rows:
+    if not task.has_held_out:
+        task.close()
         raise InputRefused(
             f"{task.data.name}: nothing is held out, and members are compared on that: raise data.held_out = "
             f"{plan.job.reading.held_out:g}"
@@ -362,8 +378,21 @@ def open_cohort(
         member_engine = MemberEngine(engine, place) if isinstance(engine, Ensemble) else engine
         tasks.append(task.for_member())
         sessions.append(Session(run, built.plan, built.recipe, tasks[-1], member_engine))
-    windows = MemberWindows(sessions, _takes_own_rows(engine))
+    windows = _windows_of(sessions, tasks, engine)
     return Cohort(list(members), engine, sessions, windows, tasks)
+
+
+def _windows_of(
+    sessions: Sequence[Session], tasks: Sequence[SweptTask], engine: Engine
+) -> JointWindows:
+    """Return the windows of a round's members from their sessions' positions on.
+
+    Raises:
+        UsageError: they cannot be made together.
+    """
+    readers = [session.batches for session in sessions]
+    joint_windows = tasks[0].joint_windows(tasks, readers, engine)
+    return joint_windows or MemberWindows(sessions, _takes_own_rows(engine))
 
 
 def _takes_own_rows(engine: Engine) -> bool:
@@ -416,7 +445,7 @@ def resume_cohort(cohort: Cohort, divergences: dict[int, int], progress: Progres
         rows = cohort.sessions[0].batches.rows_per_window
         micro_batches = math.ceil(rows / (cohort.engine.micro_batch or rows))
         cohort.engine.stacked_parameters.caller.draw.fill_(update * micro_batches)
-    cohort.windows = MemberWindows(cohort.sessions, _takes_own_rows(cohort.engine))
+    cohort.windows = _windows_of(cohort.sessions, cohort.tasks, cohort.engine)
     cohort.freeze(diverged)
     return update
 
@@ -427,7 +456,7 @@ def _last_common_update(cohort: Cohort, divergences: dict[int, int]) -> int:
     A member that had diverged by that update does not need one.
     """
     saved_updates = [
-        {update for update, _ in checkpointing.candidates(session.run.checkpoints)}
+        {update for update, _ in checkpointing.list_checkpoints(session.run.checkpoints)}
         for session in cohort.sessions
     ]
     for update in sorted(set().union(*saved_updates), reverse=True):

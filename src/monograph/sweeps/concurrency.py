@@ -13,6 +13,8 @@ A wider graph is not always faster: if one member fills the device, T(K) is K ·
 import math
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,17 +26,20 @@ from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.inspect import buffers_kept
 from monograph.loss import Batch
+from monograph.model.llama import Llama
 from monograph.planner import defaults
+from monograph.predict.roofline import Calibration
 from monograph.report.quantities import counted, duration, memory
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
+from monograph.run.recorded_state import MAX_COUNT
 from monograph.session import warmup
 from monograph.session.brief import COMPILE_S, MIN_COMPILE_S
 from monograph.session.eager_start import has_spare_core
 from monograph.session.objective import SweptTask
 from monograph.session.plan import RunPlan
-from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
+from monograph.storage.cache_dir import calibration_file
 from monograph.sweeps.cohort import (
     EVALUATIONS,
     Cohort,
@@ -44,12 +49,12 @@ from monograph.sweeps.cohort import (
     build_models,
     make_members_engine,
     reuse_engine,
-    stack_windows,
     with_length,
 )
 from monograph.sweeps.looks import looks_of
 from monograph.sweeps.members_memory import MembersMemory
-from monograph.sweeps.spec import Member, MemberGroup, have_own_rows
+from monograph.sweeps.rehearsal import Rehearsal
+from monograph.sweeps.spec import Member, MemberGroup, have_own_rows, plan_of_member
 
 # The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save at
 # least this many times its compile time. It cannot save more than the time of all members one after
@@ -319,10 +324,10 @@ class TimedGroup:
     def given_updates(self) -> int:
         """The number of updates that the group's settings give; 0 if they give a time instead."""
         plan = self.group.plan
-        if plan.updates:
+        epochs = plan.job.span.epochs
+        if plan.updates or not epochs:
             return plan.updates
-        rows = self.task.records_per_epoch * (plan.job.span.epochs or 0)
-        return math.ceil(rows / plan.training.window_rows)
+        return self.task.updates_in_epochs(plan, epochs)
 
     def is_brief(self) -> bool:
         """Return whether all members train in less time without compiling than compiling takes.
@@ -342,7 +347,8 @@ class TimedGroup:
         began = clock()
         built_runs = self.build(self.group.members[:1])
         engine = make_members_engine(built_runs, own_rows=False, device=self.device)
-        window = first_window(built_runs, self.task)
+        rehearsal = Rehearsal(built_runs, self.task, engine)
+        window = rehearsal.window
         building_s = clock() - began
         # A model that takes so long to build also takes long to update, so no update is timed.
         if building_s >= MIN_COMPILE_S:
@@ -352,14 +358,14 @@ class TimedGroup:
             began = clock()
             engine.rehearse(window)
             synchronize(self.device)
-            update_s = clock() - began
+            update_s = clock() - began + rehearsal.window_s()
         return len(self.group.members) * updates * update_s < MIN_COMPILE_S
 
     def leave_uncompiled(self) -> None:
         """Change the settings of all members so that they train without a graph."""
         for member in self.group.members:
             member.settings = member.settings.resolve({"train.compile": "none"}, "plan")
-            member.plan = resolve(member.settings, self.machine)
+            member.plan = plan_of_member(member.settings, self.machine)
 
     def measure(self, updates: int, progress: Progress) -> None:
         """Time every width that `next_width` asks for, for runs of `updates` updates.
@@ -438,6 +444,8 @@ class TimedGroup:
             rounds: the number of members of each round.
         """
         rows = EVALUATIONS * CURVE_ROWS + self.task.held_out_rows
+        if not self.task.held_out_rows:
+            rows = EVALUATIONS  # each of them scores the same answers
         # A width that was not timed counts like one member.
         row_s = sum(self.held_out_row_s.get(size, self.held_out_row_s[1]) for size in rounds)
         return rows * row_s
@@ -465,8 +473,7 @@ class TimedGroup:
             engine = captured.engine
         else:
             capture_or_train_eagerly(
-                engine,
-                first_window(built_runs, self.task),
+                Rehearsal(built_runs, self.task, engine),
                 built_runs[0].plan.training.compile,
                 progress,
             )
@@ -476,6 +483,8 @@ class TimedGroup:
 
     def _time(self, width: int, progress: Progress) -> WidthTime:
         """Build and capture the engine of the first members, keep it, and return its times."""
+        if width > 1:
+            self.group.plan.job.objective.require_at_once(self.group.plan)
         built_runs = self.build(self.group.members[:width])
         if width == 1:
             for line in built_runs[0].notes:
@@ -487,47 +496,90 @@ class TimedGroup:
                     [member.plan for member in self.group.members if member.plan],
                     base_bytes(built_runs[0]),
                     planner.budget(self.machine),
+                    extra_bytes=partial(self._extra_bytes, built_runs[0]),
                 )
                 self.max_at_once = min(self.max_at_once, self._memory.most())
-        window = first_window(built_runs, self.task)
         engine = make_members_engine(built_runs, have_own_rows(plans_of(built_runs)), self.device)
+        expected_runs = with_length(built_runs, self._likely_updates(built_runs[0]))
+        rehearsal = Rehearsal(expected_runs, self.task, engine)
+        window = rehearsal.window
         began = clock()
         cached_before = compat.graphs_from_cache()
-        capture_or_train_eagerly(engine, window, built_runs[0].plan.training.compile, progress)
+        capture_or_train_eagerly(rehearsal, built_runs[0].plan.training.compile, progress)
         compile_s = clock() - began
         if width == 1 and compat.graphs_from_cache() > cached_before:
             # The measured compile time is that of a cached graph, but the graph of several members
             # may not be in the cache.
             self.compile_ratio = WIDE_COMPILE_RATIO / CACHED_COMPILE_RATIO
         with buffers_kept(engine.model, engine.step.loss):
-            update_s = timed_update(engine, window)
+            update_s = timed_update(engine, window) + rehearsal.window_s()
             rows = engine.micro_batch or CURVE_ROWS
-            began = clock()
-            self.task.scores_of_members(engine, rows, limit=rows)
-            self.held_out_row_s[width] = (clock() - began) / rows
+            evaluation_s = rehearsal.evaluation_s(rows)
+            scored_rows = rows if self.task.held_out_rows else 1
+            self.held_out_row_s[width] = evaluation_s / scored_rows
         self.engines[width] = CapturedEngine(built_runs, engine)
         return WidthTime(update_s, compile_s)
 
+    def _likely_updates(self, built: BuiltRun) -> int:
+        """Return the number of updates that each member will probably make, if all take turns.
 
-def capture_or_train_eagerly(engine: Engine, window: Batch, scope: str, progress: Progress) -> None:
-    """Compile the engine as `monograph train` does.
+        Args:
+            built: the model of the first member, whose plan predicts the time of an update.
+        """
+        plan = built.plan
+        if self.given_updates or plan.expected is None:
+            return max(1, self.given_updates)
+        update_s = plan.expected.update_s
+        if isinstance(built.model, Llama):
+            calibration = Calibration(calibration_file())
+            extra = plan.job.objective.extra_time(
+                plan, built.model.config, self.machine, calibration
+            )
+            update_s += extra.seconds if extra else 0.0
+        training_s = defaults.UPDATES_SHARE * 60 * plan.job.span.minutes
+        return defaults.updates_in_time(training_s, len(self.group.members) * update_s, MAX_COUNT)
+
+    def _extra_bytes(self, built: BuiltRun, members: int) -> int:
+        """Return the bytes that members who train at once need besides their step.
+
+        Args:
+            built: the model of the first member.
+            members: the number of members.
+        """
+        if not isinstance(built.model, Llama):
+            return 0
+        plan = built.plan
+        adapters = [member.plan.job.adapters() for member in self.group.members if member.plan]
+        ranks = [each.rank for each in adapters if each]
+        if plan.training.lora and ranks:
+            # All adapters are counted with the largest rank.
+            lora = replace(plan.training.lora, rank=max(ranks))
+            plan = plan.with_training(replace(plan.training, lora=lora))
+        by_origin = plan.job.objective.extra_bytes(
+            plan, built.model.config, self.machine, self.task.slots(plan), members=members
+        )
+        return sum(by_origin.values())
+
+
+def capture_or_train_eagerly(rehearsal: Rehearsal, scope: str, progress: Progress) -> None:
+    """Compile an engine as `monograph train` does.
 
     If that fails, the reason is reported and the engine trains eagerly.
 
     Args:
-        engine: the engine.
-        window: the first window that it trains on.
+        rehearsal: the engine, with its members.
         scope: the compile scope of the members' plans: "none", "blocks" or "whole". An ensemble, which
             holds several members, is always one graph.
         progress: the display.
     """
+    engine = rehearsal.engine
     size = engine.size if isinstance(engine, Ensemble) else 1
     if scope == "none" or (engine.step.device.type == "cpu" and compiler_obstacle()):
         return
     compiled = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
     by_block = scope == "blocks" and not isinstance(engine, Ensemble)
     with progress.stage("compile", compiled) as stage, buffers_kept(engine.model, engine.step.loss):
-        failure = warmup.capture_engine(engine, window, "blocks" if by_block else "whole")
+        failure = warmup.capture_engine(engine, rehearsal.window, "blocks" if by_block else "whole")
         stage.result = failure or "0 graph breaks"
 
 
@@ -553,24 +605,6 @@ def timed_update(engine: Engine, window: Batch) -> float:
 def plans_of(built_runs: Sequence[BuiltRun]) -> list[RunPlan]:
     """Return the plan of each run."""
     return [built.plan for built in built_runs]
-
-
-def first_window(built_runs: Sequence[BuiltRun], task: SweptTask) -> Batch:
-    """Return the first window that N members train on, each of whose tensors has R rows.
-
-    Returns:
-        [N, R, ...] if each member has its own rows, else [R, ...].
-    """
-    if not have_own_rows(plans_of(built_runs)):
-        return task.first_window(built_runs[0].plan)
-    window_of_seed: dict[int, Batch] = {}
-    for built in built_runs:
-        seed = built.plan.job.seed
-        if seed not in window_of_seed:
-            window_of_seed[seed] = task.first_window(built.plan)
-    seeds = list(window_of_seed)
-    indices = [seeds.index(built.plan.job.seed) for built in built_runs]
-    return stack_windows(list(window_of_seed.values()), indices)
 
 
 def choose_updates(
@@ -627,8 +661,9 @@ def choose_updates(
     for timed_group in timed_groups:
         training = timed_group.group.plan.training
         # A run that is given a time does not read a short text too often.
-        max_updates = defaults.most_updates(
-            timed_group.task.records_per_epoch, training.window_rows, training.optim.weight_decay
+        max_updates = (
+            timed_group.task.max_updates(training.window_rows, training.optim.weight_decay)
+            or MAX_COUNT
         )
         further_updates = defaults.updates_in_time(
             tokens, _tokens_per_update(timed_group), max_updates

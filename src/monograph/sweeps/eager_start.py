@@ -45,9 +45,10 @@ from monograph.sweeps.cohort import (
     set_schedules,
     with_length,
 )
-from monograph.sweeps.concurrency import TimedGroup, first_window, plans_of
+from monograph.sweeps.concurrency import TimedGroup, plans_of
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.members_memory import MembersMemory
+from monograph.sweeps.rehearsal import first_window
 from monograph.sweeps.spec import have_own_rows
 
 _COMPILING_PROGRAM = (
@@ -140,7 +141,7 @@ def _is_possible(timed_groups: Sequence[TimedGroup]) -> bool:
     """Return whether a sweep can begin eagerly.
 
     Its length must be given as a time, its graphs are to be compiled, its models must be those of this
-    package, and there must be a core for the compiler.
+    package, it samples no answers, and there must be a core for the compiler.
     """
     if not has_spare_core(timed_groups[0].machine):
         return False
@@ -151,6 +152,7 @@ def _is_possible(timed_groups: Sequence[TimedGroup]) -> bool:
         or plan.training.compile == "none"
         or plan.memory == "stream"
         or plan.job.recipe.code
+        or plan.job.objective.samples_answers
         for plan in plans
     )
 
@@ -247,7 +249,7 @@ def _train(
         ]
         set_schedules(cohort.engine, [constant(plan.intervals.warmup_updates) for plan in plans])
     for cohort in cohorts:
-        cohort.prepare_reference_scores(False, progress)
+        cohort.prepare_references(False, progress)
     logs = [
         MetricsLogs([session.run for session in cohort.sessions], every=1) for cohort in cohorts
     ]
@@ -289,10 +291,10 @@ def _max_updates(timed_groups: Sequence[TimedGroup], start: EagerStart) -> int:
     max_updates = MAX_COUNT
     for timed_group, group in zip(timed_groups, start.groups, strict=True):
         training = group.built_runs[0].plan.training
-        max_of_group = defaults.most_updates(
-            timed_group.task.records_per_epoch, training.window_rows, training.optim.weight_decay
+        max_of_group = timed_group.task.max_updates(
+            training.window_rows, training.optim.weight_decay
         )
-        max_updates = min(max_updates, max_of_group)
+        max_updates = min(max_updates, max_of_group or MAX_COUNT)
     return max_updates
 
 

@@ -1,7 +1,7 @@
 """Plan the peak memory of members of a sweep that train at once."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import Candidate, StreamCandidate
@@ -17,7 +17,9 @@ class MembersMemory:
 
     A trace of their step takes seconds, so there is none for what clearly fits. The estimate then is
 
-        base + N (peak of one member alone - base)
+        base + N (peak of one member alone - base) + extra(N)
+
+    where extra is what the members need besides their step, such as a decoder.
 
     Attributes:
         expected: the planner's prediction for one member alone.
@@ -25,6 +27,7 @@ class MembersMemory:
         base_bytes: the part of the prediction that all members share.
         limit: the memory that the members may take.
         eager: whether they train without a graph, whatever the prediction is for.
+        extra_bytes: returns the bytes that some number of members need besides their step.
     """
 
     expected: Candidate
@@ -32,12 +35,14 @@ class MembersMemory:
     base_bytes: int
     limit: int
     eager: bool = False
+    extra_bytes: Callable[[int], int] = field(default=lambda members: 0)
 
     def planned_bytes(self, members: int) -> int:
         """Return the peak memory of the first `members` of the group."""
         alone = self.expected.work
         own_bytes = self.expected.peak_memory_bytes - self.base_bytes
-        estimated = self.base_bytes + members * own_bytes
+        extra_bytes = self.extra_bytes(members)
+        estimated = self.base_bytes + members * own_bytes + extra_bytes
         # An ensemble recomputes nothing, so the estimate is too low for members that would alone.
         is_clear = estimated * MAX_ESTIMATE_ERROR <= self.limit and alone.remat == "none"
         if members == 1 or is_clear or isinstance(self.expected, StreamCandidate):
@@ -49,7 +54,7 @@ class MembersMemory:
             compiled=alone.compile != "none" and not self.eager,
         )
         try:
-            return sum(traced_bytes(work).values())
+            return sum(traced_bytes(work).values()) + extra_bytes
         except (UsageError, InputRefused):
             # No graph can hold these members. The sweep says why when it tries.
             return estimated

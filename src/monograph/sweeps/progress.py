@@ -41,7 +41,13 @@ from monograph.sweeps.folder import Sweep
 from monograph.sweeps.looks import Looks, looks_of
 from monograph.sweeps.pruning import hopeless, prune_plan, stop_sentence
 from monograph.sweeps.results import NO_EAGER_UPDATES, EagerUpdates, Outcome
-from monograph.sweeps.spec import Member, groups_of, members_of, spread_rounds
+from monograph.sweeps.spec import (
+    Member,
+    groups_of,
+    members_of,
+    plan_of_member,
+    spread_rounds,
+)
 
 
 class Round(NamedTuple):
@@ -97,7 +103,13 @@ class SweepProgress:
         self.done = 0
         self._began_s = clock()
         self._training_s = 0.0
+        self._tasks: list[SweptTask] = []
         self.page = PageInProgress(self._write_page)
+
+    def close(self) -> None:
+        """Close the members' records, and end the programs that score answers."""
+        for task in self._tasks:
+            task.close()
 
     def read_outcomes(self) -> list[Outcome]:
         """Return the present results of every member, whichever process trained it."""
@@ -194,8 +206,8 @@ class SweepProgress:
         """
         for member in self.members:
             require_possible(member.settings, machine)
-            member.plan = resolve(member.settings, machine)
-        pairs = zip(self.groups, self._tasks(), strict=True)
+            member.plan = plan_of_member(member.settings, machine)
+        pairs = zip(self.groups, self._open_tasks(), strict=True)
         self.timed_groups = [TimedGroup(group, task, device, machine) for group, task in pairs]
 
     @property
@@ -220,7 +232,7 @@ class SweepProgress:
     def _saved_groups(self) -> list[dict[str, Any]]:
         return self.sweep.record["groups"]  # type: ignore[no-any-return]
 
-    def _tasks(self) -> list[SweptTask]:
+    def _open_tasks(self) -> list[SweptTask]:
         """Return what each group learns from; groups that share their records open them once.
 
         Raises:
@@ -233,6 +245,7 @@ class SweepProgress:
             key = repr((job.reading, job.objective))
             if key not in opened:
                 opened[key] = open_swept(group.plan, self.progress)
+                self._tasks.append(opened[key])
             tasks.append(opened[key])
         return tasks
 
@@ -252,10 +265,10 @@ class SweepProgress:
 
     def _print_plan(self) -> None:
         """Print for each group the number of updates, the reason for its rounds, and the time."""
-        for group, updates, saved in zip(
-            self.groups, self.updates, self._saved_groups, strict=True
+        for timed_group, updates, saved in zip(
+            self.timed_groups, self.updates, self._saved_groups, strict=True
         ):
-            tokens_per_update = group.plan.training.tokens_per_update
+            group = timed_group.group
             remaining = updates - saved.get("eager_updates", 0)
             # These times are 0 if an earlier process has measured them: the record does not have them.
             predicted_s = group.compile_s + remaining * group.update_s + group.held_out_s
@@ -266,9 +279,8 @@ class SweepProgress:
                 time += f" instead of {duration(one_by_one_s)}"
             self.progress.line(
                 "plan",
-                f"{name}{counted(updates, 'update')} of {tokens_per_update:,} tokens = "
-                f"{count(updates * tokens_per_update)} each; "
-                f"{group.why}{time}",
+                f"{name}{counted(updates, 'update')} of "
+                f"{timed_group.task.describe_updates(group.plan, updates)}; {group.why}{time}",
             )
             if self.sweep.record.get("prune") is not None:
                 looks = saved.get("deciding_looks", [])
@@ -336,24 +348,30 @@ class SweepProgress:
 
     def count_trained(self, cohort: Cohort, updates: int, seconds: float) -> None:
         """Record that a round's members were trained for `updates` updates in `seconds`."""
-        first = cohort.sessions[0]
-        targets = first.task.tokens_of_last_update(first.batches)
-        self.rate = len(cohort.members) * updates * targets / max(seconds, 1e-9)
+        tokens = sum(
+            session.task.tokens_of_last_update(session.batches) for session in cohort.sessions
+        )
+        self.rate = updates * tokens / max(seconds, 1e-9)
         self.done += len(cohort.members) * updates
         self._training_s += seconds
 
-    def evaluate(self, cohort: Cohort, update: int, *, scores_all: bool) -> None:
-        """Score some held-out rows with every member that still learns, and record the scores.
+    def evaluate(self, cohort: Cohort, update: int, *, scores_all: bool) -> list[int]:
+        """Score some held-out records with every member that still learns, and record the scores.
 
         Args:
             cohort: the members of a round, and what trains them.
             update: the number of updates so far.
             scores_all: whether all held-out rows are scored, too.
+
+        Returns:
+            The places of the members that have no score, since their logits are not finite.
         """
-        self._score(cohort, update, CURVE_ROWS)
-        if scores_all:
-            self._score(cohort, update, None)
+        unscored = self._score(cohort, update, CURVE_ROWS)
+        # Without rows, the score is of answers, and is the same each time.
+        if scores_all and cohort.tasks[0].held_out_rows:
+            unscored = self._score(cohort, update, None)
         self._refresh_outcomes(cohort)
+        return unscored
 
     def looks_of(self, round_: Round) -> Looks:
         """Return when the members of a round are looked at, to stop some of them early."""
@@ -400,19 +418,24 @@ class SweepProgress:
         )
         return True
 
-    def _score(self, cohort: Cohort, update: int, limit: int | None) -> None:
-        """Score the first `limit` held-out rows, or all of them, and write the scores as metrics."""
-        held_out_rows = cohort.tasks[0].held_out_rows
-        rows = min(limit or held_out_rows, held_out_rows)
-        evaluations = cohort.tasks[0].scores_of_members(
-            cohort.engine, batch_rows=cohort.engine.micro_batch or 16, limit=limit
+    def _score(self, cohort: Cohort, update: int, limit: int | None) -> list[int]:
+        """Score the first `limit` held-out rows, or all of them, and write the scores as metrics.
+
+        Returns:
+            See `evaluate`.
+        """
+        scores = cohort.tasks[0].evaluate_members(
+            cohort.tasks, cohort.engine, batch_rows=cohort.engine.micro_batch or 16, limit=limit
         )
-        members = zip(cohort.tasks, cohort.sessions, evaluations, strict=True)
-        for place, (task, session, evaluation) in enumerate(members):
+        unscored = []
+        for place, (session, score) in enumerate(zip(cohort.sessions, scores, strict=True)):
             if place in cohort.divergences:
                 continue
-            score = task.held_out_score(evaluation, rows)
-            session.run.log({"update": update, "tokens": score.tokens, **score.figures})
+            if score is None:
+                unscored.append(place)
+            else:
+                session.run.log({"update": update, "tokens": score.tokens, **score.figures})
+        return unscored
 
     def _refresh_outcomes(self, cohort: Cohort) -> None:
         for member in cohort.members:
@@ -429,8 +452,11 @@ class SweepProgress:
                 "params": session.params,
                 "eval_weights": "averaged" if session.plan.averaged else "last",
             }
-            rows = self.outcomes[cohort.members[place].index].rows
+            member = cohort.members[place]
+            rows = self.outcomes[member.index].rows
             further_entries |= session.task.summary(rows)
+            if doubt := session.task.doubt(rows):
+                self._warn(f"member {member.index}: {doubt}")
             summary = results.make_summary(rows, session.run, further_entries)
             session.run.log({"update": summary["update"], "summary": summary})
         self._refresh_outcomes(cohort)

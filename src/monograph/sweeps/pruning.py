@@ -14,6 +14,7 @@ from monograph.config.axes import SEED, Point
 from monograph.errors import UsageError
 from monograph.evaluation.pruning import win_probabilities
 from monograph.ranges import Range
+from monograph.session.objective import Objective
 from monograph.sweeps.looks import DECISIONS
 from monograph.sweeps.results import NATS, Outcome
 from monograph.sweeps.spec import Member, MemberGroup
@@ -21,17 +22,21 @@ from monograph.sweeps.spec import Member, MemberGroup
 PROBABILITY = Range("a probability, such as 0.05", 0.0, 1.0, excludes_low=True, excludes_high=True)
 
 
-def require_prunable(points: Sequence[Point], probability: float) -> None:
+def require_prunable(objective: Objective, points: Sequence[Point], probability: float) -> None:
     """Refuse --prune for a sweep in which nothing can be compared.
 
     Args:
+        objective: what the members learn from.
         points: each member's varied values.
         probability: the largest probability with which the best setting may be stopped.
 
     Raises:
-        UsageError: the probability is none, or there is one setting or one seed.
+        UsageError: the probability is none, there is one setting or one seed, or the scores of such
+            members say nothing about later ones.
     """
     PROBABILITY.require("--prune", probability)
+    if objective.not_prunable:
+        raise UsageError(f"--prune does not go with {objective.key}: {objective.not_prunable}")
     settings = {_setting_text(point) for point in points}
     if len(settings) < 2:
         raise UsageError("--prune compares settings, and this sweep has one: give an axis")

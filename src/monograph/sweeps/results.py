@@ -7,13 +7,14 @@ tables of the terminal, of `--json` and of the page. A member can be compared wi
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from monograph.checkpointing import candidates
+from monograph.checkpointing import list_checkpoints
 from monograph.config.axes import SEED
 from monograph.device import compiler_obstacle, default_device, describe
 from monograph.distributed.world import World
@@ -24,6 +25,7 @@ from monograph.loop import train
 from monograph.report.knobs import short_key, value_text
 from monograph.run import recorded_state
 from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
+from monograph.run.listing import Measure
 from monograph.run.progress import Progress, silent
 from monograph.run.recipe import names_run
 from monograph.schedule import Schedule, constant
@@ -42,13 +44,13 @@ from monograph.storage.code import code_named
 from monograph.storage.reading import is_folder
 from monograph.sweeps import advice
 from monograph.sweeps.cohort import open_swept
-from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import SCHEMA, Sweep
+from monograph.sweeps.rehearsal import Rehearsal
 from monograph.sweeps.spec import ORIGIN, Member, describe_knobs
 from monograph.terminal import shell_words
 
 DISTILLED = "distilled"  # the folder, inside the sweep's, of the run that learns from the members
-# The keys of the scores in a row of metrics that has held-out scores. Every such row has NATS.
+# The scores of a run on texts, in rows of its metrics and in its summary.
 BITS = "eval_bits_per_byte"
 NATS = "eval_loss"
 LEAST_SHOWN = 1e-6  # smaller probabilities are shown as this one
@@ -106,7 +108,10 @@ def read_outcome(sweep: Sweep, member: Member) -> Outcome:
         recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
     stop: dict[str, Any] = next((row for row in rows if "stopped" in row), {})
-    evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
+    score_keys = [measure.key for measure in measures_of(member)]
+    evaluation: dict[str, Any] = next(
+        (row for row in reversed(rows) if any(key in row for key in score_keys)), {}
+    )
     return Outcome(
         member,
         run,
@@ -117,6 +122,11 @@ def read_outcome(sweep: Sweep, member: Member) -> Outcome:
         evaluation,
         run_summary,
     )
+
+
+def measures_of(member: Member) -> tuple[Measure, ...]:
+    """Return what measures a member on held-out records, the most informative first."""
+    return objective_of(member.settings).compared_by
 
 
 def last_trained_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -220,22 +230,37 @@ def open_student(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
     return run
 
 
-def compare_settings(outcomes: Sequence[Outcome]) -> Table:
-    """Return the settings compared by bits per byte.
-
-    They are compared by the loss in nats if some member has no bits per byte.
-    """
+def measure_of(outcomes: Sequence[Outcome]) -> Measure:
+    """Return what members are compared by: the first measure that all members with scores have."""
     evaluations = [outcome.evaluation for outcome in outcomes if outcome.evaluation]
-    if all(evaluation.get(BITS) is not None for evaluation in evaluations):
-        key = BITS
-        unit = "bits/byte"
-    else:
-        key = NATS
-        unit = "nats"
-    values = [outcome.score(key) for outcome in outcomes]
+    measures = measures_of(outcomes[0].member)
+    for measure in measures:
+        if all(evaluation.get(measure.key) is not None for evaluation in evaluations):
+            return measure
+    return measures[-1]
+
+
+def _measure_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return what members are compared by, as `--json` prints it."""
+    measure = measure_of(outcomes)
+    names = ("key", "unit", "higher_is_better")
+    return {name: getattr(measure, name) for name in names}
+
+
+def compare_settings(outcomes: Sequence[Outcome]) -> Table:
+    """Return the settings compared on held-out records."""
+    measure = measure_of(outcomes)
+    values = [outcome.score(measure.key) for outcome in outcomes]
     knobs = [outcome.member.knobs for outcome in outcomes]
     stopped = [index for index, outcome in enumerate(outcomes) if outcome.stopped is not None]
-    return tabulate(values, knobs, SEED, unit, stopped)
+    return tabulate(
+        values,
+        knobs,
+        SEED,
+        measure.unit,
+        stopped,
+        higher_is_better=measure.higher_is_better,
+    )
 
 
 def table_lines(table: Table, outcomes: Sequence[Outcome]) -> list[str]:
@@ -301,9 +326,12 @@ def results_json(
     for outcome in outcomes:
         # The newest checkpoint comes first.
         checkpoints = [
-            folder for _, folder in candidates(outcome.run.checkpoints) if is_folder(folder)
+            folder for _, folder in list_checkpoints(outcome.run.checkpoints) if is_folder(folder)
         ]
-        scores = {key: outcome.evaluation.get(key) for key in (NATS, BITS)}
+        measures = measures_of(outcome.member)
+        scores = {
+            measure.key: outcome.evaluation.get(measure.key) for measure in reversed(measures)
+        }
         members.append(
             {
                 "knobs": dict(outcome.member.knobs),
@@ -367,6 +395,7 @@ def result_object(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> di
     return {
         "schema": SCHEMA,
         "run": str(sweep.run.folder),
+        "measure": _measure_json(outcomes),
         "members": members,
         "best": best,
         "advice": advice.advice_json(advice.advise(sweep, table)),
@@ -390,6 +419,7 @@ def result_so_far(
     """
     members, best = results_json(outcomes, table)
     return {
+        "measure": _measure_json(outcomes),
         "members": members,
         "best": best,
         "advice": [],
@@ -467,7 +497,19 @@ def verify_member(
     if not member_losses:
         raise InputRefused(f"{outcome.run.folder} has no updates to compare: train the sweep first")
     plan = resolve(run_settings(outcome.run), describe())
-    task = open_swept(plan, progress)
+    with closing(open_swept(plan, progress)) as task:
+        return _verify_alone(outcome, plan, task, member_losses, progress, eager)
+
+
+def _verify_alone(
+    outcome: Outcome,
+    plan: RunPlan,
+    task: SweptTask,
+    member_losses: list[float],
+    progress: Progress,
+    eager: EagerUpdates,
+) -> dict[str, Any]:
+    """Do what `verify_member` does, for the plan and the records of the run alone."""
     compiled = plan.training.compile != "none" and (
         default_device().type == "cuda" or not compiler_obstacle()
     )
@@ -554,9 +596,10 @@ def train_alone(
     with progress.stage("alone", way) as stage:
         if compiled:
             by_block = built.plan.training.compile == "blocks"
-            window = first_window([built], task)
+            window = Rehearsal([built], task, engine).window
             with buffers_kept(engine.model, engine.step.loss):
                 capture_engine(engine, window, "blocks" if by_block else "whole")
+        alone.copy_reference_weights([alone], engine)
         alone.score_reference(batches.rows_per_window, silent())
         losses = []
         for update in train(engine, batches, updates):

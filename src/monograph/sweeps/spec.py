@@ -25,7 +25,7 @@ from monograph.config.axes import (
 )
 from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
 from monograph.config.settings import CODE_KEYS, RUN_SPECIFIC_KEYS
-from monograph.device import describe
+from monograph.device import Device, describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
 from monograph.report.knobs import knobs_text
@@ -110,6 +110,17 @@ class MemberGroup:
         """Return the members of each round; rounds take the members in their order."""
         remaining = iter(self.members)
         return [list(itertools.islice(remaining, size)) for size in self.round_sizes]
+
+
+def plan_of_member(settings: Settings, machine: Device) -> RunPlan:
+    """Return the plan of a member, from its settings alone.
+
+    Args:
+        settings: the member's settings.
+        machine: the device that trains it.
+    """
+    plan = resolve(settings, machine)
+    return plan.job.objective.plan_of_member(plan)
 
 
 def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
@@ -279,12 +290,14 @@ def _require_comparable(settings: Settings) -> None:
     require_one_device(settings, "sweep")
     if settings.train.wall_minutes is not None:
         raise UsageError(
-            f"{settings.said('train.wall_minutes')} is for `monograph train`; the members of a sweep share "
+            f"{settings.quoted('train.wall_minutes')} is for `monograph train`; the members of a sweep share "
             "train.minutes: leave it out"
         )
     if settings.data.held_out == 0:
+        with_objective = with_records(settings)
+        records = objective_of(with_objective).records_noun(with_objective)
         raise UsageError(
-            "data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05"
+            f"data.held_out = 0: members are compared on held-out {records}; give it a share, such as 0.05"
         )
 
 
@@ -334,7 +347,9 @@ def _newest_run_settings() -> Settings:
     run = Run(runs[-1])
     settings_of_run = run_settings(run)
     kept = {
-        key: value for key, value in settings_of_run.pinned().items() if key not in _NOT_TAKEN_OVER
+        key: value
+        for key, value in settings_of_run.given_values().items()
+        if key not in _NOT_TAKEN_OVER
     }
     if is_file(run.tokenizer):
         kept["data.tokenizer"] = str(run.tokenizer)

@@ -1,10 +1,15 @@
-"""Read the calls of tools in an answer while it is written."""
+"""Read the calls of tools in an answer while it is written.
+
+Shapes: V tokens of the vocabulary.
+"""
 
 import codecs
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
+from monograph.storage.reading import parse_json
 from monograph.text.calls import (
     ARGUMENTS,
     ID,
@@ -40,12 +45,12 @@ class AnswerPiece(NamedTuple):
 
 
 class _Match(NamedTuple):
-    """How a text begins with a pattern.
+    """Whether a growing text has a pattern at some position.
 
     Attributes:
-        is_possible: whether the text begins with the pattern, or may still do so when it grows.
-        end: where the pattern ends in the text; None: the text is too short.
-        name: what stands in the place of NAME.
+        is_possible: whether the text has the pattern there, or may still have it when it grows.
+        end: where the pattern ends in the text; None: the text does not have the whole pattern.
+        name: what is in the text in the place of the hole NAME.
     """
 
     is_possible: bool
@@ -54,22 +59,24 @@ class _Match(NamedTuple):
 
 
 def _match(pattern: str, text: str, begin: int) -> _Match:
-    """Return how a text has a pattern, which may have the holes NAME and ID, from `begin` on."""
+    """Return whether a text has a pattern from `begin` on. The pattern may have the holes NAME and ID."""
     position = begin
     name = ""
     for character in pattern:
-        if character in (NAME, ID):
-            characters = NAME_CHARACTERS if character == NAME else _ID_CHARACTERS
-            end = characters.match(text, position).end()  # type: ignore[union-attr]  # matches ""
-            if character == ID:
-                end = min(end, position + ID_LENGTH)
-            is_complete = end < len(text) if character == NAME else end == position + ID_LENGTH
-            if not is_complete:
-                return _Match(is_possible=end == len(text))
-            if end == position:
+        if character == NAME:
+            end = _end_of_run(NAME_CHARACTERS, text, position)
+            if end == len(text):  # the name may become longer
+                return _Match(is_possible=True)
+            if end == position:  # there is no name
                 return _Match(is_possible=False)
-            if character == NAME:
-                name = text[position:end]
+            name = text[position:end]
+            position = end
+        elif character == ID:
+            end = min(_end_of_run(_ID_CHARACTERS, text, position), position + ID_LENGTH)
+            if (
+                end < position + ID_LENGTH
+            ):  # the id is too short, but may become longer at the text's end
+                return _Match(is_possible=end == len(text))
             position = end
         elif position == len(text):
             return _Match(is_possible=True)
@@ -80,11 +87,48 @@ def _match(pattern: str, text: str, begin: int) -> _Match:
     return _Match(True, position, name)
 
 
+def _end_of_run(characters: re.Pattern[str], text: str, begin: int) -> int:
+    """Return where the run of these characters ends that begins at `begin`; it may be empty."""
+    run = characters.match(text, begin)
+    assert run is not None  # the pattern matches the empty text
+    return run.end()
+
+
+def message_of(
+    ids: Sequence[int], frame: CallFrame, spelling_V: Sequence[str], lead: bytes = b""
+) -> dict[str, Any]:
+    """Return an answer as a message of a chat, with its calls.
+
+    Args:
+        ids: the whole answer, without the id that ends it.
+        frame: how calls are written.
+        spelling_V: the spelling of each token (`spellings`).
+        lead: see `CallReader`.
+
+    Returns:
+        {"role": "assistant", "content": ..., "tool_calls": [{"name": ..., "arguments": ...}, ...]}. The
+        arguments are an object, or what is written if that is no JSON. "tool_calls" may be empty.
+    """
+    reader = CallReader(frame, spelling_V, lead)
+    answer_pieces = [reader.add(ids), reader.finish()]
+    calls: list[dict[str, Any]] = []
+    for answer_piece in answer_pieces:
+        for call_piece in answer_piece.calls:
+            if call_piece.name is not None:
+                calls.append({"name": call_piece.name, "arguments": ""})
+            calls[call_piece.number]["arguments"] += call_piece.arguments
+    for call in calls:
+        with suppress(ValueError, RecursionError):  # text that is no JSON stays as it is
+            call["arguments"] = parse_json(call["arguments"])
+    content = "".join(answer_piece.content for answer_piece in answer_pieces)
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
 class CallReader:
     """Reads the calls in an answer, whose ids are added as they are sampled.
 
     What is not written like the frame is content. White space between the content and a call is left
-    out.
+    out. The end of the answer so far is kept back while it may be the beginning of a call.
 
     Attributes:
         call_count: how many calls have begun.
@@ -96,29 +140,35 @@ class CallReader:
         Args:
             frame: how calls are written.
             spelling_V: the spelling of each token (`spellings`).
-            lead: what the tokenizer inserts before the answer, and what is not part of it.
+            lead: the space that the tokenizer inserts before the answer, which is not part of it.
         """
         self.call_count = 0
         self._frame = frame
         self._spelling_V = spelling_V
         self._lead = lead.decode("latin-1")
         self._opening = frame.opening.lstrip(WHITESPACE)
-        self._tail = frame.call.split(ARGUMENTS)[1]
+        # A call before and after its arguments.
         self._heads = [form.split(ARGUMENTS)[0] for form in (frame.call, *frame.variants)]
+        self._tail = frame.call.split(ARGUMENTS)[1]
         self._pending = ""  # the spelling that is not read yet
+        # What `_read` has found, for its result.
         self._content = ""
         self._calls: list[CallPiece] = []
         self._has_begun = False  # whether there was any text but white space
         self._is_after_call = False  # whether there was nothing but white space since a call
+        # The method that reads the pending text: `_read_content`, `_read_arguments` or `_read_end`. It puts
+        # another of these methods here when that one must go on. It returns True if reading can go on at
+        # once, and False if it has to wait for more ids.
         self._state = self._read_content
         self._decoder = _decoder()
-        # Within arguments: how many brackets are open, and whether a string is, or an escape in it.
+        # Within arguments: the number of open brackets and braces, whether a string is open, and whether the
+        # next character of the string is escaped by a backslash.
         self._depth = 0
         self._is_string = False
         self._is_escaped = False
 
     def add(self, ids: Iterable[int]) -> AnswerPiece:
-        """Add ids; return what they make certain."""
+        """Add ids, and return the pieces of the answer that are certain now."""
         spelled = "".join([self._spelling_V[token_id] for token_id in ids])
         if spelled and self._lead:
             spelled = spelled.removeprefix(self._lead)
@@ -127,7 +177,7 @@ class CallReader:
         return self._read(is_final=False)
 
     def finish(self) -> AnswerPiece:
-        """End the answer; return what was not certain before."""
+        """End the answer, and return the pieces that were kept back."""
         return self._read(is_final=True)
 
     def _read(self, *, is_final: bool) -> AnswerPiece:
@@ -136,37 +186,44 @@ class CallReader:
         while self._state(is_final):
             pass
         if is_final:
-            self._say(self._pending)
-            self._pending = ""
-            self._flush()
+            self._take_content(len(self._pending))
+            self._flush_decoder()
         return AnswerPiece(self._content, self._calls)
 
     def _read_content(self, is_final: bool) -> bool:
-        """Read up to the next call; return whether another state reads on."""
+        """Read up to the next call; see `_state`."""
         if self._is_after_call:
+            # White space after a call is left out, also if it comes in several pieces.
             self._pending = self._pending.lstrip(WHITESPACE)
             self._is_after_call = not self._pending
-        begin = self._pending.find(self._frame.trigger)
-        may_follow = self._frame.follows_text or not self._has_begun
-        if begin > 0 and not self._frame.follows_text and _has_text(self._pending[:begin]):
-            may_follow = False
-        if begin < 0 or not may_follow:
-            kept = self._kept_size() if may_follow and not is_final else 0
-            self._take_content(len(self._pending) - kept)
+        trigger_begin = self._pending.find(self._frame.trigger)
+        if self._frame.follows_text:
+            may_be_call = True
+        else:
+            text_before = self._pending[: max(trigger_begin, 0)]
+            may_be_call = not self._has_begun and not _has_text(text_before)
+        if trigger_begin < 0 or not may_be_call:
+            kept_size = self._kept_size() if may_be_call and not is_final else 0
+            self._take_content(len(self._pending) - kept_size)
             return False
-        match = self._match_head(self._opening, begin)
+        content_size = len(self._pending[:trigger_begin].rstrip(WHITESPACE))
+        match = self._match_head(self._opening, trigger_begin)
         if match.end is not None:
-            self._say(self._pending[:begin].rstrip(WHITESPACE))
+            self._add_content(self._pending[:content_size])
             self._begin_call(match.name, match.end)
             return True
         if match.is_possible and not is_final:
-            self._take_content(len(self._pending[:begin].rstrip(WHITESPACE)))
+            self._take_content(content_size)
             return False
-        self._take_content(begin + 1)  # it is no call, so it is read as content
+        # It is no call. So the trigger's first character is content, and the search goes on after it.
+        self._take_content(trigger_begin + 1)
         return True
 
     def _match_head(self, before: str, begin: int) -> _Match:
-        """Return how the pending text has `before` and then a call up to its arguments, in any form."""
+        """Return whether the pending text has, from `begin` on, `before` and a call up to its arguments.
+
+        The call may be written in any form. The match ends after the brace that begins the arguments.
+        """
         is_possible = False
         for head in self._heads:
             match = _match(before + head + "{", self._pending, begin)
@@ -176,7 +233,10 @@ class CallReader:
         return _Match(is_possible)
 
     def _kept_size(self) -> int:
-        """Return how much of the end of the pending text may belong to a call that follows."""
+        """Return how many characters at the end of the pending text may belong to a call that follows.
+
+        They are the longest ending that is a beginning of the trigger, and the white space before it.
+        """
         trigger = self._frame.trigger
         size = min(len(trigger) - 1, len(self._pending))
         while not trigger.startswith(self._pending[len(self._pending) - size :]):
@@ -186,7 +246,7 @@ class CallReader:
 
     def _begin_call(self, name: str, end: int) -> None:
         """Begin a call, whose arguments begin with the brace before `end`."""
-        self._flush()
+        self._flush_decoder()
         self._calls.append(CallPiece(self.call_count, name, ""))
         self.call_count += 1
         self._pending = self._pending[end - 1 :]
@@ -194,7 +254,7 @@ class CallReader:
         self._state = self._read_arguments
 
     def _read_arguments(self, is_final: bool) -> bool:
-        """Read the arguments of a call; return whether another state reads on."""
+        """Read the arguments of a call, up to the brace that closes them; see `_state`."""
         for position, character in enumerate(self._pending):
             if self._is_escaped:
                 self._is_escaped = False
@@ -215,43 +275,45 @@ class CallReader:
         return False
 
     def _read_end(self, is_final: bool) -> bool:
-        """Read what follows the arguments of a call; return whether another state reads on."""
-        end = _match(self._tail + self._frame.closing, self._pending, 0)
-        another = _Match(is_possible=False)
+        """Read what follows the arguments of a call: another call, or the closing; see `_state`."""
+        another_call = _Match(is_possible=False)
         if self._frame.between is not None:
-            another = self._match_head(self._tail + self._frame.between, 0)
-        if another.end is not None:
-            self._begin_call(another.name, another.end)
+            another_call = self._match_head(self._tail + self._frame.between, 0)
+        if another_call.end is not None:
+            self._begin_call(another_call.name, another_call.end)
             return True
-        if another.is_possible and not is_final:
+        if another_call.is_possible and not is_final:
             return False
-        if end.end is None and end.is_possible:
+        closing = _match(self._tail + self._frame.closing, self._pending, 0)
+        if closing.end is None and closing.is_possible:
             if is_final:  # the answer was cut off after the arguments
                 self._pending = ""
             return False
-        if end.end is not None:
-            self._pending = self._pending[end.end :]
+        # If the model has written neither, what it has written is content.
+        if closing.end is not None:
+            self._pending = self._pending[closing.end :]
         self._is_after_call = True
         self._state = self._read_content
         return True
 
     def _take_content(self, size: int) -> None:
-        self._say(self._pending[:size])
+        """Move the first characters of the pending text to the content."""
+        self._add_content(self._pending[:size])
         self._pending = self._pending[size:]
 
-    def _say(self, spelled: str) -> None:
-        """Add to the content."""
+    def _add_content(self, spelled: str) -> None:
         self._has_begun = self._has_begun or _has_text(spelled)
         self._content += self._decoder.decode(_bytes_of(spelled))
 
     def _take_arguments(self, size: int) -> None:
+        """Move the first characters of the pending text to the arguments of the last call."""
         text = self._decoder.decode(_bytes_of(self._pending[:size]))
         self._pending = self._pending[size:]
         if text:
             self._calls.append(CallPiece(self.call_count - 1, None, text))
 
-    def _flush(self) -> None:
-        """End an incomplete character, in the arguments of a call or in the content."""
+    def _flush_decoder(self) -> None:
+        """Add a character whose bytes were cut off, as U+FFFD, to the arguments or to the content."""
         text = self._decoder.decode(b"", final=True)
         if text and self._state == self._read_arguments:
             self._calls.append(CallPiece(self.call_count - 1, None, text))

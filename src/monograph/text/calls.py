@@ -1,14 +1,19 @@
-"""How a model's chat template writes the calls of tools in an answer, and so how they are read again
-(`monograph.text.call_reader`).
+"""Find out how a model's chat template writes the calls of tools in an answer.
 
-What stands around a call is found by trying the template: a chat with known calls is rendered, and the
-names, arguments and ids are searched for in the result. So a new family needs no code of its own, as
-long as its template writes each call's name, and after it the arguments as JSON. A table has the
-families whose templates only describe calls.
+The result is a `CallFrame`, by which `monograph.text.call_reader` reads the calls in an answer of the
+model, and `monograph.automata.calls` makes the model write calls.
+
+A frame is found by trying the template: a chat with known calls is rendered, and the names, arguments and
+ids of these calls are searched for in the result. So a new family of models needs no code of its own, as
+long as its template writes each call's name and then its arguments as JSON. Some templates write no calls,
+but tell the model in words how to write them. Their frames are in the table `_DESCRIBED`.
 
 Ids are compared by their *spelling*: a string that has one character below 256 for each byte of a
 token, and one character from `SPECIAL` on for a special token. So a special token is never the same as
 its letters in a text.
+
+A *hole* is a character in a frame that stands for what differs from call to call: the name, the arguments
+or the id.
 """
 
 import json
@@ -23,12 +28,12 @@ from monograph.text.messages import CALLS, UnreadKey, for_template
 from monograph.text.template import Message
 from monograph.text.tokenizer import Tokenizer
 
-# The character of special token i is SPECIAL + i. No byte has it, and none of the holes.
+# The character of special token i is SPECIAL + i. Neither a byte nor a hole has this character.
 SPECIAL = 1 << 16
-# Characters that stand in a frame for what differs from call to call.
+# The holes.
 NAME, ARGUMENTS, ID = "\u0100", "\u0101", "\u0102"
 _HOLES = {NAME: "name", ARGUMENTS: "arguments", ID: "id"}
-# Templates that write a call's id want this many letters and digits.
+# Templates that write a call's id want this number of letters and digits.
 ID_LENGTH = 9
 NAME_CHARACTERS = re.compile(r"[A-Za-z0-9_-]{0,64}")
 WHITESPACE = " \t\r\n"
@@ -49,17 +54,18 @@ class CallFrame:
 
         opening c1 between c2 between c3 closing
 
-    where each call is written like `call`, with its values in the place of the holes.
+    where each of c1 to c3 is `call` with the call's values in the place of the holes.
 
     Attributes:
         opening: what stands before the first call.
-        call: the text from the first to the last hole of a call: NAME, ARGUMENTS and perhaps ID.
+        call: a call from its first to its last hole. It has the holes NAME, ARGUMENTS and perhaps ID.
         between: what stands between two calls; None: the template writes one call in an answer.
         closing: what stands between the last call and the end of the answer.
-        follows_text: whether the answer may have text before the calls; if not, there may be white space
-            and special tokens.
+        follows_text: whether the answer may have text before the calls; if not, only white space and
+            special tokens may be there.
         separators: what the template writes between the members of arguments, and after their names.
-        variants: further forms of `call`, which models of the family write beside that of the template.
+        variants: other ways to write `call`, which models of the family use although the template does
+            not.
     """
 
     opening: str
@@ -72,17 +78,17 @@ class CallFrame:
 
     @property
     def trigger(self) -> str:
-        """The first part of `opening`, by which a call is recognised.
+        """The beginning of `opening`, by which a call is recognised.
 
-        It is what stands before the JSON of a call, such as <tool_call>; if nothing does, all of the
-        opening.
+        It is the text before the first bracket or brace of the opening, such as <tool_call>. If there is
+        no such text, it is the whole opening.
         """
         opening = self.opening.lstrip(WHITESPACE)
         before_json = re.split(r"[{\[]", opening, maxsplit=1)[0].rstrip(WHITESPACE)
         return before_json or opening
 
-    def written(self, calls: Sequence[Call]) -> str:
-        """Return the spelling of an answer that has only these calls, without ids."""
+    def spelling_of(self, calls: Sequence[Call]) -> str:
+        """Return the spelling of an answer that has only these calls; ids are zeros."""
         texts = []
         for name, arguments in calls:
             text = self.call.replace(NAME, _bytes_as_characters(name))
@@ -134,12 +140,12 @@ def spellings(tokenizer: Tokenizer) -> list[str]:
 # ── templates that write no calls ─────────────────────────────────────────────────────────────────
 
 
-class _Described(NamedTuple):
+class _DescribedCalls(NamedTuple):
     """A family whose chat template tells the model in words how to write calls, and writes none itself.
 
     Attributes:
-        variable: the template's variable with the functions, which no other family reads.
-        frame: how calls are written, with special tokens as their letters.
+        variable: the template's variable with the functions. A template is of this family if it reads it.
+        frame: how the model is told to write calls. Special tokens are written as their letters here.
     """
 
     variable: str
@@ -148,7 +154,7 @@ class _Described(NamedTuple):
 
 _DESCRIBED = (
     # SmolLM3
-    _Described(
+    _DescribedCalls(
         variable="xml_tools",
         frame=CallFrame(
             opening='<tool_call>\n{"name": "',
@@ -167,14 +173,14 @@ def with_tools(
 ) -> tuple[Sequence[Message], dict[str, Any]]:
     """Return the messages and variables with which the chat template renders a chat with tools.
 
-    If the template writes no calls, they become part of the content.
+    If the template writes no calls, the calls of a message become the end of its content.
 
     Args:
         tokenizer: the tokenizer, with the chat template.
         messages: the chat.
         tools: the tools that the template shows; None: the chat has none.
     """
-    described = _described(tokenizer)
+    described = _described_calls(tokenizer)
     if described is None:
         return messages, {} if tools is None else {"tools": tools}
     variables = {}
@@ -183,8 +189,8 @@ def with_tools(
     return [_with_calls_in_content(described.frame, message) for message in messages], variables
 
 
-def _described(tokenizer: Tokenizer) -> _Described | None:
-    """Return how calls are described, if the template writes none."""
+def _described_calls(tokenizer: Tokenizer) -> _DescribedCalls | None:
+    """Return the entry of `_DESCRIBED` for the chat template; None if the template writes calls itself."""
     words = template_of(tokenizer).words
     if CALLS in words:
         return None
@@ -192,7 +198,7 @@ def _described(tokenizer: Tokenizer) -> _Described | None:
 
 
 def _with_calls_in_content(frame: CallFrame, message: Message) -> Message:
-    """Return a message, with its calls as they are described in the place of its content's end."""
+    """Return a message whose calls are at the end of its content, written as in the frame."""
     if CALLS not in message:
         return message
     calls = []
@@ -203,14 +209,15 @@ def _with_calls_in_content(frame: CallFrame, message: Message) -> Message:
             arguments = json.dumps(arguments, ensure_ascii=False)
         calls.append(Call(function["name"], arguments))
     content = message.get("content", "")
-    glue = "\n" if content else ""
-    rest = {key: value for key, value in message.items() if key != CALLS}
-    written = frame.written(calls).encode("latin-1").decode()
-    return {**rest, "content": content + glue + written}
+    separator = "\n" if content else ""
+    other_keys = {key: value for key, value in message.items() if key != CALLS}
+    # The frame has no special tokens here, so each character of the spelling is a byte of UTF-8.
+    text_of_calls = frame.spelling_of(calls).encode("latin-1").decode()
+    return {**other_keys, "content": content + separator + text_of_calls}
 
 
 def _with_special_tokens(frame: CallFrame, tokenizer: Tokenizer) -> CallFrame:
-    """Return a frame that was written as text, with the tokenizer's special tokens."""
+    """Return a frame in which the letters of special tokens are replaced by their characters in spellings."""
 
     def spelled(text: str) -> str:
         for token, token_id in tokenizer.special.items():
@@ -227,7 +234,7 @@ def _with_special_tokens(frame: CallFrame, tokenizer: Tokenizer) -> CallFrame:
 
 # ── finding the frame ─────────────────────────────────────────────────────────────────────────────
 
-# What is rendered. No template contains these texts, and none is part of another one.
+# The texts of the chats that are rendered. No template contains them, and none is part of another one.
 _QUESTION = {"role": "user", "content": "Zqa?"}
 _CONTENT = "Zqb."
 _NAMES = ("zqc_first", "zqd_second")
@@ -250,22 +257,24 @@ def find_frame(tokenizer: Tokenizer, stop_ids: Iterable[int]) -> CallFrame:
         stop_ids: the ids that end an answer.
 
     Raises:
-        InputRefused: there is no template, or it does not write tools or calls, or not in this form.
+        InputRefused: there is no template, it does not write tools or calls, or a call is not written as
+            a name with its arguments in JSON after it.
     """
-    described = _described(tokenizer)
+    described = _described_calls(tokenizer)
     if described is not None:
         return _with_special_tokens(described.frame, tokenizer)
     return _FrameFinder(tokenizer, stop_ids).find()
 
 
 class _FrameFinder:
-    """Renders chats with known calls, and compares them."""
+    """Finds the frame of a chat template by rendering chats with known calls and comparing them."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._spellings = spellings(tokenizer)
         stops = [re.escape(self._spellings[stop]) for stop in stop_ids]
-        self._stop = re.compile("|".join(stops) or r"(?!)")
+        # The pattern of any token that ends an answer. `(?!)` matches nothing.
+        self._stop_pattern = re.compile("|".join(stops) or r"(?!)")
         parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
         self._tools = [
             {
@@ -280,11 +289,11 @@ class _FrameFinder:
         """Return the frame; see `find_frame`."""
         if not any(name in self._prompt for name in _NAMES):
             raise InputRefused("the chat template does not show tools to the model")
-        alone = self._answer(count=1)
-        separators = next((each for each in _SEPARATORS if _json_of(0, each) in alone), None)
+        one_call = self._answer(count=1)
+        separators = next((each for each in _SEPARATORS if _json_of(0, each) in one_call), None)
         if separators is None:
             raise InputRefused(_UNREADABLE)
-        before, call, closing = _parted(_with_holes(alone, separators))
+        before, call, closing = _split_at_call(_with_holes(one_call, separators))
         opening, follows_text = self._opening(before, separators)
         frame = CallFrame(
             opening=opening,
@@ -295,7 +304,8 @@ class _FrameFinder:
             separators=separators,
         )
         _require_readable(frame)
-        # A model may write text before calls that are marked, also if its template leaves it out.
+        # Some templates leave out text before calls. The model may write such text all the same, if a text
+        # of its own, such as <tool_call>, marks where the calls begin.
         is_marked = frame.trigger != frame.opening.lstrip(WHITESPACE)
         variants = _variants(frame, self._tokenizer)
         return replace(frame, follows_text=follows_text or is_marked, variants=variants)
@@ -328,15 +338,18 @@ class _FrameFinder:
         chat = self._spelled([_QUESTION, answer])
         if not chat.startswith(self._prompt):
             raise InputRefused("the chat template writes another prompt once there is an answer")
-        return self._stop.split(chat[len(self._prompt) :], maxsplit=1)[0]
+        return self._stop_pattern.split(chat[len(self._prompt) :], maxsplit=1)[0]
 
     def _opening(self, before: str, separators: tuple[str, str]) -> tuple[str, bool]:
         """Return what begins the calls, and whether text may stand before it.
 
+        The same call is rendered after a text. What the template writes between this text and the call
+        ends like `before`, and this common ending is the opening. Some templates begin each answer with
+        empty thoughts. They are in `before`, but not in the common ending.
+
         Args:
-            before: what the template writes before a call that is the whole answer. Some templates
-                begin each answer with empty thoughts, which are not part of the opening.
-            separators: those of the arguments.
+            before: what the template writes before a call that is the whole answer.
+            separators: see `CallFrame`.
         """
         try:
             answer = _with_holes(self._answer(count=1, content=_CONTENT), separators)
@@ -345,17 +358,21 @@ class _FrameFinder:
         after_content = answer.partition(_CONTENT)[2]
         if not after_content:  # the template leaves the content out
             return before, False
-        after_content = re.split(f"[{NAME}{ARGUMENTS}{ID}]", after_content, maxsplit=1)[0]
-        size = 0
-        while before[-size - 1 :] == after_content[-size - 1 :] and size < len(before):
+        between_content_and_call = re.split(f"[{NAME}{ARGUMENTS}{ID}]", after_content, maxsplit=1)[
+            0
+        ]
+        size = 0  # the number of characters of the common ending
+        while size < len(before) and before[-size - 1 :] == between_content_and_call[-size - 1 :]:
             size += 1
         opening = before[len(before) - size :].lstrip(WHITESPACE)
         if not opening:
             raise InputRefused(
                 "the chat template writes nothing before a call that tells it from text"
             )
-        # White space at the beginning of an answer belongs to the opening, but not after thoughts.
-        return (before if before.lstrip(WHITESPACE) == opening else opening), True
+        # White space before the opening belongs to it at the beginning of an answer, but not after thoughts.
+        if before.lstrip(WHITESPACE) == opening:
+            opening = before
+        return opening, True
 
     def _between(
         self, before: str, call: str, closing: str, separators: tuple[str, str]
@@ -374,10 +391,10 @@ class _FrameFinder:
 
 
 def _variants(frame: CallFrame, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the forms of calls that a family's models write, and that its template does not show."""
-    if frame.trigger != "to=functions.":
+    """Return the other ways to write a call that the models of a family use; see `CallFrame.variants`."""
+    if frame.trigger != "to=functions.":  # only gpt-oss has other ways
         return ()
-    # gpt-oss names the function also after the channel, and then may say that JSON follows.
+    # These models also name the function after the channel, and may then say that JSON follows.
     spelled = {token: chr(SPECIAL + token_id) for token, token_id in tokenizer.special.items()}
     constrain, message = (spelled.get(token) for token in ("<|constrain|>", "<|message|>"))
     if constrain is None or message is None:
@@ -387,6 +404,7 @@ def _variants(frame: CallFrame, tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def _json_of(number: int, separators: tuple[str, str]) -> str:
+    """Return the arguments of a known call as JSON."""
     return json.dumps(_ARGUMENTS[number], separators=separators)
 
 
@@ -398,8 +416,8 @@ def _with_holes(answer: str, separators: tuple[str, str]) -> str:
     return answer
 
 
-def _parted(answer: str) -> tuple[str, str, str]:
-    """Return what stands before an answer's one call, the call, and what stands after it.
+def _split_at_call(answer: str) -> tuple[str, str, str]:
+    """Return what stands before an answer's one call, the call from hole to hole, and what stands after it.
 
     Raises:
         InputRefused: the call does not have one name, and after it the arguments.
@@ -414,7 +432,7 @@ def _parted(answer: str) -> tuple[str, str, str]:
 
 def _require_readable(frame: CallFrame) -> None:
     """Refuse a frame whose calls cannot be told apart from what stands around them."""
-    after_name = frame.call.partition(NAME)[2][0]
+    after_name = frame.call.partition(NAME)[2][0]  # one character
     if NAME_CHARACTERS.fullmatch(after_name):
         raise InputRefused("the chat template does not mark the end of a call's name")
     if not frame.trigger:

@@ -95,7 +95,7 @@ def decided_objective(settings: Settings, length: int) -> DecidedObjective:
         UsageError: keys of another objective are given; or see `Objective.decide`.
     """
     chosen = objective_of(settings)
-    for key in settings.pinned():
+    for key in settings.given_values():
         for other in OBJECTIVES:
             if other is not chosen and other.section == key.partition(".")[0]:
                 written = settings.as_written(key)

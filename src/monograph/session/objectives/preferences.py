@@ -197,7 +197,7 @@ class PreferenceTask(RowsTask):
         if self.preference.needs_reference:
             self._score(self._loss, self.engine.evaluate, rows_per_window, progress)
 
-    def prepare_reference_scores_of(
+    def prepare_references(
         self,
         members: Sequence[Self],
         engine: Engine,
@@ -205,7 +205,7 @@ class PreferenceTask(RowsTask):
         rows_per_window: int,
         progress: Progress,
     ) -> None:
-        """Score all answers with the initial weights; see `SweptTask.prepare_reference_scores_of`.
+        """Score all answers with the initial weights; see `SweptTask.prepare_references`.
 
         Members usually begin with the same function. Then each of them scores other rows, so all of
         them together score each answer once.

@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,13 @@ from monograph.decode.cache import KVCache
 from monograph.device import Device, default_device, describe
 from monograph.distributed.world import World
 from monograph.engine import Engine
-from monograph.errors import InputRefused, UsageError
+from monograph.ensemble import Ensemble
+from monograph.errors import Diverged, InputRefused, UsageError
 from monograph.evaluation import Evaluation
 from monograph.graph.trial import Trial
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import block_of
+from monograph.ops.attention import slots_per_block
 from monograph.planner import defaults
 from monograph.predict.estimate import FROZEN_BYTES, gathered_copy_bytes, trained_numbers
 from monograph.predict.footprint import AnswerScoring, Training
@@ -37,10 +38,12 @@ from monograph.predict.roofline import AnswersToSample, Calibration, peak_flops,
 from monograph.report.quantities import counted
 from monograph.rl.advantages import ratio_of
 from monograph.rl.arrange import RolloutOptions
+from monograph.rl.episodes import EpisodeDrawer
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import Kl, PolicyLoss, kl_term
+from monograph.rl.members import EPISODES, WITHOUT_ADAPTERS, MembersDrawer, MembersRollouts
 from monograph.rl.prompts import Prompts, read_prompts
-from monograph.rl.rewards import REWARDS, Reward, form_named, parameters_of, reward_of
+from monograph.rl.rewards import ENVIRONMENT, REWARDS, Reward, form_named, parameters_of, reward_of
 from monograph.rl.rollouts import (
     MAX_DECODED_ROWS,
     MAX_PREFILL_PROMPTS,
@@ -51,6 +54,7 @@ from monograph.rl.rollouts import (
     slots_per_row,
 )
 from monograph.run.folder import Run
+from monograph.run.listing import Measure
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.recipe import module_digest
@@ -64,7 +68,7 @@ from monograph.session.objective import (
     HeldOutScore,
     Objective,
     RunWindows,
-    Task,
+    SweptTask,
     WindowSize,
     held_out_text,
 )
@@ -130,6 +134,20 @@ class Rewards(Objective):
         truncation_penalty: is subtracted from the reward of an answer that was cut.
     """
 
+    @property
+    def turns(self) -> int:
+        """Return the maximum number of answers of an episode; 1 without an environment."""
+        turns = self.parameters.get("turns", 1)
+        assert isinstance(turns, int)
+        return turns
+
+    @property
+    def discount(self) -> float:
+        """Return the discount of an episode's rewards by turn; 1 without an environment."""
+        discount = self.parameters.get("discount", 1.0)
+        assert isinstance(discount, int | float)
+        return float(discount)
+
     way = REWARDS_WAY
     needs_model = True
     is_of_texts = False
@@ -154,6 +172,13 @@ class Rewards(Objective):
     # The gradient is 0 as long as all answers to a prompt have the same reward. The first gradient
     # that is not 0 would look like a spike.
     skips_spikes = False
+    sweeps = True
+    members_have_own_rows = True  # each samples answers of its own
+    compared_by = (Measure("eval_reward", "reward", higher_is_better=True),)
+    not_prunable = (
+        "it stops members by what their scores will be if they go on as they did, and a reward may be flat for long "
+        "before it rises: leave it out"
+    )
 
     reward: str = ""
     parameters: Mapping[str, object] = field(default_factory=dict)
@@ -178,9 +203,14 @@ class Rewards(Objective):
 
     def unused_key_error(self, origin: str, key: str, written: str) -> str:
         """Return the error message for a key of [rl] without rl.reward."""
-        return (
-            f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact"
-        )
+        # A parameter belongs to the rewards that have it.
+        rewards = [
+            name
+            for name, reward in REWARDS.items()
+            if key in [parameter.key for parameter in reward.parameters]
+        ]
+        given = f"rl.reward={rewards[0]}, too" if rewards else "rl.reward, too, such as exact"
+        return f"{origin}: {key} is of answers that are rewarded: give {given}"
 
     def require_keys(self, settings: Settings) -> None:
         """Refuse values of [rl] that do not go together; see `Objective.require_keys`."""
@@ -225,6 +255,8 @@ class Rewards(Objective):
                 decided_values[parameter.key] = teacher.name
             else:
                 parameters[parameter.name] = value
+        if reward == ENVIRONMENT:
+            _refuse_forms(settings)
         max_new_tokens = decided_values["rl.max_new_tokens"]
         if max_new_tokens >= length:
             raise UsageError(
@@ -235,9 +267,9 @@ class Rewards(Objective):
         # that of these keys, as in the config.toml of an earlier run.
         size_key = "train.tokens_per_update"
         tokens_per_update = decided_values["rl.prompts"] * decided_values["rl.group"] * length
-        if settings.pinned().get(size_key, "auto") not in ("auto", tokens_per_update):
+        if settings.given_values().get(size_key, "auto") not in ("auto", tokens_per_update):
             reason = "with rl.reward an update has rl.prompts x rl.group answers"
-            raise UsageError(f"{settings.said(size_key)}: {reason}: leave it out")
+            raise UsageError(f"{settings.quoted(size_key)}: {reason}: leave it out")
         decided_values[size_key] = tokens_per_update
         decided = Rewards(
             reward=reward,
@@ -265,10 +297,32 @@ class Rewards(Objective):
         """Return "exact" if the loss scores answers with the arithmetic of sampling, else "rows";
         see `Objective.answer_scoring`.
         """
-        return "exact" if rollout_options(plan).exact else "rows"
+        # Only eager code on a CPU can give the same bits in decoding and in the loss.
+        is_eager = plan.training.compile == "none" and default_device().type == "cpu"
+        return "exact" if is_eager else "rows"
+
+    def plan_of_member(self, plan: RunPlan) -> RunPlan:
+        """Return the plan with "rows" as the scoring of answers, as members that train at once score
+        them; see `Objective.plan_of_member`.
+        """
+        training = replace(plan.training, answer_scoring="rows", packed=plan.job.reading.is_packed)
+        return plan.with_training(training)
+
+    def require_at_once(self, plan: RunPlan) -> None:
+        """Refuse members without adapters, and episodes; see `Objective.require_at_once`."""
+        if self.reward == ENVIRONMENT:
+            raise UsageError(EPISODES)
+        if plan.job.adapters() is None:
+            raise UsageError(WITHOUT_ADAPTERS)
 
     def extra_bytes(
-        self, plan: RunPlan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
+        self,
+        plan: RunPlan,
+        config: LlamaConfig,
+        machine: Device,
+        slots: int = 0,
+        ranks: int = 1,
+        members: int = 1,
     ) -> dict[str, int]:
         """Return the bytes of sampling, of the reference and of the teacher; see
         `Objective.extra_bytes`.
@@ -282,13 +336,20 @@ class Rewards(Objective):
         cache_dtype = _stored_dtype(training)
         # The last token of an answer is only a target, so `length + 1` tokens fill a row.
         slots = slots_per_row(options, config, slots or options.length + 1)
-        answers_of_rank = math.ceil(options.prompts * options.group / ranks)
+        prompts = options.prompts * members
+        answers_of_rank = math.ceil(prompts * options.group / ranks)
         # The generator has two caches: one for the answers, one for the prompts that it is reading.
-        prefilled_rows = min(options.prompts, MAX_PREFILL_PROMPTS)
+        prefilled_rows = min(prompts, MAX_PREFILL_PROMPTS)
         rows = decoded_rows(answers_of_rank) + prefilled_rows
-        cache_bytes = rows * KVCache.bytes_per_row(config, slots, cache_dtype, block_of(slots))
+        cache_bytes = rows * KVCache.bytes_per_row(
+            config, slots, cache_dtype, slots_per_block(slots)
+        )
         # `Drawer` samples fewer rows at once if they would take more than half of the free memory.
         by_origin = {"answers": min(cache_bytes, machine.free_memory_bytes // 2)}
+        if members > 1:
+            # The decoder reads copies of the adapters, next to each other and with one for the base.
+            numbers = trained_numbers(config, lora, training.precision)
+            by_origin["adapters of sampling"] = (members + 1) * FP32_BYTES * numbers
         if is_sharded(plan.job.parallel):
             # A rank that trains some rows of each weight samples from a gathered copy.
             by_origin["whole weights"] = gathered_copy_bytes(
@@ -299,7 +360,7 @@ class Rewards(Objective):
             )
         if options.kl and options.kl.needs_reference:
             bytes_per_weight = FP32_BYTES if training.optim.master_weights else 2
-            trained_weights = trained_numbers(config, lora, training.precision)
+            trained_weights = members * trained_numbers(config, lora, training.precision)
             trained_weights //= ranks_that_share(plan.job.parallel, ranks)
             # Two copies: the reference, and the trained weights while the reference takes their
             # place in the model to score answers.
@@ -412,7 +473,7 @@ def _require_parameters(settings: Settings) -> None:
     parameters = parameters_of(chosen)
     for parameter in parameters:
         if parameter.default is None and values[parameter.key] is None:
-            raise UsageError(f"{settings.said('rl.reward')} needs {parameter.key}: give it, too")
+            raise UsageError(f"{settings.quoted('rl.reward')} needs {parameter.key}: give it, too")
     # Another reward may have the same key as the chosen one.
     keys_of_chosen = [parameter.key for parameter in parameters]
     for name, reward in REWARDS.items():
@@ -420,7 +481,7 @@ def _require_parameters(settings: Settings) -> None:
             key = parameter.key
             if key not in keys_of_chosen and values[key] is not None:
                 raise UsageError(
-                    f"{settings.said(key)} is of rl.reward = {name}, not {chosen}: leave it out"
+                    f"{settings.quoted(key)} is of rl.reward = {name}, not {chosen}: leave it out"
                 )
 
 
@@ -430,12 +491,25 @@ def _refuse_keys_of_whole_answers(settings: Settings, reward: str) -> None:
     Raises:
         UsageError: such a key is given.
     """
-    set_values = settings.pinned()
+    set_values = settings.given_values()
     for key in _KEYS_OF_WHOLE_ANSWERS:
         # "none", such as rl.kl = none, asks for nothing.
         if set_values.get(key, "none") != "none":
             reason = f"a {reward} says what each token is worth"
             raise UsageError(f"{settings.origins[key]}: {key}: {reason}: leave it out")
+
+
+def _refuse_forms(settings: Settings) -> None:
+    """Refuse forms of answers, which episodes do not have yet.
+
+    Raises:
+        UsageError: a form is given.
+    """
+    for key in ("rl.answer_regex", "rl.answer_schema"):
+        if key in settings.given_values():
+            raise UsageError(
+                f"{settings.origins[key]}: {key}: answers to an environment can have no form: leave it out"
+            )
 
 
 def _model_named(name: str) -> ModelSource:
@@ -477,8 +551,6 @@ def rewards_objective(plan: RunPlan) -> Rewards:
 def rollout_options(plan: RunPlan) -> RolloutOptions:
     """Return how a run's answers are sampled and weighed."""
     objective = rewards_objective(plan)
-    # Only eager code on a CPU can give the same bits in decoding and in the loss.
-    exact = plan.training.compile == "none" and default_device().type == "cpu"
     return RolloutOptions(
         prompts=objective.prompts,
         group=objective.group,
@@ -488,13 +560,15 @@ def rollout_options(plan: RunPlan) -> RolloutOptions:
         draws=objective.draws,
         length=plan.training.length,
         packed=plan.job.reading.is_packed,
-        exact=exact,
+        exact=plan.training.answer_scoring == "exact",
         seed=plan.job.seed,
         epochs=plan.job.span.epochs,
         updates=objective.updates,
         kl=objective.kl,
         masks_truncated=objective.masks_truncated,
         truncation_penalty=objective.truncation_penalty,
+        turns=objective.turns,
+        discount=objective.discount,
     )
 
 
@@ -549,8 +623,8 @@ def predicted_sampling_s(
     sampled = AnswersToSample(
         answers=options.prompts * options.group,
         max_rows=MAX_DECODED_ROWS,
-        prompt_tokens=prompt_tokens or options.length - options.max_new_tokens,
-        answer_tokens=answer_tokens or options.max_new_tokens,
+        prompt_tokens=prompt_tokens or max(1, options.length - options.max_answer_tokens),
+        answer_tokens=answer_tokens or options.max_answer_tokens,
         number_bytes=_stored_dtype(training).itemsize,
         block_weight_bytes=_block_weight_bytes(training, machine.type),
         captured=training.compile != "none",
@@ -570,7 +644,7 @@ def calibration_key(plan: RunPlan) -> str:
     return f"drawing, {plan.training.precision}, {trained_part}"
 
 
-class RewardTask(Task):
+class RewardTask(SweptTask):
     """The task of `Rewards`."""
 
     data: Prompts
@@ -586,6 +660,10 @@ class RewardTask(Task):
         """Take the prompts, and the reward that scores their answers."""
         self.data = data
         self.reward = reward
+        # The form of the answers by its name, so that members of a sweep share one.
+        self._forms: dict[str, AnswerForm] = {}
+        # What samples the answers of all members that train at once; None in a run alone.
+        self._members_drawer: MembersDrawer | None = None
 
     def close(self) -> None:
         """Close the reward, which ends its programs."""
@@ -606,20 +684,33 @@ class RewardTask(Task):
         options = rollout_options(plan)
         _use_arithmetic_of_decoding(options, model)
         ratio = ratio_of(options.advantage, options.updates)
-        form = None
-        objective = rewards_objective(plan)
-        form_name = form_named(objective.answer_regex, objective.answer_schema)
-        if form_name:
-            form = AnswerForm(
-                form_name, self.data, self.data.end_ids(model.config), default_device()
-            )
+        form = self._form(rewards_objective(plan), model.config)
         return PolicyLoss(
             options.temperature, ratio, options.kl, options.advantage, options.updates, form
         )
 
+    def _form(self, objective: Rewards, config: LlamaConfig) -> AnswerForm | None:
+        """Return the form that all answers have; None: they may have any form.
+
+        Raises:
+            InputRefused: no answer can have the form that the settings describe.
+        """
+        name = form_named(objective.answer_regex, objective.answer_schema)
+        if name is None:
+            return None
+        key = repr(name)
+        if key not in self._forms:
+            end_ids = self.data.end_ids(config)
+            self._forms[key] = AnswerForm(name, self.data, end_ids, default_device())
+        return self._forms[key]
+
     def slots(self, plan: RunPlan) -> int:
         """Return the maximum number of tokens of a prompt and its answer."""
-        return self.data.longest + rollout_options(plan).max_new_tokens
+        options = rollout_options(plan)
+        if self.reward.environments is not None:
+            # The last token of an episode is only a target.
+            return options.length + 1
+        return self.data.longest + options.max_new_tokens
 
     @property
     def records_per_epoch(self) -> int:
@@ -638,7 +729,8 @@ class RewardTask(Task):
         engine's weights.
         """
         super().begin(run, engine, world, current_plan)
-        self.drawer = Drawer(
+        drawer_class = Drawer if self.reward.environments is None else EpisodeDrawer
+        self.drawer = drawer_class(
             engine,
             self.data,
             self.reward,
@@ -676,7 +768,9 @@ class RewardTask(Task):
 
     def stop_compiling(self) -> None:
         """Sample and score answers without a compiler; see `Task.stop_compiling`."""
-        self.drawer.set_options(rollout_options(self.current_plan()))
+        plan = self.current_plan()
+        is_exact = rewards_objective(plan).answer_scoring(plan) == "exact"
+        self.drawer.set_options(replace(rollout_options(plan), exact=is_exact))
         _use_arithmetic_of_decoding(self.drawer.options, self.drawer.model)
 
     def prepare_reference_weights(self, resumed: bool) -> None:
@@ -690,6 +784,45 @@ class RewardTask(Task):
         tensors: dict[str, Tensor] = {}
         for plane, copy in zip(planes, self.drawer.reference, strict=True):
             tensors.update(plane.views(copy))
+        self._keep_reference(tensors, resumed)
+
+    def copy_reference_weights(self, members: Sequence[Self], engine: Engine) -> None:
+        """Copy the present weights for the KL term; see `SweptTask.copy_reference_weights`."""
+        if not members[0]._needs_reference:
+            return
+        # The planes have the weights of all members, so one copy of them is the reference of each.
+        copies = [plane.param.clone() for plane in engine.step.planes]
+        for member in members:
+            member.drawer.reference = copies
+
+    def prepare_references(
+        self,
+        members: Sequence[Self],
+        engine: Engine,
+        resumed: bool,
+        rows_per_window: int,
+        progress: Progress,
+    ) -> None:
+        """Copy the initial weights of all members for the KL term; see
+        `SweptTask.prepare_references`.
+        """
+        if not isinstance(engine, Ensemble):
+            [member] = members
+            member.prepare_reference_weights(resumed)
+            return
+        self.copy_reference_weights(members, engine)
+        for number, member in enumerate(members):
+            if member.drawer.reference is not None:
+                tensors = engine.member_views(number, member.drawer.reference)
+                member._keep_reference(tensors, resumed)
+
+    def _keep_reference(self, tensors: Mapping[str, Tensor], resumed: bool) -> None:
+        """Write the reference to its file in the run's folder; in a resumed run, read it from there.
+
+        Args:
+            tensors: the reference, by the names of parameters.
+            resumed: whether the run is resumed.
+        """
         if resumed:
             read_reference(self.run, self.data.fingerprint, tensors)
         else:
@@ -740,24 +873,23 @@ class RewardTask(Task):
         return "answers sampled and scored, gradients finite"
 
     def describe_amount(self, rows_per_window: int, updates: int) -> str:
-        """Return a text on the prompts and answers of an update; `updates` is not used."""
-        options = self.drawer.options
-        prompts = counted(rows_per_window, "prompt")
-        return f"{prompts}, {options.group} answers each of up to {options.max_new_tokens} tokens"
+        """Return a text on the prompts and answers of an update."""
+        return self.describe_updates(self.current_plan(), updates)
 
     def max_tokens(self, updates: int) -> int:
         """Return the number of tokens of all answers if each has the maximum length."""
         options = self.drawer.options
-        return updates * options.prompts * options.group * options.max_new_tokens
+        return updates * options.prompts * options.group * options.max_answer_tokens
 
     def tokens_of_last_update(self, windows: RunWindows) -> float:
         """Return the number of tokens of the answers that were sampled last."""
         assert isinstance(windows, Rollouts)
-        return windows.numbers["drawn_tokens"]
+        # A member of a sweep that is left out from the first window on has sampled none.
+        return windows.numbers.get("drawn_tokens", 0.0)
 
     def figures(self, windows: RunWindows) -> dict[str, Any]:
         """Return rewards, lengths and more on the answers of the last update; see `Task.figures`."""
-        loss = self.engine.step.loss
+        loss = self.engine.loss
         assert isinstance(windows, Rollouts) and isinstance(loss, PolicyLoss)
         figures = loss.take_figures(self.world.all_gather)
         if not self._needs_reference:
@@ -781,10 +913,73 @@ class RewardTask(Task):
 
     def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
         """Sample answers to held-out prompts, and return their rewards."""
-        if not self.data.held_out:
+        return self._held_out_score(self.drawer.evaluate()) if self.has_held_out else None
+
+    def _held_out_score(self, figures: Mapping[str, float]) -> HeldOutScore:
+        """Return the score with the figures of `Drawer.evaluate`."""
+        return HeldOutScore(self.answer_tokens, figures, figures["eval_reward"])
+
+    @property
+    def has_held_out(self) -> bool:
+        """Return whether there are held-out prompts."""
+        return len(self.data.held_out) > 0
+
+    def describe_updates(self, plan: RunPlan, updates: int) -> str:
+        """Return a text on the prompts and answers of an update; `updates` is not used."""
+        options = rollout_options(plan)
+        answers = f"{options.group} answers each of up to {options.max_new_tokens} tokens"
+        if self.reward.environments is not None:
+            answers = f"{options.group} episodes each of up to {counted(options.turns, 'answer')}"
+        return f"{counted(options.prompts, 'prompt')}, {answers}"
+
+    def updates_in_epochs(self, plan: RunPlan, epochs: int) -> int:
+        """Return the number of updates in which a run answers each prompt `epochs` times.
+
+        Raises:
+            UsageError: an update may take several samples, whose number is unknown.
+        """
+        options = rollout_options(plan)
+        if options.draws > 1:
+            raise UsageError(
+                f"train.epochs = {epochs}: with rl.draws = {options.draws} the members of a sweep would not make "
+                "equally many updates of it: give train.updates"
+            )
+        return math.ceil(epochs * self.records_per_epoch / options.prompts) * options.updates
+
+    def joint_windows(
+        self, members: Sequence[Self], readers: Sequence[RunWindows], engine: Engine
+    ) -> MembersRollouts | None:
+        """Return the windows of members whose answers one decoder samples; see
+        `SweptTask.joint_windows`.
+
+        Raises:
+            UsageError: the members have adapters of a kind that one decoder cannot have.
+        """
+        if not isinstance(engine, Ensemble):
             return None
-        numbers = self.drawer.evaluate()
-        return HeldOutScore(self.answer_tokens, numbers, numbers["eval_reward"])
+        drawer = MembersDrawer(engine, [member.drawer for member in members])
+        for member in members:
+            member._members_drawer = drawer
+        return MembersRollouts(drawer, [_rollouts(reader) for reader in readers])
+
+    def evaluate_members(
+        self, members: Sequence[Self], engine: Engine, batch_rows: int, limit: int | None
+    ) -> list[HeldOutScore | None]:
+        """Sample answers of each member to held-out prompts, and return their rewards; see
+        `SweptTask.evaluate_members`.
+        """
+        drawer = members[0]._members_drawer
+        if drawer is None:
+            [member] = members
+            try:
+                return [member.evaluate(batch_rows, limit)]
+            except Diverged:
+                return [None]
+        figures = drawer.evaluate()
+        return [
+            member._held_out_score(figures[number]) if number in figures else None
+            for number, member in enumerate(members)
+        ]
 
     def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
         """Return the first prompt of the training records."""
@@ -859,6 +1054,11 @@ class RewardTask(Task):
         if difference:
             text += f"; log-probabilities drawn and scored differ by up to {difference:.1g} nats"
         return text
+
+
+def _rollouts(windows: RunWindows) -> Rollouts:
+    assert isinstance(windows, Rollouts)
+    return windows
 
 
 OBJECTIVE = Rewards()

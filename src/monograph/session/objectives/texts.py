@@ -1,8 +1,9 @@
 """Learn from texts, each of whose tokens is a target, or from the answers in conversations."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus, corpus
@@ -212,11 +213,36 @@ class RowsTask(SweptTask):
         scored = self.score_held_out(rows_per_window, limit)
         return None if scored is None else self.held_out_score(*scored)
 
-    def scores_of_members(
-        self, engine: Engine, batch_rows: int, limit: int | None
-    ) -> list[Evaluation]:
-        """Score held-out rows by each member of an engine."""
-        return evaluate_members(engine, self.data.held_out, batch_rows=batch_rows, limit=limit)
+    @property
+    def has_held_out(self) -> bool:
+        """Return whether there are held-out rows."""
+        return self.held_out_rows > 0
+
+    @abstractmethod
+    def held_out_score(self, evaluation: Evaluation, rows: int) -> HeldOutScore:
+        """Return the score of the held-out rows that the engine has just scored.
+
+        Args:
+            evaluation: the losses of the run.
+            rows: the number of rows.
+        """
+
+    def evaluate_members(
+        self, members: Sequence[Self], engine: Engine, batch_rows: int, limit: int | None
+    ) -> list[HeldOutScore | None]:
+        """Score held-out rows by each member of an engine; see `SweptTask.evaluate_members`."""
+        held_out = self.data.held_out
+        evaluations = evaluate_members(engine, held_out, batch_rows=batch_rows, limit=limit)
+        rows = min(limit or len(held_out), len(held_out))
+        return [
+            member.held_out_score(evaluation, rows)
+            for member, evaluation in zip(members, evaluations, strict=True)
+        ]
+
+    def describe_updates(self, plan: RunPlan, updates: int) -> str:
+        """Return the tokens of an update, and of all updates."""
+        tokens_per_update = plan.training.tokens_per_update
+        return f"{tokens_per_update:,} tokens = {count(updates * tokens_per_update)} each"
 
     def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
         """Return a prompt from the held-out text, or from the training text if none is held out."""

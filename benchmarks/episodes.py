@@ -1,0 +1,264 @@
+"""Three environments that a small model learns to use on a CPU, over several turns, each after a little
+supervised training on games of a poor player.
+
+    guess         a number from 0 to 15 in four guesses, each of which is told "more" or "less"
+    calculator    the sum of three numbers, by calls of a tool that adds two
+    shell         the word in a file, by commands in a tiny file system
+
+The installed command line does all of it, as a person would: `train` on the poor player's chats, then
+`train` with `rl.environment` from that run. The environments are in benchmarks/environments/. Figures
+are shares of solved episodes, at temperature 1, and the seconds of training that `train` counts.
+
+    before, after    of the first update's episodes, and of the last ten updates'
+    unseen           at the end, of episodes of held-out records
+    turns            of an episode, in the first update and in the last ten
+    apart            the largest difference of drawn and scored log-probabilities, over all updates
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import harness
+import torch
+
+from monograph.model.config import LlamaConfig
+from monograph.model.hub import save_model
+from monograph.model.llama import Llama
+from monograph.text.tokenizer import Tokenizer
+
+FOLDER = Path(__file__).parent / "environments"
+sys.path.insert(0, str(FOLDER))
+
+from calculator import Calculator  # noqa: E402
+from guess import Guess  # noqa: E402
+from shell import FOLDERS, WORDS, Shell  # noqa: E402
+
+Message = dict[str, Any]
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|im_start|>", "<|im_end|>")
+SPOKEN = ("<tool_call>", "</tool_call>")
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def _call(name: str, **arguments: Any) -> Message:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _guesses(draws: random.Random, record: Message, seen: list[Message]) -> Message:
+    """Guess anything."""
+    return _said(str(draws.randrange(16)))
+
+
+def _calculates(draws: random.Random, record: Message, seen: list[Message]) -> Message:
+    """Add the right numbers in half of the turns, and any two of those around in the others."""
+    numbers = record["numbers"]
+    told = [int(each["content"]) for each in seen if each["role"] == "tool"]
+    right = [(numbers[0], numbers[1]), *((each, numbers[2]) for each in told)]
+    if len(told) >= 2 or (told and draws.random() < 0.3):
+        return _said(str(told[-1] if draws.random() < 0.7 else draws.choice(numbers)))
+    one, other = right[len(told)]
+    if draws.random() < 0.5:
+        one, other = draws.choice([*numbers, *told]), draws.choice([*numbers, *told])
+    return _call("add", a=one, b=other)
+
+
+def _types(draws: random.Random, record: Message, seen: list[Message]) -> Message:
+    """Type any command, and answer at any time."""
+    told = [each["content"] for each in seen if each["role"] == "tool"]
+    found = [each for each in told if each in WORDS]
+    if draws.random() < (0.6 if found else 0.08):
+        return _said(found[-1] if found and draws.random() < 0.7 else draws.choice(WORDS))
+    commands = ["ls", "cat note", "cd ..", *(f"cd {name}" for name in FOLDERS)]
+    return _call("shell", command=draws.choice(commands))
+
+
+class Task(NamedTuple):
+    """A task.
+
+    Attributes:
+        environment: the class.
+        record: draws a record.
+        player: returns the poor player's answer to the messages of a chat.
+        turns: the maximum number of answers.
+        tokens: the maximum number of tokens of an answer.
+        length: the tokens of a row.
+        examples, updates: chats of the poor player, and supervised updates.
+        rate: the learning rate with rewards.
+        minutes: of training with rewards.
+    """
+
+    environment: Callable[[], Any]
+    record: Callable[[random.Random], dict[str, Any]]
+    player: Callable[[random.Random, Message, list[Message]], Message]
+    turns: int
+    tokens: int
+    length: int
+    updates: int
+    rate: float
+    minutes: float
+
+
+def _three_numbers(draws: random.Random) -> dict[str, Any]:
+    return {"numbers": [draws.randrange(10) for _ in range(3)]}
+
+
+TASKS = {
+    "guess": Task(Guess, lambda draws: {}, _guesses, 4, 8, 95, 150, 5e-4, 2.0),
+    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 191, 300, 5e-4, 3.0),
+    "shell": Task(Shell, lambda draws: {}, _types, 8, 24, 255, 300, 5e-4, 3.0),
+}
+
+
+def chat(task: Task, draws: random.Random) -> dict[str, Any]:
+    """Return the record of a chat in which the poor player plays one episode."""
+    record = task.record(draws)
+    environment = task.environment()
+    random.seed(draws.randrange(1 << 30))
+    messages = environment.reset(record)
+    tools = list(getattr(environment, "tools", ()))
+    for _ in range(task.turns):
+        answer = task.player(draws, record, messages)
+        messages = [*messages, answer]
+        read: Any = answer["content"]
+        if tools:
+            calls = [call["function"] for call in answer.get("tool_calls", ())]
+            read = {**answer, "tool_calls": calls}
+        observation, _, done = environment.step(read)
+        if done:
+            break
+        messages.append({"role": "tool" if tools else "user", "content": observation})
+    if messages[-1]["role"] != "assistant":
+        messages.pop()
+    return {"messages": messages, **({"tools": tools} if tools else {})}
+
+
+def base(folder: Path, chats: list[dict[str, Any]]) -> None:
+    """Write the folder of a new model, whose tokenizer knows the words of these chats."""
+    text = json.dumps([each["messages"] for each in chats[:500]])
+    content = json.loads(Tokenizer.train_bpe([text], 400).to_json())
+    count = len(content["model"]["vocab"]) + len(content["added_tokens"]) - 3
+    for number, token in enumerate((*SPECIAL, *SPOKEN)):
+        entry = {"id": count + number, "content": token, "special": token in SPECIAL}
+        content["added_tokens"].append(entry | {"normalized": False})
+    tokenizer = Tokenizer(content, "x")
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size, max_position_embeddings=512, intermediate_size=352, **SHAPE
+    )
+    torch.manual_seed(0)
+    save_model(Llama(config), folder, tokenizer)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    stops = {"eos_token_id": tokenizer.special["<|im_end|>"]}
+    (folder / "generation_config.json").write_text(json.dumps(stops))
+
+
+COMMON = [
+    "train.precision=fp32",
+    "train.compile=none",
+    "optim.name=adamw",
+    "optim.schedule=constant",
+]
+
+
+def supervised(home: Path, name: str, seed: int) -> Path:
+    """Train a new model on the poor player's chats; return the folder of its run."""
+    task, folder = TASKS[name], home / f"{name}-{seed}"
+    folder.mkdir()
+    draws = random.Random(seed)
+    chats = [chat(task, draws) for _ in range(4000)]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    records = [task.record(draws) for _ in range(600)]
+    (folder / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
+    base(folder / "new", chats)
+    harness.command(
+        home, "train", str(folder / "chats.jsonl"), *COMMON, f"model.init={folder / 'new'}",
+        f"data.sequence_length={task.length}", "optim.lr=1e-3", "train.tokens_per_update=4096",
+        f"train.updates={task.updates}", f"train.seed={seed}", "--out", str(folder / "base"),
+    )  # fmt: skip
+    return folder
+
+
+def measured(home: Path, folder: Path, name: str, seed: int, length: str) -> dict[str, Any]:
+    """Train with the environment for a length such as "train.minutes=1", and return the figures."""
+    task = TASKS[name]
+    code = f"{FOLDER / name}.py:{task.environment.__name__}"  # type: ignore[attr-defined]
+    found, _ = harness.command(
+        home, "train", str(folder / "records.jsonl"), *COMMON, f"model.init={folder / 'base'}",
+        "rl.reward=environment", f"rl.environment={code}", f"rl.turns={task.turns}", "rl.prompts=16", "rl.group=8",
+        f"rl.max_new_tokens={task.tokens}", f"data.sequence_length={task.length}", "data.held_out=0.1",
+        f"optim.lr={task.rate}", "optim.weight_decay=0", length, f"train.seed={seed}", "--out", str(folder / "played"),
+    )  # fmt: skip
+    rows = [
+        json.loads(line) for line in (folder / "played" / "metrics.jsonl").read_text().splitlines()
+    ]
+    drawn = [row for row in rows if "reward" in row]
+    held = [row["eval_pass_at_1"] for row in rows if "eval_pass_at_1" in row]
+    last = drawn[-10:]
+    return {
+        "task": name, "seed": seed, "before": drawn[0]["pass_at_1"],
+        "after": statistics.fmean(row["pass_at_1"] for row in last), "unseen": held[-1],
+        "turns_before": drawn[0]["turns"], "turns_after": statistics.fmean(row["turns"] for row in last),
+        "updates": found["update"], "training_s": found["training_s"], "apart": found["drawn_minus_scored_max"],
+        "curve": [(row["update"], row["wall_s"], row["pass_at_1"], row["turns"]) for row in drawn],
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Train the chosen tasks, and print a table."""
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--updates", type=int, help="of training with rewards; default: the task's own minutes"
+    )
+    options = parser.parse_args()
+    if options.smoke:
+        options.tasks, options.updates, options.seeds = "guess", 2, 1
+    settings = {key: getattr(options, key) for key in ("tasks", "seeds", "updates")}
+    found = harness.result("episodes", settings)
+    harness.print_machine(found)
+    with tempfile.TemporaryDirectory() as home:
+        for name, seed in itertools.product(options.tasks.split(","), range(options.seeds)):
+            length = f"train.minutes={TASKS[name].minutes}"
+            if options.updates:
+                length = f"train.updates={options.updates}"
+            folder = supervised(Path(home), name, seed)
+            found["cases"].append(measured(Path(home), folder, name, seed, length))
+    harness.print_table(
+        ["task", "seed", "before", "after", "unseen", "turns before", "after", "updates", "seconds", "apart"],
+        [
+            [
+                case["task"], str(case["seed"]), f"{case['before']:.2f}", f"{case['after']:.2f}",
+                f"{case['unseen']:.2f}",
+                f"{case['turns_before']:.1f}", f"{case['turns_after']:.1f}", str(case["updates"]),
+                f"{case['training_s']:.0f}", f"{case['apart']:.0e}",
+            ]
+            for case in found["cases"]
+        ],
+    )  # fmt: skip
+    harness.write(options.out, found)
+
+
+if __name__ == "__main__":
+    main()
