@@ -151,7 +151,7 @@ def test_a_replayed_micro_step_is_one_graph_and_nothing_waits(counted) -> None:
     assert not any(part["waits"] or part["waiting_copies"] for part in counted.values())
 
 
-def test_constants_in_compiled_code_are_what_a_card_would_compute(counted) -> None:
+def test_constants_in_compiled_code_are_what_a_card_would_compute(launches) -> None:
     """Inductor computes them on the card, whose kernels compute nothing here."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
