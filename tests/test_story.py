@@ -169,6 +169,9 @@ def test_the_story(taught: bool, server: CommandServer, tmp_path: Path) -> None:
         # they are killed, answered by llama.cpp; then prefer another word by pairs
         prefer(monograph, tmp_path, reinforced=reinforce(monograph, tmp_path))
 
+        # talk to an environment for several turns
+        play(monograph, tmp_path)
+
     model, tokenizer = load(run)
     exported, _ = load(tmp_path / "out")
     assert all(
@@ -308,6 +311,31 @@ def finetune(monograph: CommandServer, here: Path) -> None:
     )
     [found] = json.loads(answer.out.splitlines()[-1])["completions"]
     assert (found["text"], found["finish_reason"]) == ("beta", "stop")
+
+
+ECHO = """
+class Echo:
+    def reset(self, record):
+        return record["prompt"]
+
+    def step(self, answer):
+        return " alpha ", float("beta" in answer), "beta" in answer
+"""
+
+
+def play(monograph: CommandServer, here: Path) -> None:
+    """Let the run `better` say beta in up to three turns."""
+    (here / "echo.py").write_text(ECHO)
+    typed = [
+        "prompts.jsonl", "model.init=better", "rl.environment=echo.py:Echo", "rl.turns=3",
+        "rl.prompts=3", "rl.max_new_tokens=6", "data.held_out=0", "data.sequence_length=31", "train.updates=2",
+        "train.compile=none", "train.precision=fp32",
+    ]  # fmt: skip
+    done = monograph.run(here, "train", *typed, "--out", "played", "--json", figures=0)
+    found = json.loads(done.out.splitlines()[-1])
+    assert done.code == 0 and found["drawn_minus_scored_max"] < 1e-5, done.err
+    rows = [json.loads(line) for line in (here / "played/metrics.jsonl").read_text().splitlines()]
+    assert all(1 <= row["turns"] <= 3 for row in rows if "reward" in row)
 
 
 def reinforce(monograph: CommandServer, here: Path) -> str:
