@@ -218,12 +218,12 @@ def forms_of(keys: Iterable[str], record_settings: RecordSettings) -> list[Form]
     """Return the forms that a record with these keys may have.
 
     Without data.text_key, these are all forms whose needed keys the record has, and the form of texts
-    if the record has the key "text". A value of data.text_key leaves one of them:
+    if the record has the key "text". The user may choose by data.text_key:
 
-    - "messages", "conversations" or "prompt" (`CONVERSATION_TEXT_KEYS`): the form of conversations
-      with that key. If the record has other forms, but not that one, all of them are returned. If it
-      has no form at all, but the key, the value under the key is a plain text.
-    - another key of the record: the value under that key is a plain text.
+    - "messages", "conversations" or "prompt" (`CONVERSATION_TEXT_KEYS`) chooses the form of
+      conversations with that key. A record that has only other forms keeps all of them. A record that
+      has no form, but has that key, is a plain text.
+    - Any other key that the record has chooses the plain text under that key.
     """
     return _forms_of(frozenset(keys), record_settings)
 
@@ -244,8 +244,8 @@ def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[For
             return selected
         # The record does not have the form that the user asked for. The caller decides what follows.
         return forms
-    # A record with nothing but a "prompt", for example, gets here with data.text_key=prompt, and is a
-    # text.
+    # If `text_key` is a key of conversations here, the record has no form. For example, a record with
+    # nothing but a "prompt" is a text with data.text_key=prompt.
     if text_key not in keys:
         return forms
     text_form = Form(RecordKind.TEXTS, {text_key: "the text"}, {}, setting)

@@ -122,8 +122,8 @@ class ProgramScorer:
         trainer_socket, tests_socket_to_trainer = socket.socketpair()
         tests_socket_to_solution, solution_socket = socket.socketpair()
         try:
-            # The processes inherit their sockets. The trainer then closes its own copies of these three,
-            # so that a connection breaks if a process dies.
+            # The processes inherit their sockets. The trainer then closes its own copies of these three
+            # sockets, so that a connection breaks if the process at its end dies.
             with tests_socket_to_trainer, tests_socket_to_solution, solution_socket:
                 processes.append(self._start("solution", solution_socket))
                 processes.append(
@@ -131,10 +131,11 @@ class ProgramScorer:
                 )
             # The connection breaks if the tests' process dies. Tests without a verdict have then failed.
             with suppress(ConnectionError):
-                # The message has a character for each byte of the source, which is what Latin-1 decodes
-                # to. So Python decodes the source as it decodes a file, by the encoding that a comment of
-                # the source may declare. "surrogatepass" encodes a lone surrogate in the code, too: to
-                # bytes that are not UTF-8, so that the solution fails in its own process, and not here.
+                # A message is JSON and cannot have bytes, so it has a character for each byte (Latin-1).
+                # The solution's process gets the bytes back, and Python decodes them as it decodes a
+                # file, by the encoding that a comment of the source may declare. If the code has a lone
+                # surrogate, "surrogatepass" makes bytes of it that are not UTF-8. So Python refuses the
+                # source in the solution's process, and no error is raised here.
                 source = code.encode("utf-8", "surrogatepass").decode("latin-1")
                 trainer_socket.sendall(json.dumps([source, tests]).encode() + b"\n")
                 # Short waits, so that `_stopped` and the deadline are looked at in between.
@@ -198,8 +199,8 @@ RETURNS_SCORES = f"returns {SCORES}, for every answer"
 class CodeProcess:
     """A user's Python file that runs in a separate process; a subclass calls what the file defines.
 
-    The process's output goes to standard error. The process starts at the first call. On Linux it ends
-    at the latest with the thread that started it, since `worker.main` asks for a signal at that
+    The process starts when `start` is first called. Its output goes to standard error. On Linux it ends
+    at the latest with the thread that called `start`, since `worker.main` asks for a signal at that
     thread's end (PR_SET_PDEATHSIG).
 
     Each message to the process is a line of JSON, and so is each reply. The first message is [source,
