@@ -90,7 +90,7 @@ class Batches(Iterator[Batch]):
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         self._end_position: int | None = None  # None: the iterator never stops
         if epochs is not None:
-            # Positions that are skipped move the end back, so that the number of rows is the same.
+            # The end is later by the skipped positions, so that the number of rows stays the same.
             skipped = sum(end - begin for begin, end in self.skip)
             self._end_position = epochs * rows.per_epoch + skipped
         # The position after the last prefetched window.

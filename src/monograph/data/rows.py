@@ -69,8 +69,8 @@ def weighted_rows_at(
     """Return the row at each of the positions start .. start + count - 1 of an endless sequence of
     epochs.
 
-    The position p decides the row in two steps: which visit of the epoch it is, and which row of a
-    share this visit is to.
+    Position p leads to its row in two steps: p says which visit of the epoch it is, and the visit says
+    which row of which share it uses.
 
     1. An epoch has W visits, the sum over all shares. Position p is in epoch e = p // W. This epoch
        has the permutation P_{seed,e} of 0 .. W - 1 (see `rows_at`), and position p is its visit
