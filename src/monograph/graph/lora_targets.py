@@ -22,9 +22,7 @@ _MAX_NAMES_SHOWN = 12  # of existing layers, in a message
 def targeted_layers(
     module: nn.Module, targets: str | Iterable[str]
 ) -> dict[str, nn.Linear | ExpertLinear]:
-    """Return the layers that `targets` chooses, by name, in the order of the module's layers.
-
-    Linear layers come before layers of experts.
+    """Return the layers that `targets` chooses, by name: linear layers first, then layers of experts.
 
     Args:
         module: the model.
@@ -51,9 +49,9 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     # The head is left out, because the loss reads the head's weight and never calls the head. So an
     # adapter would have no effect.
     head = head_of(module)
-    # An adapter adds a low-rank product to W x + b, the output of these three classes (the last two
-    # have a quantised W). A subclass of nn.Linear that computes something else is left out, because
-    # its output cannot be the output with a changed W.
+    # These three classes compute W x + b (the last two with a quantised W). There, the low-rank product
+    # that an adapter adds to the output is a change of W. A subclass of nn.Linear with another forward
+    # is left out, because this need not hold for it.
     plain_forwards = {nn.Linear.forward, Int8Linear.forward, NF4Linear.forward}
     return {
         name: layer
