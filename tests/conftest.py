@@ -20,7 +20,7 @@ import pytest
 from hypothesis import settings
 
 from bytecode import compile_all
-from costs import Costs, measured_cpu_s
+from costs import UNKNOWN_CPU_S, Costs, measured_cpu_s
 from nights import Bounded, is_of_night
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if is_of_night(item.nodeid, night)]
     if "PYTEST_XDIST_WORKER" in os.environ:
         cost = measured_cpu_s()
-        items.sort(key=lambda item: -cost.get(item.nodeid.partition("::")[0], 0.0))
+        items.sort(key=lambda item: -cost.get(item.nodeid.partition("::")[0], UNKNOWN_CPU_S))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 MEASURED = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "tests.json"
+UNKNOWN_CPU_S = 5.0  # what a file is taken to cost before it was measured
 COLLECTING = "collecting"
 PROPERTY = "cpu_s"
 

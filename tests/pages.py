@@ -79,6 +79,7 @@ def files(folder: Path) -> None:
     records = {
         "chats": '{"prompt": "What does NUMBER do?", "completion": "It jumps."}',
         "prompts": '{"prompt": "NUMBER + 0 =", "answer": "NUMBER"}',
+        "records": '{"level": NUMBER}',
         "pairs": '{"prompt": "NUMBER + 0 =", "chosen": "NUMBER", "rejected": "no"}',
         "pictures": '{"text": "1' + "0123456789" * 6 + '123NUMBER"}',
         "quiz": '{"query": "What does NUMBER do?", "choices": ["It jumps.", "It sleeps."], "gold": 0}',

@@ -15,7 +15,7 @@ from monograph.profiling.profiler import Profile
 from monograph.report.compare_report import Compared, compare_page
 from monograph.report.profile_report import ladder_page, profile_page
 from monograph.report.run_report import About, run_page
-from monograph.report.sweep_charts import MemberCurve, Score, sweep_drawings
+from monograph.report.sweep_charts import MemberCurve, SweepScore, sweep_drawings
 from monograph.report.sweep_report import sweep_page
 
 HOSTILE = "<script>alert(1)</script> & \x1b[31m"
@@ -242,7 +242,7 @@ def of_sweep(folder: Path) -> str:
                     for i in range(1, 11) if score is not None]  # fmt: skip
             curves.append(MemberCurve({"lr": lr, "seed": seed}, rows))
     best = {"knobs": {"optim.lr": 4e-3}, "mean": 2.55, "unit": "bits/byte"}
-    score = Score("eval_bits_per_byte", "bits/byte")
+    score = SweepScore("eval_bits_per_byte", "bits/byte")
     found = {
         "best": best,
         "members": members,

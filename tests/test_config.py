@@ -430,6 +430,7 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     """Of keys whose default is decided elsewhere."""
     from monograph.planner import defaults
     from monograph.rl.preferences import LOSSES
+    from monograph.rl.rewards import REWARDS
     from monograph.session import adapting, door, new_tokens
     from monograph.session.objectives import rewards
 
@@ -443,7 +444,11 @@ def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     }
     usual |= {"model.family": door.DEFAULT_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
     usual |= rewards.DEFAULTS | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}
-    usual |= {each.key: each.default for loss in LOSSES.values() for each in loss.parameters}
+    usual |= {
+        each.key: each.default
+        for choice in (*LOSSES.values(), *REWARDS.values())
+        for each in choice.parameters
+    }
     usual |= {"train.minutes": Settings().train.minutes}
     fields = {
         f"{name}.{key}": field

@@ -152,6 +152,57 @@ def test_many_updates_equal_the_reference(dtype):
             assert error_within(parameter, naive[name].param, exact[name].param), name
 
 
+def test_a_momentum_that_warms_up_goes_along_a_line_and_a_skipped_update_is_no_step_of_it():
+    """The public speedrun's: (1 - frac) 0.85 + frac 0.95 with frac = min(update / 4, 1), from update 0."""
+    model = net(torch.float64)
+    exact = references(model, torch.float64)
+    settings = SETTINGS | {"momentum": 0.95, "momentum_warmup": 4}
+    step = Step(model, loss=given_gradient, optim=Muon(**settings))
+    applied = 0
+    for seed in range(8):
+        grads = gradients(model, seed)
+        is_skipped = seed in (0, 3)
+        factor = float("nan") if is_skipped else 1.0
+        step([{name: factor * grad for name, grad in grads.items()}])
+        if is_skipped:
+            continue
+        frac = min(applied / 4, 1)
+        applied += 1
+        for name, grad in grads.items():
+            if name in HIDDEN:
+                exact[name].mu = (1 - frac) * 0.85 + frac * 0.95
+            exact[name].update(grad.double())
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter, exact[name].param) <= 8 * AMPLIFIED * EPS64, name
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"momentum_warmup": -1}, {"momentum_warmup": 0.5}, {"first_momentum": 1}]
+)
+def test_a_warm_up_that_is_none_is_refused(wrong):
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Muon(**wrong)
+
+
+def test_members_whose_momenta_differ_warm_up_as_they_do_alone():
+    generator, members = torch.Generator().manual_seed(3), 2
+    param, grad, buffer = torch.randn(3, members, 2, 5, 4, generator=generator, dtype=torch.float64)
+    last, lr = torch.tensor([0.9, 0.8], dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)
+    applied, yes = torch.tensor([2, 5]), torch.tensor(True)
+
+    def hyper(last, applied):
+        return Hyperparameters(lr, (last, 0.5, 4), 0.0, 0.0, applied, yes, torch.float64)
+
+    stacked = param.clone(), buffer.clone()
+    shape = (members, 1, 1, 1)
+    muon_(stacked[0], grad, stacked[1:], hyper(last.view(shape), applied.view(shape)))
+    for i, momentum in enumerate((0.5 + 0.4 * 1 / 4, 0.8)):
+        alone = param[i].clone(), buffer[i].clone()
+        muon_(alone[0], grad[i], alone[1:], numbers(lr, momentum, 0.0, yes))
+        for ours, theirs in zip(stacked, alone, strict=True):
+            assert relative_error(ours[i], theirs) <= AMPLIFIED * EPS64
+
+
 def test_it_is_as_close_as_torch_s_muon():
     """torch's works in bf16 always, so ours does here; both against the float64 reference."""
     model, theirs = net(torch.float32), net(torch.float32)

@@ -196,6 +196,9 @@ def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         module = types.ModuleType("example")  # by its name the compiler finds the classes of a file
         monkeypatch.setitem(sys.modules, "example", module)
         exec(compile(code, "example", "exec"), module.__dict__)
+        if "OpenAI(" in code:
+            # Left open, its connection would warn in some later test.
+            module.__dict__["client"].close()
     namespace = vars(module)
     if "mono.Step(" in code and "result" in namespace:
         assert float(namespace["result"].skipped) == 0

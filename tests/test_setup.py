@@ -68,3 +68,42 @@ def test_what_is_installed_has_its_size(setup: ModuleType) -> None:
     step.read("Using cached nvidia_cublas-13.1.0.3-py3-none-manylinux_2_27_x86_64.whl (423.1 MB)")
     step.read("Installing collected packages: nvidia-cublas, torch")
     assert step.doing == "installing 2 packages, 1.3 GB to unpack"
+
+
+PYTHON = """#!/bin/sh
+echo "$@" >> {calls}
+case "$2" in
+venv) mkdir -p $3/bin $3/lib/python3/site-packages; cp $0 $3/bin/python;;
+compileall) exit 1;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("extra", "compiles"), [("", 2), ("dev", 1)])
+def test_pip_compiles_nothing_and_a_file_that_cannot_be_compiled_is_no_failure(
+    extra: str, compiles: int, setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the set-up compiles itself is what torch brought, and, without `dev`, the rest."""
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(PYTHON.format(calls=calls))
+    python.chmod(0o755)
+    monkeypatch.setattr(setup.sys, "executable", str(python))
+    setup.install(extra)
+    said = calls.read_text().splitlines()
+    installs = [line for line in said if line.startswith("-m pip install ")]
+    assert len(installs) == 3 and all("--no-compile" in line for line in installs)
+    compiled = [line for line in said if line.startswith("-m compileall ")]
+    assert len(compiled) == compiles
+    assert all(line.endswith(str(setup.VENV / "lib/python3/site-packages")) for line in compiled)
+    # It begins beside the last installation: after torch's.
+    assert min(map(said.index, compiled)) > said.index(installs[1])
+
+
+def test_a_set_up_that_fails_leaves_no_compiler_behind(setup: ModuleType) -> None:
+    (setup.VENV / "lib/python3/site-packages").mkdir(parents=True)
+    setup.PYTHON.parent.mkdir()
+    setup.PYTHON.write_text("#!/bin/sh\nexec sleep 600\n")
+    setup.PYTHON.chmod(0o755)
+    with pytest.raises(SystemExit), setup.compiling(cores=1) as process:
+        raise SystemExit(1)
+    assert process.returncode is not None

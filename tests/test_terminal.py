@@ -139,7 +139,10 @@ ENDS = "write|buffer|^__std|echo|style|Handler$"
 def ways_around(source: str) -> set[str]:
     """How a file's code would reach a terminal other than by `print`, `Progress` or `write_as_is`."""
     found = set[str]()
+    told_by = ast.Name | ast.Attribute | ast.Call | ast.ImportFrom | ast.Constant
     for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, told_by):
+            continue
         text = node.id if isinstance(node, ast.Name) else ""
         # All are too many to be written out.
         if isinstance(node, ast.Attribute) and re.search(ENDS, node.attr):

@@ -1,5 +1,8 @@
 """Add three numbers with a calculator that adds two."""
 
+from collections.abc import Mapping
+from typing import Any
+
 ADD = {
     "type": "function",
     "function": {
@@ -19,12 +22,12 @@ class Calculator:
 
     tools = (ADD,)
 
-    def reset(self, record):
+    def reset(self, record: Mapping[str, Any]) -> list[dict[str, str]]:
         """Ask for the sum."""
         self.numbers = record["numbers"]
         return [{"role": "user", "content": " + ".join(map(str, self.numbers))}]
 
-    def step(self, answer):
+    def step(self, answer: Mapping[str, Any]) -> tuple[str | None, float, bool]:
         """Return the sum of a call; 1 point for the right sum of all numbers, which ends the episode."""
         calls = answer["tool_calls"]
         if not calls:

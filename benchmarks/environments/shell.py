@@ -1,6 +1,8 @@
 """Find a file in a tiny file system by commands like those of a shell. Nothing of it is a real file."""
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 SHELL = {
     "type": "function",
@@ -23,14 +25,14 @@ class Shell:
 
     tools = (SHELL,)
 
-    def reset(self, record):
+    def reset(self, record: Mapping[str, Any]) -> list[dict[str, str]]:
         """Put the file into a folder."""
         self.folder = random.choice(FOLDERS)
         self.word = random.choice(WORDS)
         self.here = ""
         return [{"role": "user", "content": "What does the note say?"}]
 
-    def step(self, answer):
+    def step(self, answer: Mapping[str, Any]) -> tuple[str | None, float, bool]:
         """Return the output of a call; 1 point for the word, which ends the episode."""
         calls = answer["tool_calls"]
         if not calls:
@@ -39,7 +41,7 @@ class Shell:
         command = arguments.get("command") if isinstance(arguments, dict) else None
         return self._output(str(command).split()), 0.0, False
 
-    def _output(self, words):
+    def _output(self, words: list[str]) -> str:
         match words:
             case ["ls"]:
                 names = FOLDERS if not self.here else ("note",) * (self.here == self.folder)

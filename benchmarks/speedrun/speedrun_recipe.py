@@ -40,6 +40,8 @@ class Recipe:
         muon_lr: rate of the blocks' matrices, in the public code's units.
         muon_decay: their decay; an update multiplies them by 1 - lr decay.
         momentum: their Nesterov momentum.
+        first_momentum: that of the first update.
+        momentum_warmup: updates over which it goes along a line from one to the other.
         embedding_lr: AdamW's rate of the embedding.
         head_lr: the same of the head.
         gain_lr: the same of the norms' gains.
@@ -61,6 +63,8 @@ class Recipe:
     muon_lr: float = 0.025
     muon_decay: float = 0.05
     momentum: float = 0.95
+    first_momentum: float = 0.85
+    momentum_warmup: int = 500
     embedding_lr: float = 0.1
     head_lr: float = 0.004
     gain_lr: float = 0.015
@@ -159,6 +163,8 @@ def optimizer_of(recipe: Recipe) -> mono.Muon:
         eps=recipe.eps,
         weight_decay=lost / rate,
         momentum=recipe.momentum,
+        first_momentum=recipe.first_momentum,
+        momentum_warmup=recipe.momentum_warmup,
         groups=tuple(groups),
     )
 

@@ -2,7 +2,7 @@
 
 from monograph import interrupts
 
-interrupts.while_starting()
+interrupts.handle_while_starting()
 
 from monograph.cli import main  # noqa: E402 - after the handlers, because this import takes time
 

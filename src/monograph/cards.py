@@ -52,13 +52,23 @@ def _card(
     teraflops: Mapping[str, float],
     pattern: str | None = None,
 ) -> Card:
+    """Return a row of cards.toml as a `Card`. The arguments are the row's columns, in the table's units."""
     rates = Rates({dtype: rate * 1e12 for dtype, rate in teraflops.items()}, gb_per_s * 1e9)
     exact = rf"\b{re.escape(name.removeprefix('NVIDIA '))}$"
-    return Card(group, name, int(gibibytes * 2**30), link_gb_per_s * 1e9, rates, pattern or exact)
+    return Card(
+        group=group,
+        name=name,
+        memory_bytes=int(gibibytes * 2**30),
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        rates=rates,
+        pattern=pattern or exact,
+    )
 
 
+# The rows of each group. A row is a list: the short name that users type, and the arguments of `_card`
+# without the group.
 _GROUPS = tomllib.loads(files(__package__).joinpath("cards.toml").read_text("utf-8"))["cards"]
-# By the short names that users type.
+# By the short names.
 CARDS = {short: _card(group, *row) for group, rows in _GROUPS.items() for short, *row in rows}
 
 

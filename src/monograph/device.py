@@ -45,7 +45,7 @@ class Device:
     type: str
     memory_bytes: int
     free_memory_bytes: int
-    cores: int = field(default_factory=lambda: _cores())
+    cores: int = field(default_factory=lambda: _cores())  # a lambda, as `_cores` is defined below
     has_bf16: bool = False
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     bandwidth_bytes_per_s: float | None = None

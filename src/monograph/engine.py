@@ -63,10 +63,14 @@ class Engine:
         # The numbers of rows that the captured step was called with. A new number needs one more
         # graph, which is announced once.
         self._captured_sizes = set[int]()
-        self._empty_rows_scored = False
+        self._empty_rows_checked = False
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse copying and pickling: the copy's parameters would not be views of its planes."""
+        """Refuse copying and pickling.
+
+        A step keeps parameters in large flat tensors, its planes. The parameters of a copy would not be
+        views of the copy's planes.
+        """
         raise UsageError(
             f"a {type(self).__name__} cannot be copied: make another, and give it load_state(state())"
         )
@@ -127,16 +131,18 @@ class Engine:
 
         def try_first_micro_batch() -> Trial:
             batch = next(self._micro_batches(window))
-            self._require_empty_rows_add_nothing(batch, self._rows(batch))
+            self._require_empty_rows_add_nothing(batch, self._row_count(batch))
 
             def loss() -> tuple[Tensor, Tensor]:
                 with self.step.context():
                     loss_sum, count = self.step.parameters.sums(batch)
-                    return loss_sum.sum(), count.sum()
+                    return loss_sum.sum(), count.sum()  # over the members of an ensemble
 
             with buffers_kept(self.step.loss):
                 findings = trial(self.step.model, loss)
+                # What the loss's method `count` says; None if it has no such method.
                 targets = self.step.parameters.targets(batch)
+            # Nearly equal is enough, because counts may be sums of weights, which are rounded.
             if targets is not None and not math.isclose(
                 float(targets.sum()), findings.count, rel_tol=1e-4
             ):
@@ -150,12 +156,12 @@ class Engine:
 
     def _require_empty_rows_add_nothing(self, window: Batch, rows: int) -> None:
         """Check once, by a pass over `rows` empty rows, that they add nothing to sum and count."""
-        if self._empty_rows_scored:
+        if self._empty_rows_checked:
             return
         fill = fill_of(self.step.loss, window)
         if fill is not None:
             require_nothing_added(self.step, self._empty_rows(window, rows, fill), fill)
-            self._empty_rows_scored = True
+            self._empty_rows_checked = True
 
     def _empty_rows(self, like: Batch, rows: int, fill: Mapping[str, float]) -> Batch:
         """Return rows without targets on the device.
@@ -194,7 +200,7 @@ class Engine:
         step = self.step
         # Graphs have static shapes, so from now on every window is cut into micro-batches of this
         # size, and the last micro-batch is padded.
-        self.micro_batch = self.micro_batch or self._rows(window)
+        self.micro_batch = self.micro_batch or self._row_count(window)
         self.retries.captured = backend, scope
         try:
             graph.capture(step, backend, scope)
@@ -222,7 +228,7 @@ class Engine:
         The last micro-batch may be shorter. Its graph would otherwise be compiled in the middle of
         a run.
         """
-        by_rows = {self._rows(batch): batch for batch in self._micro_batches(window)}
+        by_rows = {self._row_count(batch): batch for batch in self._micro_batches(window)}
         self._captured_sizes = set(by_rows)
         for batch in by_rows.values():
             self._warm(batch)
@@ -234,12 +240,14 @@ class Engine:
         # spikes and draw the dropout of an ensemble.
         with step.counters_kept():
             if step.recorder:
-                # The recorder waits for WARM_UP calls before it records a micro-step for replays. The
-                # last of these calls is that of `rehearse`.
+                # On a GPU, a recorder records the kernels of a micro-step, and replays them later. It
+                # waits for WARM_UP calls before it records.
+                # `rehearse` makes the last of these calls.
                 accumulate(step, [batch] * (WARM_UP - 1))
             self.rehearse(batch)
             if step.recorder and step.parameters.replays_update:
-                # `rehearse` has called it once. After this second call the recorder records the next update.
+                # `rehearse` has called `apply` once. After this second call the recorder records the next
+                # update.
                 step.apply()
         self._score(batch)
 
@@ -256,11 +264,12 @@ class Engine:
         self._with_retries(window, lambda: accumulate(self.step, self._micro_batches(window)))
 
     def _with_retries(self, window: Batch, work: Callable[[], T]) -> T:
-        """Return `work()`, a pass over a window, repeated with less memory until it fits.
+        """Return the result of `work`, a pass over a window. If memory runs out, it is called again with
+        less memory.
 
         See `Retries.run`.
         """
-        return self.retries.run(self.step, functools.partial(self._rows, window), work)
+        return self.retries.run(self.step, functools.partial(self._row_count, window), work)
 
     def update(self) -> Update:
         """Clip and apply the accumulated gradient."""
@@ -287,7 +296,7 @@ class Engine:
         return self.step.sum_over_ranks(loss_sum), self.step.sum_over_ranks(count)
 
     def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return what `evaluate` returns, for this rank's micro-batches alone."""
+        """Return the sum of the losses and the number of targets of this rank's micro-batches."""
         with modes_kept(self.model), torch.no_grad(), self.step.averaged():
             self.model.eval()
             sums_of_batches = self._with_retries(
@@ -307,7 +316,9 @@ class Engine:
         step.parameters.wait_for_planes(to_write=True)  # the caller may write to the views
         counters = {name: counter.tolist() for name, counter in step.counters.items()}
         return EngineState(
-            step.parameters.weights(), self._buffers(), {"index": step.index, **counters}
+            model=step.parameters.weights(),
+            optimizer=self._buffers(),
+            scalars={"index": step.index, **counters},
         )
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -339,7 +350,8 @@ class Engine:
         for live, saved in ((own.model, state.model), (own.optimizer, state.optimizer)):
             # Copied in the saved order, because the tensors may be read from a file one by one.
             for name, tensor in saved.items():
-                write_tensor(live[name].detach(), tensor)
+                write_tensor(live[name].detach(), tensor)  # the tensor may be expanded
+        # Split weights in `own` are copies, so the engine has not got their new values yet.
         self.step.parameters.take_weights(own.model)
         self.step.index = index
         for name, counter in self.step.counters.items():
@@ -352,7 +364,7 @@ class Engine:
         have one fewer than others gets a micro-batch without targets. So the rows of an update do
         not depend on the number of ranks.
         """
-        rows = self._rows(window)
+        rows = self._row_count(window)
         dim = self._row_dim
         size = self.retries.rows_per_micro_batch(rows)
         ranks, rank = self.retries.share
@@ -362,15 +374,14 @@ class Engine:
         for i in range(batches_per_rank):
             # A micro-batch that lies beyond the window has no rows; `_padded` fills it.
             start = min((i * ranks + rank) * size, rows)
-            host_batch = {
-                name: tensor.narrow(dim, start, min(size, rows - start))
-                for name, tensor in window.items()
-            }
+            batch_rows = min(size, rows - start)
             # Part of the rows of each member has gaps. A graph is compiled for strides, and padded rows
             # have none.
             batch = {
-                name: tensor.to(self.step.device, non_blocking=True).contiguous()
-                for name, tensor in host_batch.items()
+                name: tensor.narrow(dim, start, batch_rows)
+                .to(self.step.device, non_blocking=True)
+                .contiguous()
+                for name, tensor in window.items()
             }
             yield self._padded(batch, size)
 
@@ -385,13 +396,14 @@ class Engine:
         if ranks == 1:
             self._require_empty_rows_add_nothing(window, size)
         elif fill_of(self.step.loss, window) is None:
+            rows = self._row_count(window)
             raise UsageError(
-                f"a window of {self._rows(window)} rows cannot be shared out evenly to {ranks} ranks in micro-batches "
+                f"a window of {rows} rows cannot be shared out evenly to {ranks} ranks in micro-batches "
                 f"of {size}: give a multiple of {size * ranks} rows, or a `fill` to the loss: what a row without "
                 "targets holds"
             )
 
-    def _rows(self, window: Batch) -> int:
+    def _row_count(self, window: Batch) -> int:
         """Return the number of a window's rows.
 
         Raises:
@@ -434,9 +446,11 @@ class Engine:
         return next(iter(rows.values()))
 
     def _padded(self, batch: Batch, rows: int) -> Batch:
-        """Return the batch padded to `rows` rows without targets, if the loss has a `fill`."""
+        """Pad a batch on the device to `rows` rows, with rows without targets.
+
+        If the loss has no `fill`, the batch stays as it is.
+        """
         dim = self._row_dim
-        device = self.step.device
         batch_rows = next(iter(batch.values())).shape[dim]
         if batch_rows == rows:
             return batch
@@ -449,10 +463,7 @@ class Engine:
                 )
             return batch
         empty = self._empty_rows(batch, rows - batch_rows, fill)
-        return {
-            name: torch.cat([tensor.to(device, non_blocking=True), empty[name]], dim)
-            for name, tensor in batch.items()
-        }
+        return {name: torch.cat([tensor, empty[name]], dim) for name, tensor in batch.items()}
 
 
 def require_member_axis(tensors: object, members: int, what: str) -> None:

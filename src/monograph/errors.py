@@ -46,7 +46,7 @@ def join_with_or(words: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def said_by(error: BaseException) -> str:
+def text_of_error(error: BaseException) -> str:
     """Return an exception's message; "" if its class, which may be a user's, fails to make one."""
     try:
         return str(error)
@@ -56,7 +56,9 @@ def said_by(error: BaseException) -> str:
 
 def host_is_full(error: BaseException) -> bool:
     """Return whether an error means that the host has no memory left for this process."""
-    return isinstance(error, MemoryError) or any(words in said_by(error) for words in _HOST_IS_FULL)
+    return isinstance(error, MemoryError) or any(
+        words in text_of_error(error) for words in _HOST_IS_FULL
+    )
 
 
 class MonographError(Exception):

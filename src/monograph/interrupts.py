@@ -29,7 +29,7 @@ def _exit_at_once(reason: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def while_starting() -> None:
+def handle_while_starting() -> None:
     """Replace Python's handlers during the imports, which take seconds.
 
     A signal that the parent process made Python ignore stays ignored.
@@ -41,10 +41,10 @@ def while_starting() -> None:
         signal.signal(signal.SIGINT, end_at_once)
 
 
-def working(command: Command) -> Command:
-    """Let SIGINT raise KeyboardInterrupt from now on, and return the command.
+def interruptible(command: Command) -> Command:
+    """Return a command, and let SIGINT raise KeyboardInterrupt from now on.
 
-    This is called once a command's imports are done: `working(command)(...)`.
+    This is called once the command's imports are done: `interruptible(command)(...)`.
     """
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,27 +56,27 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def taken_back() -> Iterator[None]:
-    """Let SIGTERM raise `Terminated` in the `with` block.
+def raise_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise `Terminated` in the `with` block, so that the code in it can clean up.
 
-    So incomplete results are removed as after Ctrl-C.
+    It then removes incomplete results, as it does after Ctrl-C.
     """
 
-    def end(*_: object) -> NoReturn:
+    def handle(*_: object) -> NoReturn:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, end)
+    handler_before = signal.signal(signal.SIGTERM, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler_before)
 
 
 @contextmanager
-def ending_at_once() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the process with a line in the `with` block.
+def end_at_once_inside() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the process at once, with a line, in the `with` block.
 
-    In the block, a command that has ended waits for its threads.
+    In the block, a command that has done its work waits for its threads.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, end_at_once)
@@ -88,6 +88,6 @@ def ending_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def while_ending() -> None:
+def handle_while_ending() -> None:
     """Let a further SIGINT end the interpreter's shutdown silently."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))

@@ -181,10 +181,13 @@ def save_checkpoint(engine: AnyEngine, batches: Windows, folder: str | Path, kee
         DiskFull: the checkpoint could not be written; earlier checkpoints are untouched.
     """
     state = engine.state()
-    record = {"engine": state.scalars, "data": batches.state()}
-    return checkpointing.save(
-        Path(folder), Checkpoint(engine.index, state.model, state.optimizer, record), keep
+    checkpoint = Checkpoint(
+        update=engine.index,
+        model=state.model,
+        optimizer=state.optimizer,
+        state={"engine": state.scalars, "data": batches.state()},
     )
+    return checkpointing.save(Path(folder), checkpoint, keep)
 
 
 def load_checkpoint(
@@ -206,6 +209,8 @@ def load_checkpoint(
     """
     checkpoint = checkpointing.load_newest(Path(folder), warn)
     state = checkpoint.state
-    engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, state["engine"]))
+    engine.load_state(
+        EngineState(model=checkpoint.model, optimizer=checkpoint.optimizer, scalars=state["engine"])
+    )
     position: dict[str, Any] = state["data"]
     return position

@@ -89,7 +89,7 @@ class TokenLoss:
         teaching = self.teaching_arguments(batch)
         hidden_ND, lm_head = hidden_of(model, batch, **shares)
         targets_N = batch["targets"].flatten()
-        # The rows of single tokens that are trained in place of those of a frozen weight, or None.
+        # If the head's weight is frozen, single tokens may have trained rows in its place; None: none has.
         rows = trained_rows(lm_head)
         fp8_arguments = {"in_fp8": True} if isinstance(lm_head, Float8Head) else {}
         return self.head(
@@ -148,7 +148,10 @@ def log_probabilities_by_hidden(
     temperature: float = 1.0,
     among: tuple[Callable[[Tensor], Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return what `target_log_probabilities` does, for the pair that `hidden_of` returns."""
+    """Return the log-probability of each target, [N], given the pair that `hidden_of` returns.
+
+    See `target_log_probabilities`.
+    """
     targets_N = batch["targets"].flatten()
     tokens_N = torch.where(targets_N != IGNORE, targets_N, 0)
     weight_VD: Any = lm_head.weight

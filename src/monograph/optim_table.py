@@ -31,16 +31,19 @@ class TableRow(NamedTuple):
 
 # By the values of the key `optim.name`.
 OPTIMIZERS = {
-    "adamw": TableRow("AdamW for all weights", "monograph.optim.adamw:AdamW"),
+    "adamw": TableRow(about="AdamW for all weights", home="monograph.optim.adamw:AdamW"),
     "muon": TableRow(
-        "Muon for the matrices of blocks, AdamW for the rest", "monograph.optim.muon:Muon"
+        about="Muon for the matrices of blocks, AdamW for the rest",
+        home="monograph.optim.muon:Muon",
     ),
 }
 # By the values of the key `optim.state`. The exact format comes first.
 FORMATS = {
-    "fp32": TableRow("8 bytes a parameter", "monograph.optim.state_format:EXACT"),
-    "bf16": TableRow("4 bytes a parameter, stochastically rounded", "monograph.optim.narrow:BF16"),
+    "fp32": TableRow(about="8 bytes a parameter", home="monograph.optim.state_format:EXACT"),
+    "bf16": TableRow(
+        about="4 bytes a parameter, stochastically rounded", home="monograph.optim.narrow:BF16"
+    ),
     "8bit": TableRow(
-        "2 bytes a parameter, in blocks with a scale", "monograph.optim.narrow:EIGHT_BIT"
+        about="2 bytes a parameter, in blocks with a scale", home="monograph.optim.narrow:EIGHT_BIT"
     ),
 }

@@ -33,7 +33,8 @@ class Range(NamedTuple):
 
     def holds(self, value: object) -> bool:
         """Return whether the value is a number in this range."""
-        if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
+        number_type = Integral if self.whole else Real
+        if isinstance(value, bool) or not isinstance(value, number_type):
             return False
         # Any `Real` can be compared with a float. It is not converted, which would round a large integer.
         number: Any = value
@@ -76,16 +77,23 @@ class Range(NamedTuple):
 
 def between(low: float, high: float) -> Range:
     """Return the range of numbers from `low` to `high`, both included."""
-    return Range(f"a number from {low:g} to {high:g}", low, high)
+    return Range(expected=f"a number from {low:g} to {high:g}", low=low, high=high)
 
 
 def whole(least: int, most: int) -> Range:
     """Return the range of whole numbers from `least` to `most`, both included."""
-    return Range(f"a whole number from {least} to {most}", least, most, whole=True)
+    return Range(
+        expected=f"a whole number from {least} to {most}", low=least, high=most, whole=True
+    )
 
 
-ABOVE_0 = Range("a number above 0", 0, math.inf, excludes_low=True, excludes_high=True)
-NOT_NEGATIVE = Range("a number, 0 or more", 0, math.inf, excludes_high=True)
-DECAY = Range("a number, 0 or more and below 1", 0, 1, excludes_high=True)
-FRACTION = Range("a number between 0 and 1", 0, 1, excludes_low=True, excludes_high=True)
-COUNT = Range("a whole number above 0", 1, math.inf, whole=True)
+ABOVE_0 = Range(
+    expected="a number above 0", low=0, high=math.inf, excludes_low=True, excludes_high=True
+)
+NOT_NEGATIVE = Range(expected="a number, 0 or more", low=0, high=math.inf, excludes_high=True)
+DECAY = Range(expected="a number, 0 or more and below 1", low=0, high=1, excludes_high=True)
+FRACTION = Range(
+    expected="a number between 0 and 1", low=0, high=1, excludes_low=True, excludes_high=True
+)
+WHOLE = Range(expected="a whole number, 0 or more", low=0, high=math.inf, whole=True)
+COUNT = Range(expected="a whole number above 0", low=1, high=math.inf, whole=True)

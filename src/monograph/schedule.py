@@ -65,7 +65,11 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
     """
     _require(warmup=warmup, total=total, final=final)
     return _decaying(
-        warmup, warmup, total, final, lambda progress: (1.0 + math.cos(math.pi * progress)) / 2.0
+        warmup,
+        first=warmup,
+        total=total,
+        final=final,
+        remaining=lambda progress: (1.0 + math.cos(math.pi * progress)) / 2.0,
     )
 
 
@@ -98,7 +102,13 @@ def warmup_stable_decay(
     _require(warmup=warmup, total=total, final=final)
     between(0, 1).require("decay", decay)
     first = max(warmup, total - max(1, round(decay * total)))
-    return _decaying(warmup, first, total, final, lambda progress: 1.0 - math.sqrt(progress))
+    return _decaying(
+        warmup,
+        first=first,
+        total=total,
+        final=final,
+        remaining=lambda progress: 1.0 - math.sqrt(progress),
+    )
 
 
 def _decaying(

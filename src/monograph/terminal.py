@@ -43,6 +43,7 @@ def shell_words(*words: str | Path) -> str:
 
 
 def _shell_word(word: str) -> str:
+    """Return one word as a shell has to read it, without characters that a terminal obeys."""
     if visible(word) == word and "\n" not in word:
         return shlex.quote(word)
     # The form $'...' of bash, in which any byte can be written as \x and two digits.
@@ -103,7 +104,8 @@ def guard() -> None:
 def is_terminal(stream: object) -> bool:
     """Return whether a stream is a terminal."""
     # A program that calls `main` may have replaced sys.stdout by an object that only has `write`.
-    return bool(getattr(stream, "isatty", bool)())
+    isatty = getattr(stream, "isatty", None)
+    return isatty is not None and bool(isatty())
 
 
 def takes_escapes(stream: object) -> bool:

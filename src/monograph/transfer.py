@@ -185,6 +185,7 @@ class WidthTransfer:
         base_shape: tuple[int, ...],
         optim: Optimizer,
     ) -> Factors:
+        """Return the factors of a tensor in a block; its name is without the block's prefix."""
         if name in _MATRICES:
             # A matrix is [fan_out, fan_in].
             m = shape[1] / base_shape[1]
@@ -198,6 +199,7 @@ class WidthTransfer:
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
 
     def _outer_factors(self, name: str) -> Factors:
+        """Return the factors of a tensor outside of blocks."""
         m = self.width_ratio
         is_tied = self.config.tie_word_embeddings
         if name == _EMBEDDING:
@@ -234,7 +236,9 @@ class WidthTransfer:
         return replace(optim, groups=tuple(self._groups(optim)))
 
     def _groups(self, optim: Optimizer) -> Iterator[Group]:
-        # lr * decay stays the same (see above), for the tensors that are decayed: matrices and embeddings.
+        """Yield a group of the optimizer for each name of `factors`."""
+        # lr * decay stays the same, as this file's docstring says, for the tensors that are decayed:
+        # matrices and embeddings.
         for pattern, factors in self.factors(optim).items():
             is_block_matrix = pattern.removeprefix("model.layers.*.") in _MATRICES
             is_decayed = is_block_matrix or pattern in (_EMBEDDING, _HEAD)

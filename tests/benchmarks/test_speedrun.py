@@ -274,6 +274,8 @@ def test_muons_updates_have_the_size_that_the_public_rates_give(part):
                 0.025 * math.sqrt(max(1, rows / cols))
             )
             assert rate * kind.weight_decay == pytest.approx(0.025 * 0.05)
+            # The momentum goes from 0.85 to 0.95 over the first 500 updates.
+            assert kind.betas == (0.95, 0.85, 500)
             matrices += 1
     assert matrices == 7 * 12
 
@@ -403,7 +405,7 @@ def weights(this):
     return {name: weight.clone() for name, weight in this.engine.state().model.items()}
 
 
-@pytest.mark.parametrize("order", ["stream", "shuffled"])
+@pytest.mark.parametrize("order", [pytest.param("stream", marks=pytest.mark.slow), "shuffled"])
 def test_a_resumed_run_is_an_uninterrupted_run(part, folder, tmp_path, monkeypatch, order):
     whole, one = run(part, folder, tmp_path / "whole.json", "--order", order, "--seed", "5")
     module, out = part("run"), tmp_path / "cut.json"

@@ -70,7 +70,7 @@ def test_a_signal_ends_it_though_nobody_reads_what_it_says(
 import signal
 from contextlib import suppress
 from monograph import interrupts
-interrupts.while_starting()
+interrupts.handle_while_starting()
 with suppress(OSError):
     signal.raise_signal({int(number)})
 """

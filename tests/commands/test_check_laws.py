@@ -157,6 +157,7 @@ def test_a_fault_breaks_its_law(monkeypatch, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 def test_replayed_updates_are_compared_with_called_ones_on_a_gpu():
     found = next(
         law for law in laws(torch.device("cuda", 0)) if law.name == "replayed = called, fp32"

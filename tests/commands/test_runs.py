@@ -185,6 +185,20 @@ def test_a_sweep_is_a_line_and_its_folder_lists_its_members(tmp_path: Path) -> N
     assert [run.folder.name for run in list_runs(folder, KINDS)] == ["001", "000"]
 
 
+def test_a_sweep_of_members_that_learn_from_rewards_has_the_best_reward(tmp_path: Path) -> None:
+    folder = made(tmp_path, "s", 1, REWARDS)
+    record = {
+        "points": [{}, {}],
+        "result": {
+            "members": [{"eval_reward": 0.2}, {"eval_reward": 0.7}],
+            "best": {"member": 1},
+        },
+    }
+    (folder / "sweep.json").write_text(json.dumps(record))
+    [sweep] = list_runs(tmp_path, KINDS)
+    assert (sweep.kind, sweep.state, sweep.value) == ("sweep of 2", "finished", 0.7)
+
+
 def test_a_narrow_terminal_cuts_model_and_data_alone() -> None:
     rows = [("runs/a", "texts", "m" * 40, "d" * 30 + "end", "1.000 bits/byte", "1 MB", "finished")]
     lines = table(rows, 90).splitlines()

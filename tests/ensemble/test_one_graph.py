@@ -37,7 +37,9 @@ def made(**options: Any) -> Ensemble:
     return Ensemble(build, knobs, loss=loss, optim=mono.AdamW, clip=1.0, **options)
 
 
-@pytest.mark.parametrize(("micro_batch", "graphs"), [(None, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("micro_batch", "graphs"), [(None, 1), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
 def test_a_window_of_one_micro_batch_is_one_graph(micro_batch: int | None, graphs: int) -> None:
     """Law 1: it equals the eager step. The capture falls back to two graphs if torch cannot trace one, so
     the number is checked, too.

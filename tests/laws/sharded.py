@@ -122,8 +122,8 @@ def reduce_with(engine: Sharded, way: str) -> None:
     window.
     """
     root = engine.shards.root
-    engine.shards.micro_batch_context = lambda last: (
-        root.set_requires_gradient_sync(way == "each" or last) or nullcontext()
+    engine.shards.micro_batch_context = lambda is_last: (
+        root.set_requires_gradient_sync(way == "each" or is_last) or nullcontext()
     )
 
 
@@ -145,7 +145,7 @@ def wrong_ways(world: World, by_day: bool) -> dict[str, float]:
         elif way == "averaged":
             average(engine)
         elif kind == "ddp":
-            engine.replicas.micro_batch_context = lambda last: nullcontext()
+            engine.replicas.micro_batch_context = lambda is_last: nullcontext()
         else:
             continue
         engine.accumulate(batch)

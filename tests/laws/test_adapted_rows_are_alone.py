@@ -11,6 +11,7 @@ import copy
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -246,7 +247,7 @@ def test_a_pass_of_mixed_rows_is_the_passes_of_their_adapters(
 def test_rows_on_a_base_in_few_bits_are_those_of_their_adapters(base: str) -> None:
     """Their products are in fp32 whatever the model's dtype: texts, and law 7's bound of fp32."""
     many = Many(base=base)
-    asked = requests_of(many, 15)
+    asked = requests_of(many, 10)
     found = outcomes(machine(many.model), [request for _, request in asked])
     references = {name: machine(model, rows=4) for name, model in many.alone.items()}
     for (name, request), (ids, logprobs) in zip(asked, found, strict=True):
@@ -289,10 +290,15 @@ def coming_and_going(many: Many, requests: int, seed: int) -> Iterator[None]:
     draw = random.Random(seed)
     generator = machine(many.model)
     asked = requests_of(many, 30, seed)
-    alone = {
-        number: outcomes(machine(many.model), [request])[0]
-        for number, (_, request) in enumerate(asked)
-    }
+    slots = {name: many.bank.slot_of(name) for name in many.names}
+    alone_bank = copy.deepcopy(many.model)
+
+    @cache
+    def alone(number: int) -> tuple[list[int], list[Any]]:
+        """By a copy whose adapters stay where they were."""
+        name, request = asked[number]
+        return outcomes(machine(alone_bank), [request._replace(adapter=slots[name])])[0]
+
     expected: dict[int, tuple[list[int], list[Any]]] = {}
     written: dict[int, tuple[list[int], list[Any]]] = {}
     retired: list[int] = []
@@ -303,7 +309,7 @@ def coming_and_going(many: Many, requests: int, seed: int) -> Iterator[None]:
             name, request = asked[number]
             if name == BASE or name in many.bank.slots:
                 key = generator.submit(request._replace(adapter=many.bank.slot_of(name)))
-                expected[key], written[key] = alone[number], ([], [])
+                expected[key], written[key] = alone(number), ([], [])
                 left -= 1
         if draw.random() < 0.2 and len(many.bank.slots) == len(many.stored):
             names = draw.sample([*many.bank.slots], 3)

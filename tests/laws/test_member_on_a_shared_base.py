@@ -102,7 +102,14 @@ def compared(members: list[Llama], backend: str | None = None, micro_batch: int 
         )
 
 
-@pytest.mark.parametrize("name", CASES)
+# By night also alone what by day stands beside something else.
+NIGHTLY = ("experts", "int8, rslora")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in NIGHTLY else name for name in CASES],
+)
 def test_members_on_one_base_train_as_alone(name):
     lora, sizes = CASES[name]
     compared(members_of(lora, **sizes))
@@ -114,15 +121,20 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_members_of_other_ranks_scales_and_dropout_train_as_alone(dora):
     lora = replace(SMALL, dropout=0.1, base="int8", dora=dora)
     others = [replace(each, dora=dora) for each in DIFFERENT]
     compared(members_of(lora, others))
 
 
-@pytest.mark.parametrize("micro_batch", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_members_on_one_base_train_as_alone_captured(micro_batch):
+def test_members_on_one_base_train_as_alone_captured():
+    compared(members_of(SMALL, num_hidden_layers=1), "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batch", [2, 4])
+def test_members_of_other_ranks_on_a_base_in_4_bits_train_as_alone_captured(micro_batch):
     lora = replace(SMALL, base="nf4", dora=True)
     others = [replace(lora, rank=7, alpha=20.0), replace(lora, rank=2)]
     compared(members_of(lora, others, num_hidden_layers=1), "aot_eager", micro_batch)

@@ -1,5 +1,5 @@
-"""Run: pytest tests/laws/test_unread_is_unknown.py [-m slow] (every command with reads that fail;
-nothing is lost).
+"""Run: pytest -m slow tests/laws/test_unread_is_unknown.py (every command with reads that fail;
+nothing is lost). By day tests/laws/test_nothing_half_done.py has a resume with such reads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from faults.reading import COMMANDS, KEPT, RUNS, kept, prepare, printed_in, resu
 from monograph.run.folder import Run
 from monograph.run.run_index import serial_number
 
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+pytestmark = [
+    pytest.mark.slow,  # before a command there are the runs that it reads
+    pytest.mark.skipif(unavailable() is not None, reason=unavailable() or ""),
+]
 REFUSED, NOT_WRITTEN, DONE = "refused", "not written", "done all the same"
 FOUND = {3: REFUSED, 7: NOT_WRITTEN, 0: DONE}
-BY_DAY = ("EIO", "EMFILE from here on")
-COMMANDS_BY_DAY = {"check", "generate from adapter"}  # a resume: test_nothing_half_done
+TWO = ("EIO", "EMFILE from here on")
 # At night, of how many reads one is struck in each of nine modes: with 9 every read once, with 3 by
 # three errors.
 STRIDES = {"check": 3, "generate": 3, "export": 3, "export gguf": 3, "evaluate": 3, "train": 18}
@@ -123,22 +125,15 @@ def struck(
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in COMMANDS_BY_DAY else pytest.mark.slow)
-        for name in COMMANDS
-    ],
-)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
     name: str, faults: FaultServer, prepared: Path, tmp_path: Path
 ) -> None:
     judge = Judge(name, faults, prepared, tmp_path)
-    found = struck(judge, prepared, tmp_path, BY_DAY, stride=len(judge.reads) // 2)
+    found = struck(judge, prepared, tmp_path, TWO, stride=len(judge.reads) // 2)
     assert sum(found.values(), Counter()).total() >= 4
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_read_of_a_command(

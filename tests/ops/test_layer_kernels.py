@@ -283,12 +283,36 @@ def test_a_tile_is_the_narrowest_whose_programs_run_at_once_if_it_fits(
 ) -> None:
     from monograph.ops.layer_kernels import tile_of  # imports Triton
 
+    pretend(shared_kib, monkeypatch)
+    tile = tile_of(form, columns, False, 16, torch.bfloat16, torch.device("cuda"))
+    assert (tile.columns, tile.channels) == expected
+
+
+def pretend(shared_kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend a card with 100 multiprocessors and so much shared memory."""
     card = SimpleNamespace(
         shared_memory_per_block_optin=shared_kib * KIB, multi_processor_count=100
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    tile = tile_of(form, columns, 16, torch.bfloat16, torch.device("cuda"))
-    assert (tile.columns, tile.channels) == expected
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("form", ["dense", "int8", "nf4"])
+def test_tiles_of_64_rows_are_of_one_size_on_all_cards(
+    form: str, is_gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cards differ in warps and registers, which change no bit; sums are of as many channels."""
+    from monograph.ops.layer_kernels import tile_of  # imports Triton
+
+    tiles = []
+    for shared_kib in (227, 99):
+        pretend(shared_kib, monkeypatch)
+        tiles.append(tile_of(form, 6400, is_gated, 64, torch.bfloat16, torch.device("cuda")))
+    large, small = tiles
+    assert large.registers is None
+    assert small._replace(warps=large.warps, registers=None) == large
+    is_dense_gated = form == "dense" and is_gated
+    assert (small.warps, small.registers) == ((8, None) if is_dense_gated else (4, 255))
 
 
 # ── rows with their own adapters ──────────────────────────────────────────────────────────────

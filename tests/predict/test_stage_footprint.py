@@ -73,7 +73,12 @@ def measured(case):
     return live.peak_bytes + sum(tensor.nbytes for tensor in window.values())
 
 
-@pytest.mark.parametrize("name", WAYS)
+BY_DAY = ("as usual", "blocks recomputed in part, packed", "a large vocabulary, bf16")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.slow) for name in WAYS]
+)
 def test_a_stage_s_passes(name):
     case = WAYS[name]
     assert sum(case.traced_pass_bytes.values()) == pytest.approx(measured(case), rel=WORST)

@@ -112,16 +112,16 @@ QUICK = [
 ALL = [
     Part("gpu tests", "90", True, [*FAST, "--ignore=tests/decode", "tests"]),
     Part("decoding", "90", True, [*FAST, "tests/decode"]),
-    *(Part("gpu tests", sm, True, [*FAST, *BY_CARD]) for sm in ("89", "80")),
-    Part("stand-ins", "90", True, ["-m", "not gpu and not slow", *STAND_INS]),
     Part("order", "90", True, [f"{HERE}/test_order.py"]),
     Part("commands", "90", True, [f"{HERE}/test_commands.py"]),
     Part("machine code", "90", False, [f"{HERE}/test_machine_code.py", "-m", "not slow"]),
-    Part("planned memory", "90", False, [f"{HERE}/test_planned.py", "-m", "not slow"]),
     Part("two cards", "90", True, [f"{HERE}/test_ranks.py"]),
     Part("launches", "90", False, [f"{HERE}/test_counts.py"]),
+    *(Part("gpu tests", sm, True, [*FAST, *BY_CARD]) for sm in ("89", "80")),
     Part("driver", "90", False, DRIVER),
     Part("numbers", "90", True, NUMBERS),
+    Part("planned memory", "90", False, [f"{HERE}/test_planned.py", "-m", "not slow"]),
+    Part("stand-ins", "90", True, ["-m", "not gpu and not slow", *STAND_INS]),
 ]
 NIGHTLY = [
     Part("slow tests", "90", True, ["-m", "gpu and slow", "tests"]),

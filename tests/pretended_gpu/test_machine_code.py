@@ -45,16 +45,6 @@ INDUCTOR = 64
 # Heads of 256 and fp32 have sums that are larger than all registers: nothing bounds them.
 ATTENTION = 4 * 255
 LARGE = ("heads of 256", "fp32")
-# The bytes that kernels written by hand may spill, by card and by how their names begin; all others
-# spill nothing.
-OWN_SPILLS = {
-    80: {"_attend: attention, heads of 256": 20},
-    89: {"_multiply: query, key, value, nf4 with adapters, 64": 4},
-    120: {
-        "_multiply: gate and up, int8, 64": 4,
-        "_multiply: gate and up, dense with a bank with magnitudes, 64": 8,
-    },
-}
 # The most waits of the host by kind of case and part; no other part has any. A block of tokens is
 # read once. A streamed update is followed by one wait here, and one of the host's thread for the
 # gradients, if it updates.
@@ -105,11 +95,8 @@ def most_spilled(kernel: Kernel) -> float:
     """Return how many bytes a kernel may spill; attention's have a limit of their own."""
     if kernel.kind == "attention":
         return math.inf
-    # A kernel that is written by hand has the kind of its function's name.
-    if not kernel.name.startswith(kernel.kind):
-        return INDUCTOR
-    known = OWN_SPILLS.get(SM, {}).items()
-    return max((spilled for name, spilled in known if kernel.name.startswith(name)), default=0)
+    # A kernel that is written by hand has the kind of its function's name, and spills nothing.
+    return 0 if kernel.name.startswith(kernel.kind) else INDUCTOR
 
 
 @pytest.mark.skipif(SM < 80, reason="kernels for decoding are not for this card")

@@ -209,7 +209,7 @@ def test_a_name_in_the_data_cannot_end_its_script(tmp_path: Path) -> None:
         [{"update": 1, "tokens": 5, "x": 1.0}, {"update": 2, "tokens": 9, "x": 2.0}], ["x"]
     )
     chart = Chart("x", HOSTILE, [Line("x", HOSTILE)], (0, 1), levels={HOSTILE: 0.5}, note=HOSTILE)
-    source = page_of(kind="a", title="b", headline="c", standing="", key_figures=[], sections=[],
+    source = page_of(kind="a", title="b", headline="c", assessment="", key_figures=[], sections=[],
                      drawings=Drawings([table], [chart]))  # fmt: skip
     page = Page(source)
     [data] = [each["text"] for each in page.all("script") if each.get("id") == "data"]
@@ -252,7 +252,7 @@ def test_a_spike_leaves_the_trend_where_it_was() -> None:
 
 
 def test_only_the_page_of_a_run_in_progress_loads_itself_again() -> None:
-    given: dict[str, Any] = {"kind": "a", "title": "b", "headline": "c", "standing": "", "key_figures": [],
+    given: dict[str, Any] = {"kind": "a", "title": "b", "headline": "c", "assessment": "", "key_figures": [],
                              "sections": [], "drawings": Drawings()}  # fmt: skip
     assert "location.reload" not in page_of(**given)
     source = page_of(**given, refresh_s=15)

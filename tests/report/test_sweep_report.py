@@ -14,13 +14,13 @@ import pytest
 from monograph.report.chart_markup import payload
 from monograph.report.sweep_charts import (
     MemberCurve,
-    Score,
+    SweepScore,
     sweep_drawings,
 )
 from monograph.report.sweep_report import draw_sweep, write_page_so_far, write_sweep_report
 
-BITS = Score("eval_bits_per_byte", "bits/byte")
-REWARD = Score("eval_reward", "reward", higher_is_better=True)
+BITS = SweepScore("eval_bits_per_byte", "bits/byte")
+REWARD = SweepScore("eval_reward", "reward", higher_is_better=True)
 
 
 def setting(values: list[float | None], standing: str = "", **knobs: Any) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def test_a_strict_call_that_has_begun_is_valid(name: str, family: Callable[[str]
 
 def test_several_calls_may_follow_each_other(tags: Served) -> None:
     found = 0
-    for seed in range(8):
+    for seed in range(4):
         for choice in choices(
             tags, tool_choice="required", seed=seed, n=ROWS, tools=[tool("stop")]
         ):
@@ -175,12 +175,13 @@ def test_several_calls_may_follow_each_other(tags: Served) -> None:
     assert found
 
 
-def test_a_call_that_the_limit_cuts_ends_with_length(tags: Served) -> None:
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_a_call_that_the_limit_cuts_ends_with_length(step: int, tags: Served) -> None:
     whole = choices(tags, tool_choice=ADD_CHOICE)[0]["message"]["tool_calls"][0]["function"][
         "arguments"
     ]
     seen = set()
-    for limit in range(1, 120):
+    for limit in range(1, 120, step):
         [choice] = choices(tags, tool_choice=ADD_CHOICE, max_tokens=limit)
         if choice["finish_reason"] == "tool_calls":
             break
@@ -212,15 +213,15 @@ def test_tools_are_shown_to_the_model_and_none_are_not(
     assert '"name": "add", "description": "Does."' in rendered[-1] and "strict" not in rendered[-1]
 
 
-def test_results_go_back_to_the_model(family: Callable[[str], Served]) -> None:
-    for name in FAMILIES:
-        served = family(name)
-        [choice] = choices(served, tool_choice=ADD_CHOICE)
-        message = choice["message"]
-        call = message["tool_calls"][0]
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "It is 3."}
-        [after] = choices(served, messages=[*MESSAGES, message, result], max_tokens=4)
-        assert after["finish_reason"] in ("length", "stop")
+@pytest.mark.parametrize("name", SERVED)
+def test_results_go_back_to_the_model(name: str, family: Callable[[str], Served]) -> None:
+    served = family(name)
+    [choice] = choices(served, tool_choice=ADD_CHOICE)
+    message = choice["message"]
+    call = message["tool_calls"][0]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "It is 3."}
+    [after] = choices(served, messages=[*MESSAGES, message, result], max_tokens=4)
+    assert after["finish_reason"] in ("length", "stop")
 
 
 def test_without_strict_tools_nothing_is_added_to_a_step(

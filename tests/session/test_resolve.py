@@ -20,7 +20,7 @@ from monograph.decode.cache import KVCache
 from monograph.device import Device, card_device
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model.config import LlamaConfig
-from monograph.ops.attention import block_of
+from monograph.ops.attention import slots_per_block
 from monograph.optim import AdamW
 from monograph.planner import defaults
 from monograph.predict.estimate import estimate_bytes
@@ -238,7 +238,9 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     needed = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
     assert Rewards().extra_bytes(plan, config, CARD) == {"answers": needed}
     fewer = Rewards().extra_bytes(plan, config, CARD, slots=20)
-    assert fewer == {"answers": 19 * KVCache.bytes_per_row(config, 20, torch.float32, block_of(20))}
+    assert fewer == {
+        "answers": 19 * KVCache.bytes_per_row(config, 20, torch.float32, slots_per_block(20))
+    }
     near = resolve(
         load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1}, {}), CARD, will_build=False
     )
@@ -251,7 +253,7 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
         will_build=False,
     )
     parts = Rewards().extra_bytes(shared, config, CARD, ranks=2)
-    row = KVCache.bytes_per_row(config, 65, torch.float32, block_of(65))
+    row = KVCache.bytes_per_row(config, 65, torch.float32, slots_per_block(65))
     assert parts["answers"] == (8 + 3) * row, "a rank draws half of the answers"
     assert parts["whole weights"] < 4 * config.parameter_count() == parts["reference"], (
         "matrices in bf16, and a half"

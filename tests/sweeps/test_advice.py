@@ -20,7 +20,7 @@ from monograph.config.axes import axes_of
 from monograph.evaluation.significance import (
     Setting,
     Table,
-    pooled,
+    pooled_settings,
     seeds_needed,
     t_quantile,
     tabulate,
@@ -287,7 +287,7 @@ def expected_seeds(table: Table, tied: Sequence[Setting]) -> int:
     if table.degrees < 3:
         return least
     needed = (
-        seeds_needed(setting.difference.value, table.noise, pooled(1 + len(tied)), 16)
+        seeds_needed(setting.difference.value, table.noise, pooled_settings(1 + len(tied)), 16)
         for setting in tied
         if setting.difference
     )

@@ -115,7 +115,7 @@ def test_members_of_one_seed_have_rows_of_their_own(here: Path, tmp_path: Path) 
     together.close()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_members_go_on_with_the_same_bits(loss: str, here: Path, tmp_path: Path) -> None:
     """Law 10: the losses and figures after a resume are those of an uninterrupted sweep."""
     these = members(here, loss)

@@ -319,7 +319,15 @@ def states(together: Cohort) -> list[torch.Tensor]:
 RESUMED: list[tuple[str, dict[str, Any]]] = [
     ("draw", {"rl.kl": "k2", "rl.kl_coef": 0.2}),
     ("score", {"rl.draws": 2}),
-    ("update", {"rl.updates": 2, "lora.dropout": 0.3}),
+    (
+        "update",
+        {
+            "rl.updates": 2,
+            "rl.advantage": "reinforce",
+            "lora.dropout": 0.3,
+            "train.micro_batch": 1,
+        },
+    ),
 ]
 
 

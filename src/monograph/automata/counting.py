@@ -161,7 +161,8 @@ def remove_operations(
     """Return each state's transitions by bytes, with the effects of the operations before each byte.
 
     States keep their numbers. After every transition that the counts allow, an accepting state can
-    still be reached with the new counts. If state 0 has no transition, no text with a byte is accepted.
+    still be reached with the new counts. If state 0 has no transition, no text is accepted except perhaps the
+    empty one.
 
     Args:
         rows: the transitions of each state. All of them lead to states from which an accepting state
@@ -179,9 +180,9 @@ def remove_operations(
         return [{symbol: (state, ALWAYS) for symbol, state in row.items()} for row in rows]
     while True:
         needs = [_needed_repetitions(rows, operations, counter) for counter in range(COUNTERS)]
-        # A part that needs more repetitions than its bound allows must not begin. If the transitions that
-        # begin it are removed, states that lead only to such a part become dead, and transitions to them
-        # are removed, too. Then other parts may need more repetitions, so the search is repeated.
+        # If a part needs more repetitions than its bound allows, it must not begin, so the transitions that
+        # begin it are removed. States that lead only to such a part are dead then, and transitions to them are
+        # removed, too. After that other parts may need more repetitions, so the search is repeated.
         possible = [
             {
                 symbol: state
@@ -225,9 +226,8 @@ def _byte_transitions(
     queue = [(state, ALWAYS)]
     for current, effect in queue:
         if len(queue) > len(rows) + 1:
-            # There are more entries than states, so some state was reached in two ways: by a loop of
-            # operations without a byte, in which the queue would never end, or with two effects
-            # before the same byte.
+            # There are more entries than states, so some state was reached in two ways. Either operations
+            # form a loop without a byte, and the queue would never end; or a byte has two effects before it.
             raise Ambiguous
         for symbol, next_state in rows[current].items():
             if symbol not in byte_classes:

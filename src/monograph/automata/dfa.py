@@ -119,14 +119,15 @@ class Positions:
     are merged, so common endings are merged as well. This keeps the automaton small for a
     character's UTF-8 sequences and for a schema's optional properties.
 
-    A loop is a placeholder for a part that may repeat without limit, since its positions are among
-    their own successors. It reads no symbol, and `without_loops` replaces it.
+    If a part may repeat without limit, its positions are among their own successors, so these do not all
+    exist when a position is made. A *loop* stands for the part's first positions in the meantime. It reads
+    no symbol, and `without_loops` replaces it.
 
     Attributes:
         symbol_masks: for each position a bit mask of the symbols that it reads; 0 for loops and the
             end.
-        successors: for each position its successors; for a loop, the first positions of its part
-            and the positions after it.
+        successors: for each position its successors. Those of a loop are the first positions of its
+            part, and the positions after the part.
 
     Raises:
         InputRefused: there are more than MAX_POSITIONS positions, or the budget is spent. Any
@@ -554,9 +555,9 @@ def _minimize(
 def _equivalence_blocks(rows: StateTransitionTable, accepting: Sequence[bool]) -> list[int]:
     """Return the block of each state, by Hopcroft's algorithm (1971).
 
-    The states of a block accept the same texts. A missing transition is one to a dead state, from which
-    no text is accepted. The dead state needs no block of its own: splitting by all other blocks already
-    separates the states that have a transition from those that lack it.
+    The states of a block accept the same texts. A missing transition leads to a dead state, which accepts no
+    text. The dead state needs no block of its own: splitting by all other blocks already separates the states
+    that have a transition from the states that lack it.
     """
     # For each state, (class of symbols, state before it) of the transitions that lead to it.
     predecessors: list[list[tuple[int, int]]] = [[] for _ in rows]
@@ -650,8 +651,8 @@ def _product(
     """
     symbols_of: dict[int, int] = defaultdict(int)
     pair_base = max(right.classes) + 1  # the pair of classes (l, r) is the number l * pair_base + r
-    # An operation that became known after an automaton was made has no class there. Neither the
-    # automaton nor the product has a transition for it.
+    # If an operation became known after an automaton was made, the automaton has no class for it, and no
+    # transition. So the product has none either.
     symbol_count = min(len(left.classes), len(right.classes))
     for symbol in range(symbol_count):
         pair = left.classes[symbol] * pair_base + right.classes[symbol]

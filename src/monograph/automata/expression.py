@@ -18,8 +18,8 @@ from typing import TypeAlias
 from monograph.automata.counting import CounterOperation
 
 
-# Expressions are equal only if they are the same object (eq=False), so that large expressions are
-# cheap keys of a dict (`Positions.first_positions` in `monograph.automata.dfa`).
+# With eq=False, an expression equals only itself. This makes large expressions cheap keys of a dict
+# (`Positions.first_positions` in `monograph.automata.dfa`).
 @dataclass(frozen=True, eq=False)
 class ByteSet:
     """Matches one byte of a set; bit b of `mask` is 1 if byte b is in the set."""
@@ -185,9 +185,8 @@ def utf8(points: CodePoints) -> Expression:
     """Return an expression for the UTF-8 bytes of one character of the set (RFC 3629)."""
     characters = intersection(points, complement((_SURROGATES,)))
     sequences: list[Expression] = []
-    # The loop goes over the ranges of code points with 1, 2, 3 and 4 bytes. UTF-8 sequences of one
-    # length have the order of their characters, so a range of characters becomes a few boxes of bytes
-    # (see `boxes`).
+    # The outer loop goes over the code points with 1, 2, 3 and 4 bytes. UTF-8 sequences of one length have the
+    # order of their characters, so a range of characters becomes a few boxes of bytes (see `boxes`).
     for same_length in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CODE_POINT)):
         for first, last in intersection(characters, (same_length,)):
             for box in boxes(chr(first).encode(), chr(last).encode(), 0x80, 0xBF):
@@ -274,8 +273,8 @@ def boxes(
         for rest in boxes(low_rest, high_rest, lowest, highest):
             yield ((low, low), *rest)
         return
-    # Strings that begin with `low` must not be below `first`, and strings that begin with `high`
-    # must not be above `last`. They are boxes of their own, unless that does not restrict them.
+    # Strings that begin with `low` must not be below `first`, and strings that begin with `high` must not be
+    # above `last`. If this leaves some of them out, they are boxes of their own.
     if low_rest != bottom:
         for rest in boxes(low_rest, top, lowest, highest):
             yield ((low, low), *rest)

@@ -36,7 +36,7 @@ MAX_DEPTH = 30
 # 22.2.2 Pattern Semantics, without the flags i and s), because JSON schemas refer to ECMA-262 for
 # their patterns.
 _DIGITS: CodePoints = ((0x30, 0x39),)
-_WORD = union((ord(first), ord(last)) for first, last in ("09", "AZ", "az", "__"))
+_WORD = union([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])  # 0-9, A-Z, _, a-z
 _LINE_ENDS: CodePoints = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 # Unicode's space separators (general category Zs).
 _SPACE_SEPARATORS: CodePoints = (
@@ -57,7 +57,7 @@ _SETS |= {name.upper(): complement(points) for name, points in _SETS.items()}
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
 # The number of hexadecimal digits after escapes such as \x.
 _HEXADECIMAL_DIGITS = {"x": 2, "u": 4, "U": 8}
-# What `(?` followed by these characters is called in an error.
+# The names of unsupported groups, for errors. Such a group begins with `(?` and the key's characters.
 _UNSUPPORTED_GROUPS = {
     "=": "lookahead",
     "!": "lookahead",
@@ -70,7 +70,7 @@ _UNSUPPORTED_GROUPS = {
     "(": "a conditional group",
     "#": "a comment",
 }
-# What a backslash followed by one of these letters is called in an error.
+# The names of unsupported escapes, for errors. Such an escape is a backslash and the key's letter.
 _UNSUPPORTED_ESCAPES = {
     "b": "a word boundary",
     "B": "a word boundary",
@@ -105,13 +105,14 @@ def fullmatch_expression(pattern: str, where: str, encoding: Encoding = utf8) ->
     Args:
         pattern: the regular expression.
         where: the pattern's name in an error.
-        encoding: a function from a set of code points to an expression for the bytes of any one of
-            them.
+        encoding: returns an expression for one character of a set. It takes the set as code points, and the
+            expression matches the bytes of the character.
 
     Raises:
-        InputRefused: the pattern is outside the subset; the message names the construct and its
+        InputRefused: the pattern has unsupported syntax. The message names the construct and its
             position.
     """
+    # Anchors are left out, because they change nothing if the whole text must match.
     return Alternation(tuple(branch.body for branch in branches(pattern, where, encoding)))
 
 
@@ -146,7 +147,7 @@ def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
     alternatives = [parser.branch()]
     while parser.take("|"):
         alternatives.append(parser.branch())
-    # `branch` stops at the end of the pattern, at "|" or at ")". So what is left begins with ")".
+    # `branch` stops at the end of the pattern, at "|" or at ")". So if something is left, it begins with ")".
     if parser.position < len(pattern):
         parser.refuse("an unopened ')'", r"write \) for the character")
     return alternatives
@@ -155,7 +156,7 @@ def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
 class _Parser:
     """Parses a pattern by recursive descent.
 
-    Each method is named for a part of the grammar. It reads this part from `position` on, and returns
+    Each method is named for a part of the grammar. It reads this part, beginning at `position`, and returns
     what the part means: an expression, a set of code points, or numbers.
 
         branch         = ["^"] concatenation ["$"]
@@ -167,8 +168,7 @@ class _Parser:
     Attributes:
         pattern: the pattern.
         where: the pattern's name in an error.
-        encoding: a function from a set of code points to an expression for the bytes of any one of
-            them.
+        encoding: see `fullmatch_expression`.
         position: the index of the next character to read.
         depth: the number of open groups.
     """
@@ -181,7 +181,7 @@ class _Parser:
         self.depth = 0
 
     def refuse(self, construct: str, advice: str, position: int | None = None) -> NoReturn:
-        """Refuse a construct at `position`; None: at the next character to read."""
+        """Refuse a construct at `position`. If it is None, the place is the next character to read."""
         if position is None:
             position = self.position
         raise InputRefused(f"{self.where}: {construct} at position {position}: {advice}")
@@ -231,8 +231,9 @@ class _Parser:
         counts = self.counts()
         if counts is None:
             return part
-        # A lazy quantifier would match the same whole texts. It is refused, because its author expects
-        # that it changes something. A possessive one would match fewer.
+        # Here it only counts whether a text matches, and not which part of it. So a lazy quantifier would
+        # change nothing. It is refused, because its author expects that it changes something. A possessive
+        # quantifier would match fewer texts.
         if self.peek() in ("?", "+"):
             construct = "a lazy quantifier" if self.peek() == "?" else "a possessive quantifier"
             self.refuse(construct, "the whole text is matched, so write the quantifier alone")
@@ -244,8 +245,8 @@ class _Parser:
         """Read a quantifier.
 
         Returns:
-            The smallest and the largest number of repetitions, None for no largest number; or None
-            if there is no quantifier.
+            The smallest and the largest number of repetitions. The largest number is None if there is no
+            limit. If there is no quantifier, the whole result is None.
         """
         start = self.position
         if self.take("*"):
@@ -268,7 +269,7 @@ class _Parser:
                 r"write {m}, {m,} or {m,n}, or \{ for the character",
                 start,
             )
-        # {,n} is refused: in Python it means up to n times, and in ECMA-262 these very characters.
+        # {,n} is refused: in Python it means up to n times, and in ECMA-262 it matches the characters "{,n}".
         if not minimum:
             self.refuse("a count without a lower bound", f"write {{0,{maximum}}}", start)
         if not comma:
@@ -427,6 +428,7 @@ class _Parser:
         if self.peek() != "-" or self.pattern.startswith("-]", self.position):
             return first
         self.position += 1
+        # At the end of the pattern there is no last character. The empty set then leads to the refusal below.
         last = self.member() if self.peek() else ()
         first_point = _only_point(first)
         last_point = _only_point(last)

@@ -2,9 +2,9 @@
 
 docs/constraints.md lists the supported keywords.
 
-Every accepted text is JSON that the schema validates, without white space, or with the one that the
-separators have. Conversely, every valid value is accepted in this form, with the members of its objects
-in the schema's order, unless it has more digits or characters than the defaults allow.
+Every accepted text is JSON that the schema validates. Its only white space is that of the separators, if they
+have any. Conversely, every valid value is accepted in this form, with the members of its objects in the
+schema's order. The exceptions are values with more digits or characters than the defaults allow.
 
 The lengths of strings and arrays are counted by counters (`monograph.automata.counting`). In two
 cases lengths are written out instead, which means that the automaton has a state for each length:
@@ -43,8 +43,8 @@ from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
 # These limits bound the time that any schema can take.
-MAX_DEPTH = 32  # the maximum number of schemas inside each other, for which reading recurses
-MAX_OPTIONS = 64  # the maximum number of options of 'oneOf', which are compared in pairs
+MAX_DEPTH = 32  # the maximum number of schemas inside each other; reading recurses for each
+MAX_OPTIONS = 64  # the maximum number of options of 'oneOf'; all pairs of them are compared
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 # Keywords that do not restrict a value.
 _ANNOTATIONS = {
@@ -136,9 +136,10 @@ class _SchemaReader:
         root: the schema.
         separators: see `schema_expression`.
         is_bounded: see `schema_expression`.
-        counters_in_use: how many counters the arrays around the schema that is being read use. The
-            schema itself uses the next one. COUNTERS: none is free, so lengths are written out.
-        expressions: the expression of each referenced schema that was read, by (its identity,
+        counters_in_use: the number of counters that are used by the arrays around the schema now being
+            read. The schema itself uses the next one. If the number is COUNTERS, none is free, and lengths
+            are written out.
+        expressions: the expressions of the referenced schemas that were read, by (the schema's identity,
             `counters_in_use`).
         being_read: the identities of the referenced schemas that are being read.
         budget: limits the time that reading takes.

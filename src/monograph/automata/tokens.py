@@ -92,7 +92,7 @@ def stop_automaton(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automat
     automaton = _aho_corasick(strings)
     where = "the stop strings"
     columns_C2S, class_V, _ = _token_columns(automaton, pieces, where)
-    # The last row, that of the dead state, is left out, since no token leads there.
+    # The last row is left out. It belongs to the dead state, where no token leads.
     next_SC = np.ascontiguousarray(columns_C2S[:, 0, :-1].T)
     effect_SC = np.ascontiguousarray(columns_C2S[:, 1, :-1].T)
     return Automaton(where, next_SC, class_V, automaton.accepting_S, effect_SC)
@@ -101,8 +101,8 @@ def stop_automaton(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automat
 def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
     """Return an automaton that accepts every text in which one of the strings occurs.
 
-    A state stands for the longest prefix of a string with which the text so far ends. An accepting
-    state is never left.
+    A state stands for the end of the text so far: the longest end that is also the beginning of a string. An
+    accepting state is never left.
 
     Raises:
         InputRefused: there is no string, a string is empty, or all strings together have more than
@@ -271,7 +271,7 @@ def _token_columns(
     all_byte_classes = automaton.class_256[all_bytes].astype(np.int64)
     lengths_V = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     starts_V = np.cumsum(lengths_V) - lengths_V
-    # The first column is that of the empty sequence.
+    # The first column belongs to the empty sequence: all states stay, and nothing happens to counters.
     columns = [
         np.stack([np.arange(states + 1, dtype=np.int16), np.zeros(states + 1, dtype=np.int16)])
     ]

@@ -1,7 +1,7 @@
 """Build expressions for JSON constants and for numbers within bounds; compare JSON values.
 
-`find_overlap` decides whether schemas exclude each other. It compares types, constants, and the
-members of objects one by one.
+`find_overlap` decides whether schemas exclude each other, which means that no value is valid for two of them. It
+compares types, constants, and the members of objects.
 """
 
 import json
@@ -23,9 +23,9 @@ from monograph.automata.expression import (
     single,
 )
 
-# Without 'maxLength', a string may have this many characters more than 'minLength'.
+# A string without 'maxLength' may have up to this number of characters more than 'minLength'.
 STRING_LENGTH = 64
-# Without bounds, a number may have this many digits: as many as a float64 holds exactly.
+# The maximum number of digits of a number without bounds. A float64 holds this number of digits exactly.
 DIGITS = 15
 # The maximum number of digits after the point: serialisers write 17 significant digits after at most
 # five zeros.
@@ -215,7 +215,7 @@ class _Comparison:
     def disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
         """Return whether it is certain that no value is valid for both schemas.
 
-        If not, there may be such a value, or not: the lengths of strings, for example, are not compared.
+        False does not mean that there is such a value: the lengths of strings, for example, are not compared.
         """
         pair = id(one), id(other)
         if pair not in self.answers:
@@ -225,7 +225,7 @@ class _Comparison:
         return self.answers[pair]
 
     def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return schemas without "$ref", "anyOf" and "oneOf" that together stand for `schema`.
+        """Return the schemas that are left when "$ref", "anyOf" and "oneOf" of `schema` are resolved.
 
         A value that is valid for `schema` is valid for one of them.
         """
@@ -259,8 +259,8 @@ class _Comparison:
         are_objects = not any_constants and shared_types == {"object"}
         if not are_objects:
             return not shared_types
-        # A member that both schemas require is in every value that is valid for both. So one such
-        # member whose schemas exclude each other is enough.
+        # If both schemas require a member, every value that is valid for both has it. So the schemas exclude
+        # each other if their schemas of one such member do.
         names = set(one.get("required", [])) & set(other.get("required", []))
         return any(
             self.disjoint(one["properties"][name], other["properties"][name]) for name in names

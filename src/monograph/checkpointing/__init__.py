@@ -11,12 +11,12 @@ from monograph.checkpointing.folder import (
     load_state,
     verify,
 )
-from monograph.checkpointing.rotation import candidates, load_newest, remove_leftovers, save
+from monograph.checkpointing.rotation import list_checkpoints, load_newest, remove_leftovers, save
 
 __all__ = [
     "Checkpoint",
     "CheckpointDamaged",
-    "candidates",
+    "list_checkpoints",
     "is_gone",
     "load",
     "load_state",

@@ -257,7 +257,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not is_folder(folder):
-        raise CheckpointDamaged(folder, "a folder", kind_of(folder))
+        raise CheckpointDamaged(folder, expected="a folder", actual=kind_of(folder))
     with _open_regular(path) as descriptor:
         data = os.read(descriptor, min(os.fstat(descriptor).st_size, MAX_JSON_BYTES))
         present = sorted(os.listdir(folder))
@@ -265,11 +265,15 @@ def read_manifest(folder: Path) -> Manifest:
     match = FOLDER_NAME.fullmatch(folder.name)
     if match and int(match[1]) != manifest.update:
         raise CheckpointDamaged(
-            path, f"update {int(match[1])} as in the folder's name", f"update {manifest.update}"
+            path,
+            expected=f"update {int(match[1])} as in the folder's name",
+            actual=f"update {manifest.update}",
         )
     expected = sorted([*manifest.files, MANIFEST])
     if present != expected:
-        raise CheckpointDamaged(folder, f"the files {', '.join(expected)}", ", ".join(present))
+        raise CheckpointDamaged(
+            folder, expected=f"the files {', '.join(expected)}", actual=", ".join(present)
+        )
     for name, entry in manifest.files.items():
         with _open_regular(folder / name, entry.bytes):
             pass  # opened only to check that it is a regular file of this length
@@ -288,29 +292,31 @@ def _parse_manifest(path: Path, data: bytes) -> Manifest:
         actual_format = f"format {content['format']} with blocks of {content['block_bytes']} bytes"
         expected_format = f"format {FORMAT} with blocks of {blocks.BLOCK_BYTES} bytes"
         if actual_format != expected_format:
-            raise CheckpointDamaged(path, expected_format, actual_format)
+            raise CheckpointDamaged(path, expected=expected_format, actual=actual_format)
         # The names are not taken from the manifest, because a forged one could name any file.
         files = {name: FileEntry(**content["files"][name]) for name in (MODEL, OPTIMIZER, STATE)}
-        manifest = Manifest(content["run"], content["update"], files)
+        manifest = Manifest(run=content["run"], update=content["update"], files=files)
         recorded_root = content["root"]
         canonical = manifest.encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(
-            path, "a manifest", f"something else ({type(error).__name__}: {error})"
+            path, expected="a manifest", actual=f"something else ({type(error).__name__}: {error})"
         ) from error
     if data != canonical:
         if manifest.root != recorded_root:
             actual = f"sha256 {manifest.root}"
         else:
             actual = "the same content spelled otherwise"
-        raise CheckpointDamaged(path, f"content of sha256 {recorded_root}", actual)
+        raise CheckpointDamaged(path, expected=f"content of sha256 {recorded_root}", actual=actual)
     # The digest is right, but a forged manifest may have wrong entries and a matching digest.
     numbers = [manifest.update, *(entry.bytes for entry in files.values())]
     are_natural = all(type(number) is int and number >= 0 for number in numbers)
     are_lists = all(isinstance(entry.sha256, list) for entry in files.values())
     if not (are_natural and are_lists and isinstance(manifest.run, str)):
         raise CheckpointDamaged(
-            path, "natural numbers, a text and lists of digests in their places", "something else"
+            path,
+            expected="natural numbers, a text and lists of digests in their places",
+            actual="something else",
         )
     return manifest
 
@@ -318,14 +324,19 @@ def _parse_manifest(path: Path, data: bytes) -> Manifest:
 def _load_state(path: Path, entry: FileEntry) -> dict[str, Any]:
     """Read and verify state.json; raises CheckpointDamaged."""
     if entry.bytes > MAX_JSON_BYTES:
-        raise CheckpointDamaged(path, f"at most {MAX_JSON_BYTES} bytes", f"{entry.bytes} bytes")
+        raise CheckpointDamaged(
+            path, expected=f"at most {MAX_JSON_BYTES} bytes", actual=f"{entry.bytes} bytes"
+        )
     text = bytearray(entry.bytes)
     with _open_regular(path, entry.bytes) as descriptor:
-        _require_digests(path, entry.sha256, blocks.read_pieces(descriptor, [memoryview(text)]))
+        digests = blocks.read_pieces(descriptor, [memoryview(text)])  # this fills `text`
+    _require_digests(path, entry.sha256, digests)
     try:
         return dict(parse_json(text))
     except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointDamaged(path, "a JSON object", f"something else ({error})") from error
+        raise CheckpointDamaged(
+            path, expected="a JSON object", actual=f"something else ({error})"
+        ) from error
 
 
 def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
@@ -343,22 +354,29 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
             prefix_bytes = tensor_layout.header_bytes(length_field, entry.bytes)
             prefix = os.pread(descriptor, prefix_bytes, 0)  # all before the tensors
             if is_large:
-                layout = tensor_layout.tensor_entries(prefix, entry.bytes)
                 return LargeFile(
-                    descriptor, layout, len(prefix), functools.partial(_read_block, path, entry)
+                    descriptor,
+                    entries=tensor_layout.tensor_entries(prefix, entry.bytes),
+                    start=len(prefix),
+                    read=functools.partial(_read_block, path, entry),
                 )
-            tensors = tensor_layout.decode(prefix, entry.bytes)
+            tensors = tensor_layout.decode(prefix, entry.bytes)  # allocated, but not read yet
         except tensor_layout.LayoutError as error:
             # The header was read before its digest was checked. A wrong digest is the better
             # explanation, so it is raised first.
             _require_digests(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
-            raise CheckpointDamaged(path, "a safetensors file", str(error)) from error
+            raise CheckpointDamaged(
+                path, expected="a safetensors file", actual=str(error)
+            ) from error
         verified_prefix = bytearray(len(prefix))
         pieces = [memoryview(verified_prefix), *map(tensor_layout.bytes_of, tensors.values())]
-        _require_digests(path, entry.sha256, blocks.read_pieces(descriptor, pieces))
+        digests = blocks.read_pieces(descriptor, pieces)  # this fills the pieces
+        _require_digests(path, entry.sha256, digests)
         # The shapes of `tensors` come from the first read of the header, before its verification.
         if verified_prefix != prefix:
-            raise CheckpointDamaged(path, "the same header when read twice", "another one")
+            raise CheckpointDamaged(
+                path, expected="the same header when read twice", actual="another one"
+            )
     return tensors
 
 
@@ -393,17 +411,19 @@ def _open_regular(path: Path, expected_bytes: int | None = None) -> Iterator[int
             try:
                 entry = os.fstat(descriptor)
                 if not stat.S_ISREG(entry.st_mode):
-                    raise CheckpointDamaged(path, "a regular file", stat.filemode(entry.st_mode))
+                    raise CheckpointDamaged(
+                        path, expected="a regular file", actual=stat.filemode(entry.st_mode)
+                    )
                 if expected_bytes is not None and entry.st_size != expected_bytes:
                     raise CheckpointDamaged(
-                        path, f"{expected_bytes} bytes", f"{entry.st_size} bytes"
+                        path, expected=f"{expected_bytes} bytes", actual=f"{entry.st_size} bytes"
                     )
                 yield descriptor
             finally:
                 os.close(descriptor)
     except OSError as error:
         obstacle = "a symbolic link" if error.errno == errno.ELOOP else f"'{error.strerror}'"
-        raise CheckpointDamaged(path, "a readable file", obstacle) from error
+        raise CheckpointDamaged(path, expected="a readable file", actual=obstacle) from error
 
 
 def _require_digests(path: Path, expected: list[str], actual: list[str]) -> None:
@@ -412,5 +432,5 @@ def _require_digests(path: Path, expected: list[str], actual: list[str]) -> None
         if expected_digest != actual_digest:
             where = f" in block {number} of {len(expected)}" if len(expected) > 1 else ""
             raise CheckpointDamaged(
-                path, f"sha256 {expected_digest}{where}", f"sha256 {actual_digest}"
+                path, expected=f"sha256 {expected_digest}{where}", actual=f"sha256 {actual_digest}"
             )

@@ -130,7 +130,7 @@ def load_newest(
         Unreadable: the system failed to read a checkpoint, which may still be valid. An older one
             is not loaded in its place, because the next save of the resumed run would remove it.
     """
-    updates_and_folders = candidates(checkpoints)
+    updates_and_folders = list_checkpoints(checkpoints)
     faults: list[str] = []
     for update, folder in updates_and_folders:
         is_other_update = at is not None and update != at
@@ -181,7 +181,7 @@ def _write(temporary: Path, checkpoint: Checkpoint, files: EncodedFiles, write: 
     for name, (length, pieces) in files.items():
         digests = write(temporary / name, pieces)
         entries_by_name[name] = FileEntry(length, digests)
-    manifest = Manifest(checkpoint.run, checkpoint.update, entries_by_name)
+    manifest = Manifest(run=checkpoint.run, update=checkpoint.update, files=entries_by_name)
     blocks.write_file(temporary / MANIFEST, [memoryview(manifest.encode())])
     sync(temporary)
 
@@ -214,7 +214,7 @@ def _remove_old(saved: Path, saved_update: int, keep: int) -> None:
     """
     remove_leftovers(saved.parent)
     kept_updates = {saved_update}
-    for update, folder in candidates(saved.parent):
+    for update, folder in list_checkpoints(saved.parent):
         if folder == saved:
             continue
         is_wanted = update < saved_update and update not in kept_updates
@@ -234,7 +234,7 @@ def _remove_old(saved: Path, saved_update: int, keep: int) -> None:
         _remove(removed)
 
 
-def candidates(checkpoints: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     """Return the update and the path of all entries with a checkpoint's name, newest first.
 
     An entry may be damaged, or may not even be a folder. If an update has two folders, the one with

@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         reports_late = isinstance(error, errors.PeerLost)
         code = _report_error(str(error), error.exit_code, reported_elsewhere, reports_late)
     except KeyboardInterrupt as interrupt:
-        interrupts.while_ending()  # a second Ctrl-C must not print a traceback
+        interrupts.handle_while_ending()  # a second Ctrl-C must not print a traceback
         # The exit codes are those of a shell for SIGTERM and SIGINT.
         if isinstance(interrupt, interrupts.Terminated):
             reason = "terminated"
@@ -180,9 +180,10 @@ def command_tree() -> TyperGroup:
 
 def _run_command(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
-    for argument in itertools.takewhile(lambda argument: argument.startswith("-"), arguments):
-        if argument in _COMPLETION_OPTIONS:
-            return _set_up_completion(argument)
+    options_before_command = itertools.takewhile(lambda word: word.startswith("-"), arguments)
+    for option in options_before_command:
+        if option in _COMPLETION_OPTIONS:
+            return _set_up_completion(option)
     try:
         # Not typer's own `main`, which turns some exceptions into exit codes of its own.
         with command_tree().make_context("monograph", list(arguments)) as context:
@@ -248,7 +249,7 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
     following = arguments[position] if position < len(arguments) else "-"
     is_option = following.startswith("-")
     is_key_or_config = "=" in following or following.endswith(".toml")
-    # The name of a run's folder may look like one of these.
+    # The name of a run's folder may look like an option, a key or a configuration.
     is_run = is_file(Path(following, "run.lock"))
     if is_run or not (is_option or is_key_or_config):
         return arguments
@@ -339,7 +340,7 @@ def _report_unforeseen(error: BaseException, arguments: list[str]) -> int:
             "use a smaller model, train.micro_batch or data.sequence_length"
         )
         return errors.OutOfDeviceMemory.exit_code
-    summary = terminal.one_line(f"{type(error).__name__}: {errors.said_by(error)}")[:200]
+    summary = terminal.one_line(f"{type(error).__name__}: {errors.text_of_error(error)}")[:200]
     _write_to_stderr(f"bug: {summary}; please report it with {errors.bug_report(arguments)}\n")
     return 1
 

@@ -94,9 +94,9 @@ def _key_faults(command: Command, values: Mapping[str, Sequence[str] | None]) ->
             key, value = pair
             try:
                 require_known(key, COMMAND_LINE, value)
-                # `sweep` also takes axes, which `checked_value` would refuse.
+                # The axes of a sweep are accepted, too. `checked_value` would refuse them.
                 if not accepts(key, value):
-                    checked_value(key, value, COMMAND_LINE, from_text=True)
+                    checked_value(key, value, COMMAND_LINE, from_text=True)  # raises the fault
             except UsageError as fault:
                 faults.append(str(fault))
     return faults
@@ -298,7 +298,7 @@ def _list_options(command: Command) -> str:
 
 
 def _no_keys_message(command: Command) -> str:
-    """Return that a command takes no keys, and the options that it takes."""
+    """Return a sentence that says that a command takes no keys, and which options it takes."""
     return f"`monograph {command.name}` takes no keys of a run; {_list_options(command)}"
 
 

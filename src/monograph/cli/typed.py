@@ -4,8 +4,8 @@ Typer derives a command's arguments and options from its function's parameters, 
 the function's docstring. A function here imports the code of its command (`monograph.commands`)
 only when it is called, since that code imports torch, which takes seconds.
 
-During these imports, Ctrl-C ends the program at once. `interrupts.working` returns the command that
-it is given, and lets Ctrl-C raise KeyboardInterrupt from then on.
+During these imports, Ctrl-C ends the program at once. After them, `interrupts.interruptible(run)` returns
+the command's function `run` as it is, and lets Ctrl-C raise KeyboardInterrupt from then on.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ TRAIN = "Train"
 INSPECT = "Prepare and inspect"
 USE = "Use"
 UNDERSTAND = "Understand"
+# The beginning of the line with an example, which ends a command's help.
 EXAMPLE = "Example: "
 
 
@@ -231,7 +232,11 @@ def _option(
     max: float | None = None,
     readable: bool = True,
 ) -> Any:
-    """Return an option that takes a value. Without `names`, its name is that of the parameter."""
+    """Return an option that takes a value.
+
+    `names` are what a person types. Without them it is the parameter's name, such as --max-tokens for
+    `max_tokens`.
+    """
     return typer.Option(*names, metavar=metavar, help=help, min=min, max=max, readable=readable)
 
 
@@ -388,7 +393,7 @@ def train(
         return
     from monograph.commands.train import run
 
-    interrupts.working(run)(
+    interrupts.interruptible(run)(
         settings, out=out, resume=resume, from_=from_, json=json, program_start_s=program_start_s
     )
 
@@ -436,8 +441,9 @@ def sweep(
     _trust_code_if(trust_code)
     all_arguments = _with_recipe(recipe, arguments)
     if minutes is not None:
+        # The command itself reads the arguments, because their values may be axes of the sweep.
         all_arguments = [*all_arguments, f"train.minutes={minutes:g}"]
-    return interrupts.working(run)(
+    return interrupts.interruptible(run)(
         all_arguments,
         samples=samples,
         verify=verify,
@@ -481,7 +487,7 @@ def plan(
 
     short_options = {"train.minutes": minutes}
     settings = _settings(_with_recipe(recipe, arguments), short_options, needs_shape_alone=True)
-    # Not `interrupts.working(run)`: a plan writes nothing, so Ctrl-C may end it at once.
+    # Not `interrupts.interruptible(run)`: a plan writes nothing, so Ctrl-C may end it at once.
     return run(
         settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json
     )
@@ -499,7 +505,7 @@ def recipes(
     """List configurations for common jobs, for the option --recipe of train, sweep and plan."""
     from monograph.commands.recipes import run as command
 
-    interrupts.working(command)(name)
+    interrupts.interruptible(command)(name)
 
 
 @_command(INSPECT, "monograph keys optim.lr")
@@ -516,7 +522,7 @@ def keys(
     """Explain the keys of a configuration: meaning, values, default, and an example."""
     from monograph.commands.keys import run as command
 
-    interrupts.working(command)(word, json=json)
+    interrupts.interruptible(command)(word, json=json)
 
 
 @_command(INSPECT, "monograph runs runs/")
@@ -534,7 +540,7 @@ def runs(
     """List the runs of a folder, newest first, with their results, sizes and states."""
     from monograph.commands.runs import run as command
 
-    interrupts.working(command)(folder, json=json)
+    interrupts.interruptible(command)(folder, json=json)
 
 
 @_command(INSPECT, "monograph check last")
@@ -553,12 +559,12 @@ def check(
     """Check this machine, or verify a run's files."""
     from monograph.commands.check import run as command
 
-    interrupts.working(command)(run, laws=laws, json=json)
+    interrupts.interruptible(command)(run, laws=laws, json=json)
 
 
 _FOLLOW = f"""Log a run to {join_with_or(library.title for library in LIBRARIES.values())}.
 
-It follows a run that is training until that stops, and sends a finished run at once."""
+It follows a run that is training until the run stops, and sends a finished run at once."""
 
 
 @_command(INSPECT, "monograph follow last --to tensorboard", _FOLLOW)
@@ -578,7 +584,7 @@ def follow(
     """Log a run to a tracker."""
     from monograph.commands.follow import run as command
 
-    interrupts.working(command)(run, to=to, out=out)
+    interrupts.interruptible(command)(run, to=to, out=out)
 
 
 @data_app.command(cls=_Command, epilog=f"{EXAMPLE}monograph data show my_texts/ --row 3")
@@ -591,7 +597,7 @@ def show(
     """Show a row of the data as text, and mark the tokens that are trained on."""
     from monograph.commands.data import show as command
 
-    interrupts.working(command)(_settings(arguments), row=row)
+    interrupts.interruptible(command)(_settings(arguments), row=row)
 
 
 @data_app.command(cls=_Command, epilog=f"{EXAMPLE}monograph data build my_texts/")
@@ -599,7 +605,7 @@ def build(arguments: ConfigArguments = None) -> None:
     """Tokenize the text once, for all later runs."""
     from monograph.commands.data import build as command
 
-    interrupts.working(command)(_settings(arguments))
+    interrupts.interruptible(command)(_settings(arguments))
 
 
 @_command(USE, 'monograph generate last "Once upon a time"')
@@ -660,9 +666,9 @@ def generate(
             )
         from monograph.commands.chat import run as converse
 
-        interrupts.working(converse)(run, system=None, options=options)
+        interrupts.interruptible(converse)(run, system=None, options=options)
         return
-    interrupts.working(command)(run, prompts or [], file=file, options=options)
+    interrupts.interruptible(command)(run, prompts or [], file=file, options=options)
 
 
 @_command(USE, "monograph chat last")
@@ -710,7 +716,7 @@ def chat(
         adapters=adapter or [],
         use=use,
     )
-    interrupts.working(command)(run, system=system, options=options)
+    interrupts.interruptible(command)(run, system=system, options=options)
 
 
 @_command(USE, "monograph serve last")
@@ -751,7 +757,7 @@ def serve(
     ] = None,
     adapter_rank: Annotated[
         int | None,
-        _option("N", "their largest rank; default: that of those given, at least 16", min=1),
+        _option("N", "the largest rank of an adapter; default: as those given, at least 16", min=1),
     ] = None,
 ) -> None:
     """Serve a model through an OpenAI-compatible API, with a chat page."""
@@ -762,7 +768,7 @@ def serve(
         raise UsageError(f"monograph serve needs starlette and uvicorn: {libraries}")
     from monograph.serve.command import run as command
 
-    interrupts.working(command)(
+    interrupts.interruptible(command)(
         run,
         host=host,
         port=port,
@@ -812,7 +818,7 @@ def export(
     """Write a model for transformers, llama.cpp or Ollama."""
     from monograph.commands.export import run as command
 
-    interrupts.working(command)(run, to=to, format=format, dtype=dtype)
+    interrupts.interruptible(command)(run, to=to, format=format, dtype=dtype)
 
 
 @_command(UNDERSTAND, "monograph profile my_texts/")
@@ -834,7 +840,7 @@ def profile(
         from monograph.commands.profile import run
 
     _trust_code_if(trust_code)
-    interrupts.working(run)(_settings(arguments, runs_code=True), out=out, json=json)
+    interrupts.interruptible(run)(_settings(arguments, runs_code=True), out=out, json=json)
 
 
 @_command(UNDERSTAND, "monograph evaluate last")
@@ -856,7 +862,7 @@ def evaluate(
     from monograph.commands.evaluate import run as command
 
     _trust_code_if(trust_code)
-    interrupts.working(command)(run, data=data or [], chat=chat, json=json)
+    interrupts.interruptible(command)(run, data=data or [], chat=chat, json=json)
 
 
 @_command(UNDERSTAND, "monograph compare RUN other/RUN")
@@ -892,7 +898,7 @@ def compare(
     from monograph.commands.compare import run as command
 
     _trust_code_if(trust_code)
-    interrupts.working(command)(runs, data=data or [], chat=chat, report=report, json=json)
+    interrupts.interruptible(command)(runs, data=data or [], chat=chat, report=report, json=json)
 
 
 def _with_recipe(recipe: str | None, arguments: list[str] | None) -> list[str]:
@@ -963,6 +969,7 @@ def _settings(
                 )
             )
         overrides[key] = value
+    # Imported only now, because these imports take longer, and `classify` may have refused an argument.
     from monograph.run.repository import FILES, SHAPE_FILES
     from monograph.session.recorded import command_line_settings, refuse_model_as_text
 

@@ -219,7 +219,7 @@ def _verify_run(run: Run) -> CheckResult:
         checkpointing.verify(path)
         states[path] = recorded_state.state_in(path, run)
 
-    folders = [path for _, path in reversed(checkpointing.candidates(run.checkpoints))]
+    folders = [path for _, path in reversed(checkpointing.list_checkpoints(run.checkpoints))]
     checkpoint_faults = {path.name: _fault(partial(verify_checkpoint, path)) for path in folders}
     for name, fault in checkpoint_faults.items():
         if fault and checkpointing.is_gone(run.checkpoints / name):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.errors import DiskFull, InputRefused, MonographError, RunInUse
-from monograph.interrupts import taken_back
+from monograph.interrupts import raise_on_sigterm
 from monograph.report.quantities import counted
 from monograph.report.trackers import Opener, SettingsByKey, TrackedPoint, Tracker, tracker_named
 from monograph.run.folder import Run, write_errors_explained
@@ -48,7 +48,7 @@ def run(run: str, *, to: str, out: Path | None) -> None:
     followed: dict[Path, _Followed] = {}  # by the run's folder
     is_over = False
     with (
-        taken_back(),  # a SIGTERM ends this process as Ctrl-C does
+        raise_on_sigterm(),  # a SIGTERM ends this process as Ctrl-C does
         _tracker_errors_explained(to),
         redirect_stdout(io.StringIO()),  # drops what the tracker's library prints
         _thread_errors_raised(),
@@ -109,8 +109,8 @@ class _Followed:
         self._out = out
         self._tracker: Tracker | None = None
         self._config = b""  # the settings that were sent
-        self._sent_bytes = 0  # of the metrics
-        self._last_sent = b""  # the last of these bytes, at most COMPARED_BYTES
+        self._sent_bytes = 0  # the number of bytes of metrics.jsonl that were sent
+        self._last_sent = b""  # the last of the sent bytes, at most COMPARED_BYTES
 
     def send(self) -> None:
         """Send the rows since the last call.

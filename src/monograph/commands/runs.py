@@ -95,7 +95,10 @@ def _fit(text: str, width: int) -> str:
     """Return a text that fills `width` columns. A longer one loses its beginning, since paths differ
     at their ends.
     """
-    return text.ljust(width) if len(text) <= width else "…" + text[len(text) - width + 1 :]
+    if len(text) <= width:
+        return text.ljust(width)
+    kept_characters = width - 1
+    return "…" + text[len(text) - kept_characters :]
 
 
 def _cells(run: ListedRun, best: Collection[Path]) -> tuple[str, ...]:
@@ -135,8 +138,8 @@ def _state(run: ListedRun) -> str:
     if run.state == FINISHED or run.kind.startswith("sweep"):
         return run.state
     total = "" if run.updates is None else f" of {run.updates:,}"
-    is_lost = run.state == STOPPED and not run.resume  # there is no checkpoint to resume from
-    unsaved = ", nothing saved" if is_lost else ""
+    has_nothing_saved = run.state == STOPPED and not run.resume
+    unsaved = ", nothing saved" if has_nothing_saved else ""
     return f"{run.state} at update {run.update:,}{total}{unsaved}"
 
 

@@ -70,6 +70,7 @@ def _is_truncated(path: Path) -> bool:
         return False
     if len(header) < 64 or header[:4] != b"\x7fELF":
         return True
+    # The fields e_shoff, e_shentsize and e_shnum of the header.
     table_offset = struct.unpack_from("<Q", header, 40)[0]
     entry_bytes, entry_count = struct.unpack_from("<HH", header, 58)
     return bool(size_bytes < table_offset + entry_bytes * entry_count)
@@ -93,7 +94,7 @@ def key_cache_by_vector_width() -> None:
 
 @functools.cache
 def split_cat_options() -> dict[str, int]:
-    """Return Inductor's option with which each input of a concatenation has a kernel of its own.
+    """Return the option that makes Inductor compute each input of a concatenation by its own kernel.
 
     By default one kernel on a GPU computes all inputs at every element of the result.
     """
@@ -143,7 +144,7 @@ def keep_strides_of_block_masks() -> None:
 
 @functools.cache
 def read_wide_rows_once(max_numbers: int) -> None:
-    """Let kernels of a GPU that reduce rows hold complete rows of up to `max_numbers` in registers.
+    """Let GPU kernels that reduce rows hold a complete row, of up to `max_numbers`, in registers.
 
     By default Inductor does so for rows of up to 1,024 numbers. For wider rows a kernel has two
     loops, and the second one reads the row again, for example to normalise it.
@@ -361,8 +362,8 @@ def mark_dequantised_values(graph: Graph) -> None:
 
 
 def mark_readers_of_overwritten_inputs(graph: Graph) -> None:
-    """Mark the values that must be saved because the forward pass overwrites an input of theirs, such
-    as a running mean.
+    """Mark values for saving if they depend on an input that the forward pass overwrites, such as a
+    running mean.
 
     Without marks the partitioner may recompute these values in the backward pass, from the
     overwritten input.

@@ -86,7 +86,7 @@ def end_failed_capture(
     with contextlib.suppress(RuntimeError):  # the pool is closed already, except on torch 2.11
         torch._C._cuda_endAllocateToPool(device.index, pool)
     torch._C._cuda_releasePool(device.index, pool)
-    # Another capture resets the random number generator when it ends. It is empty.
+    # The end of a capture resets the random number generator. So an empty graph is captured.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of an empty graph
         with torch.cuda.graph(
@@ -108,10 +108,11 @@ def allow_stashes_in_recomputed() -> None:
 def is_accumulating_gradients() -> bool:
     """Return whether an addition in progress is autograd's sum of the gradients of one tensor.
 
-    Autograd writes the sum of real tensors into the memory of one of them. It does not do so for
-    fake tensors, whose class it does not know.
+    A prediction of memory has to know this. Autograd writes the sum of real tensors into the memory of
+    one of them, but does not do so for fake tensors, whose class it does not know.
     """
-    return torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
+    is_in_backward_pass = torch._C._current_graph_task_id() >= 0
+    return is_in_backward_pass and not torch.is_grad_enabled()
 
 
 def replace_functional(

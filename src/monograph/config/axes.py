@@ -30,7 +30,7 @@ BETWEEN_GRAPHS = tuple(
     key for key, each in _DECLARATIONS.items() if each.varies == "between graphs"
 )
 AXIS_KEYS = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
-# Keys of which a larger value nearly always scores better (`monograph.config.keys.Key.is_amount`).
+# Keys whose larger values nearly always score better (`monograph.config.keys.Key.is_amount`).
 AMOUNT_KEYS = tuple(key for key, each in _DECLARATIONS.items() if each.is_amount)
 # {each other key: the reason why it cannot be an axis}.
 _WHY_NO_AXIS = {key: each.fixed for key, each in _DECLARATIONS.items() if key not in AXIS_KEYS}
@@ -394,8 +394,8 @@ def _axis_of_range(
         # The key must accept both ends.
         first_value = float(_check_value(key, first))
         last_value = float(_check_value(key, last))
-        sampled_range = SampledRange("log" if scale == "log" else "lin", first_value, last_value)
-        return Axis(key, (), sampled_range)
+        known_scale: Literal["log", "lin"] = "log" if scale == "log" else "lin"
+        return Axis(key, (), SampledRange(known_scale, first_value, last_value))
     if not count.isdecimal():
         raise UsageError(
             f"{key}={text}: expected a whole number of values after the last colon, not {count!r}"

@@ -134,7 +134,7 @@ _NO_EFFECT = "it does not change what a member learns"
 _DEPENDS_ON_MACHINE = "how much a member learns in a given time depends on the machine"
 _OTHER_LOSS = "losses of other kinds cannot be compared: start a run for each value"
 _DECIDES_WHAT_IS_MEASURED = (
-    "members are compared by the reward of answers sampled alike: start a run for each value"
+    "members are compared by rewards of answers that are sampled alike: start a run for each value"
 )
 
 
@@ -149,15 +149,16 @@ class Key(NamedTuple):
         example: a possible value; None if the default is a good example.
         auto: what "auto" stands for; "" if the key does not take "auto". The meaning ends with it.
         choices: {word that it takes, except "auto": what the word stands for}.
-        belongs_to: the key about whose value this key says something; "" if there is none.
+        belongs_to: another key whose value this key describes further, as prefer.beta describes the loss
+            that prefer.loss chooses; "" if there is none.
         varies: how the members of a sweep may differ in it; None if they cannot.
         fixed: why the members of a sweep cannot differ in it; "" if they can.
         is_amount: whether a larger value nearly always scores better, as for a width. If the best
             value of such an axis is its last one, that is no reason to extend the axis.
-        is_changeable_on_resume: whether a resumed run may change it, because it changes no equation: on which
-            devices and in which graphs the run trains, or which records it can read.
-        is_run_specific: whether a run that begins from this one does not take over its value: the
-            length, what depends on the length, and the ranks.
+        is_changeable_on_resume: whether a resumed run may change it. Such a key changes no equation. It says
+            on which devices or in which graphs the run trains, or which records it can read.
+        is_run_specific: whether the value is this run's alone. A run that begins from this one does not
+            take it over. Such keys are the length, what depends on the length, and the ranks.
     """
 
     meaning: str
@@ -940,7 +941,7 @@ class RlSection(_RewardSectionWithParameters):  # type: ignore[misc]
         _EXPECTS_SIZE,
         "Updates made from the answers of one sampling.",
         implied=1,
-        fixed="of as many updates, members would sample unequally many answers",
+        fixed="in the same number of updates, members would sample different numbers of answers",
     )
     kl: Literal["none", "k1", "k2", "k3"] | None = _choice(
         None,
@@ -1117,8 +1118,7 @@ def key_declaration(key: str) -> Key:
 def dependent_keys() -> dict[str, tuple[str, ...]]:
     """Return {key: the keys that say something about its value} (`Key.belongs_to`).
 
-    If another value overrides the key's value, the keys that say something about it no longer
-    apply.
+    They no longer apply if the key's value is overridden by another one.
     """
     dependents: dict[str, tuple[str, ...]] = {}
     for key in KEYS:

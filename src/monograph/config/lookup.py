@@ -39,8 +39,8 @@ def keys_named(word: str) -> KeyMatches:
         return KeyMatches(tuple(key for key in KEYS if key.startswith(f"{section}.")), {})
     name = word.rpartition(".")[2].replace("-", "_").strip("_")
     keys = {key for key in KEYS if name and name in key.partition(".")[2]}
-    # `ELSEWHERE` maps another program's name to a key or a sentence. If the word is a complete name, here
-    # or in another program, only this name counts. Otherwise all names that contain the word count.
+    # `ELSEWHERE` maps another program's name to a key or a sentence. If the word is a whole name, here or in
+    # another program, then only this name counts. Otherwise all names count that contain the word.
     is_name_elsewhere = name in ELSEWHERE
     is_name_here = any(key.endswith(f".{name}") for key in keys)
     if is_name_elsewhere:

@@ -1,7 +1,7 @@
 """The settings of one run: checked and frozen values, their origins, and their text as TOML.
 
-A key is written with its section, as in "optim.lr". The key's type is that of a field of the
-section's model in `monograph.config.keys`.
+A key is written with its section, as in "optim.lr". Its type is declared in `monograph.config.keys`, where the
+section has a field of the key's name.
 """
 
 import hashlib
@@ -124,7 +124,7 @@ class Settings(BaseModel):
         return {key: value for key, value in self.values().items() if key in self.origins}
 
     def resolve(self, values: Mapping[str, Any], origin: str) -> "Settings":
-        """Return the same settings with other values of some keys, for example those of the plan.
+        """Return the same settings with other values of some keys, for example with the plan's decisions.
 
         A new value of one key of an exclusive group, such as `train.updates`, unsets the other keys
         of the group.
@@ -338,7 +338,8 @@ def _new_spelling_advice(key: str, value: object, from_text: bool) -> str:
     """Return what to write instead of one or more old spellings; "" for other values."""
     new_texts = new_spelling(key, value)
     if new_texts:
-        return f"say {as_typed(new_texts) if from_text else in_toml(new_texts)}"
+        assignments = as_typed(new_texts) if from_text else in_toml(new_texts)
+        return f"say {assignments}"
     new_texts_of_each = new_spellings(key, value)
     return advise_run_each(new_texts_of_each) if new_texts_of_each else ""
 

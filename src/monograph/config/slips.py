@@ -23,8 +23,8 @@ def meant_value(key: str, text: str, words: Sequence[str], accepts: Callable[[st
     Returns:
         The suggestion, which begins with "; ", or "" if no value is similar.
     """
-    # If another program has such a value: the value that stands for it here, or a sentence that
-    # says what to do.
+    # The text may be a value in another program. Then this is the value that stands for it here, or a sentence
+    # that says what to do.
     replacement = VALUES.get(key, {}).get(text.lower())
     if replacement:
         return f"; did you mean {replacement}?" if accepts(replacement) else f"; {replacement}"

@@ -107,8 +107,8 @@ def _with_new_spellings(sourced: Mapping[str, SourcedValue]) -> dict[str, Source
     for key, entry in sourced.items():
         new_texts = new_spelling(key, entry.value)
         if new_texts is None:
-            # A value that an old spelling of another key has set stays, such as that of optim.state
-            # by optim.name = "muon:8bit".
+            # An old spelling of another key may have set this key already, as optim.name = "muon:8bit" sets
+            # optim.state. Then that value stays.
             result.setdefault(key, entry)
             continue
         for new_key, text in new_texts.items():
@@ -274,10 +274,10 @@ def classify(arguments: Iterable[str]) -> Arguments:
 def _without_split_assignments(
     arguments: Iterable[str], faults: list[MonographError]
 ) -> Iterator[str]:
-    """Yield the arguments, without assignments that are not one word of the form KEY=VALUE.
+    """Yield the arguments except assignments of several words, and append to `faults` for each of these.
 
-    Such an assignment is `optim.lr = 3e-4`, `optim.lr 3e-4` or `optim.lr: 3e-4`. A fault is
-    appended to `faults` for each one.
+    An assignment must be one word of the form KEY=VALUE. Assignments of several words are `optim.lr = 3e-4`,
+    `optim.lr 3e-4` and `optim.lr: 3e-4`.
     """
     remaining = [*arguments]
     while remaining:

@@ -48,7 +48,9 @@ def key_advice(name: str, value: str | None = None) -> str:
     if replacement in KEYS:
         return _suggest([replacement], value)
     if replacement:
-        return f"; {replacement if value is not None else _with_toml_assignments(replacement)}"
+        if value is None:  # the name is in a file
+            replacement = _with_toml_assignments(replacement)
+        return f"; {replacement}"
     keys = [key for key in KEYS if key.endswith(f".{short_name}")]
     if keys:
         return _suggest(keys, value)

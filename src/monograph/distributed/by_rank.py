@@ -47,10 +47,10 @@ class ByRank(OnDevice):
         The sum is part of the backward pass: DDP sums with the last micro-batch, FSDP2 with each.
         """
         step = self.step
-        step.link()
+        step.link()  # gradients become views of the step's planes, which are large flat tensors
         for number, batch in enumerate(batches):
             seed_micro_batch(self.world, step, number)
-            with self.micro_batch_context(number + 1 == len(batches)):
+            with self.micro_batch_context(is_last=number + 1 == len(batches)):
                 with unlinked(step.planes), step.context():
                     loss, loss_sum, count = self.forward(batch)
                 if not step.differentiate(loss, loss_sum, count):
@@ -62,10 +62,8 @@ class ByRank(OnDevice):
 
     @abstractmethod
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `Step.forward` returns.
-
-        Returns:
-            The number to differentiate, the sum of losses, and the number of targets.
+        """Return the number to differentiate, the sum of losses and the number of targets of a
+        micro-batch; see `Step.forward`.
         """
 
     @abstractmethod

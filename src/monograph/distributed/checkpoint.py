@@ -44,9 +44,10 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
         DiskFull: this rank could not write.
     """
     # The files with sharded tensors, which all ranks write. Rank 0 writes the other files.
+    tensors_by_file = {MODEL: checkpoint.model, OPTIMIZER: checkpoint.optimizer}
     sharded_files = {
         name: tensors
-        for name, tensors in ((MODEL, checkpoint.model), (OPTIMIZER, checkpoint.optimizer))
+        for name, tensors in tensors_by_file.items()
         if any(isinstance(tensor, DTensor) for tensor in tensors.values())
     }
 
@@ -58,6 +59,8 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
     if world.leads:
         checkpointing.save(checkpoints, checkpoint, keep, write_file)
     else:
+        # These calls are the other ranks' part in the collectives of rank 0's `write_file`, which come
+        # in the same order.
         folder = unfinished_folder(checkpoints, checkpoint.update)
         for name, tensors in sharded_files.items():
             try:
@@ -67,7 +70,7 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
                     f"{error.filename}: rank {world.rank} cannot save its part of the checkpoint of update "
                     f"{checkpoint.update}: {error.strerror}; make room, then resume"
                 ) from error
-    world.barrier()
+    world.barrier()  # no rank goes on before the checkpoint is complete
 
 
 def load_newest(
@@ -92,7 +95,8 @@ def load_newest(
             checkpoint = checkpointing.load_newest(checkpoints, warn, at, until)
         except NoValidCheckpoint as error:
             fault = str(error)
-    update, fault = world.broadcast([checkpoint.update if checkpoint else None, fault])
+    chosen_update = checkpoint.update if checkpoint else None
+    update, fault = world.broadcast([chosen_update, fault])
     if update is None:
         raise NoValidCheckpoint(fault)
     if checkpoint is None:  # on ranks other than 0
@@ -142,8 +146,8 @@ def _write_together(world: World, path: Path, tensors: Mapping[str, Tensor]) -> 
             # all ranks have written.
             world.barrier()
             block_count = math.ceil(length / blocks.BLOCK_BYTES)
-            # Each rank computes some of the digests, which are SHA-256 of 32 bytes. In the others it has
-            # zeros, so the sum over ranks has all digests.
+            # Each rank computes some of the digests, which are SHA-256 of 32 bytes, and has zeros in place
+            # of the others. So the sum over ranks has all digests.
             digests = torch.zeros(block_count, 32, dtype=torch.uint8)
             for index in range(world.rank, block_count, world.size):
                 digest = blocks.digest_at(file.fileno(), index, length)

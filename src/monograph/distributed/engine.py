@@ -103,7 +103,7 @@ class Sharded(Engine):
             by_machine: see `Shards`.
             step_options: other arguments of `Step`.
         """
-        self.shards = Shards(world, gathers_bf16, by_machine)
+        self.shards = Shards(world, gathers_bf16=gathers_bf16, by_machine=by_machine)
         step = Step(model, sum_over_ranks=world.sum, parameters=self.shards, **step_options)
         super().__init__(lambda: step, RestartAll(micro_batch, world))
 
@@ -112,7 +112,7 @@ class Sharded(Engine):
         own = self.state()
         model = OwnRows(state.model, own.model)
         optimizer = OwnRows(state.optimizer, own.optimizer)
-        super().load_state(EngineState(model, optimizer, state.scalars))
+        super().load_state(EngineState(model=model, optimizer=optimizer, scalars=state.scalars))
 
 
 def streamed_replica(

@@ -44,25 +44,28 @@ def orthogonalise_rows(
     n = len(own_rows)
     cols = own_rows[0].shape[-1]
     own_size = own_rows[0].numel()
-    ranks = range(world.size)
     # For each rank, the indices of the matrices that it owns.
-    owned = [[i for i in range(n) if (first_owner + i) % world.size == rank] for rank in ranks]
-    slices = [rank_rows(rank, world.size, rows) for rank in ranks]
+    owned: list[list[int]] = [[] for _ in range(world.size)]
+    for i in range(n):
+        owned[(first_owner + i) % world.size].append(i)
+    # For each rank, the rows that it has of each matrix.
+    slices = [rank_rows(rank, world.size, rows) for rank in range(world.size)]
     # Matrices are sent in the order of their owners.
     order = [i for matrices in owned for i in matrices]
     sent_sizes = [len(matrices) * own_size for matrices in owned]
     # From each rank, this rank receives that rank's rows of all matrices that this rank owns.
     own_count = len(owned[world.rank])
-    shapes = [(own_count, part.stop - part.start, cols) for part in slices]
+    shapes = [(own_count, each.stop - each.start, cols) for each in slices]
     received_sizes = [math.prod(shape) for shape in shapes]
     sent = torch.cat([own_rows[i].flatten() for i in order])
     received = world.all_to_all(sent, sent_sizes, received_sizes)
-    parts = [
-        part.view(shape) for part, shape in zip(received.split(received_sizes), shapes, strict=True)
+    rows_of_ranks = [
+        flat.view(shape) for flat, shape in zip(received.split(received_sizes), shapes, strict=True)
     ]
-    orthogonal = orthogonalise(torch.cat(parts, dim=1), compute)
+    orthogonal = orthogonalise(torch.cat(rows_of_ranks, dim=1), compute)
     # The rows are sent back in the same way, with the two lists of sizes exchanged.
-    sent_back = torch.cat([orthogonal[:, part].flatten() for part in slices])
+    sent_back = torch.cat([orthogonal[:, each].flatten() for each in slices])
     own_orthogonal = world.all_to_all(sent_back, received_sizes, sent_sizes)
     own_orthogonal = own_orthogonal.view(n, *own_rows[0].shape)
+    # The rows are in the owners' order; the caller gets them in the matrices' order.
     return [own_orthogonal[order.index(i)] for i in range(n)]

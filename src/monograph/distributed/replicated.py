@@ -22,7 +22,7 @@ class Replicas(ByRank):
         parallel: DDP around the module and its loss.
         buckets: all buckets of a backward pass, in the order in which they are summed, as tensors
             without memory.
-        summed: the first of these: those that this rank has begun to sum for the present window.
+        summed: the buckets that this rank has begun to sum for the present window, in the same order.
     """
 
     parallel: DistributedDataParallel
@@ -46,10 +46,13 @@ class Replicas(ByRank):
 
         A new DDP is also needed after a backward pass has failed.
         """
-        # gradient_as_bucket_view stays off, because gradients are views of the planes already.
+        # gradient_as_bucket_view stays off, because gradients are already views of the step's planes, which
+        # are large flat tensors.
         self.parallel = DistributedDataParallel(_ModelWithLoss(self.step))
         # A lambda, because torch refuses a hook whose annotations are other classes than it expects.
-        self.parallel.register_comm_hook(None, lambda _, bucket: self._sum_bucket(bucket.buffer()))
+        self.parallel.register_comm_hook(
+            state=None, hook=lambda _, bucket: self._sum_bucket(bucket.buffer())
+        )
         # After its first backward pass, DDP rebuilds its buckets, which changes the order in which the
         # gradients of more than two ranks are summed. So a pass is made here, before the first update:
         # otherwise the first update of restarted ranks would have other bits. The second pass records
@@ -62,7 +65,7 @@ class Replicas(ByRank):
         self.buckets = self.summed
 
     def begin(self) -> None:
-        """Begin a window, none of whose buckets has been summed."""
+        """Begin a window: no bucket has been summed yet."""
         self.summed = []
 
     def begin_again(self) -> None:
@@ -70,7 +73,7 @@ class Replicas(ByRank):
         self.wrap()
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `Step.forward` returns, with DDP around it."""
+        """Return the results of `Step.forward`, which DDP calls."""
         loss, loss_sum, count = self.parallel(batch, self.step.loss_factor)
         return loss, loss_sum, count
 

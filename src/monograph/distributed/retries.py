@@ -69,6 +69,7 @@ class RetryTogether(Retries):
             return restarts.run(step, rows, work)
 
         def work_together() -> T:
+            """Do the work, and raise OutOfMemoryError on all ranks if memory ran out on any of them."""
             try:
                 result = work()
                 message = ""
@@ -78,7 +79,8 @@ class RetryTogether(Retries):
                 message = str(error).splitlines()[0]
             if message:
                 empty_cache(step.device)
-                # The other ranks still sum the rest of the buckets, and wait for this rank to take part.
+                # The other ranks still sum the rest of DDP's buckets of gradients, and wait for this rank.
+                # It takes part with zeros.
                 for bucket in self.replicas.buckets[len(self.replicas.summed) :]:
                     world.sum(torch.zeros_like(bucket, device=step.device))
             [has_any_failed] = world.any(bool(message))

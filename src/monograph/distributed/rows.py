@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def rank_rows(rank: int, size: int, rows: int) -> slice:
-    """Return the slice of `rows` rows that rank `rank` of `size` ranks has."""
-    share = math.ceil(rows / size)
-    return slice(min(rank * share, rows), min((rank + 1) * share, rows))
+    """Return which of `rows` rows one rank has, if `size` ranks share them out."""
+    rows_per_rank = math.ceil(rows / size)
+    return slice(min(rank * rows_per_rank, rows), min((rank + 1) * rows_per_rank, rows))
 
 
 def rank_and_size(mesh: DeviceMesh) -> tuple[int, int]:
@@ -37,14 +37,14 @@ def own_slice(tensor: DTensor) -> slice:
 def shard_from_rows(
     own_rows: Tensor, mesh: DeviceMesh, unsharded: Tensor, unusual_slice: slice | None = None
 ) -> DTensor:
-    """Return the sharded tensor of which this rank has the rows `own_rows`.
+    """Make a sharded tensor of the rows that each rank has.
 
     Args:
         own_rows: this rank's rows.
         mesh: the ranks.
         unsharded: a tensor with the shape of the sharded tensor; its values are not used.
-        unusual_slice: which rows `own_rows` are, if they are not those of `rank_rows`; torch's
-            functions cannot gather such a tensor. None: they are those of `rank_rows`.
+        unusual_slice: which rows `own_rows` are; torch's functions cannot gather such a tensor. None:
+            the rows that `rank_rows` gives this rank.
     """
     shape = unsharded.shape
     stride = torch.empty(shape, device="meta").stride()  # that of a contiguous tensor

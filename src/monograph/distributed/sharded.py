@@ -1,7 +1,8 @@
 """Shard a model by FSDP2: each rank has some rows of each parameter, gradient and moment.
 
 FSDP2 gathers the parameters of one block of the model after another for the forward and the backward
-pass. `monograph.distributed.rows` says which rows a rank has.
+pass. `monograph.distributed.rows` says which rows a rank has. The optimizer updates planes, which are flat
+tensors of parameters with their gradients and moments. Here a plane has this rank's rows of one parameter.
 
 The updates of most optimizers need no other rank's rows. There are two exceptions. Muon
 orthogonalises whole matrices (`monograph.distributed.matrices`). And a format of the optimizer's
@@ -65,7 +66,9 @@ class Shards(ByRank):
             otherwise all.
     """
 
-    differentiable = False  # after each call of `root`, FSDP2 waits for its backward pass
+    # `sums` cannot be differentiated outside of `accumulate`: after a call of `root`, FSDP2 waits for the
+    # backward pass.
+    differentiable = False
 
     root: nn.Module
     names: list[str]
@@ -92,8 +95,8 @@ class Shards(ByRank):
         self.by_machine = by_machine
         self.row_ranks = world
         self._copy: nn.Module | None = None  # see `gathered`
-        # It updates planes without cut blocks only, because torch 2.13 compiles the padding of cut blocks
-        # to code that reads beyond their end (dev/log.md).
+        # The compiled update is only called for planes without cut blocks, because torch 2.13 compiles
+        # the padding of cut blocks to code that reads beyond their end (dev/log.md).
         self.captured_update = Compilable(self._update_plane_eagerly)
 
     def place(self, step: Step) -> list[Plane]:
@@ -121,7 +124,9 @@ class Shards(ByRank):
             parameter.data = parameter.data.to(device)
         policy = MixedPrecisionPolicy()
         if self.gathers_bf16:
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
         # Weights that are still in their file are read one block at a time, and a rank keeps only
         # its rows.
         with compat.integer_parameters():
@@ -148,7 +153,7 @@ class Shards(ByRank):
         return [self.step.squares, self.captured_update]
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `Step.forward` returns."""
+        """Return the results of `Step.forward`."""
         return self.step.forward(batch, self.step.loss_factor)
 
     def handle_missing_gradient(self) -> None:
@@ -195,6 +200,10 @@ class Shards(ByRank):
 
         These are the orthogonal directions of matrices (`Plane.orthogonal`), and the largest numbers of
         cut blocks (`Plane.edge_maxima`).
+
+        Args:
+            grads: the summed gradient of each plane.
+            scale: the factor of the summed gradients, such as for clipping.
         """
         step = self.step
         self._orthogonalise(grads, scale)
@@ -232,12 +241,14 @@ class Shards(ByRank):
                 orthogonal = orthogonalise_rows(
                     self.row_ranks,
                     directions,
-                    kind.matrix_shape[0],
-                    first_owner,
-                    hyper.compute,
-                    orthogonalise,
+                    rows=kind.matrix_shape[0],
+                    first_owner=first_owner,
+                    compute=hyper.compute,
+                    orthogonalise=orthogonalise,
                 )
-                first_owner += len(planes)
+                first_owner += len(
+                    planes
+                )  # `orthogonalise_rows` takes it modulo the number of ranks
             else:
                 # The parameter is a stack of matrices, whose rows are whole matrices. A rank may have none.
                 orthogonal = [
@@ -252,7 +263,7 @@ class Shards(ByRank):
 
         Args:
             kind: the kind of parameter that is updated.
-            total: the summed gradient of one of its planes.
+            total: the summed gradient of one of its planes, of which only the dtype matters.
         """
         step = self.step
         return kind.hyperparameters(
@@ -381,7 +392,8 @@ def require_shardable(step: Step, gathers_bf16: bool = False) -> None:
 
 
 def require_whole_elements(name: str, bounds: Sequence[tuple[int, int]], form: StateFormat) -> None:
-    """Refuse rows whose share of the optimizer's state would begin inside an element of it.
+    """Refuse rows of a parameter that begin between two numbers that the optimizer's state packs in one
+    element.
 
     Args:
         name: the parameter's name.
@@ -424,6 +436,7 @@ def without_values(model: nn.Module) -> nn.Module:
     # The memo of `deepcopy`: in place of copying an object, it takes what is here under the object's id.
     copies: dict[int, Any] = {}
     for weight in model.parameters():
+        # `kept_dtype`: a weight that is still in its file may get another dtype when it is read.
         empty = torch.empty(weight.shape, dtype=kept_dtype(weight), device="meta")
         copies[id(weight)] = nn.Parameter(empty, weight.requires_grad)
     return copy.deepcopy(model, copies)
@@ -456,6 +469,7 @@ class RowsPlane(Plane):
         [(name, sharded, _)] = self.placed  # the only parameter
         parameter = cast(DTensor, sharded)
         mesh = parameter.device_mesh
+        # The name of the buffer, if it is one of moments. `flat` may also be the weights or the gradient.
         buffer_names = [key for key, buffer in self.state.items() if buffer is flat]
         per_element = self.numbers_per_element.get(buffer_names[0], 1) if buffer_names else 1
         if per_element == 1:
@@ -473,8 +487,9 @@ def make_rows_planes(
 ) -> list[RowsPlane]:
     """Make a plane for each trainable parameter of a sharded module.
 
-    A single process has one plane for all parameters of a kind. `Plane.number` says which of its planes
-    has the elements of a plane here, and `Plane.start` where they begin in it.
+    A single process has one plane for all parameters of a kind. Stochastic rounding must draw the same
+    random numbers for an element here as there. So `Plane.number` is the number of that plane, and
+    `Plane.start` is the place of these elements in it.
 
     Raises:
         UsageError: a rank's rows begin between two numbers that the form of the optimizer's state
@@ -493,6 +508,7 @@ def make_rows_planes(
         # Each rank's first element in the parameter, and the one after its last.
         bounds = [(rows.start * row_elements, rows.stop * row_elements) for rows in slices]
         require_whole_elements(name, bounds, form)
+        # A parameter's last block counts as cut, too, if it is not full.
         has_cut_blocks = any(end % block_size for _, end in bounds)
         begin = bounds[rank][0]
         own_elements = parameter.to_local().detach().view(-1)
@@ -500,7 +516,7 @@ def make_rows_planes(
         elements_so_far[kind] += parameter.numel()
         plane = RowsPlane(
             kind,
-            [PlacedParameter(name, parameter, 0)],
+            [PlacedParameter(name, parameter, offset=0)],
             param=own_elements,
             grad=torch.zeros_like(own_elements),
             number=plane_numbers.setdefault(kind, len(plane_numbers)),

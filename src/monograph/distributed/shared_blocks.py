@@ -5,6 +5,8 @@ block by its largest number. If a parameter is sharded by rows, a block may be c
 rows of one rank and ends in those of another. Each rank that has a part of it needs the largest number
 of the whole block. Only the first and the last block of a rank's rows, its end blocks, may be cut.
 
+A plane is a flat tensor with this rank's rows of one parameter, and its gradient and moments.
+
 Shapes: P planes with cut blocks, M moments of each, W ranks, E = 2 end blocks of a rank's rows.
 """
 
@@ -92,9 +94,9 @@ def share_largest_numbers(
     """
     # Planes that are updated by the same formula are computed at once.
     by_formula: dict[tuple[object, ...], list[CutPlane]] = {}
-    for cut in planes:
-        kind = cut.plane.kind
-        by_formula.setdefault((kind.rule, kind.betas), []).append(cut)
+    for cut_plane in planes:
+        kind = cut_plane.plane.kind
+        by_formula.setdefault((kind.rule, kind.betas), []).append(cut_plane)
     for same_formula in by_formula.values():
         kind = same_formula[0].plane.kind
         hyper = hyperparameters(kind, same_formula[0].total)
@@ -104,15 +106,18 @@ def share_largest_numbers(
         all_WMPE[row_ranks.rank] = own_MPE
         all_MPWE = row_ranks.sum(all_WMPE).permute(1, 2, 0, 3)
         # The largest number of a block is the largest of those that ranks have found in parts of this
-        # block. The second pair of axes, WE, is that of all ranks' parts.
-        blocks_PWE = torch.stack([cut.end_blocks.block_indices_WE for cut in same_formula])
+        # block. In `is_same_PEWE`, the first E is for this rank's end blocks, and WE for those of all
+        # ranks.
+        blocks_PWE = torch.stack(
+            [cut_plane.end_blocks.block_indices_WE for cut_plane in same_formula]
+        )
         blocks_PWE = blocks_PWE.to(scale.device)
         own_blocks_PE = blocks_PWE[:, row_ranks.rank]
         is_same_PEWE = own_blocks_PE[:, :, None, None] == blocks_PWE[:, None]
         largest_MPE = torch.where(is_same_PEWE, all_MPWE.unsqueeze(2), 0.0).amax((-1, -2))
         names = [moment.name for moment in kind.rule.moments]
-        for index, cut in enumerate(same_formula):
-            cut.plane.edge_maxima = dict(zip(names, largest_MPE[:, index], strict=True))
+        for index, cut_plane in enumerate(same_formula):
+            cut_plane.plane.edge_maxima = dict(zip(names, largest_MPE[:, index], strict=True))
 
 
 def _own_largest_numbers(
@@ -127,8 +132,10 @@ def _own_largest_numbers(
     rule = planes[0].plane.kind.rule
     # Each end block of each plane becomes a row [block_size] of this rank's elements and then zeros. So
     # there are P · E rows.
-    parts = [(cut, part) for cut in planes for part in cut.end_blocks.slices]
-    grads = _padded_rows([cut.total[part] for cut, part in parts], block_size)
+    ends = [
+        (cut_plane, elements) for cut_plane in planes for elements in cut_plane.end_blocks.slices
+    ]
+    grads = _padded_rows([cut_plane.total[elements] for cut_plane, elements in ends], block_size)
     grads = grads * scale.to(grads.dtype)
     moments = []
     for moment in rule.moments:
@@ -136,8 +143,10 @@ def _own_largest_numbers(
         for buffer in form.parts:
             name = buffer.buffer_name(moment)
             rows = [
-                cut.plane.state[name][_buffer_slice(buffer, part, cut.plane.block_offset)]
-                for cut, part in parts
+                cut_plane.plane.state[name][
+                    _buffer_slice(buffer, elements, cut_plane.plane.block_offset)
+                ]
+                for cut_plane, elements in ends
             ]
             row_elements = block_size // buffer.numbers_per_element
             buffers[name] = _padded_rows(rows, row_elements).view(-1)

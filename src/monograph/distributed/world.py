@@ -35,7 +35,7 @@ RANK_0_TIMEOUT = timedelta(days=7)
 START_TIMEOUT = timedelta(minutes=10)
 # The interval at which rank 0 prints which ranks are absent during this wait.
 WAITING_NOTE_INTERVAL = timedelta(seconds=15)
-POLL_S = 0.05  # the interval at which a wait looks whether it is over
+POLL_S = 0.05  # the seconds between two checks of whether a wait is over
 GLOO_TIMEOUT_S = 60.0  # the longest wait for gloo's threads at the end
 # If SLURM names no port, one of the 10,000 ports from here is taken. Operating systems use other ports
 # for outgoing connections.
@@ -261,19 +261,21 @@ class World:
         # torch's future has a list of the summed tensors.
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
-    def all_to_all(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def all_to_all(
+        self, tensor: Tensor, sent_sizes: list[int], received_sizes: list[int]
+    ) -> Tensor:
         """Send a part of a flat tensor to each rank, and receive one from each; a collective.
 
         Args:
             tensor: the parts for rank 0, 1, ..., one after another.
-            sent: the number of elements for each rank.
-            received: the number of elements from each rank.
+            sent_sizes: the number of elements for each rank.
+            received_sizes: the number of elements from each rank.
 
         Returns:
             The parts from rank 0, 1, ..., one after another.
         """
-        result = tensor.new_empty(sum(received))
-        dist.all_to_all_single(result, tensor, received, sent, group=self.group)
+        result = tensor.new_empty(sum(received_sizes))
+        dist.all_to_all_single(result, tensor, received_sizes, sent_sizes, group=self.group)
         return result
 
     def any(self, *flags: bool) -> list[bool]:
@@ -314,7 +316,7 @@ class World:
         return value_of_rank_0
 
     def all_gather(self, value: object) -> list[Any]:
-        """Return the values of all ranks, which are passed as JSON, in order; a collective."""
+        """Return the values of all ranks, in the ranks' order; a collective. They are passed as JSON."""
         if self.alone:
             return [value]
         own_text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -334,7 +336,7 @@ class World:
     def split_over_ranks(
         self, work: Callable[[Sequence[T]], list[Any]], items: Sequence[T]
     ) -> list[Any]:
-        """Return `work(items)` on all ranks, each of which does it for some of the items; a collective.
+        """Share out items over the ranks, and return `work(items)` on all of them; a collective.
 
         Args:
             work: returns a value of JSON for each item.

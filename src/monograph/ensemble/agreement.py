@@ -20,8 +20,7 @@ from monograph.graph.fused_linears import Sibling
 from monograph.graph.inspect import buffers_kept, modes_kept, shared_tensors
 from monograph.optim.planes import require_movable
 
-# Attributes that `nn.Module` itself has, and those that torch.compile and nn.Module.compile leave
-# in a module.
+# The attributes of `nn.Module` itself, and those that torch.compile and nn.Module.compile add.
 _MODULE_ATTRIBUTES = frozenset((*vars(nn.Module()), "_is_torch_compile", "_compiled_call_impl"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
@@ -51,7 +50,7 @@ _Pairs = frozenset[tuple[int, int]]
 
 
 class Difference(NamedTuple):
-    """A path at which two modules differ, and the values that they have there, in words."""
+    """A path in two modules where they differ, and the two values at this path, in words."""
 
     path: str
     one: str
@@ -149,8 +148,8 @@ def _require_stackable_module(path: str, module: nn.Module, ids: set[int]) -> No
                 f"{owner_path} has a hook for its gradient, and no gradient is one member's alone: "
                 "remove the hook, or train such members one by one, each in a Resident"
             )
-    # A call of the stack puts each member's tensors in the place of the module's own, by their names. If
-    # the forward pass reached a tensor in another way, it would get the first member's for all members.
+    # A call of the stack replaces the module's tensors by each member's tensors, by their names. If the forward
+    # pass got a tensor in another way than by its name, it would get the first member's tensor for all members.
     ignored = _MODULE_ATTRIBUTES | _derived_attributes(module)
     attributes = {name: value for name, value in vars(module).items() if name not in ignored}
     attributes["hooks"] = [getattr(module, kind) for kind in _HOOKS]
@@ -237,7 +236,7 @@ def hook_attributes(module: nn.Module) -> set[str]:
     `nn.utils.weight_norm` and pruning do.
     """
     hooks = module._forward_pre_hooks.values()
-    # Hooks of weight norms have the attribute `name`, those of pruning have `_tensor_name`.
+    # A weight norm's hook has the attribute `name`, and a pruning hook has `_tensor_name`.
     names = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
     return {name for name in names if name in vars(module)}
 
@@ -255,7 +254,7 @@ def _derived_attributes(module: nn.Module) -> set[str]:
 def _differences_of_modules(
     one: nn.Module, other: nn.Module, compared: _Pairs
 ) -> Iterator[Difference]:
-    """Yield the differences of two modules, without those of their submodules.
+    """Yield the differences of two modules; their submodules are not compared.
 
     Args:
         one: a module.

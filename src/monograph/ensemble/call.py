@@ -316,9 +316,9 @@ class MemberCaller:
         """Run `call_all` once, and if it fails once more as if it were compiled. Undo changes of
         buffers.
 
-        Some modules read tensors' values (e.g. an attention those of its mask) unless they are
-        being compiled. Inside vmap tensors have no values, so such modules must run as if they were
-        compiled: `torch.compiler.is_compiling()` is true for them.
+        Some modules read tensors' values unless they are being compiled; an attention may read its mask, for
+        example. Inside vmap tensors have no values, so such modules must run as if they were compiled:
+        `torch.compiler.is_compiling()` is true for them.
 
         Returns:
             Whether `call_all` must run as if it were compiled, and the observer of the pass.
@@ -489,7 +489,7 @@ def _cumulative_batch_norm(norm: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def _write_buffer(name: str, buffer: Tensor, value: object) -> None:
-    """Write a tensor by which the forward pass has replaced a buffer into the members' buffer.
+    """Write a buffer's new value into the members' buffer, after the forward pass has replaced the buffer.
 
     Raises:
         InputRefused: the value is not a tensor of the buffer's shape and dtype.
@@ -530,8 +530,9 @@ def _tensor_locations(modules: list[tuple[str, nn.Module]]) -> list[_TensorLocat
 
 
 def _loss_locations(loss: nn.Module) -> list[_TensorLocation]:
-    """Return the locations of a loss's buffers. Their names begin with a dot, so that no tensor of
-    the members has the same.
+    """Return the locations of a loss's buffers.
+
+    Their names begin with a dot, which no name of a member's tensor does.
     """
     return [
         _TensorLocation(f".{path}.{key}", owner, "_buffers", key)

@@ -38,7 +38,7 @@ class DropoutCounter(nn.Module):
 class Dropout:
     """Replaces torch's dropout functions in a forward pass.
 
-    With the rate p, an element i is kept or dropped:
+    With the rate p, this says whether element i is kept:
 
     keep[i] = word_i >= p 2^32,   word_i = Philox(key = seed, counter = (i, draw, site))
 
@@ -103,6 +103,7 @@ class Dropout:
         """
         # The limit of SELU for very negative inputs, -lambda alpha with SELU's two constants.
         limit = -1.7580993408473766
+        # With the rate 1 all elements are dropped, and the formula would divide by zero.
         scale = ((1 - rate) * (1 + rate * limit**2)) ** -0.5 if rate < 1 else 0.0
         kept_or_limit = torch.where(self.keep_mask(mask_shape, rate), hidden, limit)
         output = kept_or_limit * scale - scale * limit * rate

@@ -58,9 +58,9 @@ class Ensemble(Engine):
     stack, so they can be saved, evaluated or exported at any time. A member that diverges has its
     updates skipped, and no other member is affected.
 
-    Members are refused if they differ in more than the numbers in their tensors, or if they decide by
-    a tensor's value or use torch's random numbers, which one graph of all members cannot do. Dropout
-    is supported and exact, see `monograph.ensemble.dropout`.
+    Members are refused if one graph cannot compute all of them: if they differ in more than the numbers in
+    their tensors, decide by a tensor's value, or use torch's random numbers. Dropout is supported and exact,
+    see `monograph.ensemble.dropout`.
 
     Attributes:
         members: the modules.
@@ -104,8 +104,8 @@ class Ensemble(Engine):
                 members train on the same rows, [R, ...].
 
         Raises:
-            UsageError: there are not as many knobs, optimizers or schedules as members, optimizers
-                differ in a field that must be equal, or nothing reads a knob.
+            UsageError: the number of knobs, optimizers or schedules is not the number of members,
+                optimizers differ in a field that must be equal, or nothing reads a knob.
             InputRefused: the members differ in structure.
         """
         members, member_knobs = _build_members(build, knobs)
@@ -293,7 +293,7 @@ class Ensemble(Engine):
         return reason
 
     def _is_one_micro_batch(self, window: Batch) -> bool:
-        rows = self._rows(window)
+        rows = self._row_count(window)
         return self.micro_batch is None or rows <= self.micro_batch
 
     def _warm(self, batch: Batch) -> None:
@@ -307,9 +307,8 @@ class Ensemble(Engine):
             # the counters that `counters_kept` restores.
             self.stacked_parameters.frozen.fill_(True)
             self.stacked_parameters.accumulate_and_update(batch)
-            step.index -= (
-                1  # the update has counted itself, and the index is not among the counters
-            )
+            # The update has counted itself, and the index is not among the counters.
+            step.index -= 1
         self._score(batch)
 
     def accumulate(self, window: Batch) -> None:

@@ -107,7 +107,7 @@ def _looped_text(operators: list[str]) -> str:
     return f"looped over the members, because torch has no batched form of {', '.join(operators)}"
 
 
-# For a part of the text of torch's error: what is wrong, and what to do.
+# {a part of the text of torch's error: what is wrong, and what to do}.
 _REASONS = {
     "data-dependent control flow": "it decides by a tensor's value, which members may differ in: use torch.where",
     ".item()": "it reads a tensor's value, which members may differ in: keep it a tensor",

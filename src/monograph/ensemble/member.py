@@ -1,4 +1,4 @@
-"""The engine of one member of an ensemble, by which its run is saved, loaded and evaluated like any
+"""The engine of one member of an ensemble. With it the member's run is saved, loaded and evaluated like any
 other run.
 """
 

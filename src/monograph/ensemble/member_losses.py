@@ -29,7 +29,9 @@ def with_member_axis(loss: Loss, members: int, device: torch.device) -> Loss:
     def repeated(buffer: Tensor) -> Tensor:
         return buffer.to(device).expand(members, *buffer.shape).clone()
 
-    return _with_buffers(loss, repeated) if _has_buffers(loss) else loss
+    if not _has_buffers(loss):
+        return loss
+    return _with_buffers(loss, repeated)
 
 
 def loss_of_member(loss: Loss, member: int) -> Loss:
@@ -39,7 +41,9 @@ def loss_of_member(loss: Loss, member: int) -> Loss:
         loss: what `with_member_axis` returned.
         member: the member's number.
     """
-    return _with_buffers(loss, lambda buffer: buffer[member]) if _has_buffers(loss) else loss
+    if not _has_buffers(loss):
+        return loss
+    return _with_buffers(loss, lambda buffer: buffer[member])
 
 
 def _has_buffers(loss: object) -> bool:

@@ -29,6 +29,7 @@ def _lstm(
 ) -> RecurrentState:
     hidden, cell = state
     gates = input_gates + F.linear(hidden, weight, bias)
+    # The gates of torch's weights are in this order.
     input_gate, forget_gate, new, output_gate = gates.chunk(4, -1)
     cell = forget_gate.sigmoid() * cell + input_gate.sigmoid() * new.tanh()
     hidden = output_gate.sigmoid() * cell.tanh()
@@ -93,8 +94,8 @@ def _run_layers(
     Returns:
         The outputs [T, B, H], then each last state [L, B, H].
     """
-    # For a packed sequence torch passes the number of rows of each step before the state. Then the state
-    # is in the place of the weights.
+    # With a packed sequence torch passes one more argument before the state: the number of rows of each step.
+    # So the state is then in the place of the weights.
     if not isinstance(weights, list):
         raise CannotBatch(
             "it is given a packed sequence, whose steps have different numbers of rows: give it the padded rows, and "

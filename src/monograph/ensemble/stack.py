@@ -1,8 +1,9 @@
 """Stack modules of one structure: each parameter and buffer holds all members' values, with a
 leading member axis.
 
-What all members share is not stacked: frozen parameters, and buffers outside of the state dict, that
-lie at the same place in memory in each of them. So N sets of adapters need only one base.
+A tensor is not stacked if all members have it at the same place in memory and nothing changes it. This
+holds for frozen parameters, and for buffers outside of the state dict. So N sets of adapters need only one
+base.
 
 Shapes: N members.
 """
@@ -43,7 +44,8 @@ class _StackedTensor(NamedTuple):
     """A parameter or buffer of all members.
 
     Attributes:
-        stacked: all members' values, [N, ...]; if they share it, their tensor itself, [...].
+        stacked: all members' values, [N, ...]. Smaller ones are padded with zeros. If the members share
+            the tensor, it is that tensor itself, [...].
         locations: for each member, where it has its view of `stacked`.
         shapes: for each member, the shape of its view; a lower rank of adapters makes it smaller.
         is_shared: whether the members share one tensor.
@@ -114,6 +116,7 @@ class Stack:
             config = getattr(part, "config", None)
             if config is not None and getattr(config, "use_cache", False):
                 config.use_cache = False
+        # Members may also differ in dropout rates and in the scales of adapters, which are no tensors.
         put_differences_into(self.module, members)
 
     @property
@@ -168,8 +171,8 @@ class Stack:
     def _changed_tensor(self, number: int, regions: Sequence[MemoryRegion]) -> str | None:
         """Return the name of a member's first tensor that is no view of the stack any more.
 
-        It is None if there is none, and also if the module that had the tensor was replaced, since
-        it has no path in the member then.
+        The result is None if all are views. It is also None if the module that had the tensor was replaced:
+        then the module has no path in the member, and the change is noticed by `_identities`.
 
         Args:
             number: the member's number.
@@ -214,8 +217,8 @@ def member_view(stacked: Tensor, number: int, shape: torch.Size) -> Tensor:
     Args:
         stacked: [N, ...].
         number: the member's number.
-        shape: the tensor's shape in this member. It is smaller than that of `stacked` if the rank of
-            its adapters is.
+        shape: the tensor's shape in this member. It may be smaller than the shape in `stacked`, if the
+            member's adapters have a lower rank.
     """
     return stacked[number][tuple(slice(size) for size in shape)]
 
@@ -245,7 +248,8 @@ def _is_shared(locations: Sequence[_TensorLocation]) -> bool:
     """Return whether several members share a tensor that nothing changes.
 
     Training changes parameters that require gradients. A forward pass may change buffers, such as a
-    batch norm's statistics; but those are in the state dict, and other buffers are constants.
+    batch norm's statistics, but such buffers are in the state dict. A buffer outside of the state dict
+    counts as constant.
     """
     if len(locations) == 1:
         return False
@@ -285,13 +289,14 @@ def _copy_with_stacked_tensors(member: nn.Module, tensors: list[_StackedTensor])
 
     Args:
         member: the first member.
-        tensors: the stacked tensors. The copy has the shared ones, too, and no copies of them.
+        tensors: the stacked tensors, and the shared ones. The copy has these tensors themselves.
     """
     # The memo of copy.deepcopy: {an object's id: what the copy has in the object's place}. A tied tensor is
     # one object, so it stays tied.
     memo: dict[int, Any] = {id(tensor.locations[0].tensor()): tensor.stacked for tensor in tensors}
-    # Attributes that are computed from parameters at each call cannot be deep-copied, as they are not
-    # leaves of autograd. The copy does not need them, so it gets None.
+    # Some attributes are tensors that are computed from parameters at each call, such as the weight of a
+    # layer with a weight norm. They cannot be deep-copied, as they are not leaves of autograd. The copy does
+    # not need them, so it gets None.
     for part in member.modules():
         computed = [vars(part)[name] for name in hook_attributes(part)]
         computed += getattr(part, "_flat_weights", [])  # a recurrent layer's list

@@ -52,9 +52,8 @@ class StackedParameters(OnDevice):
     """
 
     differentiable = False  # a gradient inside vmap is not a gradient of the stack
-    replays_update = (
-        True  # members are small, so launching their kernels takes longer than these run
-    )
+    # Members are small, so launching the kernels of an update takes longer than running them.
+    replays_update = True
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class StackedParameters(OnDevice):
         self.optim = self.optims[0]
 
     def member_counters(self, member: int) -> dict[str, Tensor]:
-        """Return one member's counters, 0-d views by name, without those of the ensemble as a whole."""
+        """Return one member's counters, 0-d views by name. Counters of the ensemble as a whole are left out."""
         return {
             name: counter[member]
             for name, counter in self.step.counters.items()

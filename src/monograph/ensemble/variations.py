@@ -1,5 +1,5 @@
-"""Say in what members may differ apart from the numbers in their tensors: the rates of dropout, and
-the scale and rank of adapters.
+"""Members may differ in the numbers in their tensors, and in the few other things that this file lists: the
+rates of dropout, and the scale and rank of adapters.
 
 Shapes: N members.
 """
@@ -19,9 +19,10 @@ ADAPTED_LAYERS = (Adapted, AdaptedExperts)
 def may_differ_in_shape(module: nn.Module) -> bool:
     """Return whether members may have this module's parameters in different shapes.
 
-    Those are the matrices of adapters, whose rank may differ. In the stack, each is as large as the
-    largest. A row of A and a column of B beyond a member's rank are zero, and so are their gradients:
-    each is a product with the other's zeros.
+    Only the matrices A and B of adapters may, because members may have different ranks. In the stack, all
+    members' matrices are as large as the largest. The rows of A and the columns of B beyond a member's rank
+    are zero. They stay zero: the gradient of such a row is a product with the zeros of B's column, and the
+    other way round.
     """
     return isinstance(module, FACTORS)
 

@@ -98,7 +98,7 @@ def score(
     with precision.context(model.lm_head.weight.device.type):
         for indices in _batch_indices([len(row.ids) for row in rows], batch_tokens):
             batch_scores = _score_rows(model, [rows[index] for index in indices])
-            scores |= zip(indices, batch_scores, strict=True)
+            scores.update(zip(indices, batch_scores, strict=True))
             meter.add(len(indices))
     return [scores[index] for index in range(len(rows))]
 
@@ -181,7 +181,7 @@ def _batch_indices(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[i
         batch_tokens: see `score`.
     """
     batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True):
         # The first row of a batch is its longest.
         if batch and lengths[batch[0]] * (len(batch) + 1) > batch_tokens:
             yield batch
@@ -199,18 +199,21 @@ def _score_rows(model: Llama, rows: Sequence[_Row]) -> list[Score]:
     tokens_BT = torch.tensor(padded, device=device)
     targets = [token for row in rows for token in row.ids[-row.scored :]]
     targets_N = torch.tensor(targets, device=device)
-    # The positions of the predictions of the targets, among those of all rows.
-    positions: list[int] = []
+    # The positions that predict the targets, as indices into the positions of all rows, B * T.
+    predicting: list[int] = []
     for index, row in enumerate(rows):
         # A position predicts the next id, so the predictions end one position before the last id.
         end = index * length + len(row.ids) - 1
-        positions += range(end - row.scored, end)
-    hidden_ND = model(tokens_BT).flatten(0, 1)[torch.tensor(positions, device=device)]
+        predicting += range(end - row.scored, end)
+    hidden_ND = model(tokens_BT).flatten(0, 1)[torch.tensor(predicting, device=device)]
     target_log_p_N, likeliest_N = _log_probabilities(model, hidden_ND, targets_N)
     counts = [row.scored for row in rows]
-    sums = [float(log_p.double().sum()) for log_p in target_log_p_N.cpu().split(counts)]
-    greedy = [bool(hits.all()) for hits in (likeliest_N == targets_N).cpu().split(counts)]
-    return [Score(total, all_hit) for total, all_hit in zip(sums, greedy, strict=True)]
+    log_p_of_rows = target_log_p_N.cpu().split(counts)
+    hits_of_rows = (likeliest_N == targets_N).cpu().split(counts)
+    return [
+        Score(log_probability=float(log_p.double().sum()), greedy=bool(hits.all()))
+        for log_p, hits in zip(log_p_of_rows, hits_of_rows, strict=True)
+    ]
 
 
 def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,7 +304,7 @@ def read_questions(places: Sequence[str]) -> list[Question]:
 
     Raises:
         InputRefused: a record is bad; the message has its file and line. A bad record is not
-            skipped, as the score would then be that of other questions.
+            skipped, because the score would then be of other questions.
     """
     questions = []
     for place in places:
@@ -352,11 +355,11 @@ def _question(record: dict[str, Any] | Fault, where: str) -> Question:
         expected = f"the number of the right choice, from 0 to {len(choices) - 1}"
         shown = f"{gold:g}" if isinstance(gold, float) else ascii(gold)[:40]
         raise Unusable("answer", f"{answer_key!r} must be {expected}, not {shown}")
-    return Question(query, tuple(choices), int(gold), where)
+    return Question(query, tuple(choices), gold=int(gold), where=where)
 
 
 def _only_key(record: dict[str, Any], keys: Sequence[str]) -> str:
-    """Return the only one of the keys that a record has.
+    """Return the key that a record has; it must have exactly one of them.
 
     Raises:
         Unusable: it has none or several of them.
@@ -371,22 +374,23 @@ def _only_key(record: dict[str, Any], keys: Sequence[str]) -> str:
 class Accuracy(NamedTuple):
     """Shares of questions that were answered right, with standard errors.
 
-    A standard error is sqrt(sum of (x - mean)^2 / (n - 1) / n) over the n answers x, which are 1 if
-    right and 0 if wrong. It is None for one question.
+    There are three ways to choose an answer, and each has a share of its own. With x = 1 for a right
+    answer and x = 0 for a wrong one, a standard error is sqrt(sum of (x - mean)^2 / (n - 1) / n) over
+    the n answers. It is None for one question.
 
     Attributes:
-        acc: the share if the choice of the largest log-probability is the answer.
+        acc: the answer is the choice of the largest log-probability.
         acc_stderr: the standard error of `acc`.
-        acc_norm: the share if the choice of the largest log-probability per character is the
-            answer, so that length does not decide.
+        acc_norm: the answer is the choice of the largest log-probability per character, so that length
+            does not decide.
         acc_norm_stderr: the standard error of `acc_norm`.
-        acc_bytes: the share if the choice of the largest log-probability per byte of UTF-8 is the
-            answer, which is fairer if choices are in several scripts.
+        acc_bytes: the answer is the choice of the largest log-probability per byte of UTF-8. This is
+            fairer if choices are in several scripts.
         acc_bytes_stderr: the standard error of `acc_bytes`.
         chance: the accuracy of guessing: the mean of 1 / number of choices.
         questions: the number n of questions.
-        cut: the number of questions that were longer than the model's positions, so that their
-            beginning was left out.
+        cut: the number of questions that are too long for the model's positions. Their beginning was
+            left out.
     """
 
     acc: float
@@ -422,7 +426,7 @@ def choose(
 
     Of choices with equal log-probabilities the first one is the answer. Source:
     lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and no
-    examples; names and values are those of its metrics.
+    examples. The metrics have its names and values.
 
     Args:
         model: a language model; it is put into evaluation mode.
@@ -524,5 +528,6 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Contin
     if begins_with_context and len(all_ids) > len(context_ids):
         ids = all_ids[len(context_ids) :]
     else:
+        # `inside` says that other text comes before.
         ids = tokenizer.encode(continuation, inside=bool(context_ids))
     return Continuation([tokenizer.bos_id, *context_ids], ids)

@@ -29,7 +29,7 @@ class Comparison:
     Attributes:
         a: bits per byte of the first side, or its share of right answers; the mean over its
             members.
-        b: the same of the second side.
+        b: bits per byte of the second side, or its share of right answers.
         difference: the mean of b - a over the pairs, and its standard error.
         paired_by: what the two values of a pair have in common: the value of the repeated knob, such
             as "seed", or the "document", or the "question".
@@ -181,13 +181,17 @@ def compare_on(
     parameters = None
     if parameters_a and parameters_b:
         parameters = (parameters_a, parameters_b)
-    return Comparison(mean_a, mean_b, b_minus_a, paired_by, parameters)
+    return Comparison(
+        a=mean_a, b=mean_b, difference=b_minus_a, paired_by=paired_by, parameters=parameters
+    )
 
 
 def compare_answers(
     a: Mapping[Hashable, Sequence[ChoiceMarks]], b: Mapping[Hashable, Sequence[ChoiceMarks]]
 ) -> Comparison:
-    """Compare two sides of one or several models each that answered the same questions.
+    """Compare two sides by their answers to the same questions.
+
+    A side is one model, or several models that differ in the seed.
 
     Args:
         a: the answers of each member of the first side, by the member's seed. If the sides share
@@ -209,7 +213,7 @@ def compare_answers(
     b_minus_a = mean([mark_b - mark_a for mark_a, mark_b in zip(marks_a, marks_b, strict=True)])
     mean_a = float(np.mean(marks_a))
     mean_b = float(np.mean(marks_b))
-    return Comparison(mean_a, mean_b, b_minus_a, paired_by, unit="acc")
+    return Comparison(a=mean_a, b=mean_b, difference=b_minus_a, paired_by=paired_by, unit="acc")
 
 
 def _right_share(answers: Sequence[ChoiceMarks]) -> float:

@@ -1,9 +1,9 @@
 """Decide during training which settings cannot become the best any more, and with what error.
 
 A setting is a combination of values that a sweep tries, and each setting is trained with the same
-seeds. The settings are looked at when some share of the training is done, and when half of that share
-was done. The score of a setting at the end is predicted by a straight line through both looks, over
-the logarithm of the number of updates:
+seeds. Each run is scored when some share of the training is done, and was scored when half of that
+share was done. A straight line through both scores, over the logarithm of the number of updates,
+predicts the score f at the end. For setting k and seed s:
 
     f(k, s) = now(k, s) + doublings · (now(k, s) - before(k, s))
 
@@ -23,7 +23,8 @@ def win_probabilities(
     doublings: float,
     comparisons: int,
 ) -> list[float]:
-    """Return for each setting a bound of the probability that such scores come of the best setting.
+    """Return for each setting an upper bound of the probability that the best setting would have such
+    scores.
 
         gap(k)  = mean over s of f(k, s) - the smallest such mean
         noise^2 = sum over the better half of the settings, and seeds, of
@@ -34,21 +35,21 @@ def win_probabilities(
     If every setting whose result is at most P is stopped, the best setting is stopped with a
     probability of at most P, provided that
 
-    - until the end, the best setting gains on no other less than f says on average: it catches up no
-      faster in each further doubling of the updates than it did in the last one;
-    - what seed and setting add to a score together is normal, and as large for the best settings as
-      for those of the better half. What a seed adds to the scores of all settings cancels.
+    - the predictions are not unfair to the best setting: compared with any other setting, in each
+      further doubling of the updates it gains on average no more than in the last one;
+    - the interaction of seed and setting is normally distributed, with the same variance for the best
+      settings as for those of the better half. What a seed adds to the scores of all settings cancels.
 
     The noise is that of an analysis of variance, so it does not depend on which settings are in the
     better half, and the statistic has exactly Student's distribution. Bonferroni's inequality covers
-    the choice of the smallest mean and the number of looks.
+    the choice of the smallest mean and the number of times at which settings are stopped.
 
     Args:
         before_KS: the scores when half as many updates were made; lower is better.
         now_KS: the scores now.
         doublings: how many times the number of updates is still to be doubled.
         comparisons: the number of comparisons in which the best setting may lose by chance: the
-            other settings, times the number of looks after which settings are stopped.
+            number of other settings, times the number of times at which settings are stopped.
 
     Returns:
         Probabilities, at most 1. All are 1 if there are fewer than two settings or two seeds.
@@ -56,11 +57,11 @@ def win_probabilities(
     settings = len(now_KS)
     if settings < 2 or len(now_KS[0]) < 2:
         return [1.0] * settings
-    predicted_KS = [
-        [last + doublings * (last - first) for first, last in zip(before, now, strict=True)]
-        for before, now in zip(before_KS, now_KS, strict=True)
-    ]
-    means = [statistics.fmean(scores) for scores in predicted_KS]
+    predicted_KS = []
+    for before_S, now_S in zip(before_KS, now_KS, strict=True):
+        scores = zip(before_S, now_S, strict=True)
+        predicted_KS.append([now + doublings * (now - before) for before, now in scores])
+    means = [statistics.fmean(predicted_S) for predicted_S in predicted_KS]
     noise, degrees = _noise(predicted_KS, means)
     smallest = min(means)
     error = noise * math.sqrt(2 / len(now_KS[0]))
@@ -68,7 +69,9 @@ def win_probabilities(
 
 
 def _noise(scores_KS: Sequence[Sequence[float]], means: Sequence[float]) -> tuple[float, int]:
-    """Return the standard deviation of what seed and setting add together, and its degrees of freedom."""
+    """Return the standard deviation of the interaction of seed and setting, and its degrees of
+    freedom.
+    """
     by_mean = sorted(range(len(means)), key=lambda setting: means[setting])
     better = by_mean[: max(2, math.ceil(len(means) / 2))]
     seeds = len(scores_KS[0])
@@ -84,6 +87,7 @@ def _noise(scores_KS: Sequence[Sequence[float]], means: Sequence[float]) -> tupl
 
 
 def _bound(gap: float, error: float, degrees: int, comparisons: int) -> float:
+    """Return the bound for a setting, given its gap and the standard error of a difference of two means."""
     if gap <= 0:
         return 1.0
     if error == 0:

@@ -44,7 +44,7 @@ def mean(values: Sequence[float]) -> Mean:
     """
     n = len(values)
     standard_error = statistics.stdev(values) / math.sqrt(n) if n > 1 else None
-    return Mean(statistics.fmean(values), standard_error, n)
+    return Mean(value=statistics.fmean(values), standard_error=standard_error, n=n)
 
 
 @cache
@@ -127,7 +127,7 @@ class Setting:
         difference: this setting's values minus those of the best setting, over the seeds for which
             both have one; None for the best setting itself, and if there is no such seed.
         tied: whether the difference is within the noise; None if it is not known.
-        stopped: the seeds of members that were stopped early, and have the values of that moment.
+        stopped: the seeds of members that were stopped early, whose values are from that moment.
     """
 
     knobs: Mapping[str, Any]
@@ -155,8 +155,8 @@ class Table:
         best: the best setting; None if every member diverged.
         values: each member's value; None for a member that diverged.
         noise: standard deviation of a paired difference over seeds, pooled over settings; None if
-            there is only one seed, or if all seeds have the same differences. They have if scores are
-            coarse, such as shares of few answers, and then they do not tell the noise.
+            there is only one seed, or if all seeds have the same differences. The latter happens if
+            scores are coarse, such as shares of few answers, and does not mean that there is no noise.
         degrees: the degrees of freedom of `noise`.
         over: the name of the repeated knob.
         unit: the unit of the values.
@@ -185,21 +185,21 @@ class Table:
         """
         if len(self.settings) == 1:
             return "one setting: there is nothing to compare it with"
-        over = self.over.rpartition(".")[2]  # the key without its section
+        knob = self.over.rpartition(".")[2]  # the key without its section
         if self.best is None:
             return "all diverged"
-        rivals = [s for s in self.settings if s.mean is not None and not s.stopped]
+        rivals = [each for each in self.settings if each.mean is not None and not each.stopped]
         if len(rivals) < 2:
             fate = "stopped early or diverged" if self._any_stopped else "diverged"
             return f"the others {fate}: there is nothing to compare the best with"
         if self.noise is None and self.degrees:
-            return f"the differences are the same for each {over}, so they do not tell the noise; give more of them"
+            return f"the differences are the same for each {knob}, so they do not tell the noise; give more of them"
         if self.noise is None:
-            return f"one {over}: no error bar, and no difference can be told from chance; give more of them"
-        errors = t_quantile(max(1, self.degrees))
+            return f"one {knob}: no error bar, and no difference can be told from chance; give more of them"
+        t = t_quantile(max(1, self.degrees))
         degrees = "1 degree" if self.degrees == 1 else f"{self.degrees} degrees"
         return (
-            f"tied: the difference to the best, paired over {over}s, is within {errors:.1f} standard "
+            f"tied: the difference to the best, paired over {knob}s, is within {t:.1f} standard "
             f"errors (95 %, {degrees} of freedom, pooled over the better half)"
         )
 
@@ -279,28 +279,28 @@ def tabulate(
         knobs: the knobs of each member, by name.
         over: the name of the repeated knob; members without this knob are numbered instead.
         unit: the values' unit.
-        stopped: the members that were stopped early, whose values are those of that moment.
+        stopped: the members that were stopped early, whose values are from that moment.
         higher_is_better: whether higher values are better.
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
     settings = _group_settings(finite, knobs, over, stopped)
-    with_mean = [
-        (setting.mean.value, setting)
-        for setting in settings
-        if setting.mean and not setting.stopped
-    ]
+    rivals = [setting for setting in settings if setting.mean and not setting.stopped]
     sign = -1 if higher_is_better else 1
-    # Settings with a member that diverged come last, and otherwise the best mean comes first.
-    with_mean.sort(key=lambda pair: (bool(pair[1].failed), sign * pair[0]))
-    ranked = [setting for _, setting in with_mean]
+
+    def rank(setting: Setting) -> tuple[bool, float]:
+        """Order settings: a member that diverged puts its setting last, and else the best mean is first."""
+        assert setting.mean is not None
+        return bool(setting.failed), sign * setting.mean.value
+
+    ranked = sorted(rivals, key=rank)
     if not ranked:
         return Table(
             tuple(settings),
-            None,
-            tuple(finite),
-            None,
-            0,
-            over,
+            best=None,
+            values=tuple(finite),
+            noise=None,
+            degrees=0,
+            over=over,
             unit=unit,
             higher_is_better=higher_is_better,
         )
@@ -309,16 +309,23 @@ def tabulate(
     differences = {id(other): _paired_differences(other, top, finite) for other in ranked[1:]}
     squares = []
     degrees = 0
-    for setting in ranked[1 : 1 + pooled(len(ranked))]:
+    for setting in ranked[1 : 1 + pooled_settings(len(ranked))]:
         paired = differences[id(setting)]
         squares += [(d - statistics.fmean(paired)) ** 2 for d in paired]
         degrees += max(0, len(paired) - 1)
-    is_known = any(squares) or not any(any(paired) for paired in differences.values())
-    noise = math.sqrt(sum(squares) / degrees) if degrees and is_known else None
+    # If each setting differs from the best equally for all seeds, scores are too coarse to tell the
+    # noise, unless all settings have the scores of the best.
+    are_equal_for_seeds = not any(squares)
+    are_all_zero = not any(any(paired) for paired in differences.values())
+    noise = None
+    if degrees and (are_all_zero or not are_equal_for_seeds):
+        noise = math.sqrt(sum(squares) / degrees)
     t = t_quantile(degrees) if degrees else 0.0
-    values_of_top = {
-        member: value for member in top.members.values() if (value := finite[member]) is not None
-    }
+    values_of_top = dict[int, float]()
+    for member in top.members.values():
+        value = finite[member]
+        if value is not None:
+            values_of_top[member] = value
     best_member = min(values_of_top, key=lambda member: sign * values_of_top[member])
 
     def compare_with_top(setting: Setting) -> Setting:
@@ -326,23 +333,23 @@ def tabulate(
         if not paired:
             return setting
         error = noise / math.sqrt(len(paired)) if noise is not None else None
-        difference = Mean(statistics.fmean(paired), error, len(paired))
+        difference = Mean(value=statistics.fmean(paired), standard_error=error, n=len(paired))
         tied = None if error is None else abs(difference.value) <= t * error
         return replace(setting, difference=difference, tied=tied)
 
     return Table(
         tuple(map(compare_with_top, settings)),
-        Best(top, best_member),
-        tuple(finite),
-        noise,
-        degrees,
-        over,
+        best=Best(top, best_member),
+        values=tuple(finite),
+        noise=noise,
+        degrees=degrees,
+        over=over,
         unit=unit,
         higher_is_better=higher_is_better,
     )
 
 
-def pooled(settings: int) -> int:
+def pooled_settings(settings: int) -> int:
     """Return over how many settings `tabulate` pools the noise: the better half without the best
     setting.
 
@@ -359,7 +366,7 @@ def _group_settings(
     stopped: Collection[int],
 ) -> list[Setting]:
     """Return the settings in the order of their first members, not compared yet."""
-    # By the shared knobs as text: these knobs, and the members' indices by seed.
+    # The key is the shared knobs as text; the value is these knobs, and the members' indices by seed.
     groups: dict[str, tuple[dict[str, Any], dict[Hashable, int]]] = {}
     for index, member_knobs in enumerate(knobs):
         shared = {name: value for name, value in member_knobs.items() if name != over}
@@ -368,15 +375,16 @@ def _group_settings(
         members[seed] = index
     settings = []
     for shared, members in groups.values():
-        measured = [value for member in members.values() if (value := values[member]) is not None]
+        member_values = [values[member] for member in members.values()]
+        measured = [value for value in member_values if value is not None]
         failed = tuple(seed for seed, member in members.items() if values[member] is None)
         stopped_seeds = tuple(seed for seed, member in members.items() if member in stopped)
         settings.append(
             Setting(
-                shared,
-                members,
-                mean(measured) if measured else None,
-                failed,
+                knobs=shared,
+                members=members,
+                mean=mean(measured) if measured else None,
+                failed=failed,
                 stopped=stopped_seeds,
             )
         )

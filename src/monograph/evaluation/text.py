@@ -62,7 +62,8 @@ def evaluate(
 ) -> Evaluation:
     """Score rows.
 
-        loss = sum over targets of -ln p(target) / targets        bits per byte = sum of -log2 p(target) / bytes
+        loss          = sum over targets of -ln p(target) / number of targets
+        bits per byte = sum over targets of -log2 p(target) / bytes of their text
 
     A document longer than a row is scored in pieces. The context of a piece does not include the
     previous piece.
@@ -141,7 +142,13 @@ def _evaluation(total: float, counted: float, targets: int, size_bytes: int) -> 
     if counted == targets:
         bits_per_byte = total / math.log(2) / size_bytes
     perplexity = math.exp(min(loss, 700.0))  # a higher loss would overflow
-    return Evaluation(loss, bits_per_byte, perplexity, round(counted), size_bytes)
+    return Evaluation(
+        loss=loss,
+        bits_per_byte=bits_per_byte,
+        perplexity=perplexity,
+        tokens=round(counted),
+        bytes=size_bytes,
+    )
 
 
 # More units would hardly narrow an error bar, and each costs at least one forward pass.
@@ -188,7 +195,7 @@ def by_document(engine: Evaluates, rows: Rows, progress: ProgressCallback | None
         raise UsageError("there is nothing to compare on: data.held_out is 0; give other text")
     units = np.array_split(np.arange(rows.documents), min(MOST_UNITS, rows.documents))
     unit_D = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
-    # The document at each position; -1 at padding.
+    # The document and the unit at each position; -1 at padding.
     document_RT = rows.document_indices(np.arange(len(rows)))
     unit_RT = np.where(document_RT < 0, -1, unit_D[document_RT])
     bits = []
@@ -207,7 +214,7 @@ def by_document(engine: Evaluates, rows: Rows, progress: ProgressCallback | None
             )
             total, count = engine.evaluate(batch)
             losses.append(torch.atleast_1d(total).double())
-            counted += int(torch.atleast_1d(count)[0])
+            counted += int(torch.atleast_1d(count)[0])  # all members count the same targets
             targets += batch_targets
             size_bytes += batch_bytes
         if counted != targets:
@@ -223,7 +230,7 @@ def by_document(engine: Evaluates, rows: Rows, progress: ProgressCallback | None
 
 
 def difference(one: Scores, other: Scores) -> Mean:
-    """Return one - other in bits per byte, for scores of one model each, paired by unit.
+    """Return the difference one - other of two models in bits per byte, paired by unit.
 
     With a and b the bits of the two models for a unit, the ratio estimator (Cochran, Sampling
     Techniques, 1977, 6.4) is:
@@ -248,7 +255,7 @@ def difference(one: Scores, other: Scores) -> Mean:
     if units > 1:
         variance = units / (units - 1) * float(residual_U @ residual_U)
         standard_error = math.sqrt(variance) / float(total_bytes)
-    return Mean(value, standard_error, units)
+    return Mean(value=value, standard_error=standard_error, n=units)
 
 
 def _unit_batch(

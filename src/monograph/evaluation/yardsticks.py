@@ -159,6 +159,7 @@ class _Table(NamedTuple):
             grams_H: the grams.
             lower_order_H: p_{k-1} of their last bytes.
         """
+        # Each distinct gram is looked up once; the gram at a position is grams_Q[index_H].
         grams_Q, index_H = np.unique(grams_H, return_inverse=True)
         nearest_Q = np.minimum(np.searchsorted(self.grams_G, grams_Q), len(self.grams_G) - 1)
         is_known_Q = self.grams_G[nearest_Q] == grams_Q

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from monograph.errors import InputRefused, MonographError, host_is_full, said_by
+from monograph.errors import InputRefused, MonographError, host_is_full, text_of_error
 from monograph.graph.inspect import buffers_kept, running_modules, uncompiled_module, unwrap_
 
 # A Python file of a user, which model.init names, is imported as a module with this prefix.
@@ -163,7 +163,7 @@ def place_and_message(error: BaseException) -> str:
 
     The place is that in the user's code; it is left out if the user's code did not raise the error.
     """
-    first_lines = said_by(error).splitlines()[:1]
+    first_lines = text_of_error(error).splitlines()[:1]
     frame = user_frame_of(error)
     place = f" ({frame.place})" if frame else ""
     return ": ".join([place, type(error).__name__, *first_lines])

@@ -9,6 +9,8 @@ as well. This file runs the paths:
 - If two paths must be equal in every bit, the error is the number of tensors, tokens or numbers
   that differ, and the bound is 0.
 
+A window is a dict of tensors with all rows of one update.
+
 Laws that need other programs, ranks, rewards or hours are left to the tests.
 """
 
@@ -66,15 +68,17 @@ from monograph.stream import Placement, Streamed
 SHAPE = LlamaConfig.preset(
     "nano", vocab_size=256, max_position_embeddings=512, tie_word_embeddings=False
 )
-# The documents of each row of a packed window, by their numbers of tokens. The last row ends with
+# For each row of a packed window, the numbers of tokens of its documents. The last row ends with
 # padding.
-ROWS = ((300, 84), (100, 284), (384,), (200, 150))
-LENGTH = 384  # tokens of a row
-PROMPT = 40  # tokens of a prompt
-WRITTEN = 24  # tokens that are generated after a prompt
+DOCUMENT_SIZES = ((300, 84), (100, 284), (384,), (200, 150))
+ROW_TOKENS = 384
+PROMPT_TOKENS = 40
+NEW_TOKENS = 24  # tokens that are generated after a prompt
 DRAWS = 64  # rows of logits, and draws from each row
-DRAWN = Sampling(1.0, logprobs=0, seed=1)
-LIKELIEST = Sampling(0.0, logprobs=0, seed=1)
+# Options of generation, by temperature: 1 draws from the model's own distribution, and 0 takes the
+# likeliest token. `logprobs=0` returns the log-probability of each generated token, and of no others.
+DRAW = Sampling(1.0, logprobs=0, seed=1)
+GREEDY = Sampling(0.0, logprobs=0, seed=1)
 
 
 class Law(NamedTuple):
@@ -93,57 +97,71 @@ class Law(NamedTuple):
 
 def laws(device: torch.device) -> list[Law]:
     """Return the laws that can be compared on a device, in the order of their numbers."""
-    fp64 = _Small(device, "fp64")
-    fp32 = _Small(device, "fp32")
-    # Llamas are trained in these precisions.
+    fp64 = _SmallModel(device, "fp64")
+    fp32 = _SmallModel(device, "fp32")
+    # In the precisions in which Llamas are trained.
     trained = [fp32]
     if device.type == "cpu" or describe(device).has_bf16:
-        trained.append(_Small(device, "bf16"))
+        trained.append(_SmallModel(device, "bf16"))
     all_precisions = [fp64, *trained]
     # Graphs are replayed on CUDA only.
     replayed = trained if device.type == "cuda" else []
-    table: list[tuple[int, str, Callable[[_Small], LawComparison], list[_Small]]] = [
-        (1, "compiled = eager", _Small.compiled, trained),
-        (1, "replayed = called", _Small.replayed, replayed),
-        (2, "accumulated = large batch", _Small.accumulated, all_precisions),
-        (3, "recomputed = stored", _Small.recomputed, trained),
-        (4, "streamed = resident", _Small.streamed, trained),
-        (5, "member = trained alone", _Small.member, [fp64]),
-        (6, "fused siblings = separate", _Small.fused, all_precisions),
-        (7, "sampled = reference", _Small.sampled, [fp32]),
-        (8, "cached = full", _Small.cached, [fp64]),
-        (8, "generated = computed again", _Small.generated, [fp32]),
-        (9, "packed = separate", _Small.packed, all_precisions),
-        (10, "resumed = uninterrupted", _Small.resumed, [fp32]),
-        (16, "scored = sampled", _Small.scored, [fp32]),
-        (18, "adapters off = base", _Small.adapted, [fp32]),
-        (19, "used generator = new one", _Small.stale, [fp32]),
+    # (the law's number, the two paths, the comparison, the models for which it is made)
+    table: list[tuple[int, str, Callable[[_SmallModel], LawComparison], list[_SmallModel]]] = [
+        (1, "compiled = eager", _SmallModel.compiled, trained),
+        (1, "replayed = called", _SmallModel.replayed, replayed),
+        (2, "accumulated = large batch", _SmallModel.accumulated, all_precisions),
+        (3, "recomputed = stored", _SmallModel.recomputed, trained),
+        (4, "streamed = resident", _SmallModel.streamed, trained),
+        (5, "member = trained alone", _SmallModel.member, [fp64]),
+        (6, "fused siblings = separate", _SmallModel.fused, all_precisions),
+        (7, "sampled = reference", _SmallModel.sampled, [fp32]),
+        (8, "cached = full", _SmallModel.cached, [fp64]),
+        (8, "generated = computed again", _SmallModel.generated, [fp32]),
+        (9, "packed = separate", _SmallModel.packed, all_precisions),
+        (10, "resumed = uninterrupted", _SmallModel.resumed, [fp32]),
+        (16, "scored = sampled", _SmallModel.scored, [fp32]),
+        (18, "adapters off = base", _SmallModel.adapted, [fp32]),
+        (19, "used generator = new one", _SmallModel.stale, [fp32]),
     ]
     return [
-        Law(number, f"{paths}, {small.name}", functools.partial(compare, small))
-        for number, paths, compare, smalls in table
-        for small in smalls
+        Law(
+            number=number,
+            name=f"{paths}, {model.precision_name}",
+            compare=functools.partial(compare, model),
+        )
+        for number, paths, compare, models in table
+        for model in models
     ]
 
 
-class _Small:
+class _SmallModel:
     """A small model on a device in one precision, and the comparisons of its paths.
 
+    A comparison is a method whose name says what the fast path does.
+
     Attributes:
-        name: the name of the precision.
+        precision_name: the name of the precision.
         device: the device.
         precision: the precision; for "fp64" the weights are float64, and nothing is cast.
         model: the model, which no comparison trains.
-        rows: a window of documents that are packed into rows.
-        alone: a window of the same documents, each in its own row.
+        packed_window: a window of documents that are packed into rows.
+        unpacked_window: a window of the same documents, each in its own row.
     """
 
-    def __init__(self, device: torch.device, name: str) -> None:
-        self.name = name
+    def __init__(self, device: torch.device, precision_name: str) -> None:
+        self.precision_name = precision_name
         self.device = device
-        self.precision = Precision("fp32" if name == "fp64" else name)
-        self.model = Llama(SHAPE).to(device, torch.float64 if name == "fp64" else torch.float32)
-        self.rows, self.alone = _windows()
+        if precision_name == "fp64":
+            # There is no precision of this name. With "fp32" nothing is cast, so float64 weights are
+            # computed with in float64.
+            self.precision = Precision("fp32")
+            weights_dtype = torch.float64
+        else:
+            self.precision = Precision(precision_name)
+            weights_dtype = torch.float32
+        self.model = Llama(SHAPE).to(device, weights_dtype)
+        self.packed_window, self.unpacked_window = _windows()
 
     def engine(self, model: Llama | None = None, **more: Any) -> Resident:
         """Return a resident engine of a model, by default of a copy of the small model."""
@@ -153,12 +171,12 @@ class _Small:
     @functools.cached_property
     def naive_gradient(self) -> Tensor:
         """Return the gradient of the documents alone, eagerly, in this precision."""
-        gradient, _ = _gradient_and_loss(self.engine(), self.alone)
+        gradient, _ = _gradient_and_loss(self.engine(), self.unpacked_window)
         return gradient
 
     def captured(self, engine: Resident) -> Resident:
         """Compile an engine's step, and return the engine."""
-        obstacle = engine.capture(self.rows)
+        obstacle = engine.capture(self.packed_window)
         if obstacle:
             raise MonographError(f"the step of a small model cannot be compiled here: {obstacle}")
         return engine
@@ -166,17 +184,19 @@ class _Small:
     def compare_with_exact(self, engine: Engine) -> LawComparison:
         """Compare an engine's gradient and loss of packed rows with the exact ones.
 
-        The loss has the gradient's bound, since one number may be next to exact by chance.
+        The loss is held to the gradient's bound, because the naive path's loss, a single number, may be
+        exact by chance.
         """
-        gradient, loss = _gradient_and_loss(engine, self.rows)
+        gradient, loss = _gradient_and_loss(engine, self.packed_window)
         exact_gradient, exact_loss = _exact_gradient_and_loss()
-        if self.name == "fp64":
+        if self.precision_name == "fp64":
             comparison = equal_in_float64(gradient, exact_gradient)
         else:
             comparison = error_within(gradient, self.naive_gradient, exact_gradient)
         return _with_loss(comparison, loss, exact_loss)
 
     def compiled(self) -> LawComparison:
+        """Compare the gradient and loss of a compiled step with the exact ones."""
         return self.compare_with_exact(self.captured(self.engine()))
 
     def accumulated(self) -> LawComparison:
@@ -185,98 +205,124 @@ class _Small:
         The law has no bound in bf16, since each micro-batch rounds its gradient.
         """
         engine = self.engine(micro_batch=1)
-        if self.name == "bf16":
+        if self.precision_name == "bf16":
             return self.compare_with_exact(engine)
-        gradient, loss = _gradient_and_loss(engine, self.rows)
-        large_batch_gradient, large_batch_loss = _gradient_and_loss(self.engine(), self.rows)
+        gradient, loss = _gradient_and_loss(engine, self.packed_window)
+        large_batch_gradient, large_batch_loss = _gradient_and_loss(
+            self.engine(), self.packed_window
+        )
         comparison = accumulated_is_large_batch(gradient, large_batch_gradient)
         return _with_loss(comparison, loss, large_batch_loss)
 
     def packed(self) -> LawComparison:
+        """Compare the gradient and loss of packed rows with those of documents alone."""
         return self.compare_with_exact(self.engine())
 
     def replayed(self) -> LawComparison:
+        """Compare a step whose recorded kernels are replayed with one whose kernels are launched."""
         replayed = self.engine()
         called = self.engine()
         notes = list[str]()
-        called.step.recorder = None
-        replayed.step.announce = notes.append
+        called.step.recorder = None  # without a recorder nothing is replayed
+        replayed.step.announce = notes.append  # gets the reason if nothing can be replayed
         # The compilation is inside as well, because the compiler chooses code by this setting.
         with _deterministic_sums():
-            found = _compare_bits(self.captured(replayed), self.captured(called), self.rows)
+            found = _compare_bits(
+                self.captured(replayed), self.captured(called), self.packed_window
+            )
         if not is_replayed(replayed.step):
             return found._replace(why="; ".join(["nothing is replayed", *notes]))
         return found
 
     def recomputed(self) -> LawComparison:
+        """Compare a step that recomputes its blocks with one that stores all activations."""
         with _deterministic_sums():
             recomputing = self.engine(remat=Remat.Full())
-            return _compare_bits(recomputing, self.engine(), self.rows)
+            return _compare_bits(recomputing, self.engine(), self.packed_window)
 
     def streamed(self) -> LawComparison:
+        """Compare an engine that streams weights from the host with one that has them on the device."""
         placement = Placement(self.device)
         model = copy.deepcopy(self.model).cpu()
         with _deterministic_sums():
             streamed = Streamed(
                 model, optim=AdamW(lr=0.01), precision=self.precision, placement=placement
             )
-            return _compare_bits(streamed, self.engine(), self.rows)
+            return _compare_bits(streamed, self.engine(), self.packed_window)
 
     def member(self) -> LawComparison:
         """Compare the second of two members with the same model trained alone."""
         members = [Llama(SHAPE, seed).to(self.device, torch.float64) for seed in range(2)]
         alone = self.engine(copy.deepcopy(members[1]), clip=0.5)
         ensemble = Ensemble(members, optim=AdamW(lr=0.01), clip=0.5)
-        windows = [self.rows] * 2
+        windows = [self.packed_window] * 2
         updates = [*train(ensemble, windows)]
-        found = outcome(ensemble.member_state(1), updates, member=1)
-        updates = [*train(alone, windows)]
-        return member_is_alone(found, outcome(alone.state(), updates))
+        of_member = outcome(ensemble.member_state(1), updates, member=1)
+        updates_alone = [*train(alone, windows)]
+        return member_is_alone(of_member, outcome(alone.state(), updates_alone))
 
     def fused(self) -> LawComparison:
+        """Compare a model whose sibling projections, such as query, key and value, are computed as one
+        product with the exact results.
+        """
         engine = self.engine()
-        fusion = fuse_siblings(engine.model, self.rows["tokens"].to(self.device))
+        fusion = fuse_siblings(engine.model, self.packed_window["tokens"].to(self.device))
         if not fusion.families:
-            return LawComparison(0, 0, str(fusion))
+            return LawComparison(error=0, bound=0, why=str(fusion))
         return self.compare_with_exact(engine)
 
     @torch.no_grad()
     def sampled(self) -> LawComparison:
-        """Count wrong tokens of the filters, and draws of tokens that the filters removed.
+        """Count the tokens that filters keep or remove wrongly, and the draws of tokens that they removed.
 
         How often each token is drawn is left to the tests, which need tens of thousands of draws.
         """
         options = Sampling(0.8, top_k=40, top_p=0.9, min_p=0.02)
-        draw = torch.Generator().manual_seed(1)
+        random = torch.Generator().manual_seed(1)
         chain = chain_of([options])
-        logits_BV = 2.5 * torch.randn(DRAWS, SHAPE.vocab_size, generator=draw)
-        supports = [support_of(logits_V, options) for logits_V in logits_BV]
-        logits_BV = logits_BV.to(self.device).repeat(DRAWS, 1)
-        seed_B = torch.arange(len(logits_BV), device=self.device)
-        knobs = new_knobs(chain, len(seed_B), self.device)
-        write_rows(knobs, range(len(seed_B)), [knobs_of(options, chain)] * len(seed_B))
-        rows = SamplerRows(seed_B, torch.full_like(seed_B, PROMPT), torch.zeros_like(seed_B), knobs)
-        candidates = apply_filters(logits_BV, rows, chain, "window")
+        distinct_logits = 2.5 * torch.randn(DRAWS, SHAPE.vocab_size, generator=random)
+        # For each row the tokens that may be drawn, by the reference.
+        supports = [support_of(logits_V, options) for logits_V in distinct_logits]
+        # Each row of logits is there DRAWS times, and each time it is drawn from with another seed.
+        logits_BV = distinct_logits.to(self.device).repeat(DRAWS, 1)
+        row_B = torch.arange(len(logits_BV), device=self.device)
+        # The sampler gets its options as a chain of stages and, for each row, the numbers that the
+        # stages read, which are called knobs.
+        knobs = new_knobs(chain, len(row_B), self.device)
+        write_rows(knobs, range(len(row_B)), [knobs_of(options, chain)] * len(row_B))
+        rows = SamplerRows(
+            seed_B=row_B,
+            position_B=torch.full_like(row_B, PROMPT_TOKENS),
+            generated_B=torch.zeros_like(row_B),
+            knobs=knobs,
+        )
+        candidates = apply_filters(logits_BV, rows, chain, truncation="window")
         assert candidates.ids_BN is not None
+        # Removed tokens have the score -inf, or are not among the candidates.
         kept_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(
             -1, candidates.ids_BN, candidates.scores_BN > -torch.inf
         )
         wrong = sum(map(wrong_tokens, kept_BV.cpu(), supports * DRAWS))
-        token_B = sample(logits_BV, rows, None, chain).token_B
-        drawn_though_removed = int((~kept_BV[seed_B, token_B]).sum())
-        return LawComparison(wrong + drawn_though_removed, 0)
+        token_B = sample(logits_BV, rows, allowed_BV=None, chain=chain).token_B
+        drawn_though_removed = int((~kept_BV[row_B, token_B]).sum())
+        return LawComparison(error=wrong + drawn_though_removed, bound=0)
 
     @torch.no_grad()
     def cached(self) -> LawComparison:
         """Compare the logits of a prompt that is read in parts with those of one forward pass.
 
-        The first part is WRITTEN tokens long, and every other part is one token.
+        The first part has NEW_TOKENS tokens, and every other part has one.
         """
-        model = self.model.train(False)
-        ids_BT = self.alone["tokens"][:2, :PROMPT].to(self.device)
-        cache = KVCache.allocate(SHAPE, 2, PROMPT, torch.float64, self.device)
-        positions_BT = torch.arange(PROMPT, device=self.device).expand(2, -1)
-        parts = [slice(0, WRITTEN), *(slice(begin, begin + 1) for begin in range(WRITTEN, PROMPT))]
+        model = self.model.eval()
+        ids_BT = self.unpacked_window["tokens"][:2, :PROMPT_TOKENS].to(self.device)
+        cache = KVCache.allocate(
+            SHAPE, rows=2, slots=PROMPT_TOKENS, dtype=torch.float64, device=self.device
+        )
+        positions_BT = torch.arange(PROMPT_TOKENS, device=self.device).expand(2, -1)
+        parts = [
+            slice(0, NEW_TOKENS),
+            *(slice(begin, begin + 1) for begin in range(NEW_TOKENS, PROMPT_TOKENS)),
+        ]
         hidden_of_parts = [
             model(ids_BT[:, part], positions=positions_BT[:, part], cache=cache) for part in parts
         ]
@@ -284,10 +330,14 @@ class _Small:
         return cached_is_full(found, model.logits(model(ids_BT)))
 
     def generated(self) -> LawComparison:
-        """Count likeliest tokens that the decode graph writes and whole forward passes do not."""
-        generated = self._generate(self._generator(LIKELIEST, "compiled"), LIKELIEST)
-        expected = greedy_ids(self.model, self._prompt.tolist(), WRITTEN)
-        return LawComparison(differing_draws([token for token, _ in generated], expected), 0)
+        """Write the likeliest tokens by the decode graph, and count those that differ from the ones of
+        full forward passes.
+        """
+        generated = self._generate(self._generator(GREEDY, "compiled"), GREEDY)
+        expected = greedy_ids(self.model, self._prompt.tolist(), NEW_TOKENS)
+        return LawComparison(
+            error=differing_draws([token for token, _ in generated], expected), bound=0
+        )
 
     def resumed(self) -> LawComparison:
         """Compare an engine with another one that loads its checkpoint.
@@ -296,80 +346,83 @@ class _Small:
         """
         uninterrupted = self.engine()
         resumed = self.engine()
-        no_data = SimpleNamespace(state=dict)
+        no_data = SimpleNamespace(state=dict)  # in place of windows, whose state is saved, too
         with _deterministic_sums(), temporary_folder() as folder:
-            list(train(uninterrupted, [self.rows] * 2))
+            list(train(uninterrupted, [self.packed_window] * 2))
             save_checkpoint(uninterrupted, no_data, folder)
             load_checkpoint(resumed, folder)
-            return _compare_bits(resumed, uninterrupted, self.rows)
+            return _compare_bits(resumed, uninterrupted, self.packed_window)
 
     def scored(self) -> LawComparison:
         """Compare log-probabilities of sampled tokens with those that a training pass computes.
 
-        They need not have the same bits, as those of rewarded answers that the tests compare:
-        `generate` does not fill up rows to sizes for which products round alike.
+        They agree up to rounding. In training with rewards they agree in every bit, which the tests
+        compare: there, rows are padded to sizes for which products round alike. Here they are not.
         """
-        sampled = self._generate(self._generator(DRAWN), DRAWN)
+        sampled = self._generate(self._generator(DRAW), DRAW)
         tokens, log_probabilities = zip(*sampled, strict=True)
         ids = torch.cat([self._prompt, torch.tensor(tokens, device=self.device)])
         model = self.model.train()
         scored = token_log_probabilities(
-            model(ids[None])[0, PROMPT - 1 : -1], model.lm_head.weight, ids[PROMPT:]
+            model(ids[None])[0, PROMPT_TOKENS - 1 : -1], model.lm_head.weight, ids[PROMPT_TOKENS:]
         )
         return log_probabilities_agree(scored.detach(), torch.tensor(log_probabilities))
 
     def adapted(self) -> LawComparison:
-        """Compare hidden states with the base's after adapters are off, which are trained first.
+        """Train adapters, turn them off, and compare hidden states with those of the base model.
 
-        The tests compare what the reference is for as well: the first losses of preferences.
+        A model with its adapters off is the reference in losses of preferences. The tests also compare
+        the first of these losses.
         """
         model = copy.deepcopy(self.model)
-        window = {name: rows.to(self.device) for name, rows in self.rows.items()}
+        window = {name: rows.to(self.device) for name, rows in self.packed_window.items()}
         layers = adapt(model, Lora(rank=4)).values()
-        list(train(self.engine(model), [self.rows] * 2))
+        list(train(self.engine(model), [self.packed_window] * 2))
         trained = all(layer.lora_B.weight.any() for layer in layers)
         inputs = {"segments": window["segments"], "positions": window["positions"]}
         with torch.no_grad():
             for layer in layers:
-                layer.lora_B.weight.zero_()
+                layer.lora_B.weight.zero_()  # then the adapter adds nothing
             found = model(window["tokens"], **inputs)
             expected = self.model(window["tokens"], **inputs)
         why = "" if trained else "the adapters learned nothing"
-        return LawComparison(len(differing({"hidden": found}, {"hidden": expected})), 0, why)
+        return LawComparison(
+            error=len(differing({"hidden": found}, {"hidden": expected})), bound=0, why=why
+        )
 
     def stale(self) -> LawComparison:
-        """Count tokens that a used generator writes after an update and a new generator does not.
+        """Count the tokens in which a used generator, after an update, differs from a new one.
 
         Their log-probabilities are compared as well.
         """
         model = copy.deepcopy(self.model)
-        used = self._generator(DRAWN, model=model)
+        used = self._generator(DRAW, model=model)
         engine = self.engine(model)
-        before = self._generate(used, DRAWN)
-        list(train(engine, [self.rows]))
-        used.forget()
-        after = self._generate(used, DRAWN)
-        expected = self._generate(self._generator(DRAWN, model=model), DRAWN)
+        before = self._generate(used, DRAW)
+        list(train(engine, [self.packed_window]))
+        used.forget()  # the keys and values of the old weights
+        after = self._generate(used, DRAW)
+        expected = self._generate(self._generator(DRAW, model=model), DRAW)
         why = "" if after != before else "the update changed nothing"
-        return LawComparison(differing_draws(after, expected), 0, why)
+        return LawComparison(error=differing_draws(after, expected), bound=0, why=why)
 
     @property
     def _prompt(self) -> Tensor:
-        return self.alone["tokens"][0, :PROMPT].to(self.device)
+        return self.unpacked_window["tokens"][0, :PROMPT_TOKENS].to(self.device)
 
     def _generator(
         self, sampling: Sampling, mode: Mode = "eager", model: Llama | None = None
     ) -> Generator:
         """Return a generator of one row, by default of the small model."""
         chain = chain_of([sampling])
-        slots = PROMPT + WRITTEN
+        slots = PROMPT_TOKENS + NEW_TOKENS
         return Generator(
             model or self.model, chain, rows=1, slots=slots, vocabulary=SHAPE.vocab_size, mode=mode
         )
 
     def _generate(self, generator: Generator, sampling: Sampling) -> list[tuple[int, float]]:
         """Return the generated tokens after the prompt, with their log-probabilities."""
-        generator.submit(Request(tuple(self._prompt.tolist()), sampling, WRITTEN))
+        generator.submit(Request(tuple(self._prompt.tolist()), sampling, NEW_TOKENS))
         return [
             (token, logprob.drawn)
             for event in generator.run()
@@ -389,7 +442,7 @@ def _windows() -> tuple[Batch, Batch]:
     # A document has one token more than inputs, because targets are the inputs' next tokens.
     documents_of_rows = [
         [torch.randint(SHAPE.vocab_size, (size + 1,), generator=draw) for size in sizes]
-        for sizes in ROWS
+        for sizes in DOCUMENT_SIZES
     ]
     documents = [document for row in documents_of_rows for document in row]
     packed = _window(documents_of_rows)
@@ -399,7 +452,7 @@ def _windows() -> tuple[Batch, Batch]:
 
 def _window(documents_of_rows: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
     """Return a window with these documents in its rows, one after another."""
-    shape = len(documents_of_rows), LENGTH
+    shape = len(documents_of_rows), ROW_TOKENS
     window = {
         name: torch.zeros(shape, dtype=torch.int64) for name in ("segments", "positions", "tokens")
     }
@@ -429,17 +482,20 @@ def _gradient_and_loss(engine: Engine, window: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _with_loss(comparison: LawComparison, loss: Tensor, exact_loss: Tensor) -> LawComparison:
-    """Return a comparison of gradients whose error is the loss's if that is larger."""
+    """Return a comparison of gradients, with the error of the loss in place of its own if the loss is
+    further off.
+    """
     return comparison._replace(error=max(comparison.error, relative_error(loss, exact_loss)))
 
 
 def _compare_bits(one: Engine, other: Engine, window: Batch) -> LawComparison:
     """Train two engines for three updates, and count the tensors and numbers that differ in a bit."""
     windows = [window] * 3
-    updates_of_one, updates_of_other = [[*train(engine, windows)] for engine in (one, other)]
+    updates_of_one = [*train(one, windows)]
+    updates_of_other = [*train(other, windows)]
     found = outcome(one.state(), updates_of_one)
     expected = outcome(other.state(), updates_of_other)
-    return LawComparison(len(differing(found, expected)), 0)
+    return LawComparison(error=len(differing(found, expected)), bound=0)
 
 
 @contextmanager

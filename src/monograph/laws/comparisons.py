@@ -1,13 +1,15 @@
 """Define what each law compares, and its bound, for `check --laws` and for tests/laws.
 
+The laws are those of docs/laws.md, by their numbers.
+
 | law | comparison |
 |---|---|
-| 1 compiled, 3 captured, 6, 9 | `error_within`; in float64 `equal_in_float64` |
+| 1 of compiled steps, 3 of captured steps, 6, 9 | `error_within`; in float64 `equal_in_float64` |
 | 2 | `accumulated_is_large_batch` |
-| 1 replayed, 3 eager, 4, 10, 18 | `differing`, of what `outcome` returns if engines have trained |
+| 1 of replayed steps, 3 of eager steps, 4, 10, 18 | `differing`; after training, of what `outcome` returns |
 | 5 | `member_is_alone` |
 | 7 | `monograph.laws.reference_sampler` |
-| 8 | `cached_is_full`, `log_probabilities_agree`, `differing_draws` from `greedy_ids` |
+| 8 | `cached_is_full`, `log_probabilities_agree`; `differing_draws`, with the tokens of `greedy_ids` |
 | 16 | `log_probabilities_agree`; where both must have the same bits, `differing` |
 | 19 | `differing_draws` |
 
@@ -33,14 +35,15 @@ from monograph.step import Update
 FLOAT64_BOUND = 1e-12
 # Law 2: the relative error of an accumulated gradient.
 ACCUMULATED_BOUND = {torch.float32: 1e-6, torch.float64: FLOAT64_BOUND}
-# Law 5: the relative error of what a member's training in float64 leaves.
+# Law 5: the relative error of losses, norms, weights and moments of a member that was trained in
+# float64.
 MEMBER_BOUND = 1e-10
 # Laws 8 and 16: the absolute error of a log-probability in fp32.
 LOG_PROBABILITY_BOUND = 1e-5
 
 
 class LawComparison(NamedTuple):
-    """The result of a comparison, which is true if the law holds.
+    """The result of a comparison. As a boolean it says whether the law holds.
 
     Attributes:
         error: how far the fast path is off; with the bound 0, how many values differ.
@@ -67,26 +70,30 @@ class LawComparison(NamedTuple):
     def in_words(self) -> tuple[str, str, str]:
         """Return the error, the bound and the verdict as texts."""
         if self.bound:
-            error, bound = f"{self.error:.1e}", f"{self.bound:.1e}"
+            error = f"{self.error:.1e}"
+            bound = f"{self.bound:.1e}"
         else:
-            error, bound = f"{self.error:.0f} differ", "0"
-        if self.holds:
-            return error, bound, "holds"
-        return error, bound, f"BROKEN: {self.why}" if self.why else "BROKEN"
+            error = f"{self.error:.0f} differ"
+            bound = "0"
+        verdict = "holds" if self.holds else "BROKEN"
+        if self.why:
+            verdict += f": {self.why}"
+        return error, bound, verdict
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return ‖found - expected‖ / ‖expected‖ in float64; infinite for NaN, absolute where `expected`
-    is zero.
+    """Return ‖found - expected‖ / ‖expected‖ in float64.
 
-    It is computed on the host, as the exact result often is there and the other one on a GPU.
+    It is ‖found‖ if `expected` is zero, and infinite if there is a NaN.
     """
     assert found.shape == expected.shape, f"{tuple(found.shape)} is not {tuple(expected.shape)}"
-    found, expected = (tensor.detach().cpu().double() for tensor in (found, expected))
+    # On the host, because often one of them is there and the other one on a GPU.
+    found = found.detach().cpu().double()
+    expected = expected.detach().cpu().double()
     difference = (found - expected).norm().item()
     scale = expected.norm().item()
     error = difference / scale if scale > 0 else difference
-    return error if error == error else float("inf")
+    return float("inf") if math.isnan(error) else error
 
 
 def error_within(
@@ -99,11 +106,12 @@ def error_within(
     """Compare a fast path with the naive path of the same dtype, both by their errors against
     float64.
 
-    error(found) ≤ k · (error(naive) + rounding). With the rounding, a naive path that happens to be
-    exact does not ask for the impossible.
+        error(found) ≤ k · (error(naive) + rounding)
 
-    Use: `assert error_within(found, naive, exact)`. After the test that ml-cross-entropy does for
-    its backward (tests/test_cce_loss_backward.py) and the k = 2 of attention-gym
+    Without the rounding, a naive path that happens to be exact would demand an exact result.
+
+    Use: `assert error_within(found, naive, exact)`. The tests of ml-cross-entropy compare its backward
+    pass in this way (tests/test_cce_loss_backward.py), and those of attention-gym with k = 2
     (attn_gym/testing/kda.py).
 
     Args:
@@ -112,50 +120,56 @@ def error_within(
         exact: the same result in float64.
         k: how many times the naive path's error is allowed.
         rounding: the error of merely storing the exact result, by default eps / 2 of found's dtype.
-            0: the naive path computed in fewer bits than it stores, so it is far from exact.
+            It is 0 if the naive path computes in fewer bits than it stores, because such a path is
+            never exact.
     """
     assert found.dtype == naive.dtype, f"{found.dtype} is compared with {naive.dtype}"
     assert exact.dtype == torch.float64, f"the reference is {exact.dtype}, not float64"
     if rounding is None:
         rounding = torch.finfo(found.dtype).eps / 2
     return LawComparison(
-        relative_error(found, exact), k * (relative_error(naive, exact) + rounding)
+        error=relative_error(found, exact), bound=k * (relative_error(naive, exact) + rounding)
     )
 
 
 def equal_in_float64(found: Tensor, expected: Tensor) -> LawComparison:
     """Compare two ways to compute the same in float64."""
-    return LawComparison(relative_error(found, expected), FLOAT64_BOUND)
+    return LawComparison(error=relative_error(found, expected), bound=FLOAT64_BOUND)
 
 
 def accumulated_is_large_batch(accumulated: Tensor, large_batch: Tensor) -> LawComparison:
-    """Compare law 2's gradients: of micro-batches, in fp32 or float64, and of one large batch."""
+    """Compare the gradients of law 2, that of micro-batches and that of one large batch, in fp32 or
+    float64.
+    """
     return LawComparison(
-        relative_error(accumulated, large_batch), ACCUMULATED_BOUND[accumulated.dtype]
+        error=relative_error(accumulated, large_batch), bound=ACCUMULATED_BOUND[accumulated.dtype]
     )
 
 
 def outcome(
     state: EngineState, updates: Iterable[Update] = (), member: int | None = None
 ) -> dict[str, Tensor]:
-    """Return copies of all that training leaves, by name: each update's numbers, and the state.
+    """Return copies of all results of training by name: each update's numbers, and the state.
+
+    The names are such as "update 3 loss", "model lm_head.weight" and "scalar index".
 
     Args:
         state: the engine's state, or that of the member.
         updates: what the engine's updates returned.
-        member: the number of a member of an ensemble, whose numbers are taken; None: the engine
+        member: the number of the member of an ensemble whose numbers are taken; None: the engine
             trains one model.
     """
-    left = dict[str, Tensor]()
+    results = dict[str, Tensor]()
+    # Fields that are left out of comparisons of updates, such as times, differ between equal runs.
     numbers = [each.name for each in fields(Update) if each.compare and each.name != "index"]
     for update in updates:
         for name in numbers:
             value = torch.as_tensor(getattr(update, name))
-            left[f"update {update.index} {name}"] = value if member is None else value[member]
-    left |= {f"model {name}": tensor for name, tensor in state.model.items()}
-    left |= {f"optimizer {name}": tensor for name, tensor in state.optimizer.items()}
-    left |= {f"scalar {name}": torch.as_tensor(value) for name, value in state.scalars.items()}
-    return {name: tensor.detach().clone() for name, tensor in left.items()}
+            results[f"update {update.index} {name}"] = value if member is None else value[member]
+    results |= {f"model {name}": tensor for name, tensor in state.model.items()}
+    results |= {f"optimizer {name}": tensor for name, tensor in state.optimizer.items()}
+    results |= {f"scalar {name}": torch.as_tensor(value) for name, value in state.scalars.items()}
+    return {name: tensor.detach().clone() for name, tensor in results.items()}
 
 
 def differing(
@@ -165,7 +179,7 @@ def differing(
 
     Args:
         found: tensors by name.
-        expected: the other ones.
+        expected: the tensors to compare them with, by name.
         equal_nan: whether a NaN equals a NaN at the same place.
     """
     unmatched = sorted(found.keys() ^ expected.keys())
@@ -177,35 +191,38 @@ def differing(
 
 
 def _same_bits(found: Tensor, expected: Tensor, equal_nan: bool) -> bool:
+    """Return whether two tensors have the same dtype, shape and values."""
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return False
-    found, expected = found.cpu(), expected.cpu()
+    found = found.cpu()
+    expected = expected.cpu()
     if not equal_nan or not found.is_floating_point():
         return torch.equal(found, expected)
-    number = ~found.isnan()
-    return torch.equal(number, ~expected.isnan()) and torch.equal(found[number], expected[number])
+    is_nan = found.isnan()
+    same_places = torch.equal(is_nan, expected.isnan())
+    return same_places and torch.equal(found[~is_nan], expected[~is_nan])
 
 
 def member_is_alone(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], least: float = 0.0
 ) -> LawComparison:
-    """Compare law 5's outcomes in float64: a member's, and that of the same model trained alone.
+    """Compare the outcomes of law 5 in float64: a member's, and that of the same model trained alone.
 
-    Losses, norms, weights and moments have a relative error, by their norm and by their largest
-    number: a norm hides one wrong element, and the largest number many that are slightly wrong.
-    Learning rates, counts and counters must be equal.
+    Losses, gradient norms, weights and moments may differ by a relative error, in their norm and in
+    their largest number: a norm would hide one wrong element, and the largest number would hide many
+    that are slightly wrong. Learning rates, counts and counters must be equal.
 
     Args:
         found: the member's outcome.
-        expected: that of the model trained alone.
-        least: the errors of weights and moments whose norm is below this are relative to this. It
-            is for models in which some gradients cancel, as that of a bias before a batch norm
-            does, so that their moments are nothing but rounding.
+        expected: the outcome of the model trained alone.
+        least: if the norm of a weight or a moment is below this, its error is relative to this
+            instead. In some models the gradient of a weight, such as a bias before a batch norm, is
+            zero but for rounding, and so are the weight's moments.
     """
     rounded = [name for name, tensor in expected.items() if _is_rounded(name, tensor)]
     exact = {name: tensor for name, tensor in expected.items() if name not in rounded}
     if found.keys() != expected.keys() or differing({name: found[name] for name in exact}, exact):
-        return LawComparison(float("inf"), MEMBER_BOUND)
+        return LawComparison(error=float("inf"), bound=MEMBER_BOUND)
     errors = list[float]()
     for name in rounded:
         difference = found[name] - expected[name]
@@ -215,19 +232,21 @@ def member_is_alone(
             error = float(vector_norm(difference, order))
             errors.append(error / scale if scale else error)
     is_number = all(map(math.isfinite, errors))
-    return LawComparison(max(errors) if is_number else float("inf"), MEMBER_BOUND)
+    return LawComparison(error=max(errors) if is_number else float("inf"), bound=MEMBER_BOUND)
 
 
 def _is_rounded(name: str, tensor: Tensor) -> bool:
-    kind, *_, number = name.split(" ")
-    is_state = kind in ("model", "optimizer") and tensor.is_floating_point()
-    return is_state or number in ("loss", "grad_norm")
+    """Return whether a result with a name of `outcome` may differ by rounding."""
+    first_word, *_, last_word = name.split(" ")
+    is_state = first_word in ("model", "optimizer") and tensor.is_floating_point()
+    return is_state or last_word in ("loss", "grad_norm")
 
 
 def cached_is_full(found_SV: Tensor, full_SV: Tensor) -> LawComparison:
-    """Compare law 8's logits in float64: of steps with a cache, and of full passes.
+    """Compare the logits of law 8 in float64: of steps with a cache, and of full passes.
 
-    The relative error of each step counts, and the error of each logit e relative to 1 + |e|.
+    The error is the larger of two: the largest relative error of a step's logits, and the largest error
+    of a single logit relative to 1 + |logit|.
 
     Args:
         found_SV: the logits of S steps, [..., V].
@@ -235,9 +254,9 @@ def cached_is_full(found_SV: Tensor, full_SV: Tensor) -> LawComparison:
     """
     assert found_SV.shape == full_SV.shape
     steps = zip(found_SV.flatten(0, -2), full_SV.flatten(0, -2), strict=True)
-    of_steps = max(relative_error(found, full) for found, full in steps)
-    of_logits = float(((found_SV - full_SV).abs() / (1 + full_SV.abs())).max())
-    return LawComparison(max(of_steps, of_logits), FLOAT64_BOUND)
+    error_of_steps = max(relative_error(found, full) for found, full in steps)
+    error_of_logits = float(((found_SV - full_SV).abs() / (1 + full_SV.abs())).max())
+    return LawComparison(error=max(error_of_steps, error_of_logits), bound=FLOAT64_BOUND)
 
 
 @torch.no_grad()
@@ -262,9 +281,9 @@ def greedy_ids(
 
 
 def differing_draws(found: Sequence[object], expected: Sequence[object]) -> int:
-    """Return how many tokens differ, or tokens with their log-probabilities.
+    """Return at how many places two sequences of tokens differ, or of (token, log-probability) pairs.
 
-    Those that only one of the two has are among them.
+    A place that only the longer sequence has counts, too.
     """
     return sum(one != other for one, other in zip_longest(found, expected))
 
@@ -272,7 +291,9 @@ def differing_draws(found: Sequence[object], expected: Sequence[object]) -> int:
 def log_probabilities_agree(found: Tensor, expected: Tensor) -> LawComparison:
     """Compare log-probabilities that decoding reports with those of another pass over the text.
 
-    The other pass is law 8's full pass, or law 16's pass in training.
+    The other pass is the full pass of law 8, or the pass in training of law 16.
     """
     error = float((found.cpu() - expected.cpu()).abs().max())
-    return LawComparison(error if error == error else float("inf"), LOG_PROBABILITY_BOUND)
+    return LawComparison(
+        error=float("inf") if math.isnan(error) else error, bound=LOG_PROBABILITY_BOUND
+    )

@@ -1,7 +1,10 @@
 """The reference of law 7: the sampler by its definitions, by brute force, for one row.
 
 It computes in the dtype of the logits, and neither sorts nor searches. The definitions are those of
-the papers and programs that docs/generate.md names. Shape: V tokens of the vocabulary.
+the papers and programs that docs/generate.md names.
+
+In these functions x is the row's logits [V], where V is the size of the vocabulary. A filter sets the
+logits of the tokens that it removes to -inf.
 """
 
 import math
@@ -28,8 +31,8 @@ def probabilities(
     Args:
         logits_V: the logits, in any floating dtype.
         options: the sampler's options.
-        uniform: the row's random number that decides whether XTC acts.
-        mu: mirostat's number; None: its first.
+        uniform: the row's random number that decides whether the filter XTC acts.
+        mu: the surprise in bits that mirostat allows; None: that of a text's first token.
     """
     x = logits_V
     if mu is None:
@@ -39,20 +42,25 @@ def probabilities(
     for stage in chain_of([options]).stages:
         if stage.endswith("temperature"):
             x = x / _temperature(x, options)
-        elif stage in FILTERS and (stage != "xtc" or uniform < options.xtc_probability):
-            x = torch.where(_keeps_enough(stage, x, options, mu), x, -torch.inf)
+        elif stage in FILTERS:
+            acts = stage != "xtc" or uniform < options.xtc_probability
+            if acts:
+                x = torch.where(_kept_by(stage, x, options, mu), x, -torch.inf)
     return torch.softmax(x, 0)
 
 
 def _temperature(x: Tensor, options: Sampling) -> float:
+    """Return the temperature. If it has a range, it grows with the entropy of the tokens that are
+    left.
+    """
     spread = options.temperature_range
-    left = int((x > -torch.inf).sum())
-    if spread == 0 or left < 2:
+    tokens_left = int((x > -torch.inf).sum())
+    if spread == 0 or tokens_left < 2:
         return options.temperature
     low = max(0.0, options.temperature - spread)
     high = options.temperature + spread
-    share = float(_entropy(x)) / math.log(left)
-    return low + (high - low) * float(share**options.temperature_exponent)
+    entropy_share = float(_entropy(x)) / math.log(tokens_left)  # of the largest possible entropy
+    return low + (high - low) * float(entropy_share**options.temperature_exponent)
 
 
 def _entropy(x: Tensor) -> Tensor:
@@ -60,42 +68,52 @@ def _entropy(x: Tensor) -> Tensor:
     return -(p * p.log())[p > 0].sum()
 
 
-def _surprise(x: Tensor) -> Tensor:
-    """Return how far each token's surprise is from the expected one."""
+def _surprise_deviation(x: Tensor) -> Tensor:
+    """Return how far each token's surprise -ln p is from the expected surprise, [V]."""
     return (-torch.log_softmax(x, 0) - _entropy(x)).abs()
 
 
-def _keeps_enough(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
-    """Return which tokens a stage keeps, at least min_keep; XTC keeps all if it would leave fewer."""
-    kept = _keeps(stage, x, options, mu)
-    left = x > -torch.inf
-    least = min(options.min_keep, int(left.sum()))
-    if (kept & left).sum() >= (options.min_keep if stage == "xtc" else least):
-        return kept
+def _kept_by(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
+    """Return which tokens a stage keeps, bool [V]: at least `min_keep` of those that are left.
+
+    If XTC would keep fewer, it removes none. Any other stage then keeps the first `min_keep` in its own
+    order.
+    """
+    kept = _kept_by_definition(stage, x, options, mu)
+    is_left = x > -torch.inf
+    kept_count = int((kept & is_left).sum())
     if stage == "xtc":
-        return left
-    nearer = -_surprise(x) if stage == "typical" else x
-    return torch.stack([(nearer > own).sum() < least for own in nearer])
+        return kept if kept_count >= options.min_keep else is_left
+    least = min(options.min_keep, int(is_left.sum()))
+    if kept_count >= least:
+        return kept
+    # The order is by probability, and for "typical" by how near a token's surprise is to the expected.
+    key = -_surprise_deviation(x) if stage == "typical" else x
+    return torch.stack([(key > key_of_token).sum() < least for key_of_token in key])
 
 
-def _keeps(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
+def _kept_by_definition(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
+    """Return which tokens a stage keeps by its definition, bool [V]."""
     p = torch.softmax(x, 0)
 
     def mass_above(key: Tensor) -> Tensor:
-        return torch.stack([p[key > own].sum() for own in key])
+        """Return for each token the total probability of the tokens with a larger key."""
+        return torch.stack([p[key > key_of_token].sum() for key_of_token in key])
 
     def xtc() -> Tensor:
+        """Return all tokens but those that reach the threshold, of which only the least likely stays."""
         reaching = p[p >= options.xtc_threshold]
         return p <= reaching.min() if len(reaching) else p >= 0
 
     def at_least(least: float) -> Tensor:
+        """Return the tokens with at least this probability, and the likeliest token in any case."""
         return (p >= least) | (x == x.max())
 
     keeping: dict[str, Callable[[], Tensor]] = {
-        "top_k": lambda: torch.stack([(x > own).sum() < options.top_k for own in x]),
+        "top_k": lambda: torch.stack([(x > logit).sum() < options.top_k for logit in x]),
         "top_p": lambda: (mass_above(x) < options.top_p) | (x == x.max()),
         "min_p": lambda: p >= options.min_p * p.max(),
-        "typical": lambda: mass_above(-_surprise(x)) < options.typical_p,
+        "typical": lambda: mass_above(-_surprise_deviation(x)) < options.typical_p,
         "top_n_sigma": lambda: (
             x >= x.max() - options.top_n_sigma * x[x > -torch.inf].std(correction=0)
         ),
@@ -105,7 +123,7 @@ def _keeps(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
         "eta": lambda: at_least(
             min(options.eta_cutoff, math.sqrt(options.eta_cutoff) * math.exp(-float(_entropy(x))))
         ),
-        "mirostat": lambda: at_least(2.0**-mu),
+        "mirostat": lambda: at_least(2.0**-mu),  # a surprise of at most mu bits
     }
     return keeping[stage]()
 
@@ -115,7 +133,7 @@ class Support(NamedTuple):
 
     Attributes:
         kept_V: which tokens the definitions keep, bool.
-        decided_V: which tokens they keep or remove whatever rounding does to a threshold, bool.
+        decided_V: for which tokens rounding of a threshold cannot change this, bool.
     """
 
     kept_V: Tensor
@@ -130,16 +148,19 @@ def support_of(logits_V: Tensor, options: Sampling, uniform: float = 1.0) -> Sup
         options: the sampler's options.
         uniform: decides whether XTC acts.
     """
-    kept_V, *nudged_V = (
-        probabilities(logits_V.double(), each, uniform) > 0
-        for each in (options, nudged(options, 1 - NUDGE), nudged(options, 1 + NUDGE))
-    )
-    decided_V = (nudged_V[0] == kept_V) & (nudged_V[1] == kept_V)
+
+    def kept_with(these_options: Sampling) -> Tensor:
+        return probabilities(logits_V.double(), these_options, uniform) > 0
+
+    kept_V = kept_with(options)
+    kept_with_lower_V = kept_with(nudged(options, 1 - NUDGE))
+    kept_with_higher_V = kept_with(nudged(options, 1 + NUDGE))
+    decided_V = (kept_with_lower_V == kept_V) & (kept_with_higher_V == kept_V)
     return Support(kept_V, decided_V)
 
 
-def nudged(options: Sampling, by: float) -> Sampling:
-    """Return the same options, each threshold that is on multiplied by a factor."""
+def nudged(options: Sampling, factor: float) -> Sampling:
+    """Return the same options, with each threshold that is in use multiplied by a factor."""
     names = (
         "top_p",
         "min_p",
@@ -150,10 +171,12 @@ def nudged(options: Sampling, by: float) -> Sampling:
         "eta_cutoff",
     )
     values = {name: getattr(options, name) for name in names}
-    moved = {name: value * by for name, value in values.items() if 0 < value < 1}
-    return replace(options, **moved, mirostat_tau=options.mirostat_tau * by)
+    moved = {name: value * factor for name, value in values.items() if 0 < value < 1}
+    return replace(options, **moved, mirostat_tau=options.mirostat_tau * factor)
 
 
 def wrong_tokens(kept_V: Tensor, support: Support) -> int:
-    """Count law 7's wrong tokens: kept or removed against the definitions, which decide."""
+    """Count the wrong tokens of law 7: those that were kept or removed against the definitions. Tokens
+    that rounding may decide do not count.
+    """
     return int(((kept_V.cpu() != support.kept_V) & support.decided_V).sum())

@@ -50,8 +50,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     its template says. A context that is too long loses its first tokens, including BOS. So
     log-likelihoods and texts equal those of lm_eval's model `hf` on the exported folder.
 
-    There are two cases in which `hf` needs `add_bos_token=False` for that: whole texts
-    (`loglikelihood_rolling`), where it would score BOS as well, and chats whose template does not
+    In two cases `hf` needs `add_bos_token=False` for equal results: for whole texts
+    (`loglikelihood_rolling`), where it would score BOS as well, and for chats whose template does not
     write BOS.
     """
 
@@ -68,9 +68,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             run: a run ("last", or a run's folder), a Hugging Face folder, or a weight file.
             precision: "fp32" or "bf16".
             batch_tokens: the maximum number of ids in a forward pass, including padding.
-            others: batch_size, max_batch_size and device. lm_eval gives them to every model, and
-                they are ignored: batches are sized in tokens, and the device is the machine's.
-                    Results
+            others: batch_size, max_batch_size and device, which lm_eval gives to every model. They are
+                ignored: batches are sized in tokens, and the device is the machine's. Results would
                 depend on them only by rounding.
 
         Raises:
@@ -78,7 +77,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             InputRefused: `run` cannot be loaded.
         """
         super().__init__()
-        if unknown := sorted(others.keys() - {"batch_size", "max_batch_size", "device"}):
+        unknown = sorted(others.keys() - {"batch_size", "max_batch_size", "device"})
+        if unknown:
             raise UsageError(
                 f"--model_args {unknown[0]}: the model 'monograph' takes run, precision and batch_tokens"
             )
@@ -219,7 +219,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
                 ids, self.prefix_token_id, self.max_length, context_len=1
             )
             for pair in pairs:
-                windows.append(Continuation(*make_disjoint_window(pair)))
+                context, ids_to_score = make_disjoint_window(pair)
+                windows.append(Continuation(context, ids_to_score))
                 request_indices.append(index)
         sums = [0.0] * len(requests)
         for index, (log_probability, _) in zip(request_indices, self._score(windows), strict=True):
@@ -247,7 +248,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         for group, indices in groups.items():
             options, seed = json.loads(group)
             contexts = [requests[index].args[0] for index in indices]
-            texts |= zip(indices, self._generate_texts(contexts, options, seed), strict=True)
+            texts.update(zip(indices, self._generate_texts(contexts, options, seed), strict=True))
         for index, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, texts[index])
         return [texts[index] for index in range(len(requests))]

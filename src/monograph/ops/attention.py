@@ -60,15 +60,14 @@ def attention(
             eager models do. In a compiled graph on a CPU it takes half the time of the fused kernel
             (dev/log.md), but its memory grows with T^2.
             "cached": the arithmetic of `cached_attention`, as if keys and values were in a cache
-            with T slots. It is for scores that must have the bits of decoding: on a CPU, in eager
-            mode, a text at the beginning of its row gets the bits that it gets if it is decoded token
-            by token. All probabilities are kept for the backward pass.
+            with T slots. On a CPU, in eager mode, a text at the beginning of its row then gets the same
+            bits as if it were decoded token by token. All probabilities are kept for the backward pass.
             "auto": "flex" for a BlockMask; "blocks" for bf16 and up to 1,024 keys in a compiled
             graph on a CPU; else "sdpa". The choice does not depend on what the mask says. So name
             "sdpa" for a mask that is not causal, because "blocks" would ignore later keys.
         kernel: the kernel of "sdpa" without a mask. "torch": torch's own choice; "repeated": torch's
-            choice after key-value heads were repeated; "cudnn", "flash", "efficient": this kernel,
-            on a GPU. With a dense mask it is always torch's choice.
+            choice after key-value heads were repeated; "cudnn", "flash", "efficient": the kernel of this
+            name, on a GPU. With a dense mask torch always chooses.
         sink_H: for each query head, a score that takes part in every softmax and has no value, so
             that a query's probabilities may sum to less than 1 (Xiao et al., arXiv 2309.17453; it
             is 0 in Miller's "Off By One"). None: no sinks.
@@ -134,7 +133,7 @@ def _reference(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
 
 
 def _repeat_heads(heads_BKSE: Tensor, query_heads: int) -> Tensor:
-    """Return as many key-value heads as query heads, by repetition."""
+    """Repeat each key-value head, so that there are as many of them as query heads."""
     groups = query_heads // heads_BKSE.shape[1]
     return heads_BKSE if groups == 1 else heads_BKSE.repeat_interleave(groups, dim=1)
 
@@ -146,8 +145,8 @@ _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# The channels by which `_sdpa` widens each head to compute sinks. It uses the first of them. The
-# others are zeros, because fused kernels need a head dimension that is a multiple of 8.
+# The number of channels that `_sdpa` adds to each head to compute sinks. Only the first of them is used. The
+# others are zeros: fused kernels need a head dimension that is a multiple of 8.
 SINK_CHANNELS = 8
 
 
@@ -226,7 +225,7 @@ def _flash_supports(query_BHTE: Tensor) -> bool:
 
 
 def _flex(heads: Heads, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
-    """Return attention by flex attention, in which a sink takes its share of the result afterwards."""
+    """Return attention by flex attention, which has no sinks; a sink takes its share of the result afterwards."""
     # torch's type of the kernel options lists only options that both passes have. Ours also name
     # those of the forward or the backward pass alone, such as "bwd_BLOCK_M1".
     options: Any = flex_options(heads[0])
@@ -310,7 +309,7 @@ BLOCK = 128  # slots of a cache's block
 MIN_BLOCK = 16  # slots of a block of a cache for short texts
 
 
-def block_of(slots: int) -> int:
+def slots_per_block(slots: int) -> int:
     """Return the number of slots in a block of a cache with at most `slots` slots.
 
     Caches for short texts have smaller blocks.
@@ -344,8 +343,8 @@ def cached_attention(
         keys_NBKCE: the first N blocks of a layer, finite everywhere.
         values_NBKCE: of the same shape and dtype.
         positions_BT: the queries' positions, int64, below N C; their slots have been written.
-        window: the number of positions that a query sees, the last of which is its own; None: all
-            positions up to its own.
+        window: the number of positions that a query sees, up to and including its own; None: all positions
+            up to its own.
         pads_products: whether matrix products of few rows are padded with rows of zeros
             (`ops.padded_rows`). The number of rows decides how a product is rounded, so without
             padding a step of decoding, which has one query, may have other bits than a pass over the
@@ -380,24 +379,24 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     """
     query_BHTE, key_BKSE, value_BKSE = heads
     key_heads, keys = key_BKSE.shape[1:3]
-    block = block_of(keys)
-    blocks = -(-keys // block)  # rounded up
-    padding = blocks * block - keys
+    block_slots = slots_per_block(keys)
+    blocks = -(-keys // block_slots)  # rounded up
+    padding = blocks * block_slots - keys
     # Keys and values get the axes of a cache, [N, B, K, C, E], since decoding multiplies them so and the
     # bits of a product may depend on the layout.
     keys_NBKCE, values_NBKCE = (
-        F.pad(each, (0, 0, 0, padding)).unflatten(2, (blocks, block)).movedim(2, 0)
+        F.pad(each, (0, 0, 0, padding)).unflatten(2, (blocks, block_slots)).movedim(2, 0)
         for each in (key_BKSE, value_BKSE)
     )
     # The softmax of a query that sees no key would be NaN. Such a query computes with all keys, and
     # its result is replaced by zeros, which have no gradient.
     sees_nothing = ~mask.any(dim=-1, keepdim=True)
     padded_mask = F.pad(mask | sees_nothing, (0, padding))
-    blocks_of_mask = padded_mask.unflatten(3, (blocks, block)).movedim(3, 0)  # [N, B, H, T, C]
+    mask_NBHTC = padded_mask.unflatten(3, (blocks, block_slots)).movedim(3, 0)
     # A mask of all heads is the same for each key-value head, so K's axis keeps the size 1.
     mask_heads = 1 if mask.shape[1] == 1 else key_heads
     groups = query_BHTE.shape[1] // key_heads
-    is_visible_NBKGTC = blocks_of_mask.expand(-1, -1, mask_heads * groups, -1, -1).unflatten(
+    is_visible_NBKGTC = mask_NBHTC.expand(-1, -1, mask_heads * groups, -1, -1).unflatten(
         2, (mask_heads, groups)
     )
     is_visible_NBKMC = is_visible_NBKGTC.flatten(3, 4).contiguous()
@@ -441,7 +440,7 @@ def _over_blocks(
 def _wide_product(
     left: Tensor, right_NBKXY: Tensor, wide_dtype: torch.dtype, pads_products: bool
 ) -> Tensor:
-    """Return the products left @ right, [N, B, K, M, Y], summed in the dtype `wide_dtype`.
+    """Return the products left @ right, [N, B, K, M, Y], summed over X in the dtype `wide_dtype`.
 
     Args:
         left: [N, B, K, M, X], or [B, K, M, X] if all blocks have the same left factor.

@@ -1,4 +1,7 @@
-"""Find torch's fastest kernel for causal attention on a GPU, by timing a run's own shapes."""
+"""Find torch's fastest kernel for causal attention on a GPU, by timing a run's own shapes.
+
+Shapes: B rows, T positions, H query heads, K key-value heads, D head dimension.
+"""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -9,8 +12,8 @@ from torch import Tensor
 from monograph.device import clock, synchronize
 from monograph.ops.attention import AttentionKernel, attention
 
-# torch's unfused kernel is not among them. It keeps the scores of all pairs of a query and a key, for
-# which no memory plan has room.
+# torch's unfused kernel is not among them. It keeps the scores of all pairs of a query and a key, and no memory
+# plan has room for these.
 KERNELS: tuple[AttentionKernel, ...] = ("torch", "cudnn", "flash", "efficient")
 # Each kernel is timed ROUNDS times, over CALLS calls.
 ROUNDS = 5
@@ -58,7 +61,8 @@ def fastest(times: Mapping[AttentionKernel, float]) -> AttentionKernel:
     if not times:
         return "torch"
     best = min(times, key=times.__getitem__)
-    return best if MARGIN * times[best] <= times.get("torch", float("inf")) else "torch"
+    torch_time = times.get("torch", float("inf"))
+    return best if MARGIN * times[best] <= torch_time else "torch"
 
 
 def describe_speeds(times: Mapping[AttentionKernel, float], kernel: AttentionKernel) -> str:
@@ -84,10 +88,10 @@ def time_kernels(
     The dict is empty if there is no memory for the inputs.
 
     Args:
-        batch: rows, B.
-        heads: query heads H and key-value heads K.
-        length: T.
-        size: D.
+        batch: the number of rows, B.
+        heads: the numbers of query heads and of key-value heads, (H, K).
+        length: the number of positions, T.
+        size: the head dimension, D.
         dtype: dtype of queries, keys and values.
         device: the device to time on.
     """

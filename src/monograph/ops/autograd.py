@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 class Context(Protocol):
-    """The object in which a forward pass keeps something for its backward pass.
+    """The object in which a forward pass stores what its backward pass needs.
 
-    If a forward pass keeps more than tensors, it declares a subclass.
+    A forward pass that stores more than tensors declares a subclass.
 
     Attributes:
         saved_tensors: the tensors of `save_for_backward`, for the backward pass.

@@ -3,11 +3,12 @@
 The tokens are cut into chunks. Only the logits of one chunk are in memory at a time.
 
 A frozen weight may have trained rows (`ReplacementRows`), which replace some of its own rows. A fused weight
-(`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`, to which the backward pass adds
-the weight's gradient instead of returning it.
+(`monograph.ops.fused_gradients.FusedGradient`) has a buffer `total`. The backward pass adds the weight's
+gradient to it instead of returning the gradient.
 
 Shapes: N tokens, C tokens of a chunk, R tokens of a block (the part of a chunk whose softmax is
-computed at once), D hidden size, V vocabulary, K trained rows of a frozen weight.
+computed at once), D hidden size, V vocabulary, K trained rows of a frozen weight, M members of an
+ensemble.
 """
 
 from collections.abc import Callable
@@ -88,10 +89,10 @@ def linear_cross_entropy(
         device_type: "cpu" or "cuda": the device whose limits decide how the tokens are cut. The
             planner names it, because its fake tensors may be on another device. None: the device of the
             tensors.
-        in_fp8: whether, for bf16 hidden states and gradients, the logits and the gradient of the hidden
-            states are products of operands that are rounded to fp8 (`Float8Weight`). The weight's
-            gradient stays a product in bf16, which adds to fp32 sums; no fp8 product does. V and D
-            must be multiples of 16, and there are no `rows`.
+        in_fp8: whether the logits and the gradient of the hidden states are products in fp8
+            (`Float8Weight`), for bf16 hidden states. The weight's gradient stays a product in bf16, since
+            only such a product can add to fp32 sums. V and D must be multiples of 16, and there are no
+            `rows`.
 
     Returns:
         loss: 0-d fp32 (fp64 for fp64 input), the sum in nats, differentiable.
@@ -276,9 +277,9 @@ def _chunk_gradients(
     if is_traced:
         losses_C, grad_CV = _traced_gradients(hidden_CD, head, targets_C, mask_C.dtype, differences)
     else:
-        block = block_rows(device_type, head.weight_VD.shape[0])
+        block_size = block_rows(device_type, head.weight_VD.shape[0])
         losses_C, grad_CV = _eager_gradients(
-            hidden_CD, head, targets_C, mask_C.dtype, differences, block
+            hidden_CD, head, targets_C, mask_C.dtype, differences, block_size
         )
     grad_CD = head.hidden_gradient(grad_CV)
     if differences is not None:
@@ -316,8 +317,9 @@ def _traced_gradients_on_cuda(
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], both zero for ignored tokens.
 
-    In the form for fp64 and for transforms of torch.func, Inductor needs only two passes over the
-    logits. On a CPU this form would not be faster, because it computes the exponentials twice.
+    The logits are replaced by one kernel, if it takes them (`replace_logits_`). For fp64, and inside
+    transforms of torch.func, there is a form for which Inductor needs only two passes over the logits. On a CPU
+    this form would not be faster, because it computes the exponentials twice.
     """
     logits_CV = head.logits(hidden_CD)
     if can_replace_logits(logits_CV) and not compat.in_transform():
@@ -343,18 +345,19 @@ def _eager_gradients(
     targets_C: Tensor,
     dtype: torch.dtype,
     differences: ReplacementRows | None,
-    block: int,
+    block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Return losses [C] and softmax - onehot [C, V], as `_traced_gradients` does.
 
-    The logits are overwritten, those of `block` tokens at a time, because on a CPU the allocation of
+    The logits are overwritten, those of `block_size` tokens at a time, because on a CPU the allocation of
     a new [C, V] tensor takes longer than the arithmetic.
     """
     logits_CV = head.logits(hidden_CD)
     if differences is not None:
         logits_CV = _add_differences(logits_CV, hidden_CD, differences)
     losses: list[Tensor] = []
-    for logits_RV, targets_R in zip(logits_CV.split(block), targets_C.split(block), strict=True):
+    blocks = zip(logits_CV.split(block_size), targets_C.split(block_size), strict=True)
+    for logits_RV, targets_R in blocks:
         log_softmax_RV = logits_RV.to(dtype).log_softmax(-1)
         target_R1 = targets_R.unsqueeze(-1)
         losses_R1 = -log_softmax_RV.gather(-1, target_R1)
@@ -434,7 +437,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
         _loss, *grads = output
         ctx.mark_non_differentiable(*(grad for grad in grads if grad is not None))
-        # Otherwise both unused outputs get a full-size gradient of zeros.
+        # The gradients are outputs that nothing uses. Without this, autograd would make zeros of their size for
+        # the backward pass.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*grads)
         _, weight_VD, _, _, settings, values_KD, _, _, _, total_VD = inputs
@@ -493,7 +497,7 @@ class _MembersLoss(torch.autograd.Function):
             needed_chunks(members * tokens, len(weight_VD), device_type),
         )
         head = HeadWeight(weight_VD.to(hidden_MND.dtype))
-        block = block_rows(device_type, len(weight_VD))
+        block_size = block_rows(device_type, len(weight_VD))
         losses: list[Tensor] = []
         hidden_grads: list[Tensor] = []
         pieces = _split(
@@ -501,7 +505,7 @@ class _MembersLoss(torch.autograd.Function):
         )
         for hidden_CD, targets_C, mask_C in pieces:
             losses_C, grad_CV = _eager_gradients(
-                hidden_CD, head, targets_C, mask_C.dtype, None, block
+                hidden_CD, head, targets_C, mask_C.dtype, None, block_size
             )
             losses.append(losses_C * mask_C)
             hidden_grad_CD = head.hidden_gradient(grad_CV)
@@ -577,9 +581,9 @@ def token_log_probabilities(
         tokens_N: [N] int64, in [0, V).
         temperature: above 0; it divides the logits.
         rows: trained rows that replace some rows of a frozen weight.
-        among: a function that returns which tokens are allowed in the given states of a grammar's
-            automaton: states [C] to bool [C, at most V] (`monograph.decode.automaton_tables`); and the state at
-            each place, [N]. None: all tokens are allowed.
+        among: (function, states). The states are those of a grammar's automaton, one at each place, [N].
+            The function takes states [C] and returns which tokens are allowed in each, bool [C, at most V]
+            (`monograph.decode.automaton_tables`). None: all tokens are allowed.
         chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
 
     Returns:

@@ -77,7 +77,7 @@ def normalised(x_RS, gain, scale_R, offset_S, CENTRED: tl.constexpr, dtype: tl.c
 
 @triton.jit
 def _head_scale(first, second, E: tl.constexpr, EPS: tl.constexpr):
-    """Return 1 / rms of each head, of which `first` and `second` are the halves of the channels."""
+    """Return 1 / rms of each head. `first` and `second` are the two halves of a head's channels."""
     return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / E + EPS)
 
 
@@ -260,7 +260,9 @@ def _attend(
         weight_sum_Q = tl.where(is_alone, start_weight_sum_Q, 0.0)
         sum1_QF = tl.where(is_alone, start1_QF, 0.0)
         sum2_QF = tl.where(is_alone, start2_QF, 0.0)
-        for block in range(begin, end):
+        # What a block does not change is computed anew for each block of heads of 256 channels: kept in
+        # registers, it is too much for them on compute capability 8.0.
+        for block in tl.range(begin, end, disable_licm=F > 64):
             position_C = block * C + slot_C
             offset_CF = cache_offset_CF + block * block_stride
             is_old_C = position_C < position
@@ -316,8 +318,8 @@ def _attend(
                     sum1_QF = new_weight_Q[:, None] * v1.to(tl.float32)
                     sum2_QF = new_weight_Q[:, None] * v2.to(tl.float32)
                     # `.cg` reads from the L2 cache: other multiprocessors wrote these numbers, so this
-                    # one's L1 cache may have older ones. The loop is unrolled, so that a block's sums
-                    # are read before those of the block before are added.
+                    # one's L1 cache may have older ones. The loop is unrolled, so that the sums of the
+                    # next blocks are read while earlier sums are still being added.
                     for block in tl.range(first_block, end_block, loop_unroll_factor=4):
                         query_0 = (block_0 + block) * G
                         sums_at_Q = sums + (query_0 + query_Q) * 2
@@ -412,7 +414,7 @@ class AttendForm(NamedTuple):
     stages: int
 
 
-# Up to this number of programs, the time is that of memory's latency, and not of its bandwidth.
+# Up to this number of programs, the latency of memory decides the time, and not its bandwidth.
 _FEW_PROGRAMS = 128
 # A block of 128 slots of heads of 256 channels in 16 bits.
 _BYTES_OF_WIDE_BLOCK = 131_072
@@ -440,9 +442,9 @@ def attend_form(
     few_blocks = 4 if is_latency_bound else 8
     stages = 3 if is_latency_bound and blocks <= few_blocks else 2
     if blocks == 1:
-        # With 1 stage, Ampere's and Ada's kernels spill some registers of heads of 64, and those of
-        # compute capability 10 of heads of 256. With 2 they need fewer (counted in machine code, not
-        # timed).
+        # With 1 stage, some kernels spill registers: on Ampere and Ada with heads of 64, and on compute
+        # capability 10 with heads of 256. With 2 stages they need fewer registers (counted in machine code,
+        # not timed).
         spills = capability[0] == 8 or (capability[0] == 10 and block_bytes >= _BYTES_OF_WIDE_BLOCK)
         stages = 2 if spills else 1
     # One stage computes from registers, and the other stages' blocks are in shared memory.

@@ -7,9 +7,9 @@
     S     = S + k u^T
     out   = norm(S^T q) silu(z)
 
-The first line is `convolve_token`, and all others are `delta_rule_token`. With the product that
-computes the projections and the output's product, a layer takes four launches; PyTorch's operators take
-more than eighty. `monograph.model.delta_net.GatedDeltaNet` is the reference.
+The first line is `convolve_token`, and all others are `delta_rule_token`. A layer takes four launches: these
+two, the product that computes the projections, and the output's product. PyTorch's operators take more than
+eighty. `monograph.model.delta_net.GatedDeltaNet` is the reference.
 
 The convolution's last inputs and the state S are changed in place. A row's count says how many tokens they
 include. A step may be repeated with the same token: if its position is below the count, the token leaves
@@ -24,7 +24,7 @@ others may not have read it yet.
 Since a program belongs to one row, a row's bits do not depend on the other rows.
 
 Shapes: B rows, P columns of the projections, C channels of the convolution, K its taps, G key heads,
-H value heads, R = H / G value heads of a key head, E key dimension, V value dimension. In kernels, K,
+H value heads, R = H / G value heads of a key head, E key dimension, V value dimension, X = H V. In kernels, K,
 E and V are padded to powers of two.
 """
 
@@ -91,8 +91,8 @@ def _convolve_token(
 ):
     """Compute CHANNELS channels of one row, for `convolve_token`.
 
-    `convolved` gets the outputs, and `is_new_token` whether each row's token is new. In the names of
-    tensors, the size of C is CHANNELS, and that of K is TAPS, a power of two.
+    `convolved` gets the outputs, and `is_new_token` whether each row's token is new. Tensors with the suffixes
+    _C and _K have the lengths CHANNELS and TAPS. TAPS is the smallest power of two that is at least K.
     """
     row = tl.program_id(1)
     channel_C = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -100,16 +100,21 @@ def _convolve_token(
     is_channel_C = channel_C < C
     column_C = channel_C  # the column of the projections that has the channel
     if BY_KEY_HEAD:
+        # The channels are all queries, all keys, all values. The columns are, for each key head, a query, a
+        # key, R values and R gates.
         R: tl.constexpr = H // G
-        # Each key head has a query, a key, R values and R gates.
         columns_of_head: tl.constexpr = 2 * (E + R * V)
-        # A query or a key is at this offset in its head's columns.
+        # For queries and keys: the offset of a query or a key in its head's columns, and the channel's index
+        # among all queries or among all keys.
         offset_in_head_C = tl.where(channel_C < G * E, 0, E)
-        head_channel_C = channel_C % (G * E)
-        column_C = head_channel_C // E * columns_of_head + offset_in_head_C + head_channel_C % E
-        value_channel_C = channel_C - 2 * G * E
-        value_column_C = value_channel_C // (R * V) * columns_of_head + 2 * E
-        value_column_C += value_channel_C % (R * V)
+        index_C = channel_C % (G * E)
+        key_head_C = index_C // E
+        column_C = key_head_C * columns_of_head + offset_in_head_C + index_C % E
+        # For values: the channel's index among all values.
+        value_index_C = channel_C - 2 * G * E
+        value_key_head_C = value_index_C // (R * V)
+        value_column_C = value_key_head_C * columns_of_head + 2 * E
+        value_column_C += value_index_C % (R * V)
         column_C = tl.where(channel_C < 2 * G * E, column_C, value_column_C)
     position_of_row = tl.load(position + row)
     is_new = position_of_row >= tl.load(count + row)
@@ -181,7 +186,8 @@ def _delta_rule_token(
 ):
     """Compute one value head of one row, for `delta_rule_token`.
 
-    In the names of tensors, the size of E is KEYS, and that of V is VALUES.
+    Tensors with the suffixes _E and _V have the lengths KEYS and VALUES, which are the smallest powers of two
+    that are at least E and V.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     channel_E, channel_V = tl.arange(0, KEYS), tl.arange(0, VALUES)
@@ -191,7 +197,7 @@ def _delta_rule_token(
     # The first column of the head's gates z, and the columns of its b and a; see `DeltaNetShape`.
     if BY_KEY_HEAD:
         columns_of_head: tl.constexpr = 2 * (E + R * V)
-        gate_column = key_head * columns_of_head + 2 * E + R * V + head % R * V
+        gate_column = key_head * columns_of_head + 2 * E + R * V + (head % R) * V
         b_column = G * columns_of_head + key_head * (2 * R) + head % R
         a_column = b_column + R
     else:
@@ -367,7 +373,7 @@ def delta_rule_token(
 
     Args:
         convolved_BC: queries, keys and values, by `convolve_token`.
-        projected_BP: all projections of the token, of which z, b and a are read.
+        projected_BP: all projections of the token; this reads z, b and a.
         parameters: in the dtype of the projections.
         is_new_B: by `convolve_token`.
         state_BHEV: S, fp32, contiguous; changed in place.

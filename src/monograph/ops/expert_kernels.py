@@ -49,8 +49,8 @@ def _route(
 ):
     """Choose a token's C experts, those with the highest probabilities.
 
-    EXPERTS and RANKS are the smallest powers of two that are at least E and C. In the names of tensors,
-    they are the sizes of E and C.
+    Tensors with the suffixes _E and _C have the lengths EXPERTS and RANKS, which are the smallest powers of
+    two that are at least E and C.
     """
     row = tl.program_id(0)
     expert_E = tl.arange(0, EXPERTS)

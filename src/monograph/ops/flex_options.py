@@ -3,10 +3,10 @@
 Two of flex attention's options are never set, because the masks of packed documents break what they
 assume:
 
-- BLOCKS_ARE_CONTIGUOUS assumes that a block mask's list of blocks of keys has no holes. A block mask has
-  one list of blocks that are seen in full, and one of blocks that are seen in part. If a document begins
-  inside a block, later queries see that block and their own in part, and all between them in full: the
-  second list has a hole.
+- BLOCKS_ARE_CONTIGUOUS assumes that a block mask's lists of blocks of keys have no holes. A block mask has
+  two lists: blocks that are seen in full, and blocks that are seen in part. If a document begins inside a
+  block, its later queries see that block and their own in part, and all blocks between the two in full. So
+  the second list has a hole.
 - ROWS_GUARANTEED_SAFE assumes that every query sees a key in the first tile that the kernel reads. But
   that tile may be before the query's document, and the query would get NaN.
 """
@@ -71,7 +71,7 @@ _TILES: dict[tuple[Capability, int], Options] = {
 
 
 def flex_options(query_BHTD: Tensor) -> Options:
-    """Return the options of flex attention for these queries."""
+    """Return the options of flex attention for these queries: B rows, H heads, T positions, D channels."""
     # Without this option, torch 2.13 would use its kernel for decoding if there are fewer than 128 queries
     # and no gradients. It reads these queries with wrong strides, or finds no kernel for grouped heads.
     options: Options = {"FORCE_USE_FLEX_ATTENTION": True}

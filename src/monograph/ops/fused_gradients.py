@@ -237,7 +237,7 @@ def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("monograph::product", mutates_args=(), tags=[torch.Tag.flexible_layout])
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return left^T @ right, with which a sum of products in `dtype` begins.
+    """Return left^T @ right in `dtype`, as the beginning of a sum; `add_product_` adds further products.
 
     On a GPU, as in `add_product_`, the sum of bf16 products is fp32.
 
@@ -259,8 +259,8 @@ def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.new_empty(left.shape[1], right.shape[1], dtype=dtype)
 
 
-# This is a custom operator, because a compiler would not add to a total that changes again later in the
-# graph, as that of a head that is tied to the embedding does: it would make a new tensor of the sum, and
+# This is a custom operator for a total that changes twice in a graph, as it does if the head is tied to the
+# embedding. A compiler would not add to such a total in place. It would make a new tensor of the sum, and
 # copy the result of all changes to the total.
 @torch.library.custom_op("monograph::add_scaled_", mutates_args=("total",))
 def add_scaled_(total: Tensor, grad: Tensor, factor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Compute the parts of gated attention that `attend` lacks, by two Triton kernels for a few tokens.
+"""Compute the parts of gated attention that `attend` lacks, by two Triton kernels for decoding on a GPU.
 
     q, k = rotate(norm(q)), rotate(norm(k))      `prepare_heads`, before `attend`
     out  = x sigmoid(gate)                       `multiply_by_gates`, after `attend`
@@ -14,8 +14,8 @@ channels of a head are rotated, and each query is followed by its gate in the co
 Since a program belongs to one row, a row's bits do not depend on the other rows.
 
 Shapes: B rows, H query heads, J key-value heads, E head dimension, F rotated pairs of channels of a
-head, P = (2 H + 2 J) E columns of the projections, X = (H + 2 J) E outputs. In kernels, tensors over E
-are padded to a power of two.
+head, P = (2 H + 2 J) E columns of the projections, X = (H + 2 J) E channels of all heads, Y = H E
+channels of the query heads, M columns of the tensor that has the gates.
 """
 
 import torch
@@ -56,13 +56,17 @@ def _prepare_heads(
     """Write one head of one row to `out`: a query, a key, or a value.
 
     NORM: queries and keys are normalised. CENTRED: the norm multiplies by 1 + gain. F is 0 if heads are
-    not rotated. In the names of tensors, the size of E is CHANNELS, a power of two.
+    not rotated. Tensors with the suffix _E are padded to the length CHANNELS, a power of two.
+
+    Everything is computed for values as well, as if they were keys. At the end the values themselves are
+    written.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     channel_E = tl.arange(0, CHANNELS)
     is_channel_E = channel_E < E
     is_query, is_value = head < H, head >= H + J
-    # A query is followed by its gate.
+    # The projections have H pairs of a query and its gate, then the keys and values. So query `head` is block
+    # 2 head of E columns, and a key or value is block 2 H + (head - H).
     column = tl.where(is_query, 2 * head, H + head) * E
     head_of_row = projected + row * (2 * H + 2 * J) * E + column
     raw_E = tl.load(head_of_row + channel_E, mask=is_channel_E, other=0.0)
@@ -90,7 +94,7 @@ def _prepare_heads(
         cos_E = tl.load(cos + row * F + pair_E, mask=is_paired_E, other=1.0)
         sin_E = tl.load(sin + row * F + pair_E, mask=is_paired_E, other=0.0)
         x_E = x_E * cos_E + partner_E * tl.where(is_first_E, -sin_E, sin_E)
-    x_E = tl.where(is_value, raw_E, x_E.to(raw_E.dtype))
+    x_E = tl.where(is_value, raw_E, x_E.to(raw_E.dtype))  # a value stays as it is
     out_of_head = out + (row * (H + 2 * J) + head) * E
     tl.store(out_of_head + channel_E, x_E, mask=is_channel_E)
 
@@ -100,8 +104,8 @@ def _multiply_by_sigmoid(
     x,
     gate,
     out,
-    X,
-    P,
+    Y,
+    M,
     E: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     CHANNEL_STRIDE: tl.constexpr,
@@ -110,18 +114,19 @@ def _multiply_by_sigmoid(
 ):
     """Compute CHANNELS channels of one row; see `_multiply_by_sigmoid_op`.
 
-    In the names of tensors, the size of X is CHANNELS.
+    Tensors with the suffix _Y have the length CHANNELS.
     """
     row = tl.program_id(1)
-    channel_X = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    is_channel_X = channel_X < X
-    column_X = FIRST + channel_X // E * HEAD_STRIDE + channel_X % E * CHANNEL_STRIDE
-    gate_X = tl.load(gate + row * P + column_X, mask=is_channel_X, other=0.0).to(tl.float32)
-    x_X = tl.load(x + row * X + channel_X, mask=is_channel_X, other=0.0)
+    channel_Y = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel_Y = channel_Y < Y
+    head_Y = channel_Y // E
+    column_Y = FIRST + head_Y * HEAD_STRIDE + (channel_Y % E) * CHANNEL_STRIDE
+    gate_Y = tl.load(gate + row * M + column_Y, mask=is_channel_Y, other=0.0).to(tl.float32)
+    x_Y = tl.load(x + row * Y + channel_Y, mask=is_channel_Y, other=0.0)
     # The sigmoid is rounded, as torch's operator rounds its result.
-    factor_X = (1 / (1 + tl.exp(-gate_X))).to(x_X.dtype).to(tl.float32)
-    result_X = (x_X.to(tl.float32) * factor_X).to(x_X.dtype)
-    tl.store(out + row * X + channel_X, result_X, mask=is_channel_X)
+    factor_Y = (1 / (1 + tl.exp(-gate_Y))).to(x_Y.dtype).to(tl.float32)
+    result_Y = (x_Y.to(tl.float32) * factor_Y).to(x_Y.dtype)
+    tl.store(out + row * Y + channel_Y, result_Y, mask=is_channel_Y)
 
 
 def prepare_heads(
@@ -146,7 +151,7 @@ def prepare_heads(
     q_norm, k_norm = norms or (None, None)
     return torch.ops.monograph.prepare_heads(
         projected_BP,
-        None if q_norm is None else q_norm.gain_K,
+        None if q_norm is None else q_norm.gain_K,  # K is E here
         None if k_norm is None else k_norm.gain_K,
         0.0 if q_norm is None else q_norm.eps,
         q_norm is not None and q_norm.is_centred,
@@ -212,11 +217,11 @@ def _(
     return projected_BP.new_empty(rows, (heads + 2 * key_heads) * head_dim)
 
 
-def multiply_by_gates(x_BX: Tensor, projected_BP: Tensor, heads: int) -> Tensor:
+def multiply_by_gates(x_BY: Tensor, projected_BP: Tensor, heads: int) -> Tensor:
     """Return the output of each head times the sigmoid of its gate.
 
     Args:
-        x_BX: [B, H E], fp32, fp16 or bf16, contiguous.
+        x_BY: [B, H E], fp32, fp16 or bf16, contiguous.
         projected_BP: for each query head its query and its gate, and further columns; the same dtype,
             contiguous.
         heads: H.
@@ -224,9 +229,9 @@ def multiply_by_gates(x_BX: Tensor, projected_BP: Tensor, heads: int) -> Tensor:
     Returns:
         [B, H E] in the same dtype; the sigmoid and the product are rounded, as torch rounds them.
     """
-    head_dim = x_BX.shape[1] // heads
+    head_dim = x_BY.shape[1] // heads
     return torch.ops.monograph.multiply_by_sigmoid(
-        x_BX,
+        x_BY,
         projected_BP,
         head_dim,
         head_stride=2 * head_dim,
@@ -235,18 +240,18 @@ def multiply_by_gates(x_BX: Tensor, projected_BP: Tensor, heads: int) -> Tensor:
     )
 
 
-def multiply_by_gate(x_BX: Tensor, gate_B1: Tensor) -> Tensor:
+def multiply_by_gate(x_BY: Tensor, gate_B1: Tensor) -> Tensor:
     """Return x times the sigmoid of its row's gate, rounded as in `multiply_by_gates`."""
     # With strides of 0, every channel has the only gate of its row.
     return torch.ops.monograph.multiply_by_sigmoid(
-        x_BX, gate_B1, x_BX.shape[1], head_stride=0, channel_stride=0, first=0
+        x_BY, gate_B1, x_BY.shape[1], head_stride=0, channel_stride=0, first=0
     )
 
 
 @torch.library.custom_op("monograph::multiply_by_sigmoid", mutates_args=())
 def _multiply_by_sigmoid_op(
-    x_BX: Tensor,
-    gate_BP: Tensor,
+    x_BY: Tensor,
+    gate_BM: Tensor,
     head_dim: int,
     head_stride: int,
     channel_stride: int,
@@ -256,14 +261,14 @@ def _multiply_by_sigmoid_op(
 
     h is a head, and e a channel of it.
     """
-    rows, columns = x_BX.shape
-    out_BX = torch.empty_like(x_BX)
+    rows, columns = x_BY.shape
+    out_BY = torch.empty_like(x_BY)
     _multiply_by_sigmoid[(triton.cdiv(columns, _CHANNELS_PER_PROGRAM), rows)](
-        x_BX,
-        gate_BP,
-        out_BX,
+        x_BY,
+        gate_BM,
+        out_BY,
         columns,
-        gate_BP.shape[1],
+        gate_BM.shape[1],
         E=head_dim,
         HEAD_STRIDE=head_stride,
         CHANNEL_STRIDE=channel_stride,
@@ -271,16 +276,16 @@ def _multiply_by_sigmoid_op(
         CHANNELS=_CHANNELS_PER_PROGRAM,
         num_warps=2,
     )
-    return out_BX
+    return out_BY
 
 
 @_multiply_by_sigmoid_op.register_fake
 def _(
-    x_BX: Tensor,
-    gate_BP: Tensor,
+    x_BY: Tensor,
+    gate_BM: Tensor,
     head_dim: int,
     head_stride: int,
     channel_stride: int,
     first: int,
 ) -> Tensor:
-    return torch.empty_like(x_BX)
+    return torch.empty_like(x_BY)

@@ -40,11 +40,11 @@ and a row without an adapter has the bits of a layer without adapters. The same 
 in the same order in both cases. (Padding changes no bits if both ranks have tiles of the same size, which
 is the next power of two from 16 to 64.)
 
-Shapes: B rows, P layers, K channels of x, over which products sum, N columns, Q the adapters' rank, Z
-slots of a bank. In kernels: R = ROWS and O = COLUMNS of a tile, S = CHANNELS and Q = RANKS that are read
-at once, H = S / 2 bytes of two codes each, G = S / 64 blocks of codes, T the 16 numbers of NF4. `x_at_RS`
-are the addresses of the elements of `x_RS`. Numbers at the end of a name, as in `weight_1`, are the
-layer's. Flags in capitals that have the name of a term, such as NORM, BIAS and RESIDUAL, say whether the
+Shapes: B rows, P layers, K channels of x, over which products sum, N columns, M columns of gate or up, Q the
+adapters' rank, Z slots of a bank. In kernels: R = ROWS and O = COLUMNS of a tile, S = CHANNELS and Q = RANKS
+that are read at once, H = S / 2 bytes of two codes each, G = S / 64 blocks of codes, T the 16 numbers of
+NF4. `x_at_RS` are the addresses of the elements of `x_RS`. Numbers at the end of a name, as in `weight_1`,
+are the layer's. Flags in capitals that have the name of a term, such as NORM, BIAS and RESIDUAL, say whether the
 product has this term; CENTRED says that the norm multiplies by 1 + gain.
 """
 
@@ -92,7 +92,7 @@ def gated(gate_RO, up_RO, dtype: tl.constexpr, GELU: tl.constexpr):
 
 @triton.jit
 def _of_layer(layer, of_0, of_1, of_2, LAYERS: tl.constexpr):
-    """Return that of `of_0`, `of_1` and `of_2` which belongs to the layer with the index `layer`.
+    """Return `of_0`, `of_1` or `of_2`, whichever belongs to the layer with the index `layer`.
 
     They are pointers or numbers. A kernel cannot index a list by a number that it learns at run time.
     """
@@ -138,7 +138,7 @@ def _add_nf4(
     block_OG = column_O1 * (K // 64) + begin // 64 + tl.arange(0, BLOCKS)[None, :]
     level_OG = tl.load(levels + block_OG, mask=is_column_O1, other=0).to(tl.float32)
     step_OG = tl.load(steps + block_OG // 256, mask=is_column_O1, other=1.0)
-    # `div_rn` rounds as torch's division, by which `NF4Weight` makes its dense weight.
+    # `div_rn` rounds as torch's division, which `NF4Weight` uses to make its dense weight.
     scale_OG1 = (tl.math.div_rn(level_OG, step_OG) + mean)[:, :, None]
     # `tl.gather` looks codes up in a flat tensor. A block has 32 even and 32 odd channels.
     flat_codes = tl.reshape(codes_OH, (COLUMNS * CHANNELS // 2,))
@@ -191,13 +191,14 @@ def _project_down(
     """
     if BANK:
         row = tl.program_id(1)
-        row_R = row // ROWS * ROWS + tl.arange(0, ROWS)
+        row_R = (row // ROWS) * ROWS + tl.arange(0, ROWS)  # all rows of its tile
         slot_R = _slots_of_rows(slots, row_R, row_count)
         slot = tl.load(slots + row).to(tl.int32)
         is_own_R = slot_R == slot
         # Rows beyond the last one have slot 0, so they are not among a program's own.
+        has_adapter = slot > 0
         first_own_row = tl.min(tl.where(is_own_R, row_R, row_count), 0)
-        is_needed = (slot > 0) & (first_own_row == row)
+        is_needed = has_adapter & (first_own_row == row)
         # `a` has the slots one after another, each of RANK rows.
         first_rank = slot * RANK
     else:
@@ -206,10 +207,10 @@ def _project_down(
         is_needed = True
         first_rank = 0
     if is_needed:
-        # Axis 0 of the grid has a program for each tile of ranks, layer and split.
+        # Axis 0 of the grid has a program for each tile of ranks, layer and split. Splits change fastest.
         split = tl.program_id(0) % SPLITS
-        layer = tl.program_id(0) // SPLITS % LAYERS
-        rank_Q = tl.program_id(0) // (SPLITS * LAYERS) * RANKS + tl.arange(0, RANKS)
+        layer = (tl.program_id(0) // SPLITS) % LAYERS
+        rank_Q = (tl.program_id(0) // (SPLITS * LAYERS)) * RANKS + tl.arange(0, RANKS)
         offset_S = tl.arange(0, CHANNELS)
         is_row_R1 = is_own_R[:, None]
         is_rank_Q = rank_Q < RANK
@@ -526,12 +527,14 @@ class Tile(NamedTuple):
         channels: the largest number of channels that it reads at once.
         warps: its number of warps, of 32 threads each.
         stages: how many of these reads are under way at the same time (Triton's `num_stages`).
+        registers: the maximum number of registers of a thread; None: the assembler chooses.
     """
 
     columns: int
     channels: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 # Tiles of 16 rows of dense weights in 16 bits, from the narrowest to the widest. They are the fastest of
@@ -548,7 +551,7 @@ _NF4_TILES = (
     Tile(columns=16, channels=256, warps=2, stages=4),
     Tile(columns=32, channels=256, warps=4, stages=4),
 )
-# On cards with less shared memory than this, the two tiles below are used.
+# On cards with less shared memory than this, the two tiles below are used, and others of 64 rows.
 _SHARED_BYTES_OF_TILES = 147_456
 _SMALL_TILE = Tile(columns=16, channels=256, warps=4, stages=4)
 _SMALL_NF4_TILE = Tile(columns=16, channels=128, warps=2, stages=4)
@@ -560,9 +563,17 @@ _FP32_TILE_OF_CODES = Tile(columns=16, channels=64, warps=4, stages=2)
 # For 64 rows of codes, or of dense weights with a bank. The tile of x needs as much shared memory as a
 # dense weight's, so there is less for the weight.
 _LARGE_TILE = Tile(columns=32, channels=128, warps=4, stages=3)
+# On cards with less shared memory, it has room for two programs at most, and their threads may have all
+# registers of the card. Left to itself, the assembler spares registers for a third program, and spills.
+_SMALL_LARGE_TILE = _LARGE_TILE._replace(registers=255)
+# A gated product of dense weights needs more than 255. It has room for one program, which has twice the
+# threads: each computes fewer numbers, and adds up each of them as before.
+_SMALL_LARGE_DENSE_GATED_TILE = _LARGE_TILE._replace(warps=8)
 
 
-def tile_of(form: str, columns: int, tile_rows: int, dtype: torch.dtype, device: Any) -> Tile:
+def tile_of(
+    form: str, columns: int, is_gated: bool, tile_rows: int, dtype: torch.dtype, device: Any
+) -> Tile:
     """Return the tile of a product.
 
     It is never chosen by timing, and does not depend on how many of the tile's rows are used: otherwise
@@ -571,20 +582,25 @@ def tile_of(form: str, columns: int, tile_rows: int, dtype: torch.dtype, device:
     Args:
         form: how the weight is stored.
         columns: the number of columns of all layers together.
+        is_gated: whether it is the gated product of two layers.
         tile_rows: the number of rows of the tile, used or not.
         dtype: the dtype of x.
         device: the card.
     """
+    card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute
+    has_less_memory = card.shared_memory_per_block_optin < _SHARED_BYTES_OF_TILES
     if tile_rows > ROWS:
-        return _LARGE_TILE
+        if not has_less_memory:
+            return _LARGE_TILE
+        is_dense_gated = form == "dense" and is_gated
+        return _SMALL_LARGE_DENSE_GATED_TILE if is_dense_gated else _SMALL_LARGE_TILE
     if dtype == torch.float32:
         return _FP32_TILE if form == "dense" else _FP32_TILE_OF_CODES
-    card: Any = torch.cuda.get_device_properties(device)  # torch's types lack an attribute
-    if card.shared_memory_per_block_optin < _SHARED_BYTES_OF_TILES:
+    if has_less_memory:
         return _SMALL_NF4_TILE if form == "nf4" else _SMALL_TILE
-    # The narrowest tile with which all programs run at once, one on each multiprocessor. With wider
-    # tiles some multiprocessors would have no work, and with narrower ones some programs would have to
-    # wait for others.
+    # Take the narrowest tile that lets all programs run at once, one on each multiprocessor. With wider tiles
+    # some multiprocessors would have no work. With narrower tiles some programs would have to wait for
+    # others.
     tiles = _NF4_TILES if form == "nf4" else _TILES
     for tile in tiles:
         if triton.cdiv(columns, tile.columns) <= card.multi_processor_count:
@@ -607,7 +623,7 @@ class LowRank(NamedTuple):
 
 
 class LowRankBank(NamedTuple):
-    """The tensors of a layer's bank of adapters, of which each row has one.
+    """The tensors of a layer's bank of adapters. Each row uses one adapter of the bank.
 
     Attributes:
         a_ZQK: A of each slot.
@@ -839,7 +855,7 @@ def _multiply_op(
             num_stages=2,
         )
     weights, scales, steps, means, tables = _grouped_by_tensor(stored, form)
-    tile = tile_of(form, sum(columns), tile_rows, x_BK.dtype, x_BK.device)
+    tile = tile_of(form, sum(columns), bool(activation), tile_rows, x_BK.dtype, x_BK.device)
     column_tiles = sum(triton.cdiv(each, tile.columns) for each in columns)
     _multiply[(column_tiles, triton.cdiv(rows, tile_rows))](
         x_BK,
@@ -884,6 +900,7 @@ def _multiply_op(
         ADAPTER_PRECISION=adapter_precision,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
     )
     return out_BN
 

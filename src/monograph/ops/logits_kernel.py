@@ -92,8 +92,8 @@ def _replace_row(
             words_W = tl.load(words_at_W + part * (T // 2), eviction_policy="evict_first")
             kept = kept + (words_W,)  # type: ignore[assignment]
         for part in tl.static_range(PARTS_KEPT):
-            # Always true. The compiler does not know this, so it does not mix the parts, for which there are
-            # too few registers.
+            # Always true. But the compiler does not know this, so it computes one part after the other. For
+            # several parts at once there are too few registers.
             if part * T < V:
                 largest, total = _add_columns(_unpacked(kept[part], dtype, T), largest, total)
     # Only the columns after the last multiple of T need a mask. Without a mask, a thread loads several

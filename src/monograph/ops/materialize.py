@@ -7,8 +7,8 @@ from torch import Tensor
 def materialize(value: Tensor) -> Tensor:
     """Return the same tensor; a compiled graph keeps it in memory instead of fusing it.
 
-    Inductor fuses small tensors into the loops over large ones, which then repeat a power or a
-    division for every element. On a CPU, two powers cost an AdamW update more than all else in it.
+    Inductor fuses the computation of a small tensor into the loops over large ones. So a power or a division is
+    repeated for every element. On a CPU, two powers take longer than everything else in an AdamW update.
     """
     if not torch.compiler.is_compiling():
         return value

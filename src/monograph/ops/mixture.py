@@ -33,8 +33,8 @@ def mixture_cross_entropy(
         q = softmax(hidden @ weight.T)
         m = mean over teachers of softmax(their hidden @ their weight.T), a constant
 
-    A chunk's loss and both its gradients are computed together. At most two tensors [C, V] of the
-    teachers' probabilities exist at a time: the sum so far and the next teacher's.
+    A chunk's loss is computed together with the gradients of its hidden states and of the weight. At most two
+    tensors [C, V] of the teachers' probabilities exist at a time: the sum so far and the next teacher's.
 
     Source: Kim et al. 2025, arXiv 2509.14786.
 

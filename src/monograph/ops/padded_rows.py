@@ -1,10 +1,10 @@
 """Pad the rows of a matrix product, so that a row's bits do not depend on the number of rows.
 
-On the CPUs that were measured, a row of a product has the same bits for any number of rows that is
-a multiple of four (dev/log.md). For other numbers MKL may round differently, such as for 5 to 7 and
-9 to 11 on an AMD EPYC with AVX2. Some products are computed twice and must have the same bits, such
-as those of an answer that is sampled and then scored. They are padded with rows of zeros to a
-multiple of four, and the products of these rows are dropped.
+On the CPUs that were measured, a row of a product has the same bits whenever the number of rows is a multiple
+of four (dev/log.md). For other numbers, such as 5 to 7 and 9 to 11 on an AMD EPYC with AVX2, MKL may round
+differently. Some products are computed twice and must have the same bits: an answer is sampled, and its
+tokens are scored later. So their rows are padded with zeros to a multiple of four, and the products of the
+added rows are dropped.
 """
 
 _UNIT = 4

@@ -9,9 +9,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
         y = x / sqrt(mean(x^2) + eps) * weight
 
-    It is computed in fp32 and rounded once, at the end. Float64 inputs are computed in float64:
-    transformers rounds them to fp32, which would limit every exactness test to 6e-8. There is no
-    other implementation, because Inductor fuses this one into one kernel, and
+    It is computed in fp32 and rounded once, at the end. Float64 inputs are computed in float64. (In
+    transformers they are rounded to fp32, but then no test of exactness could have a bound below 6e-8.)
+    There is no other implementation, because Inductor fuses this one into one kernel, and
     `torch.nn.functional.rms_norm` was not faster on a CPU.
 
     Args:

@@ -25,8 +25,8 @@ def _rotate_to(
 ):
     """Rotate the heads of one token, and write them to `out` side by side.
 
-    `heads` points to the first head of the token. HEADS and PAIRS are the smallest powers of two that are at
-    least H and F. In the names of tensors, they are the sizes of H and F.
+    `heads` points to the first head of the token. Tensors with the suffixes _H and _F have the lengths HEADS and
+    PAIRS, which are the smallest powers of two that are at least H and F.
     """
     head_H1, pair_1F = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
     is_pair_HF = (head_H1 < H) & (pair_1F < F)
@@ -41,7 +41,7 @@ def _rotate_to(
 
 @triton.jit
 def _copy_to(heads, stride_head, out, K, F, KEY_HEADS: tl.constexpr, PAIRS: tl.constexpr):
-    """Copy the heads of one token to `out`, side by side."""
+    """Copy the heads of one token to `out`, side by side; for the lengths see `_rotate_to`."""
     head_K1, channel_1D = tl.arange(0, KEY_HEADS)[:, None], tl.arange(0, 2 * PAIRS)[None, :]
     is_channel_KD = (head_K1 < K) & (channel_1D < 2 * F)
     values_KD = tl.load(heads + head_K1 * stride_head + channel_1D, mask=is_channel_KD)
@@ -148,7 +148,7 @@ def launch(
 
     Args:
         query_BTHD: the queries; the channels of a head lie side by side.
-        key_BTKD: the keys, the same.
+        key_BTKD: the keys; their channels lie side by side, too.
         cos_BTF: fp32, contiguous; B may be 1.
         sin_BTF: the same.
         rotated_query_BTHD: contiguous; receives the rotated queries.
@@ -184,8 +184,8 @@ def launch_back(
 
     Args:
         query_BTHD: the gradients of rotated queries; the channels of a head lie side by side.
-        key_BTKD: those of rotated keys, the same.
-        value_BTKD: those of values, the same.
+        key_BTKD: the gradients of rotated keys; their channels lie side by side, too.
+        value_BTKD: the gradients of values; their channels lie side by side, too.
         cos_BTF: see `launch`.
         sin_BTF: see `launch`.
         joined_BTX: contiguous, X = (H + 2 K) D; receives all gradients.

@@ -31,7 +31,7 @@ class ReplacementRows(NamedTuple):
 
 
 def with_replaced_rows(weight_VD: Tensor, rows: ReplacementRows) -> Tensor:
-    """Return a copy of the table, in its dtype, in which its rows are replaced.
+    """Return a copy of the table with the rows replaced, in the table's dtype.
 
     This is the reference for all other functions here.
     """

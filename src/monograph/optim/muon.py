@@ -15,10 +15,17 @@ from monograph.graph.inspect import blocks
 from monograph.ops.materialize import materialize
 from monograph.optim.adamw import ADAMW
 from monograph.optim.kinds import cast_like, kinds_of, no_match_message
-from monograph.optim.optimizer import Hyperparameters, Optimizer, ParameterKind, Rule, require_list
+from monograph.optim.optimizer import (
+    Hyperparameters,
+    Knob,
+    Optimizer,
+    ParameterKind,
+    Rule,
+    require_list,
+)
 from monograph.optim.planes import trainable
 from monograph.optim.state_format import Moment
-from monograph.ranges import DECAY, NOT_NEGATIVE
+from monograph.ranges import DECAY, NOT_NEGATIVE, WHOLE
 
 # The coefficients of Keller Jordan's quintic polynomial (https://kellerjordan.github.io/posts/muon/). It
 # is so steep at 0 that five iterations are enough. Singular values then end between 0.68 and 1.21 instead
@@ -77,8 +84,8 @@ def muon_(param: Tensor, grad: Tensor, moments: Sequence[Tensor], hyper: Hyperpa
             `hyper.orthogonal` has newton_schulz(u) already, p may be any flat part of the matrices.
         grad: g, of the same shape.
         moments: the momentum m, of the same shape.
-        hyper: lr, betas (mu,), weight_decay wd, whether it is accepted, the dtype of products, and
-            the matrices' shape.
+        hyper: lr, betas (mu,) or those of `Muon.momentum_warmup`, weight_decay wd, whether it is
+            accepted, the dtype of products, and the matrices' shape.
     """
     (momentum_buffer,) = moments
     m, direction = _nesterov(grad, moments, hyper)
@@ -108,9 +115,25 @@ def _nesterov(
 ) -> tuple[Tensor, Tensor]:
     """Return the next momentum m and the direction u; see `muon_`."""
     (momentum_buffer,) = moments
-    (momentum,) = hyper.betas
+    momentum = _momentum(hyper)
     m = torch.lerp(momentum_buffer, grad, cast_like(1 - momentum, grad))
     return m, torch.lerp(grad, m, cast_like(momentum, grad))
+
+
+def _momentum(hyper: Hyperparameters) -> Knob:
+    """Return the momentum mu of an update.
+
+        mu_t = first + (last - first) min(1, (t - 1) / warmup)
+
+    The betas are (last, first, warmup), or (mu,) without warm-up.
+    """
+    last, *warmup = hyper.betas
+    if not warmup:
+        return last
+    first, updates = warmup
+    # In an update that is not applied, t may be 0.
+    share = ((hyper.applied.to(torch.float64) - 1) / updates).clamp(0, 1)
+    return first + (last - first) * share
 
 
 MUON = Rule(
@@ -134,11 +157,16 @@ class Muon(Optimizer):
         embedding_lr: factor of the embedding's learning rate.
         matrices: patterns of the names of the parameters that Muon updates; None: those of
             `hidden_matrices`.
+        first_momentum: the momentum of the first update, if it warms up.
+        momentum_warmup: over how many updates the momentum goes along a line from `first_momentum` to
+            `momentum`; 0: it is always `momentum`.
     """
 
     momentum: float = 0.95
     embedding_lr: float = 1.0
     matrices: Sequence[str] | None = None
+    first_momentum: float = 0.85
+    momentum_warmup: int = 0
 
     rules: ClassVar[tuple[Rule, ...]] = (ADAMW, MUON)
     updates_matrices: ClassVar[bool] = True
@@ -153,6 +181,8 @@ class Muon(Optimizer):
         """Refuse values outside their range, each in one line."""
         super().__post_init__()
         DECAY.require("momentum", self.momentum)
+        DECAY.require("first_momentum", self.first_momentum)
+        WHOLE.require("momentum_warmup", self.momentum_warmup)
         NOT_NEGATIVE.require("embedding_lr", self.embedding_lr)
         require_list(
             "matrices", self.matrices or (), str, "patterns of names, such as ['*.weight']"
@@ -177,11 +207,14 @@ class Muon(Optimizer):
             )
         kinds = kinds_of(parameters, ADAMW, self)
         shapes = {name: tuple(parameters[name].shape) for name in names}
+        betas: tuple[float, ...] = (self.momentum,)
+        if self.momentum_warmup:
+            betas += (self.first_momentum, self.momentum_warmup)
         embeddings = _embeddings(module)
         for name, kind in kinds.items():
             if name in shapes:
                 kinds[name] = kind._replace(
-                    rule=MUON, matrix_shape=shapes[name], betas=(self.momentum,), eps=self.eps
+                    rule=MUON, matrix_shape=shapes[name], betas=betas, eps=self.eps
                 )
             elif id(parameters[name]) in embeddings:
                 kinds[name] = kind._replace(lr=kind.lr * self.embedding_lr)

@@ -228,14 +228,20 @@ def _candidate(
 ) -> Candidate:
     update_s = slowness * update_time(work, device, peak_flops[work.precision]).total_s
     tokens_per_s, model_flops_share = speed(work, update_s, device)
-    return Candidate(work, needed_bytes, update_s, tokens_per_s, model_flops_share)
+    return Candidate(
+        work,
+        peak_memory_bytes=needed_bytes,
+        update_s=update_s,
+        tokens_per_s=tokens_per_s,
+        mfu=model_flops_share,
+    )
 
 
 def slower_text(ratio: float) -> str:
     """Return in words how much slower a way is than the best one.
 
     Args:
-        ratio: the way's time over that of the best way. 1.21 gives "21% slower".
+        ratio: the way's time divided by the best way's. 1.21 gives "21% slower".
     """
     if ratio < 1.005:
         return "no faster"

@@ -1,12 +1,12 @@
 """Decide what the settings leave open.
 
-The functions up to `muon_fields` decide a run's length, intervals, learning rate and optimizer.
+The functions up to `tuned_fields` decide a run's length, intervals, learning rate and optimizer.
 
 `plan` decides how the run is trained: its micro-batch, recomputation, compile scope and precision,
-with the reason why each other combination was not chosen. The search uses a closed form
-(`planner.candidates`). Then the memory of the best candidate is traced (`predict.footprint`), and
-if it does not fit, that of the next candidate. If nothing fits, the plan shows the candidate that
-needs least memory.
+with the reason why each other combination was not chosen. The search estimates memory in closed form
+(`planner.candidates`). Then it traces the best candidate: the step runs on tensors without data, whose
+bytes are counted (`predict.footprint`). If it does not fit, the next candidate is traced. If nothing
+fits, the plan shows the candidate that needs least memory.
 """
 
 import math
@@ -80,7 +80,8 @@ LEARNING_RATES = {
 # For presets for which the optimizer has `tuned` fields, the weight decay is DECAY_PER_EPOCH times the
 # number of epochs, but at most MAX_DECAY. A text that is read several times would be learned by heart
 # with less (docs/training.md).
-DECAY_PER_EPOCH, MAX_DECAY = 0.3, 1.0
+DECAY_PER_EPOCH = 0.3
+MAX_DECAY = 1.0
 # Rates for existing weights. Adapters need ten times the rate of all weights (Schulman et al. 2025,
 # "LoRA Without Regret").
 FINETUNING_RATES = {"all": 2e-5, "adapters": 2e-4}
@@ -88,9 +89,10 @@ FINETUNING_RATES = {"all": 2e-5, "adapters": 2e-4}
 # answers say less than texts.
 JUDGED_SHARE = 0.1
 UNKNOWN_RATE = 1e-3  # for a shape without a name
-# The maximum of epochs of a run that is limited by time: with a weight decay below MAX_DECAY, and with
-# MAX_DECAY (docs/training.md).
-MAX_EPOCHS, MAX_DECAYED_EPOCHS = 8, 16
+# The maximum of epochs of a run that is limited by time (docs/training.md), for a weight decay below
+# MAX_DECAY.
+MAX_EPOCHS = 8
+MAX_DECAYED_EPOCHS = 16  # the same for a weight decay of MAX_DECAY
 # From this many layers on, one graph for all of them takes minutes to compile
 # (benchmarks/scopes.py).
 DEEP_LAYERS = 16
@@ -102,10 +104,11 @@ UPDATES_SHARE = 0.95
 END_S = 10.0
 END_STARTS = 1.5
 MAX_END_SHARE = 0.25
-CURVE_ROWS = (
-    64  # held-out rows that are scored for a point of the loss curve; the last point uses all
-)
-EVALUATIONS, CHECKPOINTS = 12, 6  # per run, if the settings leave their number open
+# Held-out rows that are scored for a point of the loss curve; the last point uses all.
+CURVE_ROWS = 64
+# The numbers of evaluations and of checkpoints of a run, if the settings leave them open.
+EVALUATIONS = 12
+CHECKPOINTS = 6
 
 
 def default_seconds(minutes: float, seconds_per_update: float) -> float:
@@ -117,9 +120,9 @@ def default_seconds(minutes: float, seconds_per_update: float) -> float:
     return max(60 * minutes, needed_s)
 
 
-def updates_in_time(seconds: float, seconds_per_update: float, most: int) -> int:
-    """Return the number of updates that fit the time, at least 1 and at most `most`."""
-    return max(1, min(most, int(seconds / seconds_per_update)))
+def updates_in_time(seconds: float, seconds_per_update: float, max_updates: int) -> int:
+    """Return the number of updates that fit the time, at least 1 and at most `max_updates`."""
+    return max(1, min(max_updates, int(seconds / seconds_per_update)))
 
 
 def seconds_for_end(start_s: float, limit_s: float) -> float:
@@ -144,12 +147,12 @@ def updates_for_tokens(tokens: int, tokens_per_update: int) -> int:
 
 
 def most_epochs(weight_decay: float) -> int:
-    """Return the maximum of epochs of a run that is limited by time."""
+    """Return the maximum number of epochs of a run that is limited by time."""
     return MAX_DECAYED_EPOCHS if weight_decay >= MAX_DECAY else MAX_EPOCHS
 
 
 def most_updates(rows_per_epoch: int, rows_per_update: int, weight_decay: float) -> int:
-    """Return the maximum of updates of a run that is limited by time."""
+    """Return the maximum number of updates of a run that is limited by time."""
     updates_per_epoch = math.ceil(rows_per_epoch / rows_per_update)
     return most_epochs(weight_decay) * updates_per_epoch
 
@@ -171,11 +174,12 @@ def likely_updates(
 
 # The default tokens of a row. For a new model, which is small, they are enough for most texts; for an
 # existing model, for most conversations.
-NEW_LENGTH, EXISTING_LENGTH = 256, 1024
+NEW_LENGTH = 256
+EXISTING_LENGTH = 1024
 
 
 def sequence_length(fresh: bool, positions: int | None, tokens_per_update: int | None) -> int:
-    """Return the tokens of a row.
+    """Return the default number of tokens of a row.
 
     Args:
         fresh: whether the model's weights are new.
@@ -206,14 +210,17 @@ class UsualSizes(NamedTuple):
 # 2,048 tokens. Rows of 4,096 are those of Llama 2, and of Llama 3 at first (arXiv 2307.09288,
 # 2407.21783).
 USUAL_SIZES = (
-    UsualSizes(2_361_024, NEW_LENGTH, DEFAULT.tokens_per_update),
-    UsualSizes(125_000_000, 2048, 2**19),
-    UsualSizes(1_300_000_000, 4096, 2**20),
-    UsualSizes(6_700_000_000, 4096, 2**21),
+    UsualSizes(
+        parameters=2_361_024, length=NEW_LENGTH, tokens_per_update=DEFAULT.tokens_per_update
+    ),
+    UsualSizes(parameters=125_000_000, length=2048, tokens_per_update=2**19),
+    UsualSizes(parameters=1_300_000_000, length=4096, tokens_per_update=2**20),
+    UsualSizes(parameters=6_700_000_000, length=4096, tokens_per_update=2**21),
 )
 # Rows of an update of existing weights: for adapters the 16 of QLoRA (Dettmers et al. 2023, arXiv
 # 2305.14314, table 9), and for all weights the 128 of Stanford Alpaca (Taori et al. 2023).
-ADAPTED_ROWS, FINETUNED_ROWS = 16, 128
+ADAPTED_ROWS = 16
+FINETUNED_ROWS = 128
 # Training tokens per parameter of a new model. With this ratio a given number of FLOPs gives the lowest
 # loss (Hoffmann et al. 2022, arXiv 2203.15556).
 TOKENS_PER_PARAMETER = 20
@@ -263,7 +270,7 @@ def precision(device: Device) -> str:
 def known_learning_rate(preset: str, optimizer: str) -> float:
     """Return the peak learning rate of a preset for an optimizer.
 
-    Rates were searched for with models of the Llama family only.
+    It was found with models of the Llama family, and is used for all families.
     """
     optimizer_class = OPTIMIZERS[optimizer]
     usual_rate = LEARNING_RATES[preset] * optimizer_class.rate_factor
@@ -317,7 +324,7 @@ class Plan:
         chosen: the choice; None if nothing fits.
         candidates: all candidates. The first is the chosen one, or if nothing fits, the one that
             needs least memory.
-        calibrated: whether times are corrected by those of earlier runs on the device.
+        calibrated: whether times are corrected by the times of earlier runs on the device.
         not_streamed: why streaming does not fit either; "" if it was not tried.
     """
 
@@ -389,21 +396,27 @@ def plan(
         UsageError: the device has no memory left.
     """
     limit = budget(device)
-    slowness: dict[str, float] = {}
+    slowness: dict[str, float] = {}  # measured time / predicted time, by precision
     if calibration:
         for name in request.precisions:
             ratio = calibration.slowness(device, name)
             if ratio:
                 slowness[name] = ratio
-    corrections: dict[Way, float] = {}  # ratios of a traced peak to its closed form
+    corrections: dict[Way, float] = {}  # traced bytes / bytes by the closed form
     traced: dict[Work, Candidate] = {}
 
     def list_candidates(limit: int) -> list[Candidate]:
-        """Return the candidates of all ways for a limit; traced ones with their traces."""
+        """Return the candidates of all ways under a limit; those that were traced have their traced memory."""
         candidates = []
         for way in resident_ways(request):
             candidates += way_candidates(
-                request, way, device, limit, corrections.get(way, 1.0), peak_flops, slowness
+                request,
+                way,
+                device,
+                limit,
+                correction=corrections.get(way, 1.0),
+                peak_flops=peak_flops,
+                slowness=slowness,
             )
         return [traced.get(candidate.work, candidate) for candidate in candidates]
 
@@ -416,9 +429,10 @@ def plan(
         best = _best(candidates, traced, limit)
         if best.work in traced or best.peak_memory_bytes * MAX_ESTIMATE_ERROR <= limit:
             break
-        # The last trace is for the candidate that is most likely to fit: of the smallest micro-batches
-        # (a limit of 0 leaves no others), the one that needs least.
+        # The last trace is for the candidate that is most likely to fit: the one with the smallest
+        # micro-batch that needs least by the closed form.
         if len(traced) == MAX_TRACES - 1:
+            # With a limit of 0 nothing fits, so each way is listed with its smallest micro-batch.
             smallest = sorted(
                 list_candidates(0), key=lambda candidate: estimate_bytes(candidate.work)
             )
@@ -426,8 +440,10 @@ def plan(
             if untraced:
                 best = untraced[0]
         by_origin = traced_bytes(best.work)
-        residual = calibration.residual(device, best.work, by_origin) if calibration else 0
-        traced[best.work] = best.with_trace(by_origin, residual)
+        residual_bytes = 0  # by how much similar steps of earlier runs exceeded their traces
+        if calibration:
+            residual_bytes = calibration.residual(device, best.work, by_origin)
+        traced[best.work] = best.with_trace(by_origin, residual_bytes)
         way = Way(best.work.precision, best.work.compile, best.work.remat)
         traced_peak = traced[best.work].peak_memory_bytes
         corrections[way] = traced_peak / estimate_bytes(best.work)
@@ -462,18 +478,21 @@ def _best(candidates: list[Candidate], traced: Mapping[Work, Candidate], limit: 
         return min(fitting, key=lambda candidate: candidate.update_s)
     memory = attrgetter("peak_memory_bytes")
     smallest = min(candidates, key=memory)
-    limit_of_equal = NEARLY_EQUAL * smallest.peak_memory_bytes
-    traced_and_equal = [
-        candidate for candidate in traced.values() if candidate.peak_memory_bytes <= limit_of_equal
+    nearly_equal_bytes = NEARLY_EQUAL * smallest.peak_memory_bytes
+    traced_and_nearly_equal = [
+        candidate
+        for candidate in traced.values()
+        if candidate.peak_memory_bytes <= nearly_equal_bytes
     ]
-    return min(traced_and_equal, key=memory, default=smallest)
+    return min(traced_and_nearly_equal, key=memory, default=smallest)
 
 
 def _why(candidate: Candidate, best: Candidate, limit: int) -> str:
     """Return why a candidate was not chosen."""
     if candidate.peak_memory_bytes > limit:
         return _too_large(candidate, limit)
-    # The candidate is faster and fits by the closed form, but no trace has shown that it fits.
+    # The candidate is faster (by 0.5 %, less is rounding) and fits by the closed form, but no trace has
+    # shown that it fits.
     if candidate.update_s < 0.995 * best.update_s:
         return "not certain to fit"
     return slower_text(candidate.update_s / best.update_s)

@@ -8,8 +8,10 @@ host   = all other buffers + offloaded boundaries
 The words, which are those of `monograph.stream`:
     stage           what is before the blocks, a group of blocks, or what is after them
     plane           a part of a stage's parameters in one tensor
-    buffer          a plane's weights, gradient or moments, by name
+    buffer          one of a plane's tensors: "weights", "gradient", a moment of the optimizer, or "rest",
+                    which has the low halves of fp32 weights if "weights" has only the high halves
     number          an element of a tensor
+    origin          what bytes are for, as plans show it: "weights", "gradients", "moments", "slots", ...
     resident        on the device all the time
     slot            device memory in which the weights and gradients of one stage after another lie
     chunk           a part of a plane, which the device updates at once
@@ -50,7 +52,7 @@ from monograph.stream.walk import INPUT_SETS
 
 BufferNames = frozenset[str]
 META = torch.device("meta")
-# A buffer's origin by its name. Names that are not listed are those of moments.
+# A buffer's origin by its name. Buffers that are not listed here have the origin "moments".
 ORIGIN = {WEIGHTS: "weights", REST: "weights", GRADIENT: "gradients"}
 
 
@@ -75,8 +77,8 @@ class PlaneShape(NamedTuple):
     """A stage's plane without its data.
 
     Attributes:
-        plane_number: the number of the model's plane of which this is a part; parts with the same
-            number share a slot's memory.
+        plane_number: the plane's number. Planes of different stages that have the same number hold the
+            same kind of parameters, and take turns in the same memory of a slot.
         parameters: how many parameters it has.
         update_unit: how many parameters can only be updated together: those of a matrix, or 1.
         buffers: the buffers' sizes by name.
@@ -131,7 +133,7 @@ class Stages:
 
     @cached_property
     def planes(self) -> list[tuple[PlaneShape, ...]]:
-        """Return for each stage its planes."""
+        """Return the planes of each stage."""
         return [self.first, *[self.middle] * (self.count - 2), self.last]
 
     @property
@@ -141,12 +143,12 @@ class Stages:
         return list(dict.fromkeys(name for plane in planes for name in plane.buffers))
 
     def size_bytes(self, index: int, name: str) -> int:
-        """Return the bytes of the buffers of that name in the stage of that index."""
+        """Return the bytes of all buffers of one name in a stage."""
         return self._sizes[index].get(name, 0)
 
     @cached_property
     def _sizes(self) -> list[dict[str, int]]:
-        """Return for each stage the bytes by buffer name. They are cached, because a search reads
+        """Return the bytes of each stage's buffers by name. They are cached, because a search reads
         them millions of times.
         """
         names = self.buffer_names
@@ -170,7 +172,8 @@ class _StageKind(NamedTuple):
     resident: BufferNames
 
 
-# The cache is for the second search, for settings that would fit, if nothing fits.
+# Cached, because a second search needs the same stages: if nothing fits, it looks for settings that
+# would fit.
 @functools.lru_cache(maxsize=64)
 def stages_of(
     config: LlamaConfig, optim: Optimizer, precision: str, blocks_per_stage: int
@@ -190,10 +193,11 @@ def stages_of(
     )
     first, middle, last = (_plane_shapes(stage) for stage in store.stages)
     count = config.num_hidden_layers // blocks_per_stage + 2
-    return Stages(first, middle, last, count, store.tied)
+    return Stages(first, middle, last, count=count, tied=store.tied)
 
 
 def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
+    """Return the planes of a stage that the engine's own code has made."""
     shapes = []
     for entry in stage.stored_planes:
         plane = entry.plane
@@ -204,7 +208,13 @@ def _plane_shapes(stage: Stage) -> tuple[PlaneShape, ...]:
         }
         # A plane of matrices holds matrices of one size: each of `plane.placed` is one.
         update_unit = parameters // len(plane.placed) if plane.kind.matrix_shape else 1
-        shapes.append(PlaneShape(plane.number, parameters, update_unit, buffers))
+        shape = PlaneShape(
+            plane_number=plane.number,
+            parameters=parameters,
+            update_unit=update_unit,
+            buffers=buffers,
+        )
+        shapes.append(shape)
     return tuple(shapes)
 
 
@@ -224,7 +234,7 @@ def device_buffer_bytes(sets_of_sizes: Iterable[Mapping[Any, BufferSize]]) -> in
 
 
 def slots_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
-    """Return the bytes of `monograph.stream.slots.Slots`.
+    """Return the bytes of all slots (`monograph.stream.slots.Slots`).
 
     Args:
         stages: the model's stages.
@@ -238,10 +248,10 @@ def slots_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
     # The first and the last stage share a slot, unless the last reads the first one's weights.
     middle_slots = min(BLOCK_SLOTS, stages.count - 2)
     if stages.tied:
-        end_bytes = _slot_bytes(first) + _slot_bytes(last)
+        first_and_last_bytes = _slot_bytes(first) + _slot_bytes(last)
     else:
-        end_bytes = _slot_bytes(first + last)
-    return end_bytes + middle_slots * _slot_bytes(middle)
+        first_and_last_bytes = _slot_bytes(first + last)
+    return first_and_last_bytes + middle_slots * _slot_bytes(middle)
 
 
 def staging_bytes(
@@ -391,24 +401,26 @@ class StreamWay:
         # Resident stages are spread evenly over the model, so that copies are, too.
         spread_stages = sorted(range(self.stages.count), key=lambda index: index * GOLDEN_RATIO % 1)
         existing_names = self.stages.buffer_names
-        preferred = [WEIGHTS, GRADIENT, REST]
-        others = [name for name in existing_names if name not in preferred]
-        names = [name for name in (*preferred, *others) if name in existing_names]
+        copied_most = [WEIGHTS, GRADIENT, REST]
+        moments = [name for name in existing_names if name not in copied_most]
+        names = [name for name in (*copied_most, *moments) if name in existing_names]
         if self.gradients_stay_in_slots:
             names = [name for name in names if name != GRADIENT]
         in_files = [name for name in names if name in self.on_disk]
         in_memory = [name for name in names if name not in self.on_disk]
-        names = in_files + in_memory if self.files_first else in_memory + in_files
-        if self.where == "host":
-            groups = [
-                [(index, name) for name in names if self.stages.size_bytes(index, name)]
-                for index in spread_stages
-            ]
+        if self.files_first:
+            ordered_names = in_files + in_memory
         else:
-            groups = [
-                [(index, name) for index in spread_stages if self.stages.size_bytes(index, name)]
-                for name in names
-            ]
+            ordered_names = in_memory + in_files
+
+        def existing(buffers: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+            """Return those of the buffers that exist: not every stage has a buffer of each name."""
+            return [(index, name) for index, name in buffers if self.stages.size_bytes(index, name)]
+
+        if self.where == "host":
+            groups = [existing((index, name) for name in ordered_names) for index in spread_stages]
+        else:
+            groups = [existing((index, name) for index in spread_stages) for name in ordered_names]
         return [group for group in groups if group]
 
     @property
@@ -444,21 +456,24 @@ class StreamWay:
         tokens = self.work.tokens
         is_eager = self.work.compile == "none"
 
-        # What the forward pass of a stage keeps for its backward pass, without the first block's input.
-        # That is the input of the stage, which is counted as a boundary.
+        # What the forward pass of a stage keeps for its backward pass (`stored_numbers` are for each
+        # block and token), without the first block's input. That is the input of the stage, which is
+        # counted as a boundary.
         kept_by_block = stored_numbers(self.work, self.work.remat) * number_bytes * tokens
-        kept = kept_by_block * self.blocks_per_stage - self.work.input_bytes
-        matrices = [plane.update_unit for plane in self.stages.middle if plane.update_unit > 1]
+        kept_bytes = kept_by_block * self.blocks_per_stage - self.work.input_bytes
+        matrix_sizes = [plane.update_unit for plane in self.stages.middle if plane.update_unit > 1]
         planes = (*self.stages.first, *self.stages.middle, *self.stages.last)
         largest_chunk = max(
             end - begin for plane in planes for begin, end in plane.first_and_last_chunk()
         )
         if is_eager:
-            # Besides what a resident update takes, split weights are joined, and split again.
+            # Besides what a resident update takes, split weights are joined to 4 bytes, and the new
+            # weights of 4 bytes are split again.
             state_format = FORMATS[self.work.optim.state]
             update_bytes = (state_format.eager_update_bytes + 8) * largest_chunk
         else:
-            largest_matrix = max(matrices, default=0)
+            # An fp32 number for each of a chunk's parameters, or what orthogonalises the largest matrix.
+            largest_matrix = max(matrix_sizes, default=0)
             update_bytes = max(
                 4 * largest_chunk, ORTHOGONAL_NUMBERS * number_bytes * largest_matrix
             )
@@ -466,21 +481,22 @@ class StreamWay:
         # The peak is in a block's backward pass, in the loss, when an fp32 tensor of the head's size
         # is made, or in an update. Only a block's backward pass needs what the forward pass has kept.
         head_numbers = config.vocab_size * config.hidden_size
-        peak = kept + max(
-            self._block_backward_bytes,
-            self._loss_bytes - kept,
-            4 * head_numbers - kept,
-            update_bytes - kept,
+        peak = max(
+            kept_bytes + self._block_backward_bytes,
+            self._loss_bytes,
+            4 * head_numbers,
+            update_bytes,
         )
         mask_bytes = 0
         if self.work.packed:
-            # For each token of the window, a row of a dense mask, and cosines and sines.
+            # For each token of the window: a row of a dense mask, one byte for each position, and half
+            # as many fp32 cosines as the head has dimensions, and as many sines.
             length = self.work.length
             mask_bytes = self.work.window_rows * length * (length + 4 * config.head_dim)
         return {
             "boundaries": self._max_boundaries * self.work.input_bytes,
-            "activations": int(kept),
-            "workspace": int(peak - kept) + mask_bytes,
+            "activations": int(kept_bytes),
+            "workspace": int(peak - kept_bytes) + mask_bytes,
         }
 
     @cached_property
@@ -503,27 +519,29 @@ class StreamWay:
             # In the trace all rows share the rotations of one row. With flex attention, each row has
             # its own.
             argument_bytes += 4 * work.config.head_dim * window_tokens
+        # All middle stages have the same update. It is counted for the last of them, whose index is
+        # count - 2, because most boundaries are on the device then.
         update_peaks = (
             traced.first_update + self._boundary_bytes_in_update(0),
             traced.block_update + self._boundary_bytes_in_update(self.stages.count - 2),
             traced.last_update + self._boundary_bytes_in_update(self.stages.count - 1),
         )
-        # All that is on the device beside boundaries. The trace does not tell activations from the
-        # rest, so the estimate does.
         pass_peak = traced.passes + argument_bytes
-        others = max(pass_peak, max(update_peaks) - boundaries) + token_bytes
-        activations = min(estimated["activations"], others)
+        other_bytes = max(pass_peak, max(update_peaks) - boundaries) + token_bytes
+        # The trace does not tell activations from the rest of these bytes, so the estimate does.
+        activations = min(estimated["activations"], other_bytes)
         return {
             "boundaries": boundaries,
             "activations": activations,
-            "workspace": others - activations,
+            "workspace": other_bytes - activations,
         }
 
     def _boundary_bytes_in_update(self, index: int) -> int:
         """Return the bytes of boundaries on the device while the stage of this index is updated."""
         micro_batches = self.work.micro_batches
         if self.when == "sweep":
-            # The passes are over. Only the memory for boundaries that come back from the host is kept.
+            # The passes are over. Only memory for boundaries that come back from the host is still
+            # allocated.
             sets = min(INPUT_SETS, self.stages.count - 2) if self.offload else 0
             return sets * micro_batches * self.work.input_bytes
         if self.when == "backward" or self.offload:
@@ -599,7 +617,7 @@ class StreamWay:
         return (self.stages.count - 2) * self.work.micro_batches * self.work.input_bytes
 
     def first_resident(self, count: int) -> list[BufferNames]:
-        """Return for each stage the names of its resident buffers, if the first `count` buffers of
+        """Return the names of each stage's resident buffers, if the first `count` buffers of
         `residency_order` are resident.
         """
         buffers = list(itertools.chain.from_iterable(self.residency_order))
@@ -629,12 +647,14 @@ class StreamWay:
         )
 
     def resident_within(self, limit: int, *, traced: bool = False) -> list[BufferNames]:
-        """Return for each stage the names of its resident buffers, if as many buffers of
-        `residency_order` are resident as fit into `limit` bytes.
+        """Choose the resident buffers: as many of `residency_order` as fit into `limit` bytes.
 
         Args:
             limit: the bytes that may be taken on the device.
             traced: whether the bytes of passes are traced, or estimated with a margin.
+
+        Returns:
+            For each stage, the names of its resident buffers.
         """
         passes = self.traced_pass_bytes if traced else self.pass_bytes
         inexact_bytes = passes["activations"] + passes["workspace"]
@@ -647,16 +667,16 @@ class StreamWay:
         # Within a group, memory only grows with `count`, so the count is bisected. At the end of a
         # group memory may fall, because slots may no longer be needed. So all ends are tried.
         ends = [0, *itertools.accumulate(len(group) for group in self.residency_order)]
-        complete_groups = max((number for number, end in enumerate(ends) if fits(end)), default=0)
-        low = ends[complete_groups]
+        complete_groups = max((groups for groups, end in enumerate(ends) if fits(end)), default=0)
+        buffers_in_complete_groups = ends[complete_groups]
         if self.where == "host":
             # Here a group is a stage, which is either resident or not.
-            return self.first_resident(low)
+            return self.first_resident(buffers_in_complete_groups)
         # How many buffers of the next group are resident, too. All of them would not fit.
-        high = ends[min(complete_groups + 1, len(ends) - 1)]
-        counts = range(low + 1, high)
+        end_of_next_group = ends[min(complete_groups + 1, len(ends) - 1)]
+        counts = range(buffers_in_complete_groups + 1, end_of_next_group)
         buffers_of_next_group = bisect_left(counts, True, key=lambda count: not fits(count))
-        return self.first_resident(low + buffers_of_next_group)
+        return self.first_resident(buffers_in_complete_groups + buffers_of_next_group)
 
     def bytes_by_tier(self, resident: Sequence[BufferNames], *, traced: bool = False) -> Tiers:
         """Return the bytes by origin on the device, on the host and on disk; see `device_bytes`."""

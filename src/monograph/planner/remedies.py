@@ -88,7 +88,8 @@ class RemedyChoices(NamedTuple):
 
 # If a training fits already, a change is worth a line if it gives at least this many times the
 # tokens per second, or needs at most this share of the memory.
-MIN_SPEEDUP, MAX_MEMORY_SHARE = 1.05, 0.75
+MIN_SPEEDUP = 1.05
+MAX_MEMORY_SHARE = 0.75
 
 
 def remedies_worth_showing(
@@ -114,10 +115,11 @@ def remedies_worth_showing(
     if best is None:
         return [*fitting_remedies(request, plan.device, peak_flops, choices, limits)]
     if isinstance(best, StreamCandidate):
+        # The plan streams already, so only changes that keep the weights on the device are listed.
         choices = choices._replace(may_stream=False)
         return [*fitting_remedies(request, plan.device, peak_flops, choices, limits)]
     # No adapters are offered, because the training of all weights fits already.
-    narrower_numbers = _narrower_numbers(request, choices._replace(may_add_adapters=False))
+    narrower_numbers = _narrower_or_adapted(request, choices._replace(may_add_adapters=False))
     return [
         remedy
         for remedy in _remedies_that_fit(narrower_numbers, plan.device, peak_flops)
@@ -133,23 +135,23 @@ def fitting_remedies(
     choices: RemedyChoices,
     limits: Limits,
 ) -> Iterator[Remedy]:
-    """Yield the changes with which the training fits: all narrower numbers, then the least change
-    of each other kind.
+    """Yield the changes with which the training fits: all changes to narrower numbers or to adapters,
+    then the least change of each other kind.
 
     The arguments are those of `remedies_worth_showing`.
     """
-    narrower_numbers = [*_narrower_numbers(request, choices)]
-    narrower_that_fit = [*_remedies_that_fit(narrower_numbers, device, peak_flops)]
-    yield from narrower_that_fit
+    narrower_or_adapted = [*_narrower_or_adapted(request, choices)]
+    fitting_here = [*_remedies_that_fit(narrower_or_adapted, device, peak_flops)]
+    yield from fitting_here
     # Of each other kind, only the first change that fits is estimated and shown.
     yield from itertools.islice(_remedies_that_fit(_shorter(request), device, peak_flops), 1)
     if choices.may_stream:
         yield from itertools.islice(_streaming(request, device, peak_flops, limits), 1)
     smaller = (
         TrainingChange(
-            arguments,
-            "a smaller model",
-            request.with_training(replace(request.training, config=shape)),
+            arguments=arguments,
+            cost="a smaller model",
+            request=request.with_training(replace(request.training, config=shape)),
         )
         for arguments, shape in choices.smaller_shapes
     )
@@ -157,14 +159,13 @@ def fitting_remedies(
     if choices.may_change_card:
         # On larger cards the training is tried unchanged, and with each change of adapters that does
         # not fit this device: adding them, or rounding the frozen weights below them.
-        fitting_here = [remedy.arguments for remedy in narrower_that_fit]
-        too_large_here = [
-            change for change in narrower_numbers if change.arguments not in fitting_here
-        ]
+        arguments_here = [remedy.arguments for remedy in fitting_here]
         adapters_too_large_here = [
-            change for change in too_large_here if change.request.training.lora is not None
+            change
+            for change in narrower_or_adapted
+            if change.request.training.lora is not None and change.arguments not in arguments_here
         ]
-        unchanged = TrainingChange("", "", request)
+        unchanged = TrainingChange(arguments="", cost="", request=request)
         yield from _larger_cards([unchanged, *adapters_too_large_here], device)
 
 
@@ -175,7 +176,7 @@ def _remedies_that_fit(
     for change in changes:
         best = fastest_fitting(change.request, device, peak_flops)
         if best is not None:
-            yield Remedy(change.arguments, change.cost, best)
+            yield Remedy(arguments=change.arguments, cost=change.cost, best=best)
 
 
 def fastest_fitting(
@@ -200,14 +201,14 @@ def fastest_fitting(
     return min(fitting, key=lambda candidate: candidate.update_s, default=None)
 
 
-def _narrower_numbers(request: PlanRequest, choices: RemedyChoices) -> Iterator[TrainingChange]:
+def _narrower_or_adapted(request: PlanRequest, choices: RemedyChoices) -> Iterator[TrainingChange]:
     """Yield changes to numbers of fewer bits, and to adapters in place of all weights."""
     training = request.training
     if request.precisions == ("fp32",) and choices.half_precision:
         yield TrainingChange(
-            f"train.precision={choices.half_precision}",
-            "products in 16 bits",
-            replace(request, precisions=(choices.half_precision,)),
+            arguments=f"train.precision={choices.half_precision}",
+            cost="products in 16 bits",
+            request=replace(request, precisions=(choices.half_precision,)),
         )
     lora = training.lora
     if lora is not None:
@@ -215,10 +216,14 @@ def _narrower_numbers(request: PlanRequest, choices: RemedyChoices) -> Iterator[
             int8 = replace(training, lora=replace(lora, base="int8"))
             nf4 = replace(training, lora=replace(lora, base="nf4"))
             yield TrainingChange(
-                "lora.base=int8", "frozen weights rounded to 8 bits", request.with_training(int8)
+                arguments="lora.base=int8",
+                cost="frozen weights rounded to 8 bits",
+                request=request.with_training(int8),
             )
             yield TrainingChange(
-                "lora.base=nf4", "frozen weights rounded to 4 bits", request.with_training(nf4)
+                arguments="lora.base=nf4",
+                cost="frozen weights rounded to 4 bits",
+                request=request.with_training(nf4),
             )
         return
     optim = training.optim
@@ -231,17 +236,17 @@ def _narrower_numbers(request: PlanRequest, choices: RemedyChoices) -> Iterator[
             bits = round(8 * FORMATS[state].bytes_each)
             narrow = replace(training, optim=replace(optim, state=state))
             yield TrainingChange(
-                f"optim.state={state}",
-                f"moments rounded to {bits} bits",
-                request.with_training(narrow),
+                arguments=f"optim.state={state}",
+                cost=f"moments rounded to {bits} bits",
+                request=request.with_training(narrow),
             )
         # Only a training in bf16 can do without weights in fp32.
         if request.precisions == ("bf16",):
             bits_16 = replace(training, optim=replace(optim, state="bf16", master_weights=False))
             yield TrainingChange(
-                "optim.state=bf16 optim.master_weights=false",
-                "weights, moments in 16 bits",
-                request.with_training(bits_16),
+                arguments="optim.state=bf16 optim.master_weights=false",
+                cost="weights, moments in 16 bits",
+                request=request.with_training(bits_16),
             )
     if choices.may_add_adapters:
         rank = Lora().rank
@@ -249,24 +254,26 @@ def _narrower_numbers(request: PlanRequest, choices: RemedyChoices) -> Iterator[
         # hardly changes memory and time.
         adapted = replace(training, optim=AdamW(), lora=Lora())
         yield TrainingChange(
-            f"lora.rank={rank}", "adapters in place of all weights", request.with_training(adapted)
+            arguments=f"lora.rank={rank}",
+            cost="adapters in place of all weights",
+            request=request.with_training(adapted),
         )
         adapted_nf4 = replace(adapted, lora=Lora(base="nf4"))
         yield TrainingChange(
-            f"lora.rank={rank} lora.base=nf4",
-            "adapters on weights of 4 bits",
-            request.with_training(adapted_nf4),
+            arguments=f"lora.rank={rank} lora.base=nf4",
+            cost="adapters on weights of 4 bits",
+            request=request.with_training(adapted_nf4),
         )
 
 
 def _shorter(request: PlanRequest) -> Iterator[TrainingChange]:
-    """Yield rows of half of the length, of a quarter of it and so on."""
+    """Yield changes to rows of half the length, of a quarter of it and so on."""
     length = request.training.length // 2
     while length >= MIN_LENGTH:
         yield TrainingChange(
-            f"data.sequence_length={length}",
-            "longer texts are cut",
-            request.with_tokens(request.tokens_per_update, length),
+            arguments=f"data.sequence_length={length}",
+            cost="longer texts are cut",
+            request=request.with_tokens(request.tokens_per_update, length),
         )
         length //= 2
 
@@ -274,8 +281,8 @@ def _shorter(request: PlanRequest) -> Iterator[TrainingChange]:
 def _streaming(
     request: PlanRequest, device: Device, peak_flops: ByPrecision, given_limits: Limits
 ) -> Iterator[Remedy]:
-    """Yield streaming from each usual host that has enough memory, the smallest host first; then the
-    same with smaller updates.
+    """Yield changes to streaming, one for each usual host that has enough memory, the smallest first;
+    then the same with smaller updates.
     """
     length = request.training.length
     # An update has at least one row.
@@ -297,12 +304,16 @@ def _streaming(
             limits = replace(given_limits, host_bytes=host_bytes, disk_bytes=0)
             with suppress(OutOfDeviceMemory):
                 best = stream_candidates(changed, device, limits, peak_flops)[0]
-                yield Remedy(arguments, f"a host of {gibibytes} GiB{cost_of_updates}", best)
+                yield Remedy(
+                    arguments=arguments,
+                    cost=f"a host of {gibibytes} GiB{cost_of_updates}",
+                    best=best,
+                )
 
 
 def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator[Remedy]:
-    """Yield for each change the smallest card that the training fits, of those with more memory
-    than the device.
+    """Yield, for each change, the smallest card that has more memory than the device and that the
+    training fits.
     """
     by_memory = sorted(map(card_device, CARDS), key=lambda card: card.memory_bytes)
     larger = [card for card in by_memory if card.memory_bytes > device.memory_bytes]
@@ -319,5 +330,5 @@ def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator
                 cost = f"{card.memory_bytes / 2**30:.0f} GiB"
                 if change.cost:
                     cost += f"; {change.cost}"
-                yield Remedy(arguments, cost, best)
+                yield Remedy(arguments=arguments, cost=cost, best=best)
                 break

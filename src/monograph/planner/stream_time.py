@@ -4,11 +4,11 @@ ways.
 
 A streamed model's weights live on the host. They come to the device in stages: what is before the
 blocks, groups of blocks, and what is after them. A plane is a part of a stage's parameters in one
-tensor.
+tensor. The other words (resident, slot, boundary) are those of `planner.placement_bytes`.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -126,16 +126,14 @@ def stage_seconds(way: StreamWay, resident: Sequence[BufferNames], costs: Costs)
         sum(plane.parameters for plane in way.planes_updated_on_host(index, resident))
         for index in range(stages.count)
     ]
+    forward_of_blocks_s = micro_batches * blocks * costs.forward_s
+    backward_of_blocks_s = micro_batches * blocks * costs.recompute_backward_s
     return StageSeconds(
         # The last stage runs forward only together with its backward pass: `loss_s` is for both.
-        forward=[
-            micro_batches * costs.first_s,
-            *[micro_batches * blocks * costs.forward_s] * block_stages,
-            0.0,
-        ],
+        forward=[micro_batches * costs.first_s, *[forward_of_blocks_s] * block_stages, 0.0],
         backward=[
             micro_batches * costs.first_backward_s,
-            *[micro_batches * blocks * costs.recompute_backward_s] * block_stages,
+            *[backward_of_blocks_s] * block_stages,
             micro_batches * costs.loss_s,
         ],
         device_update=[
@@ -162,26 +160,29 @@ def closed_form_seconds(
     """
     host_planes = [way.planes_updated_on_host(index, resident) for index in range(way.stages.count)]
 
-    def off_device_bytes(names: Iterable[str], *, host_updated: bool) -> int:
-        """Return the bytes off the device of these buffers, of planes that the host updates or of
-        planes that the device updates.
+    def off_device_bytes(names: Collection[str], *, host_updated: bool) -> int:
+        """Return the bytes of these buffers that are not resident.
+
+        Args:
+            names: the buffers' names.
+            host_updated: whether to count those of planes that the host updates, or else those of
+                planes that the device updates.
         """
-        return sum(
-            plane.size_bytes(name)
-            for index, resident_names in enumerate(resident)
-            for plane in way.stages.planes[index]
-            if (plane in host_planes[index]) == host_updated
-            for name in names
-            if name not in resident_names
-        )
+        total = 0
+        for index, resident_names in enumerate(resident):
+            for plane in way.stages.planes[index]:
+                if (plane in host_planes[index]) == host_updated:
+                    off_device = [name for name in names if name not in resident_names]
+                    total += sum(plane.size_bytes(name) for name in off_device)
+        return total
 
     seconds = stage_seconds(way, resident, costs)
     forward_s = sum(seconds.forward)
     backward_s = sum(seconds.backward)
     update_s = sum(seconds.device_update)
 
-    # All of these are bytes that are not resident. The update on the device copies all buffers but
-    # gradients in both directions.
+    # All of these are bytes of buffers that are not resident. `update_bytes` are copied in both
+    # directions when the device updates weights; gradients are only copied to it.
     host_weights = off_device_bytes([WEIGHTS], host_updated=True)
     weights = off_device_bytes([WEIGHTS], host_updated=False) + host_weights
     gradients = off_device_bytes([GRADIENT], host_updated=False)
@@ -194,7 +195,8 @@ def closed_form_seconds(
     host_disk_s = 2 * off_device_bytes(way.on_disk, host_updated=True) / link.disk
 
     # The host's updates overlap with the pass during which they are made: the backward pass if
-    # gradients never leave their slots, else the next forward pass.
+    # gradients never leave their slots, else the next forward pass. The pass waits for the host's
+    # computing, or for as long as the host's files take longer than the pass.
     forward_wait_s = backward_wait_s = 0.0
     if way.gradients_stay_in_slots:
         backward_wait_s = max(seconds.wait_after_backward_s, host_disk_s - backward_s)
@@ -203,10 +205,20 @@ def closed_form_seconds(
 
     # Gradients that left their slots come back for the update.
     returned_gradients = 0 if way.gradients_stay_in_slots else gradients
-    update = _Phase(max(update_s, disk_s), update_bytes + returned_gradients, update_bytes)
-    forward = _Phase(forward_s + forward_wait_s, weights, boundaries)
+    update = _Phase(
+        compute_s=max(update_s, disk_s),  # the files are read and written in the meantime
+        in_bytes=update_bytes + returned_gradients,
+        out_bytes=update_bytes,
+    )
+    forward = _Phase(
+        compute_s=forward_s + forward_wait_s,
+        in_bytes=weights,
+        out_bytes=boundaries,
+    )
     backward = _Phase(
-        backward_s + backward_wait_s, weights + boundaries, returned_gradients + host_gradients
+        compute_s=backward_s + backward_wait_s,
+        in_bytes=weights + boundaries,
+        out_bytes=returned_gradients + host_gradients,
     )
     if way.when == "sweep":
         phases = [forward, backward, update]
@@ -221,8 +233,9 @@ def closed_form_seconds(
 
 
 def clock_timing(work: Work, placement: Placement, costs: Costs, link: Link) -> UpdateTiming:
-    """Return an update's timing by the clock, which runs the engine's own walk over the model's
-    whole depth on tensors without data.
+    """Simulate an update by the clock, and return its timing.
+
+    The engine's own code walks over all stages of the model, on tensors without data.
 
     Args:
         work: the step.
@@ -241,6 +254,7 @@ def clock_timing(work: Work, placement: Placement, costs: Costs, link: Link) -> 
         # The costs of updating a weight do not depend on micro-batches.
         if not name.endswith("weight_update_s"):
             clock_costs[name] *= batches_as_one
+    # The hidden states that pass from stage to stage for one micro-batch of the clock.
     state = torch.empty(
         math.ceil(work.tokens * batches_as_one),
         work.config.hidden_size,

@@ -122,8 +122,8 @@ class StreamCandidate(Candidate):
     Attributes:
         placement: the place of each buffer, the blocks of a stage, and when weights are updated.
         tiers: bytes by origin for the device, the host and the disk.
-        bottleneck: the lane that is busy for longest, in words; None if the time is that of the
-            closed form, not that of the clock.
+        bottleneck: the lane that is busy for longest, in words; None if the clock has not timed this
+            candidate, so that its time is predicted in closed form.
         disk_moved_bytes: bytes to and from files in an update.
     """
 
@@ -202,6 +202,7 @@ def _with_trace(
     """
     resident = _resident_of(way, candidate.placement)
     tiers = way.bytes_by_tier(resident, traced=True)
+    # If device and host share one memory, no buffer is resident, so there cannot be fewer.
     if not limits.shared and "device" in _exceeded_tiers(tiers, limits):
         resident = way.resident_within(limits.device_bytes, traced=True)
         tiers = way.bytes_by_tier(resident, traced=True)
@@ -213,12 +214,12 @@ def _with_trace(
         by_origin=tiers["device"],
         placement=way.placement(resident),
         tiers=tiers,
-        disk_moved_bytes=2 * sum(tiers["disk"].values()),
+        disk_moved_bytes=_disk_moved_bytes(tiers),
     )
 
 
 def _resident_of(way: StreamWay, placement: Placement) -> list[BufferNames]:
-    """Return for each stage the names of its buffers that stay on the device."""
+    """Return the names of each stage's buffers that stay on the device."""
     return [
         frozenset(name for index, name in placement.on_device if index == stage)
         for stage in range(way.stages.count)
@@ -246,6 +247,8 @@ def _fitting_ways(request: PlanRequest, device: Device, limits: Limits) -> list[
     fitting = _select_fitting(all_ways, limits)
     if fitting or not limits.disk_bytes:
         return fitting
+    # If the moments in files are the first to become resident, an update is faster. If they are the
+    # last, the host needs less memory.
     for files_first in (True, False):
         with_files = [
             replace(way, on_disk=_moments(way.stages), files_first=files_first) for way in all_ways
@@ -318,7 +321,7 @@ def _exceeded_tiers(tiers: Tiers, limits: Limits) -> set[str]:
     """Return the tiers that are too small for these bytes."""
     needed = {tier: sum(by_origin.values()) for tier, by_origin in tiers.items()}
     if limits.shared:
-        needed["host"] += needed["device"]
+        needed["host"] += needed["device"]  # they are one memory
     available = {
         "device": limits.device_bytes,
         "host": limits.host_bytes,
@@ -339,20 +342,27 @@ def _candidate(
 ) -> StreamCandidate:
     """Return the candidate of a way, with its time in closed form."""
     tiers = way.bytes_by_tier(resident)
-    costs = roofline.pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
-    seconds = closed_form_seconds(way, resident, costs, limits.link)
-    rate, share = speed(way.work, seconds, device)
+    pass_times = roofline.pass_times(
+        way.work, device, peak_flops[way.work.precision], limits.host_rate
+    )
+    update_s = closed_form_seconds(way, resident, pass_times, limits.link)
+    tokens_per_s, mfu = speed(way.work, update_s, device)
     return StreamCandidate(
         way.work,
         peak_memory_bytes=sum(tiers["device"].values()),
-        update_s=seconds,
-        tokens_per_s=rate,
-        mfu=share,
+        update_s=update_s,
+        tokens_per_s=tokens_per_s,
+        mfu=mfu,
         by_origin=tiers["device"],
         placement=way.placement(resident),
         tiers=tiers,
-        disk_moved_bytes=2 * sum(tiers["disk"].values()),
+        disk_moved_bytes=_disk_moved_bytes(tiers),
     )
+
+
+def _disk_moved_bytes(tiers: Tiers) -> int:
+    """Return the bytes to and from files in an update, which reads and writes each file once."""
+    return 2 * sum(tiers["disk"].values())
 
 
 def _time_by_clock(
@@ -360,14 +370,14 @@ def _time_by_clock(
 ) -> StreamCandidate:
     """Return the candidate with its time by the clock."""
     work = candidate.work
-    costs = roofline.pass_times(work, device, peak_flops[work.precision], limits.host_rate)
-    timing = clock_timing(work, candidate.placement, costs, limits.link)
-    rate, share = speed(work, timing.update_s, device)
+    pass_times = roofline.pass_times(work, device, peak_flops[work.precision], limits.host_rate)
+    timing = clock_timing(work, candidate.placement, pass_times, limits.link)
+    tokens_per_s, mfu = speed(work, timing.update_s, device)
     return replace(
         candidate,
         update_s=timing.update_s,
-        tokens_per_s=rate,
-        mfu=share,
+        tokens_per_s=tokens_per_s,
+        mfu=mfu,
         bottleneck=LANES[timing.bottleneck],
     )
 
@@ -412,14 +422,21 @@ def _refusal(request: PlanRequest, device: Device, limits: Limits) -> str:
     smallest_on_device = min(tiers_of_ways, key=lambda tiers: sum(tiers["device"].values()))
     if "device" in _exceeded_tiers(smallest_on_device, limits):
         return _device_refusal(smallest_on_device["device"], device, limits)
-    fitting_device = [
+    fitting_on_device = [
         tiers for tiers in tiers_of_ways if "device" not in _exceeded_tiers(tiers, limits)
     ]
-    smallest_on_host = min(fitting_device, key=lambda tiers: sum(tiers["host"].values()))
+    smallest_on_host = min(fitting_on_device, key=lambda tiers: sum(tiers["host"].values()))
     return _host_refusal(smallest_on_host, request, device, limits)
 
 
 def _device_refusal(by_origin: Mapping[str, int], device: Device, limits: Limits) -> str:
+    """Return one line that says that every way needs more memory than the device has.
+
+    Args:
+        by_origin: the bytes on the device, by origin, of the way that needs least.
+        device: the device.
+        limits: memory, disk and link.
+    """
     needed = sum(by_origin.values())
     # These bytes grow with the tokens of an update.
     token_bytes = sum(by_origin[origin] for origin in ("boundaries", "activations", "workspace"))
@@ -434,6 +451,14 @@ def _device_refusal(by_origin: Mapping[str, int], device: Device, limits: Limits
 
 
 def _host_refusal(tiers: Tiers, request: PlanRequest, device: Device, limits: Limits) -> str:
+    """Return one line that says that every way needs more memory than the host has.
+
+    Args:
+        tiers: the bytes by tier of the way that needs least on the host.
+        request: the training, and the choices that are open.
+        device: the device.
+        limits: memory, disk and link.
+    """
     host_bytes = dict(tiers["host"])
     device_bytes = sum(tiers["device"].values())
     device_text = ""
@@ -460,6 +485,7 @@ def _host_refusal(tiers: Tiers, request: PlanRequest, device: Device, limits: Li
 
 
 def _amounts(by_origin: Mapping[str, int]) -> str:
+    """Return the bytes of each origin as text: "weights 1.20 GiB, gradients ..."."""
     return ", ".join(f"{origin} {gibibytes(size)}" for origin, size in by_origin.items() if size)
 
 

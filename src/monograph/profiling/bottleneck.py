@@ -35,7 +35,7 @@ MIN_SAVED_SHARE = 0.05
 # (docs/profile.md has the measurement).
 FUSED_TIME_SHARE = 0.45
 # The share of kernels that remain when the step is one graph, and so of the host's gaps between
-# them. `BLOCK_KERNELS` and `UPDATE_TRAFFIC_BYTES` have their values by whether the step is captured.
+# them. The keys of `BLOCK_KERNELS` and `UPDATE_TRAFFIC_BYTES` say whether the step is captured.
 REMAINING_KERNELS_SHARE = BLOCK_KERNELS[True] / BLOCK_KERNELS[False]
 # The host's seconds for a call of a graph. There is one call for each micro-step and one for the
 # optimizer.
@@ -194,8 +194,8 @@ def verdict(
     floors: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     for part in COMPUTING_PARTS:
         if kernel_s[part]:
-            # Scaled to the part's time, because the sum over kernels is longer: they overlap, and
-            # they were profiled.
+            # Scaled to the part's time, because the sum over kernels is longer: kernels overlap, and
+            # the profiler slows them down.
             floors[part] = spent.parts[part] * kernel_floor_s[part] / kernel_s[part]
     if not kernel_s["other"]:
         # All of this time is gaps of unknown cause, so none of it counts as recoverable.
@@ -233,24 +233,24 @@ def changes(
     other_gaps_s = spent.parts["host gaps"] - sync_s
     candidates = [
         Change(
-            "a faster disk for MONOGRAPH_HOME, or cores left free for the thread that makes rows",
-            "the device waits for rows",
-            spent.parts["data wait"],
+            what="a faster disk for MONOGRAPH_HOME, or cores left free for the thread that makes rows",
+            why="the device waits for rows",
+            saved_s=spent.parts["data wait"],
         ),
         Change(
-            "no .item(), print or comparison of a tensor in the loss",
-            "the host waits for the device",
-            sync_s,
+            what="no .item(), print or comparison of a tensor in the loss",
+            why="the host waits for the device",
+            saved_s=sync_s,
         ),
         Change(
-            "what is copied in each step kept on the device",
-            "copies run while nothing else does",
-            spent.parts["transfers"],
+            what="what is copied in each step kept on the device",
+            why="copies run while nothing else does",
+            saved_s=spent.parts["transfers"],
         ),
         Change(
-            "data.packing=packed",
-            f"{1 - situation.used:.0%} of the positions are empty",
-            (1 - situation.used / situation.packed) * spent.total_s,
+            what="data.packing=packed",
+            why=f"{1 - situation.used:.0%} of the positions are empty",
+            saved_s=(1 - situation.used / situation.packed) * spent.total_s,
         ),
         *_fewer_launches(spent, bounds, other_gaps_s, situation),
         *_narrower_numbers(spent, bounds, situation),
@@ -285,9 +285,9 @@ def _fewer_launches(
     launches = steps + 1
     # Micro-batches twice as large are half as many.
     larger_batches = Change(
-        "a train.micro_batch twice as large",
-        f"the host launches {steps} micro-steps an update",
-        gaps_s * (steps // 2) / launches,
+        what="a train.micro_batch twice as large",
+        why=f"the host launches {steps} micro-steps an update",
+        saved_s=gaps_s * (steps // 2) / launches,
     )
     if situation.captured or not situation.can_compile:
         return [larger_batches]
@@ -298,9 +298,9 @@ def _fewer_launches(
     between_products_s = spent.parts["optimizer"] * (1 - _share(bounds, "optimizer", "compute"))
     saved_optimizer_s = between_products_s * (1 - FUSED_UPDATE_SHARE)
     one_graph = Change(
-        "train.compile=whole",
-        "operators run one by one, each over its own copy",
-        saved_gaps_s + saved_elementwise_s + saved_optimizer_s,
+        what="train.compile=whole",
+        why="operators run one by one, each over its own copy",
+        saved_s=saved_gaps_s + saved_elementwise_s + saved_optimizer_s,
     )
     return [larger_batches, one_graph]
 
@@ -320,11 +320,15 @@ def _narrower_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> lis
             saved_s += optimizer_products_s * (1 - situation.bf16.get("matmul", 1.0))
             part_s -= optimizer_products_s  # the rest is elementwise
         limit: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
-        # A speedup applies to the kernels that are bound so, and a slowdown to all kernels.
+        # If bf16 is faster, that holds only for kernels with this limit. If it is slower, for all.
         changed_share = _share(bounds, part, limit) if ratio < 1 else 1.0
         saved_s += part_s * (1 - ratio) * changed_share
     return [
-        Change("train.precision=bf16", "products are faster and numbers half as large", saved_s)
+        Change(
+            what="train.precision=bf16",
+            why="products are faster and numbers half as large",
+            saved_s=saved_s,
+        )
     ]
 
 
@@ -333,6 +337,7 @@ def _less_work(spent: Spent, floors: Mapping[Part, float]) -> list[Change]:
 
     Such a change changes the trained model.
     """
+    # (part, what to change, why)
     candidates: list[tuple[Part, str, str]] = [
         (
             "optimizer",
@@ -347,7 +352,7 @@ def _less_work(spent: Spent, floors: Mapping[Part, float]) -> list[Change]:
         ("loss head", "half of data.vocab_size", "the head is multiplied with every token"),
     ]
     return [
-        Change(what, why, spent.parts[part] / 2, same_training=False)
+        Change(what=what, why=why, saved_s=spent.parts[part] / 2, same_training=False)
         for part, what, why in candidates
         if spent.parts[part] - floors[part] > MIN_SAVED_SHARE * spent.total_s
     ]

@@ -54,7 +54,12 @@ def disk(folder: Path) -> Disk:
     except OSError as error:
         rate = None
         obstacle = error.strerror or str(error)
-    return Disk(str(existing), shutil.disk_usage(existing).free, rate, obstacle)
+    return Disk(
+        folder=str(existing),
+        free_bytes=shutil.disk_usage(existing).free,
+        written_bytes_per_s=rate,
+        obstacle=obstacle,
+    )
 
 
 def compiled_obstacle(device: torch.device) -> str | None:

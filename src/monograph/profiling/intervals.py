@@ -93,7 +93,7 @@ class Timeline(NamedTuple):
         end_s: the time at which it ends.
         kernels: the device's busy intervals.
         spans: the host's waits.
-        updates: the intervals in which the optimizer worked, in order.
+        updates: (begin, end) of the intervals in which the optimizer worked, in order.
         event_counts: the number of events that a profiler recorded outside `updates`, by the part of
             the kernel around them; events between kernels count as "host gaps".
         update_event_counts: the number of events inside `updates`, by part.
@@ -109,7 +109,7 @@ class Timeline(NamedTuple):
 
     @property
     def rest(self) -> list[tuple[float, float]]:
-        """Return the intervals before, between and after updates."""
+        """Return (begin, end) of the intervals before, between and after updates."""
         # The edges of `updates` shifted by one: what was an end begins an interval of the rest.
         edges = [self.begin_s, *chain.from_iterable(self.updates), self.end_s]
         return list(zip(edges[::2], edges[1::2], strict=True))
@@ -161,7 +161,7 @@ def time_by_part(timeline: Timeline, within: Iterable[tuple[float, float]] | Non
 
     Args:
         timeline: the stretch.
-        within: intervals of the stretch; None: all of it.
+        within: (begin, end) of intervals of the stretch; None: all of it.
     """
     stretches = [(timeline.begin_s, timeline.end_s)] if within is None else within
     zero = Spent(dict.fromkeys(PARTS, 0.0))
@@ -279,7 +279,7 @@ def estimate_unprofiled(
         parts = dict(profiled.parts)
         remaining_s = profiled.total_s
     scale = measured_s / remaining_s if remaining_s else 0.0
-    # A gap shrinks as the part that it belongs to.
+    # The gaps of a part shrink by the same factor as the part.
     gaps = dict.fromkeys(profiled.gaps, 0.0)
     for cause, seconds in profiled.gaps.items():
         if seconds:

@@ -122,7 +122,7 @@ def ledger(
 
 
 class LiveBytes:
-    """Counts the bytes that the CPU's allocator allocates inside a `with` block, which runs slower.
+    """Counts the bytes that the CPU's allocator allocates inside a `with` block. The block runs slower.
 
         with LiveBytes() as live:
             loss(hidden, head).backward()
@@ -173,12 +173,12 @@ class LiveBytes:
 
     def _allocations(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of allocations in order of time; bytes are negative if freed."""
-        # A trace file is the only public source of them.
+        # A trace file is the only public source of single allocations.
         with temporary_folder() as folder:
             path = folder / "trace.json"
             self._profile.export_chrome_trace(str(path))
             try:
-                events = json.loads(read_input(path, None))["traceEvents"]
+                events = json.loads(read_input(path, most_bytes=None))["traceEvents"]
             except (OSError, ValueError):  # torch has not reported a failed write
                 raise DiskFull(
                     f"{tempfile.gettempdir()}: a trace could not be written whole; free some space, or set TMPDIR"

@@ -39,11 +39,11 @@ from monograph.storage.reading import is_folder
 
 # Operands that take turns have this many bytes together, so that they are not in the caches.
 COLD_BYTES = 2**26
-# Seconds in bf16 / seconds in fp32, by part; those of the optimizer are without its products. On a
-# CPU, compiled code converts each number to fp32 and back (docs/profile.md). Other devices compute
-# with 16-bit numbers directly.
-BF16_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
-BF16: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
+# Seconds in bf16 / seconds in fp32, by part. The optimizer's ratio is that of its elementwise work: its
+# products count as other products. On a CPU, compiled code converts each number to fp32 and back
+# (docs/profile.md). Other devices compute with 16-bit numbers directly.
+BF16_RATIOS_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
+BF16_RATIOS_ELSEWHERE: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
 # The number of shapes of products that are timed in bf16; they are the slowest ones.
 TIMED_SHAPES = 12
 WARMUP_UPDATES = 2  # updates before anything is measured
@@ -57,7 +57,7 @@ TIMED_UPDATES = 9  # without the profiler; the lower quartile of their times cou
 MIN_WINDOWS = WARMUP_UPDATES + TIMED_UPDATES + 1 + PROFILED_UPDATES
 EVENTS_PER_ROUND = 1000  # operators in a round that measures the profiler's cost per event
 ROUNDS = 3  # rounds of a measurement; the quickest round counts
-# Operators whose names begin so only allocate.
+# The beginnings of the names of operators that only allocate memory.
 _ALLOCATING = ("empty", "new_empty", "resize_", "set_")
 
 
@@ -93,7 +93,7 @@ def situation_of(
     if step.precision.name == "fp32" and captured and describe(device).has_bf16:
         product_ratio = _bf16_ratio(device, kernels)
         bf16_ratios = dict.fromkeys(("matmul", "loss head", "attention"), product_ratio)
-        bf16_ratios |= BF16_ON_CPU if device.type == "cpu" else BF16
+        bf16_ratios |= BF16_RATIOS_ON_CPU if device.type == "cpu" else BF16_RATIOS_ELSEWHERE
     return Situation(
         captured=captured,
         can_compile=device.type == "cuda" or compiler_obstacle() is None,
@@ -233,7 +233,7 @@ def profile(
         overlaps=engine.step.device.type != "cpu",
     )
     machine = machine_of(engine)
-    situation = situation_of(engine, timeline.kernels, micro_steps, used, packed)
+    situation = situation_of(engine, timeline.kernels, micro_steps, used=used, packed=packed)
     return Profile(
         update_s=measured.update_s,
         profiled_s=profiled_s,
@@ -388,7 +388,7 @@ def has_kernel(name: str) -> bool:
     packet = None  # torch's object for an operator with all its overloads
     if namespace.isidentifier():
         packet = getattr(getattr(torch.ops, namespace, None), operator, None)
-    if packet is None or name in trace.BY_PRODUCTS or operator.startswith(_ALLOCATING):
+    if packet is None or name in trace.PRODUCT_CALLERS or operator.startswith(_ALLOCATING):
         return False
     overload = getattr(packet, packet.overloads()[0])
     # Operators with a kernel for this key only call other operators.

@@ -2,8 +2,10 @@
 belongs to.
 
 An event is an entry of the trace: an operator, a call of the CUDA runtime, a kernel, or a span,
-which is an interval that `monograph.profiling.profiler` has recorded under a name. Events of a
-thread are nested as their calls. The part of a kernel is given by the first rule that applies:
+which is an interval that `monograph.profiling.profiler` has recorded under a name. The event of an
+operator that is called lies inside the event of its caller. The loss's head is the product of hidden
+states and the vocabulary's matrix, with the loss after it. The part of a kernel is given by the first
+rule that applies:
 
 1. It is inside the span of the optimizer's update: "optimizer".
 2. It is inside the span of the loss's head, or in the backward pass of an operator in that span:
@@ -31,10 +33,12 @@ STEP = "monograph.step"
 DATA = "monograph.data"
 HEAD = "monograph.head"
 UPDATE = f"monograph.{OPTIMIZER}"
-# Operators that compute the gradient of a head or add to it, by products of torch's. They count as part
-# of the loss's head, which calls them in one graph of the step, where the head has no span.
-BY_PRODUCTS = ("monograph::add_product_", "monograph::product")
-ADDED = (*BY_PRODUCTS, "monograph::add_scaled_")
+# Operators that compute a gradient by calling one of torch's matrix products. So they are no kernels
+# themselves.
+PRODUCT_CALLERS = ("monograph::add_product_", "monograph::product")
+# Operators that compute the gradient of a head's weights or add to it. They count as part of the loss's
+# head by their names, because the head has no span in one graph of the whole step.
+HEAD_GRADIENT_OPERATORS = (*PRODUCT_CALLERS, "monograph::add_scaled_")
 TraceEvent = Mapping[str, Any]
 # Returns whether the operator with a name computes something itself.
 HasKernel = Callable[[str], bool]
@@ -73,7 +77,8 @@ _BATCHED = {"bmm", "baddbmm", "batched_matmul"}
 _ATTENTION = re.compile(
     r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)"
 )
-# Inductor's names for the kernels that it generates, and for those of its templates for products.
+# The beginnings of the names of kernels that Inductor generates, and of those that it makes of its
+# templates for matrix products.
 _GENERATED = re.compile(r"^(triton|cpp)_")
 _TEMPLATE = re.compile(r"^triton_tem_")
 # Names of events in which the host waits for the device.
@@ -86,10 +91,9 @@ class _Place(NamedTuple):
     """The place of an event in the step.
 
     Attributes:
-        span_part: the part of the spans around the event; None: they give none.
-        kernel_part: the part of the operator around the event that computes something itself, or of
-            the event, if it is this operator; None: there is no such operator. Operators inside
-            such an operator do not count.
+        span_part: the part to which the spans around the event belong; None: to no part.
+        kernel_part: the part of the outermost operator that computes something itself, among the event
+            and the events around it; None: there is no such operator.
     """
 
     span_part: Part | None = None
@@ -157,7 +161,7 @@ def read_trace(
     end_us = max(event["ts"] + event["dur"] for event in steps)
     main_thread = steps[0]["tid"]
     events = [event for event in events if begin_us <= event["ts"] <= end_us]
-    reader = _Reader(has_kernel, vocabulary, heads_are_batched, _seconds(begin_us))
+    reader = _Reader(has_kernel, vocabulary, heads_are_batched, origin_s=_seconds(begin_us))
     reader.head_numbers = _sequence_numbers(events)
     host_events = [event for event in events if event.get("cat") in _HOST]
     for thread in dict.fromkeys(event["tid"] for event in host_events):
@@ -188,18 +192,22 @@ def _seconds(microseconds: float) -> float:
 def _sequence_numbers(events: Sequence[TraceEvent]) -> set[int]:
     """Return the sequence numbers of the operators in a head's span.
 
-    The nodes of their backward pass have the same numbers.
+    Autograd numbers operators, and each node of the backward pass has the number of its operator.
     """
     heads = [event for event in events if event["name"] == HEAD]
-    return {
-        event["args"]["Sequence number"]
-        for event in events
-        if "Sequence number" in event.get("args", {})
-        and any(head["tid"] == event["tid"] and _is_inside(event, head) for head in heads)
-    }
+    numbers = set[int]()
+    for event in events:
+        number = event.get("args", {}).get("Sequence number")
+        if number is None:
+            continue
+        heads_of_thread = [head for head in heads if head["tid"] == event["tid"]]
+        if any(_is_inside(event, head) for head in heads_of_thread):
+            numbers.add(number)
+    return numbers
 
 
 def _is_inside(event: TraceEvent, outer: TraceEvent) -> bool:
+    """Return whether an event's interval lies inside that of another event."""
     return bool(
         outer["ts"] <= event["ts"] and event["ts"] + event["dur"] <= outer["ts"] + outer["dur"]
     )
@@ -255,6 +263,7 @@ class _Reader:
                 launch = _Launch(self._begin_s(event), outer_place, operator)
                 self.launches[event["args"]["correlation"]] = launch
             if is_main:
+                # Recording an event takes the profiler some time. The counts say in which part.
                 in_update = outer_place.span_part == "optimizer"
                 counts = self.update_event_counts if in_update else self.event_counts
                 counts[outer_place.kernel_part or "host gaps"] += 1
@@ -303,7 +312,7 @@ class _Reader:
             is_backward_of_head = name.startswith(_BACKWARD) and number in self.head_numbers
             if name == UPDATE:
                 span_part = "optimizer"
-            elif name in (HEAD, *ADDED) or is_backward_of_head:
+            elif name in (HEAD, *HEAD_GRADIENT_OPERATORS) or is_backward_of_head:
                 span_part = "loss head"
         kernel_part = outer.kernel_part
         is_operator = event.get("cat") == "cpu_op" and not _WAITS.search(name)
@@ -313,7 +322,12 @@ class _Reader:
         return _Place(span_part, kernel_part)
 
     def _part(self, event: TraceEvent, span_part: Part | None) -> Part:
-        """Return the part of an operator that computes; the module has the rules."""
+        """Return the part of an operator that computes, by the rules in this file's docstring.
+
+        Args:
+            event: the operator's event.
+            span_part: the part to which the spans around it belong; None: to no part.
+        """
         name = event["name"].rpartition("::")[2]
         if span_part is not None:
             return span_part
@@ -338,7 +352,8 @@ class _Reader:
             begin_s = self._begin_s(event)
             end_s = begin_s + _seconds(event["dur"])
             launch = self.launches.get(event["args"].get("correlation"), _Launch())
-            # Copies between host and device; other copies belong to the operator that made them.
+            # A copy between host and device is a transfer. Any other copy belongs to the operator that
+            # made it.
             if event["cat"] == "gpu_memcpy" and re.search("HtoD|DtoH", event["name"]):
                 yield Kernel(
                     part="transfers",
@@ -408,8 +423,8 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
             backward                                      2.5 times as many
         other                                             0 FLOPs
 
-    Bytes are those of all inputs, which are read once, and of the output, which is written once.
-    The output of a product has its known shape, and that of another operator counts as large as the
+    Bytes are counted for all inputs, which are read once, and for the output, which is written once.
+    The shape of a product's output is known. The output of any other operator counts as large as its
     largest input. A generated kernel has its outputs among its inputs.
 
     (None, None): the shapes are not in the trace, or the operator is one of Inductor's templates
@@ -417,14 +432,18 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
     """
     name = event["name"].rpartition("::")[2]
     shapes = _shapes(event)
-    types = event.get("args", {}).get("Input type", [])
+    type_names = event.get("args", {}).get("Input type", [])
     input_bytes = []
-    for shape, kind in zip(event.get("args", {}).get("Input Dims", []), types, strict=False):
-        # A 0-d tensor has the shape [], as a number has, but a tensor's type. A list of tensors has
-        # a list of shapes.
-        is_tensor = isinstance(shape[0], int) if shape else kind in _BYTES
+    for shape, type_name in zip(
+        event.get("args", {}).get("Input Dims", []), type_names, strict=False
+    ):
+        if shape:
+            is_tensor = isinstance(shape[0], int)  # a list of tensors has a list of shapes
+        else:
+            # Both a 0-d tensor and a number of Python have the shape [].
+            is_tensor = type_name in _BYTES
         if is_tensor:
-            input_bytes.append(math.prod(shape) * _BYTES.get(kind, 1))
+            input_bytes.append(math.prod(shape) * _BYTES.get(type_name, 1))
     if not input_bytes or _TEMPLATE.search(name):
         return None, None
     if _GENERATED.search(name):
@@ -436,7 +455,7 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
         # A right operand of more than two dimensions has a matrix for each of the left one's.
         matrices = math.prod(left[:-2]) if len(right) > 2 else 1
         columns = math.prod(right) // max(1, left[-1] * matrices)
-        element_bytes = max(_BYTES.get(kind, 1) for kind in types)
+        element_bytes = max(_BYTES.get(type_name, 1) for type_name in type_names)
         output_bytes = math.prod(left[:-1]) * columns * element_bytes
         return 2.0 * math.prod(left) * columns, float(sum(input_bytes) + output_bytes)
     if name in _GROUPED:

@@ -52,9 +52,11 @@
   }
 
   function clock(seconds) {
-    const whole = Math.round(seconds), two = (number) => String(number).padStart(2, "0");
-    const hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
-    return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+    const rounded = Math.round(seconds);
+    const hours = Math.floor(rounded / 3600), minutes = Math.floor(rounded / 60) % 60;
+    const twoDigits = (number) => String(number).padStart(2, "0");
+    const secondsText = twoDigits(rounded % 60);
+    return hours ? `${hours}:${twoDigits(minutes)}:${secondsText}` : `${minutes}:${secondsText}`;
   }
 
   // A value without a prefix: very small and very large ones have an exponent.
@@ -118,12 +120,15 @@
       const shade = SHADES[line.shade % SHADES.length], opacity = line.shade < SHADES.length ? 1 : 0.55;
       const base = { label: line.label, shade, opacity, places };
       const isTrend = line.style === "trend" && values.length > 2;
+      let dotSize = DOT_SIZES[line.style] || 0;
+      // A line of one or two values would hardly be seen without dots.
+      if (!dotSize && line.style !== "edge" && places.length < 3) dotSize = 6;
       if (isTrend) series.push({ ...base, values, isPale: true, isReadOut: false, width: 1 });
       series.push({
         ...base,
         key: line.key,
         values: isTrend ? smoothed(values) : values,
-        size: line.style === "edge" ? 0 : DOT_SIZES[line.style] || (places.length < 3 ? 6 : 0),
+        size: dotSize,
         isReadOut: line.label !== "" && line.style !== "edge",
         width: ["dots", "edge", "star"].includes(line.style) ? 0 : 2,
       });
@@ -385,9 +390,9 @@
         readout.textContent = `${shown.length} lines; point at one to read it`;
         return;
       }
-      const at = u.posToVal(u.cursor.top, "y");
-      shown.sort((one, other) => Math.abs(one[1] - at) - Math.abs(other[1] - at));
-      shown = shown.slice(0, 1);
+      const atPointer = u.posToVal(u.cursor.top, "y");
+      shown.sort((one, other) => Math.abs(one[1] - atPointer) - Math.abs(other[1] - atPointer));
+      shown = shown.slice(0, 1); // the line nearest to the pointer
     }
     readout.replaceChildren(placeText(chart)(u.data[0][index]), ...shown.map(([each, value]) => {
       const entry = document.createElement("span"), swatch = document.createElement("i");
@@ -424,11 +429,11 @@
   }
 
   function button(text, press) {
-    const made = document.createElement("button");
-    made.type = "button";
-    made.textContent = text;
-    made.addEventListener("click", press);
-    return made;
+    const element = document.createElement("button");
+    element.type = "button";
+    element.textContent = text;
+    element.addEventListener("click", press);
+    return element;
   }
 
   // Resets the zoom of a chart, and of all charts that share its axis.

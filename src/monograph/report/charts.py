@@ -242,7 +242,8 @@ def lines_of(
     lines = list[Line]()
     if metric.key in table:
         style: LineStyle = "line" if metric.is_line else "trend"
-        lines.append(Line(metric.key, run_name or metric.label, style, table_index, shade))
+        label = run_name or metric.label
+        lines.append(Line(metric.key, label, style=style, table=table_index, shade=shade))
     if metric.held_out in table:
         if not run_name:
             label = "held out"
@@ -253,7 +254,8 @@ def lines_of(
         held_out_shade = shade
         if not run_name:
             held_out_shade = 1 if lines else 0
-        lines.append(Line(metric.held_out, label, "points", table_index, held_out_shade))
+        line = Line(metric.held_out, label, style="points", table=table_index, shade=held_out_shade)
+        lines.append(line)
     return lines
 
 

@@ -48,14 +48,14 @@ class Compared:
     verdict: str = ""
 
 
-def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequence[str]) -> str:
+def compare_page(title: str, unit: str, sides: Sequence[Compared], printed: Sequence[str]) -> str:
     """Return a comparison's page as HTML.
 
     Args:
         title: what was compared, and on which text.
         unit: the score's unit.
         sides: the sides; all others are compared with the first one.
-        lines: what the command prints about each of the other sides.
+        printed: the line that the command prints about each of the other sides.
     """
     first, *others = sides
     verdicts = list(dict.fromkeys(side.verdict for side in others))
@@ -64,7 +64,7 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequen
         kind="Comparison",
         title=title,
         headline=headline[0].upper() + headline[1:],
-        standing="; ".join(lines) if len(lines) == 1 else f"Each is compared with {first.name}.",
+        assessment=printed[0] if len(printed) == 1 else f"Each is compared with {first.name}.",
         key_figures=[(f"{side.name}, {unit}", f"{side.score:.4f}") for side in sides],
         drawings=_drawings(sides),
         sections=[
@@ -76,6 +76,7 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], lines: Sequen
 
 def _drawings(sides: Sequence[Compared]) -> Drawings:
     """Return a chart for each metric that is compared, with the lines of all runs."""
+    # Each run as (index of its side, its rows). Each has a table of its own.
     runs = [(side_index, rows) for side_index, side in enumerate(sides) for rows in side.curves]
     tables = [columns(rows, metric_keys()) for _, rows in runs]
     charts = list[Chart]()
@@ -85,14 +86,27 @@ def _drawings(sides: Sequence[Compared]) -> Drawings:
         lines = list[Line]()
         for run_index, (side_index, _) in enumerate(runs):
             name = sides[side_index].name
-            lines += lines_of(metric, tables[run_index], run_index, name, side_index % SHADES)
-        values = [known_values(tables[line.table], line.key) for line in lines]
-        ends = limits(metric, values)
-        charts.append(Chart(metric.chart, metric.title, lines, ends, is_count=metric.is_count))
+            lines += lines_of(
+                metric,
+                tables[run_index],
+                table_index=run_index,
+                run_name=name,
+                shade=side_index % SHADES,
+            )
+        values_of_lines = [known_values(tables[line.table], line.key) for line in lines]
+        chart = Chart(
+            name=metric.chart,
+            title=metric.title,
+            lines=lines,
+            limits=limits(metric, values_of_lines),
+            is_count=metric.is_count,
+        )
+        charts.append(chart)
     return Drawings(tables, charts, halves=True)
 
 
 def _scores_table(sides: Sequence[Compared], unit: str) -> str:
+    """Return a table of the sides: their scores, and how each compares with the first side."""
     rows: list[list[Cell]] = []
     for side in sides:
         rows.append(

@@ -110,11 +110,11 @@ class ThemeColour(NamedTuple):
 
 
 COLOURS = (
-    ThemeColour(INK, "ink", "#e9eaee"),
-    ThemeColour(MUTED, "muted", "#9a9da8"),
-    ThemeColour(GRID, "rule", "#30333a"),
-    ThemeColour(ACCENT, "accent", "#84a9ff"),
-    ThemeColour(WARN, "warn", "#ff9a6b"),
+    ThemeColour(light=INK, variable="ink", dark="#e9eaee"),
+    ThemeColour(light=MUTED, variable="muted", dark="#9a9da8"),
+    ThemeColour(light=GRID, variable="rule", dark="#30333a"),
+    ThemeColour(light=ACCENT, variable="accent", dark="#84a9ff"),
+    ThemeColour(light=WARN, variable="warn", dark="#ff9a6b"),
 )
 
 

@@ -37,8 +37,8 @@ class Metric:
         is_line: whether its values lie on a smooth curve. Other values are drawn with their median.
         is_count: whether its values are written with SI prefixes.
         place: its place on the sheet of all pictures: "first" and "second" are in the upper row,
-            "lower" is in the lower row, and "" is not on the sheet. If several metrics of a run are
-            "first", the sheet shows the last one in the table; "second" likewise. On pages, the
+            "lower" is in the lower row, and "" is not on the sheet. If a run has several metrics with
+            the place "first" or "second", the sheet shows the last of them in the table. On pages, the
             charts of "first" are wide.
         is_score: whether it says how good the run is, in place of the loss. Then no loss is drawn,
             since a loss of advantages or of pairs is not in nats per token.
@@ -67,35 +67,35 @@ class Metric:
 
 
 BITS_PER_BYTE = Metric(
-    "",
-    "held_out",
-    "Held-out text, bits per byte",
+    key="",
+    chart="held_out",
+    title="Held-out text, bits per byte",
     held_out="eval_bits_per_byte",
     head="bits per byte",
     limits="late",
     place="first",
 )
 LOSS = Metric(
-    "train_loss",
-    "loss",
-    "Loss, nats per token",
+    key="train_loss",
+    chart="loss",
+    title="Loss, nats per token",
     held_out="eval_loss",
     head="loss, nats",
     place="second",
 )
 LEARNING_RATE = Metric(
-    "lr",
-    "learning_rate",
-    "Learning rate",
+    key="lr",
+    chart="learning_rate",
+    title="Learning rate",
     label="rate",
     limits="zero",
     is_line=True,
     place="lower",
 )
 SPEED = Metric(
-    "tokens_per_s",
-    "speed",
-    "Tokens per second",
+    key="tokens_per_s",
+    chart="speed",
+    title="Tokens per second",
     label="tokens/s",
     limits="zero",
     is_count=True,
@@ -105,25 +105,33 @@ SPEED = Metric(
 
 def _gauge(key: str, chart: str, title: str, label: str) -> Metric:
     """Return the metric of a number that the GPU itself measures."""
-    return Metric(key, chart, title, label=label, limits="zero", is_count=True, is_compared=False)
+    return Metric(
+        key=key,
+        chart=chart,
+        title=title,
+        label=label,
+        limits="zero",
+        is_count=True,
+        is_compared=False,
+    )
 
 
 # In the order of the charts on a page.
 METRICS = [
     BITS_PER_BYTE,
     Metric(
-        "reward",
-        "reward",
-        "Mean reward of each update's answers",
+        key="reward",
+        chart="reward",
+        title="Mean reward of each update's answers",
         held_out="eval_reward",
         place="first",
         is_score=True,
         is_printed=True,
     ),
     Metric(
-        "accuracy",
-        "accuracy",
-        "Accuracy: the chosen answer scores higher",
+        key="accuracy",
+        chart="accuracy",
+        title="Accuracy: the chosen answer scores higher",
         held_out="eval_accuracy",
         place="first",
         is_score=True,
@@ -131,37 +139,57 @@ METRICS = [
     ),
     LOSS,
     Metric(
-        "entropy",
-        "entropy",
-        "Entropy of answers, nats per token",
+        key="entropy",
+        chart="entropy",
+        title="Entropy of answers, nats per token",
         label="entropy",
         limits="zero",
         place="second",
     ),
-    Metric("kl", "kl", "KL divergence from the reference, nats per token", label="KL"),
     Metric(
-        "margin",
-        "margin",
-        "Margin of the chosen answers, nats",
+        key="kl",
+        chart="kl",
+        title="KL divergence from the reference, nats per token",
+        label="KL",
+    ),
+    Metric(
+        key="margin",
+        chart="margin",
+        title="Margin of the chosen answers, nats",
         held_out="eval_margin",
         place="second",
         is_printed=True,
     ),
     LEARNING_RATE,
     Metric(
-        "grad_norm",
-        "gradient_norm",
-        "Gradient norm, before clipping",
+        key="grad_norm",
+        chart="gradient_norm",
+        title="Gradient norm, before clipping",
         label="norm",
         limits="spikes",
         place="lower",
     ),
     SPEED,
-    _gauge("gpu_utilization_percent", "utilization", "GPU utilisation, %", "utilisation"),
-    _gauge("gpu_power_w", "power", "GPU power, W", "power"),
-    _gauge("gpu_temperature_c", "temperature", "GPU temperature, °C", "temperature"),
-    _gauge("gpu_clock_hz", "clock", "GPU clock, Hz", "clock"),
-    _gauge("gpu_memory_bytes", "device_memory", "GPU memory of all programs, bytes", "memory"),
+    _gauge(
+        key="gpu_utilization_percent",
+        chart="utilization",
+        title="GPU utilisation, %",
+        label="utilisation",
+    ),
+    _gauge(key="gpu_power_w", chart="power", title="GPU power, W", label="power"),
+    _gauge(
+        key="gpu_temperature_c",
+        chart="temperature",
+        title="GPU temperature, °C",
+        label="temperature",
+    ),
+    _gauge(key="gpu_clock_hz", chart="clock", title="GPU clock, Hz", label="clock"),
+    _gauge(
+        key="gpu_memory_bytes",
+        chart="device_memory",
+        title="GPU memory of all programs, bytes",
+        label="memory",
+    ),
 ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import NamedTuple
 
 from monograph.report.chart_markup import figure, payload
 from monograph.report.charts import Chart, Columns
@@ -60,7 +61,7 @@ def page(
     kind: str,
     title: str,
     headline: str,
-    standing: str,
+    assessment: str,
     key_figures: Iterable[tuple[str, str]],
     drawings: Drawings,
     sections: Iterable[str],
@@ -73,7 +74,7 @@ def page(
         kind: what the report is about, such as "Training run".
         title: the report's subject, such as a folder's name.
         headline: the result in a few words.
-        standing: a sentence that says how good the result is.
+        assessment: a sentence that says how good the result is.
         key_figures: (name, quantity) pairs to read first.
         drawings: charts and their data.
         sections: markup from `section` and `column`; empty ones are left out.
@@ -90,7 +91,7 @@ def page(
     scripts = []
     if drawings.charts:
         scripts.append(_chart_scripts(drawings))
-    if 'class="sortable"' in body:
+    if 'class="sortable"' in body:  # a section has a `table`
         scripts.append(_SORTING_SCRIPT)
     if refresh_s:
         scripts.append(_REFRESH_SCRIPT)
@@ -98,7 +99,7 @@ def page(
         title=escaped(title),
         kicker=escaped(f"{kind} · {title}"),
         headline=escaped(headline),
-        standing=escaped(standing),
+        standing=escaped(assessment),
         warning=f'<p class="standing warning">{escaped(warning)}</p>' if warning else "",
         figures=key_figure_items,
         drawings=_grid(grid_items, drawings.halves) if grid_items else "",
@@ -177,9 +178,11 @@ def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> st
     )
 
 
-def number(value: float | None, form: str) -> Cell:
+def number(value: float | None, number_format: str) -> Cell:
     """Return the cell of a number in a format such as "{:.3f}"; an empty cell for None."""
-    return ("", None) if value is None else (form.format(value), value)
+    if value is None:
+        return "", None
+    return number_format.format(value), value
 
 
 def _class_attribute(css_class: str) -> str:
@@ -188,7 +191,11 @@ def _class_attribute(css_class: str) -> str:
 
 
 def _cell_markup(cell: Cell, css_class: str) -> str:
-    text, value = cell if isinstance(cell, tuple) else (cell, None)
+    if isinstance(cell, tuple):
+        text, value = cell
+    else:
+        text = cell
+        value = None
     sort_key = ""
     if css_class == "number":
         # The sorting script puts an empty value last.
@@ -236,25 +243,38 @@ class Bar:
     floor: float | None = None
 
 
+class BarRow(NamedTuple):
+    """A row in a table of bars.
+
+    Attributes:
+        name: the row's name.
+        is_highlighted: whether its bars have the accent colour.
+        bars: a bar for each column.
+    """
+
+    name: str
+    is_highlighted: bool
+    bars: Sequence[Bar]
+
+
 _LONGEST_PERCENT = 54  # the longest bar's share of its cell; the words need the rest
 
 
-def bars(name: str, heads: Sequence[str], rows: Sequence[tuple[str, bool, Sequence[Bar]]]) -> str:
+def bars(name: str, heads: Sequence[str], rows: Sequence[BarRow]) -> str:
     """Return a table whose cells are bars with their values.
 
     Args:
         name: the table's content in words, for screen readers.
         heads: the names of the columns of bars; empty for a table without heads.
-        rows: (the row's name, whether it is highlighted, a bar for each column).
+        rows: the rows.
     """
     names = "".join(f'<th scope="col">{escaped(head)}</th>' for head in heads)
     head_row = f"<thead><tr><td></td>{names}</tr></thead>\n" if heads else ""
     body_rows = []
-    for row_name, is_highlighted, cells in rows:
-        best_class = _class_attribute("best" if is_highlighted else "")
-        body_rows.append(
-            f'<tr{best_class}><th scope="row">{escaped(row_name)}</th>{"".join(map(_bar_markup, cells))}</tr>'
-        )
+    for row in rows:
+        row_class = _class_attribute("best" if row.is_highlighted else "")
+        cells = "".join(map(_bar_markup, row.bars))
+        body_rows.append(f'<tr{row_class}><th scope="row">{escaped(row.name)}</th>{cells}</tr>')
     lines = "\n".join(body_rows)
     return (
         f'<div class="scroll" role="region" aria-label="{escaped(name)}" tabindex="0"><table class="bars">\n'
@@ -263,13 +283,14 @@ def bars(name: str, heads: Sequence[str], rows: Sequence[tuple[str, bool, Sequen
 
 
 def _bar_markup(bar: Bar) -> str:
+    """Return a cell with a bar, its value and its mark."""
     text = f"<span>{escaped(bar.text)}</span>"
     if bar.share is None:
         return f"<td>{text}</td>"
-    parts = "".join(
-        f'<i style="width: {100 * part:.2f}%; opacity: {max(0.3, 1 - 0.14 * index):.2f}"></i>'
-        for index, part in enumerate(bar.parts)
-    )
+    parts = ""
+    for index, part in enumerate(bar.parts):
+        opacity = max(0.3, 1 - 0.14 * index)  # each part is paler than the one before
+        parts += f'<i style="width: {100 * part:.2f}%; opacity: {opacity:.2f}"></i>'
     floor = ""
     if bar.floor is not None:
         floor = f'<span class="floor" style="left: {_LONGEST_PERCENT * bar.floor:.2f}%"></span>'

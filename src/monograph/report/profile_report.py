@@ -21,7 +21,18 @@ from monograph.profiling.intervals import PARTS
 from monograph.profiling.profiler import Profile
 from monograph.report import quantities
 from monograph.report.figures import ACCENT, INK, MUTED, style, svg
-from monograph.report.page import Bar, Cell, Drawings, bars, folded, number, page, section, table
+from monograph.report.page import (
+    Bar,
+    BarRow,
+    Cell,
+    Drawings,
+    bars,
+    folded,
+    number,
+    page,
+    section,
+    table,
+)
 from monograph.report.quantities import count
 
 
@@ -71,15 +82,15 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
     """
     verdict = profile.verdict
     possible_speedup = profile.update_s / max(verdict.floor_s, 1e-12)  # the best time may be 0
-    standing = describe_limit(profile)
+    assessment = describe_limit(profile)
     best = verdict.change
     if best:
-        standing += f"; {best.what} is predicted to make it {verdict.gain(best):.2f} × as fast"
+        assessment += f"; {best.what} is predicted to make it {verdict.gain(best):.2f} × as fast"
     return page(
         kind="Profile",
         title=title,
         headline=f"Limited by {verdict.bottleneck}",
-        standing=f"{standing[0].upper()}{standing[1:]}.",
+        assessment=f"{assessment[0].upper()}{assessment[1:]}.",
         key_figures=[
             ("ms per update", f"{1e3 * profile.update_s:.3g}"),
             ("tokens/s", count(tokens_per_s)),
@@ -124,22 +135,25 @@ def largest_bound(bounds: Mapping[Bound, float]) -> str:
 
 
 def _part_bars(verdict: Verdict) -> str:
+    """Return a table with a bar for each part of an update."""
     spent_s = {part: seconds for part, seconds in verdict.spent.parts.items() if seconds > 0}
     longest_s = max(spent_s.values(), default=1.0)
     rows = []
     for part in PARTS:
         if part not in spent_s:
             continue
-        text = f"{verdict.spent.share(part):.0%}"
-        floor = min(1.0, verdict.floors[part] / longest_s)
-        rows.append(
-            (part, part == verdict.bottleneck, [Bar(text, spent_s[part] / longest_s, floor=floor)])
+        bar = Bar(
+            text=f"{verdict.spent.share(part):.0%}",
+            share=spent_s[part] / longest_s,
+            floor=min(1.0, verdict.floors[part] / longest_s),
         )
+        rows.append(BarRow(part, is_highlighted=part == verdict.bottleneck, bars=[bar]))
     note = '<p class="note">The line in a bar is the best time possible here; blue is what limits the run.</p>'
     return bars("Where an update's time goes", ["share of the time"], rows) + note
 
 
 def _parts_table(verdict: Verdict) -> str:
+    """Return a table of the parts: share, time, best time, and what limits most of the part."""
     rows: list[list[Cell]] = []
     for part in PARTS:
         rows.append(
@@ -156,6 +170,7 @@ def _parts_table(verdict: Verdict) -> str:
 
 
 def _changes_table(verdict: Verdict) -> str:
+    """Return a table of the changes to try, with their predicted speedups."""
     rows: list[list[Cell]] = []
     for change in verdict.changes:
         rows.append(
@@ -170,7 +185,10 @@ def _changes_table(verdict: Verdict) -> str:
     return table("Changes to try", heads, rows)
 
 
+# The object of a ladder, or of one of its rungs, as this file's docstring describes them.
 Values = Mapping[str, Any]
+# An en space, which stands between a bar and its text.
+_EN_SPACE = "\u2002"
 # A rung's key with the speed that is compared, by the ladder's `ratios_of`. A ladder on a CPU
 # compares CPU time, since other programs change the wall time.
 SPEED_KEYS = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
@@ -200,14 +218,14 @@ def draw_ladder(ladder: Values) -> str:
             for y, rung in enumerate(rungs):
                 if rung[key] is None:
                     axes.text(
-                        0, y, "\u2002not available here", va="center", fontsize=8, color=MUTED
+                        0, y, f"{_EN_SPACE}not available here", va="center", fontsize=8, color=MUTED
                     )
                     continue
                 axes.barh(y, rung[key], height=0.62, color=ACCENT if rung is best else MUTED)
                 axes.text(
                     rung[key],
                     y,
-                    f"\u2002{_bar_text(rung, key)}",
+                    f"{_EN_SPACE}{_bar_text(rung, key)}",
                     va="center",
                     fontsize=8,
                     color=INK,
@@ -218,8 +236,8 @@ def draw_ladder(ladder: Values) -> str:
 
 
 def _bar_text(rung: Values, key: str) -> str:
-    """Return a rung's memory, or its speed and how many times as fast it is as the rung that it is
-    compared with.
+    """Return the text at a rung's bar: its memory; or its speed, and how many times as fast it is as the
+    rung that it is compared with.
     """
     if key == "peak_memory_bytes":
         return quantities.memory(rung[key])
@@ -241,7 +259,7 @@ def ladder_page(title: str, ladder: Values, config: str) -> str:
         kind="Ladder",
         title=title,
         headline=f"{ladder_gain(ladder):.1f} × as fast as eager",
-        standing=f"{describe_measurement(ladder)}.",
+        assessment=f"{describe_measurement(ladder)}.",
         key_figures=[
             ("parameters", quantities.count(ladder["params"])),
             ("tokens/s, eager", f"{first['tokens_per_s']:,.0f}"),
@@ -263,17 +281,18 @@ def ladder_page(title: str, ladder: Values, config: str) -> str:
 
 
 def _rung_bars(rungs: Sequence[Values], best: Values) -> str:
+    """Return a table with two bars for each rung: speed and memory."""
     keys = ("tokens_per_s", "peak_memory_bytes")
     maxima = {key: max(rung[key] or 0 for rung in rungs) or 1 for key in keys}
     rows = []
     for rung in rungs:
-        cells = []
+        row_bars = []
         for key in keys:
             if rung[key] is None:
-                cells.append(Bar("not available here", None))
+                row_bars.append(Bar("not available here", share=None))
             else:
-                cells.append(Bar(_bar_text(rung, key), rung[key] / maxima[key]))
-        rows.append((rung["rung"], rung is best, cells))
+                row_bars.append(Bar(_bar_text(rung, key), share=rung[key] / maxima[key]))
+        rows.append(BarRow(rung["rung"], is_highlighted=rung is best, bars=row_bars))
     return bars("Speed and memory of each rung", ["tokens per second", "peak memory"], rows)
 
 
@@ -334,7 +353,7 @@ def ladder_cells(rungs: Sequence[Values]) -> list[list[Cell]]:
                 ("", None) if size is None else (quantities.memory(size), size),
                 number(rung["memory_times"], "{:.2f} ×"),
                 number(loss, "{:.3f}"),
-                number(rung["compile_s"] or None, "{:.0f}"),
+                number(rung["compile_s"] or None, "{:.0f}"),  # 0: an eager rung, an empty cell
                 number(rung["micro_batch"], "{}"),
                 "; ".join([rung["obstacle"] or rung["change"], *rung["notes"]]),
             ]

@@ -23,59 +23,71 @@ from monograph.report.metrics import (
     metric_keys,
     shown_metrics,
 )
-from monograph.report.page import Bar, Drawings, bars
+from monograph.report.page import Bar, BarRow, Drawings, bars
 from monograph.report.quantities import counted, memory
 
 Moments = Sequence[tuple[int, str]]  # (update, what happened then)
 
 
-def run_drawings(
-    metrics: Sequence[MetricsRow], yardsticks: Yardsticks, moments: Moments
-) -> Drawings:
-    """Return the charts of the metrics that a run's rows have values of, and its peak memory.
+def run_drawings(rows: Sequence[MetricsRow], yardsticks: Yardsticks, moments: Moments) -> Drawings:
+    """Return a run's charts: one for each metric that its rows have values of, and its peak memory.
 
     Args:
-        metrics: rows as `monograph.report.run_figures` describes them.
-        yardsticks: bits per byte to draw in the chart of held-out bits per byte.
+        rows: rows as `monograph.report.run_figures` describes them.
+        yardsticks: names and values in bits per byte, which are drawn in the chart of held-out bits
+            per byte.
         moments: moments to mark in the chart of the learning rate, such as the end of the warm-up.
     """
-    table = columns(metrics, metric_keys())
-    charts = [
-        _chart(metric, table, metrics, yardsticks, moments) for metric in shown_metrics(table)
-    ]
-    ledger = last_memory_ledger(metrics)
-    return Drawings([table], charts, [_memory_bars(ledger)] if ledger else [])
+    table = columns(rows, metric_keys())
+    charts = [_chart(metric, table, rows, yardsticks, moments) for metric in shown_metrics(table)]
+    ledger = last_memory_ledger(rows)
+    memory_markup = [_memory_bars(ledger)] if ledger else []
+    # All charts draw columns of one table, the run's.
+    return Drawings(tables=[table], charts=charts, markup=memory_markup)
 
 
 def _chart(
     metric: Metric,
     table: Columns,
-    metrics: Sequence[MetricsRow],
+    rows: Sequence[MetricsRow],
     yardsticks: Yardsticks,
     moments: Moments,
 ) -> Chart:
+    """Return the chart of a metric.
+
+    Args:
+        metric: the metric.
+        table: the columns of the run's rows.
+        rows: see `run_drawings`.
+        yardsticks: see `run_drawings`.
+        moments: see `run_drawings`.
+    """
+    # The levels to compare the values with; other charts have none.
     levels = yardsticks if metric is BITS_PER_BYTE else {}
     marks: list[ChartMark] = []
     note = ""  # the sentence below the chart
     if metric is LEARNING_RATE:
         marks = _marks(table, sorted(moments))
     if metric is SPEED:
-        skipped = [(row["update"], "") for row in metrics if row.get("skipped")]
-        slower = [(row["update"], "slower") for row in metrics if "slower" in row]
+        # A mark without words is a short tick.
+        skipped = [(row["update"], "") for row in rows if row.get("skipped")]
+        slower = [(row["update"], "slower") for row in rows if row.get("slower")]
         marks = _marks(table, [*skipped, *slower])
-        note = f"{counted(len(skipped), 'update')} skipped, each marked below." if skipped else ""
+        if skipped:
+            note = f"{counted(len(skipped), 'update')} skipped, each marked below."
     label_count = sum(bool(mark.label) for mark in marks)
     # Each label may need a line of its own above the curve.
     headroom = 1.15 + 0.16 * label_count
+    # A page begins with a wide chart: that of a metric with the place "first", or else the loss.
     is_wide = metric.place == "first"
     if metric is LOSS and BITS_PER_BYTE.held_out not in table:
-        is_wide = True  # no wide chart of held-out bits per byte stands before it
-    values = [known_values(table, key) for key in metric.keys]
+        is_wide = True
+    values_of_lines = [known_values(table, key) for key in metric.keys]
     return Chart(
-        metric.chart,
-        metric.title,
-        lines_of(metric, table),
-        limits(metric, values, levels.values(), headroom),
+        name=metric.chart,
+        title=metric.title,
+        lines=lines_of(metric, table),
+        limits=limits(metric, values_of_lines, levels.values(), headroom),
         levels=levels,
         marks=marks,
         note=note,
@@ -108,7 +120,8 @@ def _memory_bars(ledger: Mapping[str, Mapping[str, int]]) -> str:
     rows = []
     for name, total in totals.items():
         parts = [size / max(total, 1) for size in ledger[name].values()]
-        rows.append((name, False, [Bar(memory(total), total / longest, parts)]))
+        bar = Bar(memory(total), share=total / longest, parts=parts)
+        rows.append(BarRow(name, is_highlighted=False, bars=[bar]))
     sentences = []
     for name in totals:
         sizes = ", ".join(f"{part} {memory(size)}" for part, size in ledger[name].items())
@@ -116,5 +129,5 @@ def _memory_bars(ledger: Mapping[str, Mapping[str, int]]) -> str:
     note = "; ".join(sentences)
     return (
         '<figure class="chart"><figcaption><h2>Peak memory</h2></figcaption>\n'
-        f'{bars("Peak memory", [], rows)}<p class="note">{note}</p></figure>'
+        f'{bars("Peak memory", heads=[], rows=rows)}<p class="note">{note}</p></figure>'
     )

@@ -4,7 +4,7 @@ A run has one figure for each metric of `monograph.report.metrics` that its rows
 one for its peak memory. A row is a dictionary of metrics.jsonl. The keys that are read here:
 
 - `tokens`: the tokens trained on so far.
-- the names of metrics, with their values.
+- the keys of metrics, with their values.
 - `skipped`: whether the update was skipped.
 - `slower`: a slowdown that was noticed at this update (`monograph.session.gauges`).
 - `memory`: the planned and the measured peak memory (`monograph.profiling.memory.ledger`).
@@ -57,26 +57,27 @@ _MAX_POINTS = 1200  # of a line; a figure has fewer pixels than this from left t
 
 
 def draw(
-    metrics: Sequence[MetricsRow], yardsticks: Yardsticks, title: str, subtitle: str
+    rows: Sequence[MetricsRow], yardsticks: Yardsticks, title: str, subtitle: str
 ) -> tuple[bytes, list[Picture]]:
     """Draw all figures of a run.
 
     Args:
-        metrics: rows as this module describes them.
-        yardsticks: bits per byte to draw in the chart of held-out bits per byte.
+        rows: rows as this module describes them.
+        yardsticks: names and values in bits per byte, which are drawn in the chart of held-out bits
+            per byte.
         title: the sheet's title.
         subtitle: the line below the title.
 
     Returns:
         The sheet as a PNG file, and each figure by itself. Metrics without values are left out.
     """
-    keys_with_values = {key for row in metrics for key, value in row.items() if value is not None}
+    keys_with_values = {key for row in rows for key, value in row.items() if value is not None}
     panels: dict[Metric, Panel] = {
-        metric: partial(_draw_metric, metrics=metrics, metric=metric, yardsticks=yardsticks)
+        metric: partial(_draw_metric, rows=rows, metric=metric, yardsticks=yardsticks)
         for metric in shown_metrics(keys_with_values)
     }
     memory_panel: Panel | None = None
-    ledger = last_memory_ledger(metrics)
+    ledger = last_memory_ledger(rows)
     if ledger:
         memory_panel = partial(_draw_memory, ledger=ledger)
     with style():
@@ -90,13 +91,13 @@ def draw(
         return sheet, pictures
 
 
-def held_out_svg(metrics: Sequence[MetricsRow], yardsticks: Yardsticks) -> str:
+def held_out_svg(rows: Sequence[MetricsRow], yardsticks: Yardsticks) -> str:
     """Return the figure of held-out bits per byte as an SVG element."""
     from matplotlib.figure import Figure
 
     with style():
         figure = Figure(figsize=_SIZES[BITS_PER_BYTE.place], layout="constrained")
-        _draw_metric(figure.add_subplot(), metrics, BITS_PER_BYTE, yardsticks)
+        _draw_metric(figure.add_subplot(), rows, BITS_PER_BYTE, yardsticks)
         return svg(figure)
 
 
@@ -134,7 +135,7 @@ def _sheet_png(
 
 
 def _draw_metric(
-    axes: Axes, metrics: Sequence[MetricsRow], metric: Metric, yardsticks: Yardsticks
+    axes: Axes, rows: Sequence[MetricsRow], metric: Metric, yardsticks: Yardsticks
 ) -> None:
     """Draw a metric over tokens: its training values as a line, its held-out values as points.
 
@@ -145,7 +146,8 @@ def _draw_metric(
     axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
     axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
     # For each key the tokens and the values of its points.
-    series_by_key = {key: _series(metrics, key) for key in metric.keys}
+    series_by_key = {key: _series(rows, key) for key in metric.keys}
+    # The levels to compare the values with; other charts have none.
     levels = yardsticks if metric is BITS_PER_BYTE else {}
     last_tokens = max(float(tokens[-1]) for tokens, _ in series_by_key.values() if len(tokens))
     axes.set_xlim(0, last_tokens or 1)  # a run that has not trained yet needs a width, too
@@ -166,7 +168,7 @@ def _draw_metric(
     elif len(held_out_values):
         _draw_among_levels(axes, held_out_tokens, held_out_values, levels)
     if metric is SPEED:
-        _mark_slow_updates(axes, metrics)
+        _mark_slow_updates(axes, rows)
 
 
 def _draw_among_levels(axes: Axes, tokens: Floats, values: Floats, levels: Yardsticks) -> None:
@@ -176,7 +178,8 @@ def _draw_among_levels(axes: Axes, tokens: Floats, values: Floats, levels: Yards
     axes.plot(tokens, values, color=ACCENT, linewidth=2)
     axes.plot(tokens[-1:], values[-1:], "o", color=ACCENT, markersize=5, clip_on=False)
     labels = [_Label(level, f"{name}  {level:.2f}", MUTED) for name, level in levels.items()]
-    labels.append(_Label(float(values[-1]), f"this run  {values[-1]:.2f}", ACCENT, "bold"))
+    last_value = float(values[-1])
+    labels.append(_Label(last_value, f"this run  {last_value:.2f}", ACCENT, weight="bold"))
     _write_labels_at_right(axes, labels)
 
 
@@ -195,9 +198,9 @@ def _draw_curve(axes: Axes, tokens: Floats, values: Floats) -> None:
     )
 
 
-def _mark_slow_updates(axes: Axes, metrics: Sequence[MetricsRow]) -> None:
+def _mark_slow_updates(axes: Axes, rows: Sequence[MetricsRow]) -> None:
     """Mark the updates that were skipped, and the updates at which the run became slower."""
-    skipped = [row["tokens"] for row in metrics if row.get("skipped")]
+    skipped = [row["tokens"] for row in rows if row.get("skipped")]
     axes.plot(
         skipped,
         np.full(len(skipped), 0.035 * axes.get_ylim()[1]),  # just above the horizontal axis
@@ -208,7 +211,7 @@ def _mark_slow_updates(axes: Axes, metrics: Sequence[MetricsRow]) -> None:
     )
     words = f"{quantities.counted(len(skipped), 'update')} skipped"
     slower = np.array(
-        [(row["tokens"], row["slower"]["tokens_per_s"]) for row in metrics if "slower" in row]
+        [(row["tokens"], row["slower"]["tokens_per_s"]) for row in rows if "slower" in row]
     )
     if len(slower):
         axes.plot(*slower.T, "v", color=WARN, markersize=6)
@@ -231,7 +234,7 @@ def _draw_memory(axes: Axes, ledger: MemoryLedger) -> None:
                 left=left_gib,
                 height=0.5,
                 color=ACCENT,
-                alpha=max(0.2, 1 - 0.17 * index),
+                alpha=max(0.2, 1 - 0.17 * index),  # each part is paler than the one before
             )
             left_gib += size_bytes / 2**30
         axes.annotate(
@@ -248,9 +251,9 @@ def _draw_memory(axes: Axes, ledger: MemoryLedger) -> None:
     axes.set_xlabel(", ".join(ledger["planned"]), fontsize=7, color=MUTED, loc="left")
 
 
-def _series(metrics: Sequence[MetricsRow], key: str) -> tuple[Floats, Floats]:
+def _series(rows: Sequence[MetricsRow], key: str) -> tuple[Floats, Floats]:
     """Return the tokens and the values of the rows that have a value of a key."""
-    points = [(row["tokens"], row[key]) for row in metrics if row.get(key) is not None]
+    points = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None]
     # The reshape gives an array of no points its two columns.
     tokens, values = np.array(points, dtype=np.float64).reshape(-1, 2).T
     return tokens, values

@@ -14,7 +14,7 @@ from monograph.report.figures import Picture
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.metrics import LOSS, held_out_metrics, shown_metrics
-from monograph.report.page import column, config_of, number, page, pairs, section, table
+from monograph.report.page import Cell, column, config_of, number, page, pairs, section, table
 from monograph.report.run_charts import run_drawings
 from monograph.report.run_figures import draw
 
@@ -60,7 +60,7 @@ class About:
     """What a report shows that is not in the run's rows or summary.
 
     Attributes:
-        yardsticks: bits per byte to compare the run with, by name, such as "gzip -9".
+        yardsticks: names and values in bits per byte to compare the run with, such as "gzip -9".
         samples: generated texts, which are shown side by side.
         moments: (update, what happened then) pairs at which the learning rate's curve has a kink,
             such as the end of the warm-up.
@@ -77,7 +77,7 @@ class About:
 
 
 def write_report(
-    run_folder: Path, summary: Summary, metrics: Sequence[MetricsRow], about: About
+    run_folder: Path, summary: Summary, rows: Sequence[MetricsRow], about: About
 ) -> None:
     """Write `run_folder`/figures/*.png and `run_folder`/report.html.
 
@@ -88,21 +88,21 @@ def write_report(
         run_folder: the run's folder.
         summary: the object that `monograph train --json` prints. Missing keys are left out, and
             unknown keys are in a table.
-        metrics: rows as `monograph.report.run_figures` describes them.
-        about: what the report shows beside these.
+        rows: rows as `monograph.report.run_figures` describes them.
+        about: what the report shows that is in neither.
 
     Raises:
         DiskFull: the disk has no space for a file.
     """
     title = _headline(summary)
     subtitle = _subtitle(run_folder, summary)
-    sheet, pictures = draw(metrics, about.yardsticks, title, subtitle)
-    html_page = run_page(run_folder, summary, metrics, about)
+    sheet, pictures = draw(rows, about.yardsticks, title, subtitle)
+    html_page = run_page(run_folder, summary, rows, about)
     write_pages(run_folder, html_page, [Picture("sheet", sheet), *pictures])
 
 
 def write_run_page(
-    folder: Path, summary: Summary, metrics: Sequence[MetricsRow], about: About, state: str
+    folder: Path, summary: Summary, rows: Sequence[MetricsRow], about: About, state: str
 ) -> None:
     """Write the page of a run that has not ended, without figures.
 
@@ -112,19 +112,19 @@ def write_run_page(
     Raises:
         DiskFull: the disk has no space for the page.
     """
-    write_pages(folder, run_page(folder, summary, metrics, about, state), [])
+    write_pages(folder, run_page(folder, summary, rows, about, state), pictures=[])
 
 
 def run_page(
-    run_folder: Path, summary: Summary, metrics: Sequence[MetricsRow], about: About, state: str = ""
+    run_folder: Path, summary: Summary, rows: Sequence[MetricsRow], about: About, state: str = ""
 ) -> str:
     """Return a run's page as HTML; see `write_report` and `write_run_page`."""
-    known_keys = {key for key, value in summary.items() if value is not None}
+    shown_keys = {key for key, value in summary.items() if value is not None}
     samples_heading = "Samples, from the same prompt"
-    if "reward" in known_keys:
+    if "reward" in shown_keys:
         samples_heading = "Samples"  # each answers a prompt of its own
-    if LOSS not in shown_metrics(known_keys):  # a score replaces the loss, as in the charts
-        known_keys -= {*LOSS.keys}
+    if LOSS not in shown_metrics(shown_keys):  # a score replaces the loss, as in the charts
+        shown_keys -= {*LOSS.keys}
     warning = ""
     if about.doubt:
         warning = f"{'So far' if state else 'In all updates'}, {about.doubt}."
@@ -132,19 +132,19 @@ def run_page(
         kind=f"Training run, {state}" if state else "Training run",
         title=run_folder.name,
         headline=_headline(summary),
-        standing=_yardsticks_sentence(summary, about.yardsticks),
+        assessment=_yardsticks_sentence(summary, about.yardsticks),
         warning=warning,
         key_figures=[
             (name, format_value(summary[key]))
             for key, name, format_value in _KEY_FIGURES
-            if key in known_keys
+            if key in shown_keys
         ],
-        drawings=run_drawings(metrics, about.yardsticks, about.moments),
+        drawings=run_drawings(rows, about.yardsticks, about.moments),
         sections=[
             section(samples_heading, _samples_markup(about.samples), full_width=True),
             column(
-                section("Held-out scores", _scores_table(metrics)),
-                section("Slowdowns", _slowdowns_table(metrics)),
+                section("Held-out scores", _scores_table(rows)),
+                section("Slowdowns", _slowdowns_table(rows)),
             ),
             column(
                 section("Summary", pairs(_other_values(summary))),
@@ -156,13 +156,13 @@ def run_page(
 
 
 def _headline(summary: Summary) -> str:
-    """Return the run's result in a few words: that of its most telling score."""
+    """Return the run's most telling score in a few words."""
     if summary.get("reward") is not None:
         return f"Mean reward {summary['reward']:.2f}, {summary['reward_first']:.2f} at the start"
     if summary.get("accuracy") is not None:
         held_out_share = summary["eval_accuracy"]
         share = summary["accuracy"] if held_out_share is None else held_out_share
-        if summary.get("labelled"):
+        if summary.get("labelled"):  # records have single answers, each labelled good or bad
             return f"{share:.0%} of the answers are scored as they are labelled"
         return f"The chosen answer scores higher in {share:.0%} of the pairs"
     if summary.get("eval_bits_per_byte") is not None:
@@ -260,26 +260,29 @@ def _score_columns() -> dict[str, tuple[str, str]]:
 
 def _scores_table(rows: Sequence[MetricsRow]) -> str:
     """Return a table of the held-out curve's points, for readers who want the numbers."""
-    scores = [metric.held_out for metric in held_out_metrics()]
-    scored = [row for row in rows if any(row.get(key) is not None for key in scores)]
-    columns = {
-        key: head_and_form
-        for key, head_and_form in _score_columns().items()
-        if any(row.get(key) is not None for row in scored)
-    }
-    cells = [[number(row.get(key), form) for key, (_, form) in columns.items()] for row in scored]
-    return table("Scores on held-out text", [head for head, _ in columns.values()], cells)
+    score_keys = [metric.held_out for metric in held_out_metrics()]
+    scored = [row for row in rows if any(row.get(key) is not None for key in score_keys)]
+    heads = list[str]()
+    cells: list[list[Cell]] = [[] for _ in scored]
+    for key, (head, number_format) in _score_columns().items():
+        values = [row.get(key) for row in scored]
+        if all(value is None for value in values):
+            continue  # a column without values is left out
+        heads.append(head)
+        for row_cells, value in zip(cells, values, strict=True):
+            row_cells.append(number(value, number_format))
+    return table("Scores on held-out text", heads, cells)
 
 
-def _slowdowns_table(metrics: Sequence[MetricsRow]) -> str:
+def _slowdowns_table(rows: Sequence[MetricsRow]) -> str:
     """Return a table of the updates at which the run became slower."""
     heads = ["update", "tokens/s", "before", "likely cause"]
-    rows = []
-    for row in metrics:
+    cells = []
+    for row in rows:
         if "slower" not in row:
             continue
         slowdown = row["slower"]
-        rows.append(
+        cells.append(
             [
                 number(row["update"], "{:,}"),
                 number(slowdown["tokens_per_s"], "{:,.0f}"),
@@ -287,7 +290,7 @@ def _slowdowns_table(metrics: Sequence[MetricsRow]) -> str:
                 slowdown["why"] or "unknown",
             ]
         )
-    return table("Moments at which the run became slower", heads, rows)
+    return table("Moments at which the run became slower", heads, cells)
 
 
 def _samples_markup(samples: Sequence[TextSample]) -> str:

@@ -19,14 +19,14 @@ from monograph.report.charts import (
     rounded,
     without_empty_columns,
 )
-from monograph.report.knobs import knobs_text, value_text
+from monograph.report.knobs import knobs_text, short_key, value_text
 from monograph.report.page import Drawings
 
 SettingSummary = Mapping[str, Any]
 SHADES = 4  # the page has this many colours that can be told apart
 
 
-class Score(NamedTuple):
+class SweepScore(NamedTuple):
     """What the members of a sweep are compared by.
 
     Attributes:
@@ -41,7 +41,7 @@ class Score(NamedTuple):
 
 
 class MemberCurve(NamedTuple):
-    """What the curve of a member is drawn from.
+    """A member of a sweep, and the data of its curve.
 
     Attributes:
         knobs: the member's values of the knobs.
@@ -53,7 +53,7 @@ class MemberCurve(NamedTuple):
 
 
 def sweep_drawings(
-    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], score: Score
+    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], score: SweepScore
 ) -> Drawings:
     """Return a chart for each knob that varies, and a chart with the curves of all members.
 
@@ -82,7 +82,7 @@ def varied_in(settings: Sequence[SettingSummary]) -> list[str]:
 
 
 def _chart_against_knob(
-    settings: Sequence[SettingSummary], name: str, score: Score, tables: list[Columns]
+    settings: Sequence[SettingSummary], knob: str, score: SweepScore, tables: list[Columns]
 ) -> Chart:
     """Return a chart of the settings' means over the values of one knob, and append its tables.
 
@@ -91,14 +91,14 @@ def _chart_against_knob(
 
     Args:
         settings: the settings.
-        name: the knob.
+        knob: the knob's key.
         score: what the members are compared by.
         tables: the page's tables; each line's table is appended.
     """
-    axis = axis_of([setting["knobs"].get(name) for setting in settings])
+    axis = axis_of([setting["knobs"].get(knob) for setting in settings])
     groups: dict[str, list[tuple[float, SettingSummary]]] = {}  # by the values of the other knobs
     for place, setting in zip(axis.places, settings, strict=True):
-        other_knobs = {key: value for key, value in setting["knobs"].items() if key != name}
+        other_knobs = {key: value for key, value in setting["knobs"].items() if key != knob}
         groups.setdefault(knobs_text(other_knobs), []).append((place, setting))
     has_band = len(groups) == 1
     lines: list[Line] = []
@@ -109,37 +109,41 @@ def _chart_against_knob(
         table = _columns_by_place(by_place)
         tables.append(table)
         if has_band:
-            lines.append(Line("low", "mean - standard error", "edge", table_index))
-            lines.append(Line("high", "mean + standard error", "edge", table_index))
+            lines.append(Line("low", "mean - standard error", style="edge", table=table_index))
+            lines.append(Line("high", "mean + standard error", style="edge", table=table_index))
         label = f"mean, {other_knobs_text}" if other_knobs_text else "mean"
-        lines.append(Line("mean", label, "line", table_index, shade))
-        seed_keys = sorted(key for key in table if key.startswith("seed"))
-        lines += [Line(key, "", "dots", table_index, shade) for key in seed_keys]
+        lines.append(Line("mean", label, style="line", table=table_index, shade=shade))
+        for key in sorted(key for key in table if key.startswith("seed")):
+            lines.append(Line(key, label="", style="dots", table=table_index, shade=shade))
     # The star comes last, so that no line is drawn over it.
     for table_index in {line.table for line in lines}:
         if "best" in tables[table_index]:
-            lines.append(Line("best", "best", "star", table_index, 1))
+            lines.append(Line("best", label="best", style="star", table=table_index, shade=1))
     note = "Small dots are members."
     if has_band:
         note = "Small dots are members, the band is one standard error."
     diverged = [setting for setting in settings if None in setting["values"]]
     if diverged:
-        values = dict.fromkeys(value_text(setting["knobs"].get(name)) for setting in diverged)
-        note += f" Members diverged at {name} {', '.join(values)}."
+        note += f" Members diverged at {knob} {_values_text(diverged, knob)}."
     stopped = [setting for setting in settings if setting["standing"] == "stopped"]
     if stopped:
-        values = dict.fromkeys(value_text(setting["knobs"].get(name)) for setting in stopped)
-        note += f" Stopped early, with the scores of that moment: {', '.join(values)}."
+        note += f" Stopped early, with the scores of that moment: {_values_text(stopped, knob)}."
     scores = [value for setting in settings for value in setting["values"] if value is not None]
     return Chart(
-        f"against_{name.rpartition('.')[2]}",
-        f"Held-out {score.unit} by {name}",
-        lines,
-        limits_of(scores, score),
+        name=f"against_{short_key(knob)}",
+        title=f"Held-out {score.unit} by {knob}",
+        lines=lines,
+        limits=limits_of(scores, score),
         note=note,
-        axis=ChartAxis("place", name, axis.ticks, axis.is_log),
+        axis=ChartAxis(key="place", name=knob, ticks=axis.ticks, is_log=axis.is_log),
         band=("low", "high") if has_band else None,
     )
+
+
+def _values_text(settings: Sequence[SettingSummary], knob: str) -> str:
+    """Return the values of a knob in some settings, each value once, as "0.01, 0.02"."""
+    values = [value_text(setting["knobs"].get(knob)) for setting in settings]
+    return ", ".join(dict.fromkeys(values))
 
 
 def _columns_by_place(group: Sequence[tuple[float, SettingSummary]]) -> Columns:
@@ -190,13 +194,14 @@ def axis_of(values: Sequence[Any]) -> KnobAxis:
         distinct = sorted(distinct)
         if distinct[0] > 0 and distinct[-1] >= 8 * distinct[0]:
             places = [float(value) for value in values]
-            return KnobAxis(places, [(float(value), value_text(value)) for value in distinct], True)
+            ticks = [(float(value), value_text(value)) for value in distinct]
+            return KnobAxis(places, ticks, is_log=True)
     places = [float(distinct.index(value)) for value in values]
     ticks = [(float(index), value_text(value)) for index, value in enumerate(distinct)]
-    return KnobAxis(places, ticks, False)
+    return KnobAxis(places, ticks, is_log=False)
 
 
-def limits_of(values: Sequence[float], score: Score) -> tuple[float, float]:
+def limits_of(values: Sequence[float], score: SweepScore) -> tuple[float, float]:
     """Return the lower and the upper end of the scores' axis.
 
     If a low score is good, the axis leaves out scores above 1.6 times the best score, since the others
@@ -211,18 +216,20 @@ def limits_of(values: Sequence[float], score: Score) -> tuple[float, float]:
     return low - margin, high + 2 * margin
 
 
-def limits_of_curves(last_scores: Sequence[float], score: Score) -> tuple[float, float]:
+def limits_of_curves(last_scores: Sequence[float], score: SweepScore) -> tuple[float, float]:
     """Return the lower and the upper end of the axis of the members' curves.
 
     The ends of the curves decide it, since their beginnings are far worse.
     """
     low, high = limits_of(last_scores, score)
     height = 1.6 * (high - low)
-    return (high - height, high) if score.higher_is_better else (low, low + height)
+    if score.higher_is_better:
+        return high - height, high
+    return low, low + height
 
 
 def _chart_of_curves(
-    curves: Sequence[MemberCurve], score: Score, tables: list[Columns]
+    curves: Sequence[MemberCurve], score: SweepScore, tables: list[Columns]
 ) -> Chart | None:
     """Return a chart of each member's held-out scores over training, and append its tables.
 
@@ -234,31 +241,43 @@ def _chart_of_curves(
     lines = list[Line]()
     last_scores = list[float]()
     for knobs, rows in curves:
-        table = columns(comparable_scores(rows, key), [key])
+        table = columns(comparable_rows(rows, key), [key])
         if key not in table:
             continue
-        shade = settings.index(knobs_text(knobs, without="seed")) % SHADES
-        lines.append(Line(key, knobs_text(knobs) or "member", "line", len(tables), shade))
+        line = Line(
+            key,
+            label=knobs_text(knobs) or "member",
+            style="line",
+            table=len(tables),  # the index of the table that is appended now
+            shade=settings.index(knobs_text(knobs, without="seed")) % SHADES,
+        )
+        lines.append(line)
         tables.append(table)
         last_score = table[key][-1]
         if last_score is not None:  # it is None if the score was not finite
             last_scores.append(last_score)
     if not lines:
         return None
-    limits = limits_of_curves(last_scores, score)
-    return Chart("curves", f"Held-out {score.unit}, all members", lines, limits)
+    return Chart(
+        name="curves",
+        title=f"Held-out {score.unit}, all members",
+        lines=lines,
+        limits=limits_of_curves(last_scores, score),
+    )
 
 
-def comparable_scores(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:
-    """Return the rows with a score that was evaluated on the smallest number of held-out records.
+def comparable_rows(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:
+    """Return the rows with comparable scores: those evaluated on the smallest number of held-out
+    records.
 
     The last evaluation of a member may use more held-out rows than the earlier ones. Its score
     would make a step in the curve that training did not cause.
     """
 
-    def records(row: MetricsRow) -> int:
+    def record_count(row: MetricsRow) -> int:
+        """Rewards are evaluated on prompts, other scores on rows."""
         return row.get("eval_rows") or row.get("eval_prompts") or 0
 
-    scored = [row for row in rows if row.get(key) is not None and records(row)]
-    fewest = min(map(records, scored), default=0)
-    return [row for row in scored if records(row) == fewest]
+    scored = [row for row in rows if row.get(key) is not None and record_count(row)]
+    fewest = min(map(record_count, scored), default=0)
+    return [row for row in scored if record_count(row) == fewest]

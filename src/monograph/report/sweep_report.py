@@ -32,10 +32,10 @@ from monograph.report.page import Cell, Drawings, config_of, number, page, pairs
 from monograph.report.run_report import write_pages
 from monograph.report.sweep_charts import (
     MemberCurve,
-    Score,
     SettingSummary,
+    SweepScore,
     axis_of,
-    comparable_scores,
+    comparable_rows,
     limits_of,
     limits_of_curves,
     sweep_drawings,
@@ -50,7 +50,7 @@ MAX_TICK_LABELS = 10
 
 
 def draw_sweep(
-    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], score: Score
+    settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], score: SweepScore
 ) -> list[Picture]:
     """Return a figure for each knob that varies, and a figure with the curves of all members.
 
@@ -61,29 +61,28 @@ def draw_sweep(
     """
     varied = varied_in(settings)
     panels: dict[str, Callable[[Axes], None]] = {}
-    for name in varied:
-        short_name = short_key(name)
-        panels[f"against_{short_name}"] = partial(
-            _draw_against_knob, settings=settings, name=name, score=score
+    for knob in varied:
+        panels[f"against_{short_key(knob)}"] = partial(
+            _draw_against_knob, settings=settings, knob=knob, score=score
         )
     if any(row.get(score.key) is not None for _, rows in curves for row in rows):
         panels["curves"] = lambda axes: _draw_curves(axes, curves, score, varied)
     with style():
-        return [single_picture(name, panel, (7.3, 3.4)) for name, panel in panels.items()]
+        return [single_picture(name, panel, size=(7.3, 3.4)) for name, panel in panels.items()]
 
 
 def _draw_against_knob(
-    axes: Axes, settings: Sequence[SettingSummary], name: str, score: Score
+    axes: Axes, settings: Sequence[SettingSummary], knob: str, score: SweepScore
 ) -> None:
     """Draw the scores against one knob.
 
     Each member is a dot, and each setting a mean with its standard error. A cross at the top marks
     a value of the knob at which a member diverged.
     """
-    axis = axis_of([setting["knobs"].get(name) for setting in settings])
+    axis = axis_of([setting["knobs"].get(knob) for setting in settings])
     label_step = math.ceil(len(axis.ticks) / MAX_TICK_LABELS)
     labels = [text if index % label_step == 0 else "" for index, (_, text) in enumerate(axis.ticks)]
-    axes.set_title(f"Held out, {score.unit}, by {name}")
+    axes.set_title(f"Held out, {score.unit}, by {knob}")
     if axis.is_log:
         axes.set_xscale("log")
     # A logarithmic axis would have minor ticks between the sweep's values.
@@ -149,7 +148,7 @@ def _draw_setting(axes: Axes, setting: SettingSummary, place: float) -> None:
 
 
 def _draw_curves(
-    axes: Axes, curves: Sequence[MemberCurve], score: Score, varied: Sequence[str]
+    axes: Axes, curves: Sequence[MemberCurve], score: SweepScore, varied: Sequence[str]
 ) -> None:
     """Draw each member's held-out scores over training, each setting in a shade of its own.
 
@@ -159,7 +158,7 @@ def _draw_curves(
     shades = list(dict.fromkeys(_varied_knobs_text(knobs, varied) for knobs, _ in curves))
     last_scores = []
     for knobs, rows in curves:
-        scored = comparable_scores(rows, score.key)
+        scored = comparable_rows(rows, score.key)
         if not scored:
             continue
         scores = [row[score.key] for row in scored]
@@ -215,8 +214,9 @@ def write_sweep_report(
         DiskFull: the disk has no space for a file.
     """
     score = _score_of(results)
-    text = sweep_page(folder, results, settings, sweep_drawings(settings, curves, score), origin)
-    write_pages(folder, text, draw_sweep(settings, curves, score))
+    drawings = sweep_drawings(settings, curves, score)
+    html_page = sweep_page(folder, results, settings, drawings, origin)
+    write_pages(folder, html_page, draw_sweep(settings, curves, score))
 
 
 def write_page_so_far(
@@ -236,12 +236,13 @@ def write_page_so_far(
         DiskFull: the disk has no space for the page.
     """
     drawings = sweep_drawings(settings, curves, _score_of(results))
-    write_pages(folder, sweep_page(folder, results, settings, drawings, origin, state), [])
+    html_page = sweep_page(folder, results, settings, drawings, origin, state)
+    write_pages(folder, html_page, pictures=[])
 
 
-def _score_of(results: Mapping[str, Any]) -> Score:
+def _score_of(results: Mapping[str, Any]) -> SweepScore:
     """Return what the members are compared by."""
-    return Score(**results["measure"])
+    return SweepScore(**results["measure"])
 
 
 def sweep_page(
@@ -261,7 +262,7 @@ def sweep_page(
         kind=f"Sweep, {state}" if state else "Sweep",
         title=folder.name,
         headline=_headline(best, so_far=bool(state)),
-        standing=" ".join(sentences),
+        assessment=" ".join(sentences),
         key_figures=_key_figures(results),
         drawings=drawings,
         sections=[
@@ -287,6 +288,7 @@ def _command_blocks(advice: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:
+    """Return the best setting's score and knobs in a few words."""
     if best is None:
         return "No score yet" if so_far else "Every member diverged"
     knobs = ", ".join(
@@ -332,7 +334,7 @@ def _settings_table(settings: Sequence[SettingSummary], unit: str) -> str:
     return _table_with_knobs("Settings of the sweep", knobs, heads, rows)
 
 
-# The scores of members that learn from texts: the key and the column's head.
+# The scores of members that learn from texts: the column's head by the score's key.
 _SCORES_OF_TEXTS = {
     "eval_bits_per_byte": "bits per byte",
     "eval_loss": "held-out loss, nats",
@@ -340,21 +342,22 @@ _SCORES_OF_TEXTS = {
 }
 
 
-def _members_table(members: JsonObjects, score: Score) -> str:
-    scores = {score.key: f"held-out {score.unit}"}
+def _members_table(members: JsonObjects, score: SweepScore) -> str:
+    """Return a table of the members: their knobs, scores, and whether they diverged or were stopped."""
+    heads_of_scores = {score.key: f"held-out {score.unit}"}
     if score.key in _SCORES_OF_TEXTS:
-        scores = _SCORES_OF_TEXTS
+        heads_of_scores = _SCORES_OF_TEXTS
     rows: list[list[Cell]] = []
     for member in members:
         rows.append(
             [
-                *(number(member.get(key), "{:.4f}") for key in scores),
+                *(number(member.get(key), "{:.4f}") for key in heads_of_scores),
                 number(member["diverged"], "at update {:,}"),
                 number(member.get("stopped"), "at update {:,}"),
                 member.get("run", ""),
             ]
         )
-    heads = [*scores.values(), "diverged", "stopped", "run"]
+    heads = [*heads_of_scores.values(), "diverged", "stopped", "run"]
     knobs = [member["knobs"] for member in members]
     return _table_with_knobs("Members of the sweep", knobs, heads, rows)
 

@@ -95,7 +95,7 @@ def _tensorboard(name: str, key: str, settings: SettingsByKey, out: Path | None)
         for setting, value in settings.items()
     }
     add_event(0, summary=hparams_pb(hyperparameters, trial_id=key))
-    return Tracker(write, writer.close, f"tensorboard --logdir {shell_words(out)}")
+    return Tracker(write=write, close=writer.close, view=f"tensorboard --logdir {shell_words(out)}")
 
 
 def _wandb(name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tracker:
@@ -192,7 +192,7 @@ def _checked_tracker(run: _OpenRun, check: Callable[[], None], view: str) -> Tra
         run.finish()
         check()
 
-    return Tracker(write, close, view)
+    return Tracker(write=write, close=close, view=view)
 
 
 def _mlflow(name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tracker:
@@ -232,7 +232,9 @@ def _mlflow(name: str, key: str, settings: SettingsByKey, out: Path | None) -> T
     def close() -> None:
         client.set_terminated(run_id)
 
-    return Tracker(write, close, f"mlflow ui --backend-store-uri {shell_words(uri)}")
+    return Tracker(
+        write=write, close=close, view=f"mlflow ui --backend-store-uri {shell_words(uri)}"
+    )
 
 
 class Library(NamedTuple):
@@ -249,10 +251,10 @@ class Library(NamedTuple):
 
 # By the name that is imported, and that a person types after --to.
 LIBRARIES = {
-    "tensorboard": Library("TensorBoard", _tensorboard),
-    "wandb": Library("W&B", _wandb),
-    "trackio": Library("trackio", _trackio),
-    "mlflow": Library("MLflow", _mlflow),
+    "tensorboard": Library(title="TensorBoard", open=_tensorboard),
+    "wandb": Library(title="W&B", open=_wandb),
+    "trackio": Library(title="trackio", open=_trackio),
+    "mlflow": Library(title="MLflow", open=_mlflow),
 }
 
 

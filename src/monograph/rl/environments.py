@@ -238,22 +238,20 @@ class _EnvironmentProcess(CodeProcess):
         if self._process is not None:
             self._ask("end", episode, where=self.key)
 
-    def _popen(self, channel: socket.socket) -> subprocess.Popen[bytes]:
+    def _start_worker(self, channel: socket.socket) -> subprocess.Popen[bytes]:
         # It may see what the interpreter imports from, the system's libraries, and its own folder.
         visible = {*sys.path, str(Path(os.__file__).parents[1]), "/lib", "/lib64", "/usr/lib"}
         visible |= {"/usr/lib64", str(self._code.path.absolute().parent)}
         folders = sorted(folder for folder in visible if folder and is_folder(folder))
-        command = [sys.executable, "-P", "-u", worker.__file__, self.role, "0", *folders]
         # It cannot start threads later, and a library that tries to may fail.
         single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         # It may write no files, and standard error may be one. So its output goes through a pipe.
-        process = subprocess.Popen(
-            command,
-            stdin=channel.fileno(),
+        process = self._popen(
+            channel,
+            folders,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **single},
-            start_new_session=True,
         )
         threading.Thread(target=_forward, args=[process], daemon=True).start()
         return process

@@ -212,7 +212,7 @@ class CodeProcess:
         self._socket.settimeout(ANSWER_TIMEOUT_S)
         self._replies = self._socket.makefile("rb")
         with child_end:
-            self._process = self._popen(child_end)
+            self._process = self._start_worker(child_end)
         # A finalizer also ends the process if this object is collected without `close`.
         self._end_process = weakref.finalize(self, _end, self._process)
         return self._ask(
@@ -230,11 +230,23 @@ class CodeProcess:
             self._socket.close()
             self._process = None
 
-    def _popen(self, channel: socket.socket) -> subprocess.Popen[bytes]:
+    def _start_worker(self, channel: socket.socket) -> subprocess.Popen[bytes]:
         """Start the program `worker`, with this socket as its standard input."""
+        return self._popen(channel, [], stdout=2)
+
+    def _popen(
+        self, channel: socket.socket, folders: Sequence[str], **streams: Any
+    ) -> subprocess.Popen[bytes]:
+        """Do what `_start_worker` does.
+
+        Args:
+            channel: the socket.
+            folders: the folders that the process may see once it is confined; see `worker`.
+            streams: further arguments of `subprocess.Popen`.
+        """
+        command = [sys.executable, "-P", "-u", worker.__file__, self.role, "0", *folders]
         # A new session keeps Ctrl-C from ending the process, since the run may still have to save.
-        command = [sys.executable, "-P", "-u", worker.__file__, self.role]
-        return subprocess.Popen(command, stdin=channel.fileno(), stdout=2, start_new_session=True)
+        return subprocess.Popen(command, stdin=channel.fileno(), start_new_session=True, **streams)
 
     def _ask(self, *message: object, where: str) -> Any:
         """Send a message, see `worker`, and return the reply; `where` begins the text of an error."""

@@ -205,7 +205,7 @@ def member_rollouts(
     records = list(records)
     drawers = []
     for number, seed in enumerate(seeds):
-        chosen = {**rollouts.__kwdefaults__, **options, "seed": seed}
+        chosen = {**(rollouts.__kwdefaults__ or {}), **options, "seed": seed}
         prepared = _prepare(ensemble, tokenizer, records, reward, exact=False, **chosen)
         if prepared.reward.environments is not None:
             raise UsageError(f"{EPISODES}: train the members one after another")
@@ -283,7 +283,13 @@ def _prepare(
     scorer = reward if isinstance(reward, Reward) else FunctionReward(reward)
     _require_scorer(scorer, loss, model, truncated, truncation_penalty)
     scorer.unconfined = scorer.unconfined or trust_code
-    is_played = isinstance(scorer, EnvironmentReward)
+    is_played = False
+    turns = 1
+    discount = 1.0
+    if isinstance(scorer, EnvironmentReward):
+        is_played = True
+        turns = scorer.turns
+        discount = scorer.discount
     # An episode may fill the model's context. Its last token is only a target.
     most_tokens = model.config.max_position_embeddings
     max_prompt_tokens = most_tokens - max_new_tokens
@@ -304,8 +310,8 @@ def _prepare(
         kl=loss.kl,
         masks_truncated=truncated == "mask",
         truncation_penalty=truncation_penalty,
-        turns=scorer.turns if is_played else 1,
-        discount=scorer.discount if is_played else 1.0,
+        turns=turns,
+        discount=discount,
     )
     return _Prepared(model, run_prompts, scorer, options)
 

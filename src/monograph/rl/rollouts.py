@@ -40,7 +40,7 @@ from monograph.graph.inspect import modes_kept
 from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import block_of
+from monograph.ops.attention import slots_per_block
 from monograph.ops.padded_rows import padded_count, unpadded_count
 from monograph.optim import temporary_params
 from monograph.rl.advantages import ADVANTAGES, ROUNDING, AnswerWeight, rewards_are_equal
@@ -260,7 +260,7 @@ class Drawer:
         options = self.options
         slots = CacheSizes(
             self.slots,
-            block_of(self.slots),
+            slots_per_block(self.slots),
             min(prompts, MAX_PREFILL_PROMPTS),
             options.exact,
             self.prompts.longest,

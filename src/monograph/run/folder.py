@@ -166,7 +166,7 @@ class Run:
             others = folders_with_lock(run.folder.parent)
             # The others are sorted by serial number.
             newest_serial = serial_number(others[-1]) if others else 0
-            # A good time to free the space that runs take which were killed before they began.
+            # This frees the space of other runs that were killed before they began.
             for other in others:
                 _remove_stdin_copy(other)
             with _locked(run.lock_file) as descriptor:

@@ -148,7 +148,8 @@ def _read_folder(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
     """Return the run or sweep in a folder; if it cannot be read, with the fault."""
     size_bytes = _size_bytes(folder)
     try:
-        run = _read_sweep(folder) if is_file(folder / SWEEP) else _read_run(folder, kinds)
+        is_sweep = is_file(folder / SWEEP)
+        run = _read_sweep(folder, kinds) if is_sweep else _read_run(folder, kinds)
         return run._replace(size_bytes=size_bytes)
     except (_Damaged, MonographError, OSError) as error:
         return ListedRun(folder, size_bytes=size_bytes, fault=str(error))
@@ -187,9 +188,12 @@ def _read_run(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
     )
 
 
-def _read_sweep(folder: Path) -> ListedRun:
+def _read_sweep(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
     """Return the sweep in a folder, with the result of its best member; raises _Damaged."""
     config = _read_config(folder)
+    # The kind of its members. A sweep has no rows of its own, so one on conversations counts as one on
+    # texts, whose measures include those of conversations.
+    kind = _kind(config, {}, kinds)
     try:
         record = parse_json(contents(folder / SWEEP) or b"")
         count = len(record["points"])
@@ -199,7 +203,7 @@ def _read_sweep(folder: Path) -> ListedRun:
         best_scores = members[best["member"]] if best else {}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise _Damaged(f"{SWEEP} cannot be read") from None
-    value, measure = _newest_result(TEXTS, [best_scores])  # a sweep is always on texts
+    value, measure = _newest_result(kind, [best_scores])
     resume = ""
     if result:
         state = FINISHED
@@ -217,7 +221,7 @@ def _read_sweep(folder: Path) -> ListedRun:
         measure=measure,
         state=state,
         resume=resume,
-        comparable_if_equal=_result_conditions(TEXTS, config, measure),
+        comparable_if_equal=_result_conditions(kind, config, measure),
     )
 
 

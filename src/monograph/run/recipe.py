@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from monograph.errors import InputRefused, did_you_mean, said_by
+from monograph.errors import InputRefused, did_you_mean, text_of_error
 from monograph.graph.inspect import unique_state, unwrap_
 from monograph.graph.lora import Lora
 from monograph.graph.trial import USER_MODULE_PREFIX
@@ -251,14 +251,14 @@ def build_from_file(recipe: ModelRecipe, code: Code) -> tuple[nn.Module, Loss]:
             hint = did_you_mean(code.function, function_names)
             raise InputRefused(f"{where}: {file} has no function {code.function!r}{hint}")
         parameters = inspect.signature(function).parameters
-        offered = {"seed": recipe.seed, **recipe.sizes}
-        arguments = {key: value for key, value in offered.items() if key in parameters}
+        possible_arguments = {"seed": recipe.seed, **recipe.sizes}
+        arguments = {key: value for key, value in possible_arguments.items() if key in parameters}
         model = function(**arguments)
     except InputRefused:
         raise
     except (Exception, SystemExit) as error:  # the file is a user's program: it may raise anything
         raise InputRefused(
-            f"{where}: {file} failed: {type(error).__name__}: {said_by(error)}"
+            f"{where}: {file} failed: {type(error).__name__}: {text_of_error(error)}"
         ) from error
     if not isinstance(model, nn.Module):
         raise InputRefused(f"{where}: it returned {type(model).__name__}, expected an nn.Module")

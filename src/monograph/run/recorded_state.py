@@ -183,7 +183,7 @@ def newest_state(run: Run) -> dict[str, Any]:
     Raises:
         InputRefused: the state is invalid; see `require_valid`.
     """
-    for _, folder in checkpointing.candidates(run.checkpoints):
+    for _, folder in checkpointing.list_checkpoints(run.checkpoints):
         with suppress(CheckpointDamaged):
             return state_in(folder, run)
     return {}

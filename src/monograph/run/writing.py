@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monograph.errors import DiskFull, InputRefused
-from monograph.interrupts import taken_back
+from monograph.interrupts import raise_on_sigterm
 from monograph.run.folder import Run, claim_new_folder, write_errors_explained
 from monograph.run.run_index import SWEEP
 from monograph.storage.reading import contents, entries, exists, is_file, parse_json, without_links
@@ -145,7 +145,9 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
         folder = claim_new_folder(root) if out is None else out
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        with taken_back():  # SIGTERM raises an exception, so that the folder is removed then, too
+        with (
+            raise_on_sigterm()
+        ):  # SIGTERM raises an exception, so that the folder is removed then, too
             yield folder
     except BaseException:
         with suppress(OSError):  # another program may have put something there in the meantime

@@ -288,7 +288,7 @@ class _Adapters:
         self._has_keys = has_keys
 
     def _require_keys(self) -> None:
-        """Refuse a request to a server that everyone may use who reaches it."""
+        """Refuse the request if the server has no keys: anyone who reaches it could change its adapters."""
         if not self._has_keys:
             message = (
                 "adapters come and go only on a server with keys: start it with --api-key-file"

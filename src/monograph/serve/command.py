@@ -15,7 +15,7 @@ import uvicorn
 from monograph import interrupts
 from monograph.decode.completion import MAX_ROWS
 from monograph.device import default_device
-from monograph.errors import InputRefused, UsageError, bug_report, said_by
+from monograph.errors import InputRefused, UsageError, bug_report, text_of_error
 from monograph.report.quantities import counted
 from monograph.run.adapters import named_folders
 from monograph.serve.app import application, is_local
@@ -180,7 +180,7 @@ async def _serve(service: Service, host: str, keys: list[str], listener: socket.
     try:
         await serving
     finally:
-        with interrupts.ending_at_once():  # here a further Ctrl-C ends the process
+        with interrupts.end_at_once_inside():  # here a further Ctrl-C ends the process
             loading.cancel()
             try:
                 with suppress(asyncio.CancelledError):
@@ -264,7 +264,7 @@ def _say(line: str) -> None:
 
 def _report_bug(error: Exception) -> None:
     path = bug_report(sys.argv[1:])
-    words = one_line(f"{type(error).__name__}: {said_by(error)}")[:200]
+    words = one_line(f"{type(error).__name__}: {text_of_error(error)}")[:200]
     warn(f"bug: {words}; please report it with {path}")
 
 

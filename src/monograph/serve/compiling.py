@@ -473,7 +473,9 @@ def _run_job(
 
 
 def _limit_child(processor_s: int, memory_bytes: int) -> None:
-    # The limit of addresses counts the memory that the child shares with its parent, too.
+    """Let the kernel limit what this process may use from now on."""
+    # The limit of addresses counts the memory that the child shares with its parent, too. The file's first
+    # number is the size of all addresses now, in pages.
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     address_bytes = pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))

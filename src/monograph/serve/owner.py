@@ -193,9 +193,7 @@ class _Decoder:
         block_steps = BLOCK_STEPS[device.type]
         version.context = positions_per_row(model, rows)
         cache_sizes = CacheSizes(version.context)
-        advice = (
-            "serve a model with fewer positions"  # the end of the error if not even one row fits
-        )
+        advice = "serve a model with fewer positions"  # for the error if not even one row fits
         version.rows = rows_that_fit(model, cache_sizes, rows, advice)
         self.texts = dict[int, ServedText]()
         self.sampled_tokens = 0
@@ -390,7 +388,7 @@ class Owner:
             while self._advance():
                 pass
             self._end_error = OwnerEnded()
-        except OwnerEnded as ended:
+        except OwnerEnded as ended:  # from `_require_not_ending`, within a warm-up
             self._end_error = ended
         except Exception as error:  # any other error is a bug, which ends the server
             self._call_in_loop(self._record_crash, error)

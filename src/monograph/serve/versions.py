@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from monograph import __version__
-from monograph.checkpointing import candidates
+from monograph.checkpointing import list_checkpoints
 from monograph.decode.adapter_bank import BASE_SLOT, AdapterBank, install
 from monograph.decode.chain import breakers
 from monograph.device import default_device
@@ -267,7 +267,7 @@ class Source:
             return _Versions(self.name, frozenset())
         # All checkpoints are compared, not only the newest: that one may be damaged, and an older one may
         # appear after it.
-        names = frozenset(folder.name for _, folder in candidates(run.checkpoints))
+        names = frozenset(folder.name for _, folder in list_checkpoints(run.checkpoints))
         return _Versions(str(without_links(run.folder)), names)
 
 

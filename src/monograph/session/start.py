@@ -285,7 +285,7 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     world = session.world
     folder = session.run
     warn = partial(progress.line, "warning")
-    was_saved = bool(checkpointing.candidates(folder.checkpoints))
+    was_saved = bool(checkpointing.list_checkpoints(folder.checkpoints))
     # If there is a checkpoint, the rows are not read here, since a resume is possible even if one is
     # damaged.
     if not was_saved:

@@ -91,7 +91,7 @@ def folder_named(path: Path) -> str:
 
 
 def digests(values: Iterable[str | None]) -> Mapping[str, str]:
-    """Return {value: digest of its file} for those of the values that name code.
+    """Return the digest of the file that each value names; values that name no code are left out.
 
     Raises:
         InputRefused, Unreadable: see `Code.source`.

@@ -344,7 +344,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 class KeyTwice(ValueError):
-    """A JSON object has a key twice, of which different programs would read different values."""
+    """A JSON object has a key twice. Programs differ in which of the two values they read."""
 
 
 def object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

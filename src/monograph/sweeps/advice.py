@@ -15,7 +15,13 @@ from monograph.config import Settings
 from monograph.config.axes import AMOUNT_KEYS, SEED
 from monograph.config.settings import checked_value
 from monograph.errors import UsageError
-from monograph.evaluation.significance import Setting, Table, pooled, seeds_needed, t_quantile
+from monograph.evaluation.significance import (
+    Setting,
+    Table,
+    pooled_settings,
+    seeds_needed,
+    t_quantile,
+)
 from monograph.report.knobs import short_key, value_text
 from monograph.report.quantities import counted
 from monograph.sweeps.folder import Sweep
@@ -112,7 +118,7 @@ def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Ad
         return
     if table.noise is None:
         # The noise will be estimated from the better half of the settings, so no others are proposed.
-        nearest_rivals = rivals[: pooled(1 + len(rivals))]
+        nearest_rivals = rivals[: pooled_settings(1 + len(rivals))]
         unknown = "One seed cannot tell a difference from chance."
         seeds = MIN_SEEDS
         if table.degrees:
@@ -160,7 +166,7 @@ def _tie_advice(
     seeds = max(MIN_SEEDS, len(best.members) + 1)
     for setting in tied:
         difference = table.worse_by(setting)
-        needed = seeds_needed(difference, table.noise, pooled(1 + len(tied)), MAX_SEEDS)
+        needed = seeds_needed(difference, table.noise, pooled_settings(1 + len(tied)), MAX_SEEDS)
         if table.degrees < MIN_DEGREES:
             # `needed` was computed from the noise, which is hardly known here, so it is not used.
             separable.append(setting)

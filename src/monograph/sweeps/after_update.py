@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from monograph.errors import Diverged, InputRefused, Stopped
@@ -89,12 +90,8 @@ class AfterUpdateOfRound:
         cohort = self.cohort
         while True:
             try:
-                window = next(cohort.windows, None)
-            except InputRefused:
-                if cohort.tasks[0].saves_if_window_fails and cohort.engine.index:
-                    self.logs.flush()
-                    cohort.save()
-                raise
+                with self._saving_if_a_reward_fails():
+                    window = next(cohort.windows, None)
             except Diverged:  # the logits of all members that were left are not finite
                 self._freeze_silent(range(len(cohort.members)))
                 self.display.shorten_bar(len(cohort.members) * (self.updates - cohort.engine.index))
@@ -102,6 +99,18 @@ class AfterUpdateOfRound:
             if window is None:
                 return
             yield window
+
+    @contextmanager
+    def _saving_if_a_reward_fails(self) -> Iterator[None]:
+        """Write checkpoints if a reward fails in the block, so that nothing is lost."""
+        cohort = self.cohort
+        try:
+            yield
+        except InputRefused:
+            if cohort.tasks[0].saves_if_window_fails and cohort.engine.index and cohort.can_save:
+                self.logs.flush()
+                cohort.save()
+            raise
 
     def note(self, update: Update) -> RoundState:
         """Log an update, and return the state of the round after it.
@@ -161,11 +170,12 @@ class AfterUpdateOfRound:
             or round_state.all_diverged
         ):
             self.logs.flush()
-            unscored = self.sweep_progress.evaluate(
-                self.cohort,
-                round_state.updates_done,
-                scores_all=round_state.is_last or round_state.is_look,
-            )
+            with self._saving_if_a_reward_fails():
+                unscored = self.sweep_progress.evaluate(
+                    self.cohort,
+                    round_state.updates_done,
+                    scores_all=round_state.is_last or round_state.is_look,
+                )
             self._freeze_silent(unscored)
             self.display.refresh_table()
 

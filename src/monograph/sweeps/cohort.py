@@ -456,7 +456,7 @@ def _last_common_update(cohort: Cohort, divergences: dict[int, int]) -> int:
     A member that had diverged by that update does not need one.
     """
     saved_updates = [
-        {update for update, _ in checkpointing.candidates(session.run.checkpoints)}
+        {update for update, _ in checkpointing.list_checkpoints(session.run.checkpoints)}
         for session in cohort.sessions
     ]
     for update in sorted(set().union(*saved_updates), reverse=True):

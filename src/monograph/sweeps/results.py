@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from monograph.checkpointing import candidates
+from monograph.checkpointing import list_checkpoints
 from monograph.config.axes import SEED
 from monograph.device import compiler_obstacle, default_device, describe
 from monograph.distributed.world import World
@@ -326,7 +326,7 @@ def results_json(
     for outcome in outcomes:
         # The newest checkpoint comes first.
         checkpoints = [
-            folder for _, folder in candidates(outcome.run.checkpoints) if is_folder(folder)
+            folder for _, folder in list_checkpoints(outcome.run.checkpoints) if is_folder(folder)
         ]
         measures = measures_of(outcome.member)
         scores = {

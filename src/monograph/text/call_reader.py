@@ -1,12 +1,15 @@
-"""Read the calls of tools in an answer while it is written."""
+"""Read the calls of tools in an answer while it is written.
+
+Shapes: V tokens of the vocabulary.
+"""
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from monograph.storage.reading import parse_json
 from monograph.text.calls import (
     ARGUMENTS,
     ID,
@@ -107,16 +110,17 @@ def message_of(
         arguments are an object, or what is written if that is no JSON. "tool_calls" may be empty.
     """
     reader = CallReader(frame, spelling_V, lead)
-    pieces = [reader.add(ids), reader.finish()]
+    answer_pieces = [reader.add(ids), reader.finish()]
     calls: list[dict[str, Any]] = []
-    for piece in (call for answer in pieces for call in answer.calls):
-        if piece.name is not None:
-            calls.append({"name": piece.name, "arguments": ""})
-        calls[piece.number]["arguments"] += piece.arguments
+    for answer_piece in answer_pieces:
+        for call_piece in answer_piece.calls:
+            if call_piece.name is not None:
+                calls.append({"name": call_piece.name, "arguments": ""})
+            calls[call_piece.number]["arguments"] += call_piece.arguments
     for call in calls:
-        with suppress(ValueError):
-            call["arguments"] = json.loads(call["arguments"])
-    content = "".join(answer.content for answer in pieces)
+        with suppress(ValueError, RecursionError):  # text that is no JSON stays as it is
+            call["arguments"] = parse_json(call["arguments"])
+    content = "".join(answer_piece.content for answer_piece in answer_pieces)
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
@@ -152,8 +156,9 @@ class CallReader:
         self._calls: list[CallPiece] = []
         self._has_begun = False  # whether there was any text but white space
         self._is_after_call = False  # whether there was nothing but white space since a call
-        # The method that reads on: `_read_content`, `_read_arguments` or `_read_end`. It returns whether
-        # more can be read at once, by itself or by the method that it has put here.
+        # The method that reads the pending text: `_read_content`, `_read_arguments` or `_read_end`. It puts
+        # another of these methods here when that one must go on. It returns True if reading can go on at
+        # once, and False if it has to wait for more ids.
         self._state = self._read_content
         self._decoder = _decoder()
         # Within arguments: the number of open brackets and braces, whether a string is open, and whether the
@@ -188,6 +193,7 @@ class CallReader:
     def _read_content(self, is_final: bool) -> bool:
         """Read up to the next call; see `_state`."""
         if self._is_after_call:
+            # White space after a call is left out, also if it comes in several pieces.
             self._pending = self._pending.lstrip(WHITESPACE)
             self._is_after_call = not self._pending
         trigger_begin = self._pending.find(self._frame.trigger)

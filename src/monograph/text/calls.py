@@ -349,7 +349,7 @@ class _FrameFinder:
 
         Args:
             before: what the template writes before a call that is the whole answer.
-            separators: those of the arguments.
+            separators: see `CallFrame`.
         """
         try:
             answer = _with_holes(self._answer(count=1, content=_CONTENT), separators)

@@ -3,7 +3,7 @@
 Control tokens are special tokens that structure a chat, e.g. <|im_end|>. They come only from the
 template, never from the text of a message. If somebody writes the letters of a control token in a
 message, the token is *typed*. Such letters are encoded as letters, so that no message can end its turn.
-To tell them from those of the template, a *marker* is put between them before the chat is rendered.
+To tell typed letters from the template's own, a *marker* is put between them before the chat is rendered.
 """
 
 import json
@@ -51,8 +51,8 @@ def chat_ids(
     """Return the ids of a chat; they begin with a bos token only if the template writes one.
 
     The letters of a control token in a message are encoded as letters, so no message can end its
-    turn. To tell typed control tokens from those of the template, a chat that has them is rendered
-    with a marker inside their letters: a character that the chat does not have.
+    turn. If a chat has typed control tokens, it is rendered with a marker inside their letters: a character
+    that the chat does not have.
 
     Args:
         tokenizer: the tokenizer, with the chat template.
@@ -237,9 +237,9 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _is_word(key: object) -> bool:
-    """Return whether a key is a word, such as those by which a template finds the parts of a message.
+    """Return whether a key is a word, such as the keys that a template reads in a message.
 
-    The keys of a call's arguments may be any texts, also the letters of control tokens.
+    The keys of a call's arguments may be any texts, even the letters of control tokens.
     """
     return not isinstance(key, str) or re.fullmatch(r"\w+", key) is not None
 

@@ -1,7 +1,7 @@
 """Check that a tokenizer loses no part of a text, and describe the part that it would lose.
 
-A part is lost if it comes back changed from encoding and decoding, apart from a normal form of
-Unicode and inserted spaces.
+A part is lost if it comes back changed from encoding and decoding. Two changes do not count: a normal form
+of Unicode, and inserted spaces.
 """
 
 import os
@@ -25,7 +25,7 @@ class LosslessCheck:
         added: the ids of its added tokens that are not special.
         engine: the library's tokenizer for a text at the beginning of a document; it encodes the
             letters of special tokens as text.
-        inner: the library's tokenizer for a text that follows other text.
+        engine_inside: the library's tokenizer for a text that follows other text.
     """
 
     def __init__(
@@ -33,21 +33,22 @@ class LosslessCheck:
         checked: CheckedTokenizer,
         added: Collection[int],
         engine: tokenizers.Tokenizer,
-        inner: tokenizers.Tokenizer,
+        engine_inside: tokenizers.Tokenizer,
     ) -> None:
         self._checked = checked
         self._engine = engine
-        self._inner = inner
-        # In a byte-level vocabulary each letter stands for a byte. So the letters of an added token may
-        # be read as bytes: the token is then decoded to other text than its own, or merges produce it
-        # from other text.
+        self._engine_inside = engine_inside
+        # In a byte-level vocabulary each letter stands for a byte: "Ġ" for a space. An added token is not
+        # written so, and its letters stand for themselves. But the library does not tell the two apart. An
+        # added token "Ġa" may be decoded to " a", and merges may make it of the text " a".
         ambiguous_ids = set[int]()
-        if not checked.marks:
+        is_byte_level = checked.marks is None  # otherwise spaces are written as MARK
+        if is_byte_level:
             for token_id in added:
                 letters = (engine.id_to_token(token_id) or "").encode()
                 if token_id in checked.ids_from_merges or checked.pieces[token_id] != letters:
                     ambiguous_ids.add(token_id)
-        # Special tokens that merges can produce from the letters of a text.
+        # The ids of special tokens that merges can make of the letters of a text.
         self._special_from_text = checked.ids_from_merges.intersection(checked.special.values())
         # A text loses nothing if its ids have no suspect id, and all of its characters have tokens.
         self._suspect_ids = self._special_from_text | ambiguous_ids
@@ -67,13 +68,14 @@ class LosslessCheck:
             shown = _around(text, mark_position)
             return f"{MARK!r} in {shown!r} would become ' ': the tokenizer writes each space as that letter"
         character_fault = self._character_without_token(text) if self._checked.missing_bytes else ""
-        # Most texts end here, since encoding them takes longer than these checks.
-        has_no_suspects = not self._suspect_ids or (
-            ids is not None and self._suspect_ids.isdisjoint(ids)
-        )
-        if not character_fault and has_no_suspects:
+        if not self._suspect_ids:
+            may_have_suspects = False
+        else:
+            may_have_suspects = ids is None or not self._suspect_ids.isdisjoint(ids)
+        # For most texts the check ends here. What follows encodes the text, which takes longer.
+        if not character_fault and not may_have_suspects:
             return ""
-        engine = self._inner if inside else self._engine
+        engine = self._engine_inside if inside else self._engine
         encoded = engine.encode(text, add_special_tokens=False)
         for token_id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
             if token_id in self._special_from_text:

@@ -64,10 +64,10 @@ def for_template(
     Args:
         template: the template.
         messages: the messages.
-        counts: the counter to increase; None: nothing is counted. It counts "unread KEY", the
-            messages with a known key that the template does not read; "parsed", the arguments that
-            became objects; and "kept", the arguments that stayed texts although the template needs
-            objects, because they are not the JSON of an object.
+        counts: the counter to increase; None: nothing is counted. "unread KEY" counts the messages with a
+            known key that the template does not read. "parsed" counts the arguments that became objects.
+            "kept" counts the arguments that stayed texts although the template needs objects, because they
+            are not the JSON of an object.
         variables: the template's other variables.
 
     Raises:

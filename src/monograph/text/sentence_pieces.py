@@ -13,7 +13,7 @@ MARK = "▁"
 PREPEND = {"type": "Prepend", "prepend": MARK}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
 KNOWN_NORMALIZERS = (PREPEND, _REPLACE)
-# Gemma has this step after the spaces were replaced, so it splits nothing.
+# Gemma's tokenizer has this step. It splits nothing, because all spaces have been replaced before.
 _SPLIT = {
     "type": "Split",
     "pattern": {"String": " "},
@@ -115,8 +115,8 @@ def read_marks(
         raise ValueError(
             f"model.vocab has no {MARK!r} for a single space: 'a  b' would not come back"
         )
-    # If decoding turns <0xXX> into a byte, text must not be encoded to such a token: by merges, as
-    # a whole vocabulary entry, or as an added token.
+    # If decoding turns <0xXX> into a byte, these letters in a text must not be encoded to that token. This could
+    # happen in three ways: by merges, as a whole vocabulary entry, or as an added token.
     merges = model.get("merges")
     pairs = [
         merge.split(" ") if isinstance(merge, str) else merge

@@ -37,9 +37,9 @@ MAX_BATCH = 16  # the maximum number of renderings that are requested in one lin
 REPLY_TIMEOUT_S = 30.0 + 2 * sandbox.CPU_LIMIT_S * MAX_BATCH
 
 Message = Mapping[str, Any]  # "role", "content", and any other keys that a template reads
-# The keys that transformers accepts for a model's reasoning; templates read the first.
+# The keys of a message that may have the model's reasoning, as in transformers. Templates read the first two.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# Arguments of a tool call that is rendered to find out which form of arguments a template needs.
+# The arguments of the call that `ChatTemplate.wants_objects` tries out.
 _PROBE_ARGUMENTS = {"key": "needle"}
 
 
@@ -116,6 +116,7 @@ class ChatTemplate:
         rendered_with_text = self._render_call(probe_json)
         rendered_with_object = self._render_call(_PROBE_ARGUMENTS)
         [needle] = _PROBE_ARGUMENTS.values()
+        # A template that needs an object writes its value, and changes the text by escaping it.
         return needle in rendered_with_object and probe_json not in rendered_with_text
 
     def _render_call(self, arguments: object) -> str:
@@ -205,6 +206,7 @@ class ChatTemplate:
     ) -> str:
         """Return the JSON of a request to the process; `sandbox` describes it."""
         request = {
+            # transformers always gives these two variables to a template.
             "tools": None,
             "documents": None,
             **self.tokens,

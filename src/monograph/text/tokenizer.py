@@ -115,8 +115,8 @@ class Tokenizer:
             where: the tokenizer's name in messages.
             bos: the special token that begins a document; None: a token with a known name.
             eos: the special token that ends a document; None: a token with a known name.
-            trusted: whether Monograph made the object; any other is first loaded in a process with
-                limits.
+            trusted: whether Monograph made the object. Any other is first loaded in a separate process
+                with limits of memory and time.
 
         Raises:
             InputRefused: see `from_file`.
@@ -124,6 +124,7 @@ class Tokenizer:
         try:
             checked = tokenizer_file.CheckedTokenizer(content, where)
         except InputRefused as error:
+            # The message is clearer with a text that the refused tokenizer would change.
             example = None if trusted else tokenizer_trial.find_changed_text(json.dumps(content))
             if example is None:
                 raise
@@ -136,18 +137,18 @@ class Tokenizer:
         self.inserts_space = checked.inserts_space
         # The ids of special tokens after which a space is inserted.
         self._ids_before_space = checked.ids_before_space
-        # The library's tokenizers: `_engine` for a text at the beginning, and `_inner` for a text
-        # that follows other text, without the inserted space.
+        # The library's tokenizers: `_engine` for a text at the beginning of a document, and `_engine_inside`
+        # for a text that follows other text, before which no space is inserted.
         self._engine = _load(checked, where, trusted)
-        self._inner = self._engine
+        self._engine_inside = self._engine
         if self.inserts_space:
-            self._inner = _load_literal(tokenizer_file.without_inserted_space(self._json))
+            self._engine_inside = _load_literal(tokenizer_file.without_inserted_space(self._json))
         require_distinct_texts(self._json["added_tokens"], self._engine, where)
         added = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
         for token_id in added:
             # `id_to_token` returns the token in its normal form, to which its id is decoded.
             checked.pieces[token_id] = checked.piece(self._engine.id_to_token(token_id) or "")
-        self._lossless_check = LosslessCheck(checked, added, self._engine, self._inner)
+        self._lossless_check = LosslessCheck(checked, added, self._engine, self._engine_inside)
         self.pieces: list[ByteString] = checked.pieces
         self.token_bytes: NDArray[np.int32] = np.array(
             [len(piece) for piece in checked.pieces], dtype=np.int32
@@ -234,8 +235,8 @@ class Tokenizer:
 
         Args:
             path: the file or its folder.
-            trusted: whether Monograph wrote the file; any other is first loaded in a process with
-                limits.
+            trusted: whether Monograph wrote the file. Any other is first loaded in a separate process
+                with limits of memory and time.
 
         Raises:
             InputRefused: the file is not a BPE tokenizer of known parts, has no known bos or eos
@@ -296,7 +297,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], inside: bool = False) -> list[list[int]]:
         """Return the ids of each text, computed on all cores; see `encode`."""
-        engine = self._inner if inside else self._engine
+        engine = self._engine_inside if inside else self._engine
         try:
             encodings = engine.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
@@ -362,7 +363,7 @@ class Tokenizer:
         return tuple(notes)
 
     def _added_tokens_with_spaces(self, added: Sequence[str]) -> list[str]:
-        """Return the added tokens next to which encoding and decoding insert a space."""
+        """Return the added tokens that get a space before or after them by encoding and decoding."""
         if not self.inserts_space and not self._marks:
             return []
         texts = [f"a{content}a" for content in added]
@@ -400,7 +401,7 @@ class Tokenizer:
 
         Args:
             text: the text.
-            before: the ids before it, the last of which is a special token; may be empty.
+            before: the ids before it. They may be empty; otherwise the last one is a special token.
             inside: whether the text follows other text, if `before` is empty.
         """
         if before:

@@ -39,7 +39,7 @@ class TokenizerConfig(NamedTuple):
         template: the chat template for chats without tools; None: there is no chat template.
         stops: the ids that end a text, from generation_config.json, or from config.json if the
             first has none.
-        named_templates: further chat templates by name; that for chats with tools is "tool_use".
+        named_templates: further chat templates by name. The one for chats with tools is "tool_use".
     """
 
     tokens: dict[str, str] = {}  # noqa: RUF012 (never written to)

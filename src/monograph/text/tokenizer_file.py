@@ -3,8 +3,8 @@ accepted.
 
 The tokenizer is byte-level like GPT-2's, or writes text as SentencePiece does (`sentence_pieces`).
 With these parts, encoding and decoding can change a text in three ways only: the text is brought
-into a normal form of Unicode (Qwen composes text), it gets a space at its beginning, or it loses
-characters that have no token.
+into a normal form of Unicode (Qwen's tokenizers compose characters), it gets a space at its beginning, or it
+loses characters that have no token.
 
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with
 catastrophic backtracking, a normalizer that inflates text). Python cannot catch this, and nobody can
@@ -158,7 +158,7 @@ class CheckedTokenizer:
         if sentence_pieces.is_marked(normalizers, pre_tokenizers):
             self.marks = self._read_marks(content, normalizers, pre_tokenizers, added)
         self.pieces = self._pieces(vocab, added)
-        self.missing_bytes = self._lacking_bytes(vocab, bool(model.get("byte_fallback")))
+        self.missing_bytes = self._find_missing_bytes(vocab, bool(model.get("byte_fallback")))
         self.writable_characters = set[str]()
         if self.marks:
             self.writable_characters |= {token for token in vocab if len(token) == 1}
@@ -174,6 +174,8 @@ class CheckedTokenizer:
             self.inserts_space = any(
                 _is_byte_level(step) and step["add_prefix_space"] for step in pre_tokenizers
             )
+        # With "prepend", these are the tokens that are found in a text before it is normalised. If no space
+        # is inserted at all, nothing reads this.
         self.ids_before_space = frozenset(
             token["id"]
             for token in added
@@ -210,18 +212,20 @@ class CheckedTokenizer:
                 "merges": self._merges(model.get("merges", []), vocab),
             },
         }
-        # The entries to which letters of a text can be encoded: what merges give, and what needs no
-        # merge. An entry of one letter or one byte needs none, and with `ignore_merges` no entry
-        # does.
-        entries_from_text = {"".join(pair) for pair in self.json["model"]["merges"]}
-        entries_from_text |= {
-            token
-            for token in vocab
-            if model.get("ignore_merges") or len(token) == 1 or len(self.piece(token)) == 1
-        }
+        entries_from_text = self._entries_from_text(self.json["model"])
         self.ids_from_merges = frozenset(
             token["id"] for token in added if token["content"] in entries_from_text
         )
+
+    def _entries_from_text(self, model: dict[str, Any]) -> set[str]:
+        """Return the vocabulary entries to which BPE can encode letters of a text."""
+        vocab = model["vocab"]
+        if model["ignore_merges"]:
+            return set(vocab)
+        entries_from_merges = {"".join(pair) for pair in model["merges"]}
+        # These need no merge.
+        single = {token for token in vocab if len(token) == 1 or len(self.piece(token)) == 1}
+        return entries_from_merges | single
 
     def _refusal(self, fault: str) -> InputRefused:
         """Return the error for a part that is not accepted."""
@@ -236,11 +240,11 @@ class CheckedTokenizer:
             raise self._refusal(f"has no {key!r} object")
         return section
 
-    def _lacking_bytes(self, vocab: dict[str, int], byte_fallback: bool) -> set[int]:
+    def _find_missing_bytes(self, vocab: dict[str, int], byte_fallback: bool) -> set[int]:
         """Return the bytes that occur in UTF-8 text but have no token."""
         single_bytes = set[int]()
-        # Without byte fallback, a tokenizer like SentencePiece's writes whole characters only,
-        # never single bytes; `writable_characters` are those that it can write.
+        # Without byte fallback, a tokenizer like SentencePiece's never writes single bytes, only whole
+        # characters: those of `writable_characters`.
         if not self.marks or byte_fallback:
             single_bytes = {piece[0] for piece in map(self.piece, vocab) if len(piece) == 1}
         return {*range(256)} - NEVER_IN_TEXT - single_bytes

@@ -1,11 +1,10 @@
 """Load a tokenizer for the first time in a separate process, with limits of memory and time, where
 it can do no harm.
 
-The tokenizers library aborts, panics or loops on some files, which Python cannot catch. A file that
-the allow-list of `tokenizer_file` accepts is tried here, in case the list missed a danger
-(`load_fault`). A file that the list refuses is tried here to find a text that the tokenizer would
-change, as an example for the message (`find_changed_text`). This program imports nothing of the
-package.
+The tokenizers library aborts, panics or loops on some files, which Python cannot catch. If the allow-list of
+`tokenizer_file` accepts a file, it is tried here, in case the list has missed a danger (`load_fault`). If the
+list refuses it, it is tried here to find a text that the tokenizer would change, as an example for the
+message (`find_changed_text`). This program imports nothing of the package.
 """
 
 import hashlib

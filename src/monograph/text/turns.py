@@ -5,8 +5,8 @@ would encode the answers from their texts, which may give other ids than those t
 only what comes after the answer is rendered and encoded: the end of the turn, the new messages, and
 the beginning of the next answer.
 
-That is what the template writes of the whole chat only if it repeats earlier answers as they were
-written. A template that does not, such as one that leaves out earlier thoughts, is refused.
+The result equals the rendering of the whole chat only if the template repeats earlier answers as they were
+written. A template that does not do this is refused. For example, some templates leave out earlier thoughts.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,8 +17,8 @@ from monograph.text.messages import for_template
 from monograph.text.template import Message, TemplateRefusal
 from monograph.text.tokenizer import Tokenizer
 
-# What stands for an answer while the text around it is looked for. A template that knows thoughts
-# must repeat those, too.
+# A text that stands for an answer, so that the text around the answer can be found. If a template knows
+# thoughts, it must repeat these, too, so thoughts are put before the text.
 _ANSWER = "It is an answer."
 _THOUGHTS = "<think>\nIt is a thought.\n</think>\n\n"
 _END_OF_THOUGHTS = "</think>"
@@ -53,7 +53,7 @@ class ChatTurns:
         self._template = template_of(tokenizer, variables.get("tools"))
         self._variables = dict(variables)
         self._stop_ids = stop_ids
-        # The messages so far, with an answer that stands for each of the model's.
+        # The messages so far. In the place of each of the model's answers there is a text that stands for it.
         self._messages = list(messages)
         marker = self._marker(self._messages)
         self.ids = tokenizer.encode_rendered(self._render(self._messages, marker), marker)
@@ -62,8 +62,8 @@ class ChatTurns:
         """Return the ids that follow an answer: its end, messages, and the beginning of the next answer.
 
         Args:
-            answer_ids: the ids of the answer, as they were sampled. If the last one ends an answer, it
-                takes the place of the first id of the end that the template writes.
+            answer_ids: the ids of the answer, as they were sampled. If the last one is among the ids that end
+                an answer, the first such id that the template writes is left out.
             messages: the messages after it, at least one.
 
         Raises:
@@ -82,8 +82,9 @@ class ChatTurns:
             self._messages = grown
             text_after = after_before.removeprefix(answer)
             ids = self._tokenizer.encode_rendered(text_after, marker, inside=True)
-            if answer_ids and answer_ids[-1] in self._stop_ids and ids[:1]:
-                ids = ids[1:] if ids[0] in self._stop_ids else ids
+            has_end = bool(answer_ids) and answer_ids[-1] in self._stop_ids
+            if has_end and ids and ids[0] in self._stop_ids:
+                return ids[1:]
             return ids
         raise TemplateRefusal(
             "the model's chat template does not repeat earlier answers as they were written (it may leave out "
@@ -92,7 +93,7 @@ class ChatTurns:
         )
 
     def _stand_ins(self) -> list[str]:
-        """Return texts that may stand for an answer, the first of which has thoughts."""
+        """Return the texts that may stand for an answer."""
         if _END_OF_THOUGHTS not in self._template.source:
             return [_ANSWER]
         # If the beginning of an answer already has thoughts, such as empty ones, the answer has none.
@@ -100,15 +101,17 @@ class ChatTurns:
         return [_ANSWER] if has_thoughts else [_THOUGHTS + _ANSWER]
 
     def _marker(self, messages: Sequence[Message]) -> str:
-        found = for_template(self._template, messages, **self._variables)
-        return marker_for(self._tokenizer, self._template, [found, self._variables])
+        """Return the marker for messages; see `monograph.text.chat.marker_for`."""
+        template_messages = for_template(self._template, messages, **self._variables)
+        return marker_for(self._tokenizer, self._template, [template_messages, self._variables])
 
     def _render(self, messages: Sequence[Message], marker: str) -> str:
-        found = for_template(self._template, messages, **self._variables)
+        """Return messages as text, with the beginning of an answer after them."""
+        template_messages = for_template(self._template, messages, **self._variables)
         return rendered(
             self._template,
             self._tokenizer,
-            found,
+            template_messages,
             marker,
             add_generation_prompt=True,
             **self._variables,
@@ -116,7 +119,11 @@ class ChatTurns:
 
 
 class TextTurns:
-    """A text that grows by answers in ids and by texts; `ids` as in `ChatTurns`."""
+    """A text that grows by answers in ids and by further texts.
+
+    Attributes:
+        ids: the ids of the prompt: bos, and the first text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         """Begin with a text that an answer follows."""

@@ -30,7 +30,7 @@ from monograph.evaluation import Evaluation
 from monograph.graph.trial import Trial
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import block_of
+from monograph.ops.attention import slots_per_block
 from monograph.planner import defaults
 from monograph.predict.estimate import FROZEN_BYTES, gathered_copy_bytes, trained_numbers
 from monograph.predict.footprint import AnswerScoring, Training
@@ -341,7 +341,9 @@ class Rewards(Objective):
         # The generator has two caches: one for the answers, one for the prompts that it is reading.
         prefilled_rows = min(prompts, MAX_PREFILL_PROMPTS)
         rows = decoded_rows(answers_of_rank) + prefilled_rows
-        cache_bytes = rows * KVCache.bytes_per_row(config, slots, cache_dtype, block_of(slots))
+        cache_bytes = rows * KVCache.bytes_per_row(
+            config, slots, cache_dtype, slots_per_block(slots)
+        )
         # `Drawer` samples fewer rows at once if they would take more than half of the free memory.
         by_origin = {"answers": min(cache_bytes, machine.free_memory_bytes // 2)}
         if members > 1:
