@@ -18,6 +18,7 @@ from monograph.ensemble.optimizers import merge_kinds
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.lora import Factor
+from monograph.graph.member_factors import MemberFactor
 from monograph.graph.precision import FP8, Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Batch, check_result, count_tensor, has_count, require_constant
@@ -189,9 +190,10 @@ class StackedParameters(OnDevice):
             weights, totals = plane.views(plane.rounded), plane.views(plane.grad)
             for (name, weight), (_, total) in zip(weights, totals, strict=True):
                 if name in factors:
+                    factors[name].__class__ = MemberFactor
                     # Each view by `.data` has a version of its own, so that writing one does not make
                     # another stale for autograd.
-                    factors[name].fused_gradient = FusedGradient(weight.data, total.data)
+                    factors[name].fused_gradient = FusedGradient(weight.data, total.data)  # type: ignore[assignment]
         self._fuses_gradients = bool(factors)
 
     def fused_gradients(self) -> AbstractContextManager[None]:

@@ -28,12 +28,10 @@ from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.grouped import product_dtype
 from monograph.graph.lora_base import Base, OptionalDevice, base_weight, quantise_base
 from monograph.graph.lora_targets import ALL_LINEAR, targeted_layers
-from monograph.graph.member_factors import member_factor_product
 from monograph.graph.member_products import adapted_product
 from monograph.graph.mmap_weights import kept_dtype
 from monograph.graph.siblings import families
 from monograph.graph.token_rows import ROWS, add_trained_rows, tables_with_rows
-from monograph.ops.fused_gradients import FusedGradient, fused_gradient_of
 from monograph.ops.row_norms import row_norms, sum_row_norms
 from monograph.ranges import ABOVE_0, COUNT, DECAY
 
@@ -88,21 +86,7 @@ class Lora:
 
 
 class Factor(nn.Linear):
-    """One of an adapter's two matrices, uninitialised until `adapt` fills it.
-
-    Attributes:
-        fused_gradient: only in an ensemble on a GPU: the matrices of all members, rounded, and the sum of
-            their gradients, to which the backward pass adds.
-    """
-
-    fused_gradient: FusedGradient
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the product with the matrix."""
-        fused = fused_gradient_of(self)
-        if fused is None:
-            return super().forward(input)
-        return member_factor_product(input, self.weight, fused)
+    """One of an adapter's two matrices, uninitialised until `adapt` fills it."""
 
     def reset_parameters(self) -> None:
         """Do nothing: nn.Linear's own method would advance the process's random generator."""
