@@ -15,6 +15,7 @@ from torch import Tensor
 
 import calling
 from batches import flat_gradient, tiny_llama
+from monograph.errors import InputRefused
 from monograph.loss import IGNORE
 from monograph.model.llama import Llama
 from monograph.rl.advantages import ADVANTAGES, ratio_of
@@ -124,6 +125,30 @@ def test_episodes_of_a_chat_with_tools_have_the_ids_that_its_template_writes(
     assert tokenizer.encode_rendered(
         f"{tail}\n<|im_start|>tool\n0 calls<|im_end|>\n<|im_start|>assistant\n", inside=True
     ) == list(episode.turns[0].observed_ids), written
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ([{"role": "assistant", "content": "2"}], r"observation\[0\] is a message of assistant"),
+        ([{"role": "system", "content": "2"}], r"observation\[0\] is a message of system"),
+        (None, "it is empty, and in a chat a message follows an answer"),
+    ],
+)
+def test_an_observation_in_a_chat_has_messages_that_may_follow_an_answer(
+    tmp_path: Path, said: Any, refused: str
+) -> None:
+    class Wrong(Asked):
+        def step(self, answer: Mapping[str, Any]) -> Any:
+            return said, 0.0, False
+
+    tokenizer = calling.speaking(tmp_path, "tags")
+    prompt = Prompt("", (1,), {}, "records.jsonl:1", is_chat=True)
+    opened = Prompts("records.jsonl", tokenizer, [prompt], [], "", True, 1, {})
+    options = replace(PLAYED, length=300, turns=2, prompts=1, group=1)
+    rollouts = episodes(options, Wrong, opened=opened)
+    with pytest.raises(InputRefused, match=f"records.jsonl:1: an observation of .*: {refused}"):
+        rollouts.drawer.draw([prompt], [3])
 
 
 def test_episodes_accumulated_one_by_one_are_one_batch() -> None:

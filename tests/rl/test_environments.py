@@ -21,13 +21,16 @@ import random
 class Counting:
     tools = [{"type": "function", "function": {"name": "add"}}]
 
+    def __init__(self):
+        self.first = random.random()
+
     def reset(self, record):
         self.said = 0
         return record["prompt"]
 
     def step(self, answer):
         self.said += 1
-        return f"{answer}{self.said}{random.random()}", {"right": 0.5, "short": -1}, self.said == 2
+        return f"{answer}{self.said}{random.random()}{self.first}", {"right": 0.5, "short": -1}, self.said == 2
 """
 
 
@@ -73,6 +76,29 @@ def test_a_class_of_this_process_plays_as_one_in_a_file(counting: Any) -> None:
         ]
 
     assert played(own) == played(counting)
+
+
+def test_sets_of_texts_have_one_order_in_all_processes(tmp_path: Path) -> None:
+    source = COUNTING.replace('return record["prompt"]', "return str(set(map(str, range(99))))")
+    made = environments(tmp_path, source, processes=2)
+    try:
+        one, other = (made.reset(episode, 5, {}, "x:1").result() for episode in range(2))
+    finally:
+        made.close()
+    assert one == other
+
+
+def test_a_class_cannot_change_the_record_of_others() -> None:
+    class Changing:
+        def reset(self, record: dict[str, Any]) -> str:
+            return str(record["words"].pop())
+
+        def step(self, answer: str) -> tuple[str, float, bool]:
+            raise NotImplementedError
+
+    own = OwnEnvironments(Changing)
+    record = {"words": ["rain"]}
+    assert [own.reset(episode, 1, record, "x:1").result() for episode in range(2)] == ["rain"] * 2
 
 
 @pytest.mark.parametrize(
@@ -200,3 +226,18 @@ def test_the_class_must_be_named_and_vouched_for() -> None:
         reward_of("environment", environment="game")
     with pytest.raises(InputRefused, match="nobody has said that this file may run"):
         reward_of("environment", {}, environment="game.py:Game")
+
+
+def test_what_an_environment_printed_is_written_when_it_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = "        print('z' * 200_000, end='')\n        import os; os._exit(3)\n"
+    source = f"class Counting:\n    def reset(self, record): return 'a'\n    def step(self, answer):\n{body}"
+    made = environments(tmp_path, source)
+    try:
+        made.reset(0, 1, {}, "x:1").result()
+        with pytest.raises(InputRefused, match="exit code 3"):
+            made.step(0, "b", "x:1").result()
+        assert capsys.readouterr().err == "z" * 200_000
+    finally:
+        made.close()

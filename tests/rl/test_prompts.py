@@ -11,8 +11,9 @@ import pytest
 from dialogues import said, speaking
 from monograph.data.options import ReadingOptions
 from monograph.errors import InputRefused, UsageError
+from monograph.rl.environments import OwnEnvironments
 from monograph.rl.prompts import Prompts, prompts_of, read_prompts
-from monograph.rl.rewards import Reward, reward_of
+from monograph.rl.rewards import EnvironmentReward, Reward, reward_of
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -135,3 +136,55 @@ def test_the_date_that_a_template_reads_is_the_same_on_every_day(tmp_path: Path)
     assert tokenizer.config.template is not None and tokenizer.config.template.day is None, (
         "inference has the real date"
     )
+
+
+class Opened:
+    """Opens an episode with what the record says."""
+
+    def reset(self, record: dict[str, Any]) -> Any:
+        return record.pop("opening")
+
+    def step(self, answer: str) -> tuple[str, float, bool]:
+        raise NotImplementedError
+
+
+def opened_by(environment: type) -> Reward:
+    return EnvironmentReward(OwnEnvironments(environment), turns=2, discount=1.0)
+
+
+def test_an_environment_gets_the_whole_record_and_keeps_it(tmp_path: Path) -> None:
+    class Whole(Opened):
+        def reset(self, record: dict[str, Any]) -> str:
+            assert record["hint"] is None and record["documents"] == ["x"]
+            return str(super().reset(record))
+
+    record = {"opening": "a", "hint": None, "documents": ["x"]}
+    source = write(tmp_path / "p.jsonl", record)
+    prompts = read(source, opened_by(Whole), ignore_keys=("documents",))
+    assert prompts.train[0].record == record
+    assert prompts.train[0].chat_keys == {}
+    keyed = read(write(source, {"opening": said("b"), "system": "Be brief."}), opened_by(Opened),
+        tokenizer=speaking_folder(tmp_path), room=99)  # fmt: skip
+    assert keyed.train[0].chat_keys == {"system": "Be brief."}
+
+
+def speaking_folder(folder: Path) -> str:
+    speaking(folder / "model", "chatml")
+    return str(folder / "model")
+
+
+def test_records_are_held_out_apart_although_all_have_the_same_opening(tmp_path: Path) -> None:
+    source = write(tmp_path / "p.jsonl", *({"opening": "a", "n": number} for number in range(400)))
+    prompts = read(source, opened_by(Opened), held_out=0.2)
+    assert 40 < len(prompts.held_out) < 120
+
+
+def test_what_an_environment_opens_wrongly_is_refused_with_the_place_once(tmp_path: Path) -> None:
+    class WithTools(Opened):
+        tools = ({"type": "function", "function": {"name": "add"}},)
+
+    source = write(tmp_path / "p.jsonl", {"opening": "a"}, {"opening": None})
+    with pytest.raises(InputRefused, match=rf"^{source}:2: Opened returned None from reset"):
+        read(source, opened_by(Opened))
+    with pytest.raises(InputRefused, match=rf"^{source}:1: rl.environment has tools, which need a"):
+        read(source, opened_by(WithTools))

@@ -25,6 +25,7 @@ memory and any processor time, but no call may take more than ANSWER_TIMEOUT_S.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import socket
@@ -48,9 +49,16 @@ Said: TypeAlias = str | list[dict[str, Any]]
 # An answer as an environment gets it: a text, or a message with calls of tools.
 Answer: TypeAlias = str | dict[str, Any]
 EXPECTED_OPENING = "returns a text or a list of messages from reset(record)"
+TOOLS_NEED_A_CHAT = (
+    f"{KEY} has tools, which need a chat: return a list of messages from reset(record)"
+)
 EXPECTED_STEP = f"returns (observation, reward, done) from step(answer): a text or messages, {SCORES}, and a bool"
 # The most processes of an environment. One is hardly ever busy, since decoding takes longer.
 MAX_PROCESSES = 4
+# The most bytes that are read at once of what an environment prints.
+MAX_PRINTED_BYTES = 1 << 16
+# How long the rest of its output is waited for; a process that it left behind may hold the pipe open.
+FORWARDING_TIMEOUT_S = 1.0
 
 
 class Observation(NamedTuple):
@@ -112,8 +120,11 @@ class OwnEnvironments:
         """Begin an episode; see `Environments`."""
 
         def begin() -> Said:
-            played = self._class()
-            opening = self._called(episode, played, random.Random(seed).getstate(), "reset", record)
+            state = random.Random(seed).getstate()
+            # The class may change the record, which other episodes read, too.
+            opening = self._called(
+                episode, state, lambda: self._class(), "reset", copy.deepcopy(record)
+            )
             return _opening(opening, where, self._name)
 
         return _done(begin)
@@ -123,7 +134,7 @@ class OwnEnvironments:
         played, state = self._episodes[episode]
         return _done(
             lambda: _observation(
-                self._called(episode, played, state, "step", answer), where, self._name
+                self._called(episode, state, lambda: played, "step", answer), where, self._name
             )
         )
 
@@ -135,11 +146,19 @@ class OwnEnvironments:
         """Forget all episodes."""
         self._episodes.clear()
 
-    def _called(self, episode: int, played: Any, state: Any, method: str, argument: object) -> Any:
+    def _called(
+        self,
+        episode: int,
+        state: Any,
+        object_of_episode: Callable[[], Any],
+        method: str,
+        argument: object,
+    ) -> Any:
         """Call a method with the episode's own state of `random`, and put back that of the caller."""
         callers_state = random.getstate()
         random.setstate(state)
         try:
+            played = object_of_episode()
             result = getattr(played, method)(argument)
             self._episodes[episode] = played, random.getstate()
         finally:
@@ -217,7 +236,9 @@ class _EnvironmentProcess(CodeProcess):
 
     key = KEY
     role = "environment"
-    expected = "has a class whose reset(record) and step(answer) return"
+    expected = (
+        "has a class with reset(record) and step(answer), which return plain data and raise nothing"
+    )
 
     def reset(self, episode: int, seed: int, record: Mapping[str, Any], where: str) -> Said:
         """Begin an episode."""
@@ -245,23 +266,34 @@ class _EnvironmentProcess(CodeProcess):
         folders = sorted(folder for folder in visible if folder and is_folder(folder))
         # It cannot start threads later, and a library that tries to may fail.
         single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # The order of a set of texts is part of an episode, too.
+        same_order = {"PYTHONHASHSEED": "0"}
         # It may write no files, and standard error may be one. So its output goes through a pipe.
         process = self._popen(
             channel,
             folders,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **single},
+            env={**os.environ, **single, **same_order},
         )
-        threading.Thread(target=_forward, args=[process], daemon=True).start()
+        self._forwarding = threading.Thread(target=_forward, args=[process], daemon=True)
+        self._forwarding.start()
         return process
+
+    def close(self) -> None:
+        """End the process; see `CodeProcess.close`. What it has printed is written before."""
+        is_open = self._process is not None
+        super().close()
+        if is_open:
+            self._forwarding.join(FORWARDING_TIMEOUT_S)
 
 
 def _forward(process: subprocess.Popen[bytes]) -> None:
     """Write what the process prints to standard error."""
     assert process.stdout
     with process.stdout:
-        for line in process.stdout:
+        # A line may have any length.
+        while line := process.stdout.readline(MAX_PRINTED_BYTES):
             print(line.decode(errors="replace"), end="", file=sys.stderr)
 
 

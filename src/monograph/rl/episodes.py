@@ -39,7 +39,14 @@ from monograph.decode.sampling import Sampling
 from monograph.decode.transcript import Transcript
 from monograph.errors import InputRefused
 from monograph.rl.arrange import AnswerGroup, Rollout
-from monograph.rl.environments import KEY, Answer, Environments, Observation, Said
+from monograph.rl.environments import (
+    KEY,
+    TOOLS_NEED_A_CHAT,
+    Answer,
+    Environments,
+    Observation,
+    Said,
+)
 from monograph.rl.prompts import Prompt
 from monograph.rl.rewards import AnswerScore, score_of
 from monograph.rl.rollouts import Drawer, not_finite, slots_per_row
@@ -48,6 +55,9 @@ from monograph.text.calls import find_frame, spellings
 from monograph.text.chat import require_variables_read
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.turns import ChatTurns, TextTurns
+
+# The roles of messages that may follow an answer.
+OBSERVED_ROLES = ("user", "tool")
 
 
 @dataclass(frozen=True)
@@ -303,7 +313,7 @@ class EpisodeSampler:
         prompt = episode.start.prompt
         try:
             episode.chat = opened_chat(
-                opening, prompt.record, self._environments.tools, self._tokenizer, self._end_ids
+                opening, prompt.chat_keys, self._environments.tools, self._tokenizer, self._end_ids
             )
         except (Unusable, InputRefused) as error:
             raise InputRefused(f"{prompt.where}: the opening of {KEY}: {error}") from None
@@ -378,17 +388,37 @@ class EpisodeSampler:
                 if not isinstance(said, str):
                     raise InputRefused("it has messages, but the opening was a text: return a text")
                 return chat.ids_after(answer_ids, said)
+            if not said:
+                raise InputRefused(
+                    "it is empty, and in a chat a message follows an answer: return a text"
+                )
             if isinstance(said, str):
                 role = "tool" if self._has_tools else "user"
                 said = [{"role": role, "content": said}]
-            return chat.ids_after(answer_ids, read_messages(said, "observation"))
+            messages = read_messages(said, "observation")
+            _require_observed_roles(messages)
+            return chat.ids_after(answer_ids, messages)
         except (Unusable, InputRefused) as error:
             raise InputRefused(f"{where}: {error}") from None
 
 
+def _require_observed_roles(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Require that messages are of users and tools, as those after an answer in a chat are.
+
+    Raises:
+        InputRefused: a message has another role.
+    """
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role not in OBSERVED_ROLES:
+            raise InputRefused(
+                f"observation[{number}] is a message of {role}: an observation has those of user or tool"
+            )
+
+
 def opened_chat(
     opening: Said,
-    record: Mapping[str, Any],
+    chat_keys: Mapping[str, Any],
     tools: Any,
     tokenizer: Tokenizer,
     end_ids: Collection[int],
@@ -397,7 +427,7 @@ def opened_chat(
 
     Args:
         opening: what the environment opened it with.
-        record: the record, which may have keys for the chat template.
+        chat_keys: the record's values for the chat template.
         tools: the environment's tools; None: those of the record.
         tokenizer: the tokenizer, with its date.
         end_ids: the ids that end an answer.
@@ -406,12 +436,14 @@ def opened_chat(
         Unusable, InputRefused: the opening is no chat that an answer may follow, or is not rendered.
     """
     if isinstance(opening, str):
+        if tools is not None:
+            raise InputRefused(TOOLS_NEED_A_CHAT)
         return TextTurns(tokenizer, opening)
     messages = read_messages(opening, "opening")
     require_question(messages, "opening")
     if tools is not None:
-        record = {**record, TOOLS: tools}
-    chat = with_chat_keys(messages, record)
+        chat_keys = {**chat_keys, TOOLS: tools}
+    chat = with_chat_keys(messages, chat_keys)
     require_variables_read(tokenizer, chat.template_variables)
     return ChatTurns(tokenizer, chat.messages, chat.template_variables, end_ids)
 

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from monograph.data.conversations import (
@@ -18,6 +19,7 @@ from monograph.data.conversations import (
     with_chat_keys,
 )
 from monograph.data.forms import (
+    CHAT_KEYS,
     DEFAULT_SETTINGS,
     FUNCTIONS,
     PROMPT,
@@ -47,7 +49,7 @@ from monograph.data.spelled import SpecialTokenSpellings, text_values
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
-from monograph.rl.environments import Environments
+from monograph.rl.environments import TOOLS_NEED_A_CHAT, Environments
 from monograph.rl.rewards import Reward, TeacherReward
 from monograph.storage.writing import temporary_folder
 from monograph.text.chat import chat_ids, require_variables_read, stop_ids, template_of
@@ -178,12 +180,14 @@ class Prompt(NamedTuple):
     """A prompt.
 
     Attributes:
-        text: the prompt as rewards get it: a text, or the JSON of a chat's messages.
+        text: the prompt as rewards get it: a text, or the JSON of a chat's messages; with an environment,
+            the JSON of the whole record.
         ids: the prompt's tokens, at least one.
         record: the whole record, which rewards read.
         where: the record's file and line, for messages.
         teacher_ids: the tokens that a teacher reads instead of `ids`; empty: it reads `ids`.
         is_chat: whether the prompt is messages of a chat.
+        chat_keys: with an environment, the record's values for the chat template.
     """
 
     text: str
@@ -192,6 +196,7 @@ class Prompt(NamedTuple):
     where: str
     teacher_ids: tuple[int, ...] = ()
     is_chat: bool = False
+    chat_keys: JsonRecord = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -269,8 +274,9 @@ def read_prompts(
 
     def read_prompt(where: str, record: JsonRecord) -> Prompt | Fault:
         """Return the prompt of a record, or the record's fault."""
+        kept = _kept_keys(record, where, prompt_settings)
         try:
-            prompt = _prompt(record, where, prompt_settings)
+            prompt = _prompt(record, kept, where, prompt_settings)
         except Unusable as unusable:  # only this record is bad, and it may be skipped
             return unusable.fault
         except InputRefused as refused:  # probably all records have this problem: never skipped
@@ -341,8 +347,9 @@ def prompts_of(
     )
     for number, record in enumerate(records, 1):
         where = f"record {number}"
+        kept = _kept_keys(record, where, prompt_settings)
         try:
-            prompts.append(_prompt(record, where, prompt_settings))
+            prompts.append(_prompt(record, kept, where, prompt_settings))
         except (Unusable, InputRefused) as error:
             raise InputRefused(f"{where}: {error}") from None
         reward.require(record, where)
@@ -401,27 +408,41 @@ class _PromptSettings(NamedTuple):
     environments: Environments | None
 
 
-def _prompt(record: JsonRecord, where: str, settings: _PromptSettings) -> Prompt:
-    """Return the prompt of a record.
+def _kept_keys(record: JsonRecord, where: str, settings: _PromptSettings) -> JsonRecord:
+    """Return the keys of a record that are not ignored, with the opening of an environment as its prompt.
+
+    Raises:
+        InputRefused: the environment fails; the message has the record's place.
+    """
+    kept = settings.record_settings.drop_ignored(record)
+    if settings.environments is None:
+        return kept
+    return {**kept, **_opened(record, where, settings.key, settings.environments)}
+
+
+def _prompt(record: JsonRecord, kept: JsonRecord, where: str, settings: _PromptSettings) -> Prompt:
+    """Return the prompt of a record, of which `kept` are the keys that are not ignored.
 
     Raises:
         Unusable: the record has no usable prompt.
         InputRefused: the record has a key that asks for something this run cannot do; see
             `_require_followable`.
     """
-    kept = settings.record_settings.drop_ignored(record)
-    if settings.environments is not None:
-        kept = _opened(kept, where, settings.key, settings.environments)
     text, ids = _text_and_ids(kept, settings.key, settings)
     teacher_ids: tuple[int, ...] = ()
     if settings.for_teacher and TEACHER_PROMPT in kept:
         _, teacher_ids = _text_and_ids(kept, TEACHER_PROMPT, settings)
     is_chat = isinstance(kept[settings.key], list)
-    return Prompt(text, ids, record, where, teacher_ids, is_chat)
+    chat_keys: JsonRecord = {}
+    if settings.environments is not None:
+        # Many records may have the same opening, so the whole record decides whether it is held out.
+        text = json.dumps(record, sort_keys=True)
+        chat_keys = {key: kept[key] for key in CHAT_KEYS if key in kept}
+    return Prompt(text, ids, record, where, teacher_ids, is_chat, chat_keys)
 
 
 def _opened(record: JsonRecord, where: str, key: str, environments: Environments) -> dict[str, Any]:
-    """Return a record with the opening of an environment as its prompt, and the environment's tools.
+    """Return the opening of an environment as the prompt of a record, and the environment's tools.
 
     Each episode of the record is opened again when it is sampled. This opening tells how long they are.
 
@@ -430,8 +451,11 @@ def _opened(record: JsonRecord, where: str, key: str, environments: Environments
     """
     opening = environments.reset(_OPENED_EPISODE, 0, record, where).result()
     environments.end(_OPENED_EPISODE)
-    tools = {} if environments.tools is None else {TOOLS: environments.tools}
-    return {**record, key: opening, **tools}
+    if environments.tools is None:
+        return {key: opening}
+    if isinstance(opening, str):
+        raise InputRefused(f"{where}: {TOOLS_NEED_A_CHAT}")
+    return {key: opening, TOOLS: environments.tools}
 
 
 def _text_and_ids(
