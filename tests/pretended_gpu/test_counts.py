@@ -170,7 +170,8 @@ def test_members_read_their_base_as_often_as_one_and_launch_little_more(launches
     import members_launches
 
     config = LlamaConfig.preset("nano", num_hidden_layers=1)
-    alone, together = (members_launches.counted(config, base, many) for many in (1, 4))
+    # Of four members of rank 16, the factors of a layer would have the shape of a weight of nano.
+    alone, together = (members_launches.counted(config, base, many) for many in (1, 3))
     for name in ("base_bytes", "base_bytes_by_kernels", "base_bytes_by_products"):
         assert alone["micro-step"][name] == together["micro-step"][name]
     assert alone["micro-step"]["base_bytes_by_products"] > 0

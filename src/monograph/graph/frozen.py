@@ -258,7 +258,8 @@ class _Int8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, codes_NK: Tensor, scale_N: Tensor) -> Tensor:
-        y = (x @ codes_NK.to(x.dtype).mT) * scale_N
+        y = (_rows(x) @ codes_NK.to(x.dtype).mT) * scale_N
+        y = y.view(*x.shape[:-1], -1)
         # In torch 2.11, a captured `to` without effect has no gradient.
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
@@ -270,8 +271,8 @@ class _Int8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         codes_NK, scale_N = ctx.saved_tensors
-        dx = (dy * scale_N).to(dy.dtype) @ codes_NK.to(dy.dtype)
-        return dx, None, None
+        dx = _rows((dy * scale_N).to(dy.dtype)) @ codes_NK.to(dy.dtype)
+        return dx.view(*dy.shape[:-1], -1), None, None
 
 
 class _NF4Context(Context):
@@ -295,7 +296,8 @@ class _NF4Product(torch.autograd.Function):
         K: int,
     ) -> Tensor:
         weight_NK = _dequantise_nf4(codes, levels_C, steps_G, mean, table, N, K)
-        return x @ weight_NK.to(x.dtype).mT
+        y = _rows(x) @ weight_NK.to(x.dtype).mT
+        return y.view(*x.shape[:-1], -1)
 
     @staticmethod
     def setup_context(
@@ -312,7 +314,17 @@ class _NF4Product(torch.autograd.Function):
         codes, levels_C, steps_G, mean, table = ctx.saved_tensors
         weight_NK = _dequantise_nf4(codes, levels_C, steps_G, mean, table, *ctx.shape)
         no_grads = [None] * 7  # of the arguments after x
-        return dy @ weight_NK.to(dy.dtype), *no_grads
+        dx = _rows(dy) @ weight_NK.to(dy.dtype)
+        return dx.view(*dy.shape[:-1], -1), *no_grads
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return [..., K] as rows without gaps, [L, K].
+
+    With gaps, as attention's output may have them, the product of all members of an ensemble would read the
+    weight once for each.
+    """
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _dequantise_nf4(
