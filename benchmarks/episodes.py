@@ -205,7 +205,7 @@ def measured(home: Path, folder: Path, name: str, seed: int, length: str) -> dic
     code = f"{FOLDER / name}.py:{task.environment.__name__}"  # type: ignore[attr-defined]
     found, _ = harness.command(
         home, "train", str(folder / "records.jsonl"), *COMMON, f"model.init={folder / 'base'}",
-        "rl.reward=environment", f"rl.environment={code}", f"rl.turns={task.turns}", "rl.prompts=16", "rl.group=8",
+        f"rl.environment={code}", f"rl.turns={task.turns}", "rl.prompts=16", "rl.group=8",
         f"rl.max_new_tokens={task.tokens}", f"data.sequence_length={task.length}", "data.held_out=0.1",
         f"optim.lr={task.rate}", "optim.weight_decay=0", length, f"train.seed={seed}", "--out", str(folder / "played"),
     )  # fmt: skip

@@ -205,6 +205,8 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     pretended.watch()
+    # No time is estimated here, for which each kernel would be disassembled.
+    pretended.issued = lambda *_: 0.0
     found = harness.result("members_launches", {"members": args.members, "smoke": args.smoke})
     cases = SMOKE if args.smoke else {name: CASES[name] for name in args.cases}
     for name, case in cases.items():

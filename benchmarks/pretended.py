@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from issued import issued
 from torch._inductor import config
+from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Where a benchmark is run by itself.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -192,6 +194,38 @@ def watch() -> None:
     CachingAutotuner.run = noted  # type: ignore[method-assign]
     JITFunction.run = noted_own
     _log_cudnn()
+    _fold_on_the_host()
+
+
+class _OnTheHost(TorchDispatchMode):
+    """Makes tensors on the host, whatever device is asked for."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        if keywords.get("device") is not None:
+            keywords["device"] = torch.device("cpu")
+        on_host = [torch.device("cpu") if isinstance(a, torch.device) else a for a in args]
+        return function(*on_host, **keywords)
+
+
+def _fold_on_the_host() -> None:
+    """Let Inductor compute constants on the host: it would compute them on the card, whose kernels
+    compute nothing, and write what happens to lie in its memory into the code.
+    """
+    begin, run = UniformValueConstantFolder.__init__, UniformValueConstantFolder.run
+
+    def begin_on_the_host(self: Any, *args: Any, **options: Any) -> None:
+        with _OnTheHost():
+            begin(self, *args, **options)
+
+    def run_on_the_host(self: Any, *args: Any, **options: Any) -> Any:
+        with _OnTheHost():
+            return run(self, *args, **options)
+
+    UniformValueConstantFolder.__init__ = begin_on_the_host  # type: ignore[method-assign]
+    UniformValueConstantFolder.run = run_on_the_host  # type: ignore[method-assign]
 
 
 def _kernel(tuner: Any, arguments: tuple[Any, ...]) -> Kernel:

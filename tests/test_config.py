@@ -20,7 +20,12 @@ from monograph.config import KEYS, Settings, classify, load
 from monograph.config.commented import WIDTH, commented
 from monograph.config.elsewhere import VALUES
 from monograph.config.keys import SECTIONS, DataSection, ModelSection, key_declaration
-from monograph.config.settings import CHANGEABLE_ON_RESUME, checked_value, choices
+from monograph.config.settings import (
+    CHANGEABLE_ON_RESUME,
+    IMPLIED_CHOICES,
+    checked_value,
+    choices,
+)
 from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.model.config import LlamaConfig
@@ -531,7 +536,8 @@ def test_a_key_is_set_by_removing_the_mark_before_it() -> None:
             rf"^# (?=({'|'.join(together)}) = )", "", after, flags=re.M, count=len(together)
         )
         settings = settings_of(f"{before}[{name}]{set_}")
-        assert key in settings.origins and len(settings.origins) == len(together), key
+        assert key in settings.origins, key
+        assert len(settings.origins) == len(together) + (key in IMPLIED_CHOICES), key
         given = everything[name][field]
         value = settings.values()[key]
         assert (list(value) if isinstance(value, tuple) else value) == given, key

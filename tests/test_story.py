@@ -1,7 +1,7 @@
 """Run: pytest tests/test_story.py
 
 Data, sweep, train, kill, stream, two ranks, resume, follow, compare, generate, serve, export; at
-night also finetune, reinforce on two ranks, prefer, and sweep over what prefers.
+night also finetune, reinforce on two ranks, prefer, and sweep over what is rewarded and preferred.
 """
 
 from __future__ import annotations
@@ -169,6 +169,9 @@ def test_the_story(taught: bool, server: CommandServer, tmp_path: Path) -> None:
         # they are killed, answered by llama.cpp; then prefer another word by pairs
         prefer(monograph, tmp_path, reinforced=reinforce(monograph, tmp_path))
 
+        # talk to an environment for several turns
+        play(monograph, tmp_path)
+
     model, tokenizer = load(run)
     exported, _ = load(tmp_path / "out")
     assert all(
@@ -310,6 +313,31 @@ def finetune(monograph: CommandServer, here: Path) -> None:
     assert (found["text"], found["finish_reason"]) == ("beta", "stop")
 
 
+ECHO = """
+class Echo:
+    def reset(self, record):
+        return record["prompt"]
+
+    def step(self, answer):
+        return " alpha ", float("beta" in answer), "beta" in answer
+"""
+
+
+def play(monograph: CommandServer, here: Path) -> None:
+    """Let the run `better` say beta in up to three turns."""
+    (here / "echo.py").write_text(ECHO)
+    typed = [
+        "prompts.jsonl", "model.init=better", "rl.environment=echo.py:Echo", "rl.turns=3",
+        "rl.prompts=3", "rl.max_new_tokens=6", "data.held_out=0", "data.sequence_length=31", "train.updates=2",
+        "train.compile=none", "train.precision=fp32",
+    ]  # fmt: skip
+    done = monograph.run(here, "train", *typed, "--out", "played", "--json", figures=0)
+    found = json.loads(done.out.splitlines()[-1])
+    assert done.code == 0 and found["drawn_minus_scored_max"] < 1e-5, done.err
+    rows = [json.loads(line) for line in (here / "played/metrics.jsonl").read_text().splitlines()]
+    assert all(1 <= row["turns"] <= 3 for row in rows if "reward" in row)
+
+
 def reinforce(monograph: CommandServer, here: Path) -> str:
     """Teach the folder `out` to say beta, let llama.cpp say it, and return the run."""
     (here / "prompts.jsonl").write_text(
@@ -333,6 +361,15 @@ def reinforce(monograph: CommandServer, here: Path) -> str:
     found = json.loads(done.out.splitlines()[-1])
     assert found["update"] == 40 and found["reward"] > found["reward_first"] + 0.3, done.err
     assert found["drawn_minus_scored_max"] < 1e-5
+    # Adapters on the same folder, two rates at once, are compared by how often they say beta.
+    rewarded = over(
+        typed, "data.held_out=0.5", "train.updates=4", "optim.lr=1e-3,3e-3", "rl.group=4"
+    )
+    done = monograph.run(
+        here, "sweep", *rewarded, "lora.rank=2", "--out", "rewarded", "--json", figures=0, at_once=1
+    )
+    found = json.loads(done.out.splitlines()[-1])
+    assert found["measure"]["unit"] == "reward" and found["best"]["adapter"], done.err
     assert (
         monograph.run(here, "export", "better", "--to", "better.gguf", "--format", "gguf").code == 0
     )

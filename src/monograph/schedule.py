@@ -56,9 +56,9 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
 
     Args:
         warmup: updates of warm-up (0 for none).
-        total: updates of the whole run; later indices have `final`.
-        final: the factor that update `total` would have. The last update, `total - 1`, has a larger
-            factor, so it changes the weights even if `final` is 0.
+        total: updates of the whole run.
+        final: the factor from index `total` on, where the decay ends. The last update of the run has
+            the index `total - 1` and a larger factor, so it changes the weights even if `final` is 0.
 
     Raises:
         UsageError: a value is below 0 or not a number.
@@ -66,7 +66,7 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
     _require(warmup=warmup, total=total, final=final)
     return _decaying(
         warmup,
-        first=warmup,
+        decay_begin=warmup,
         total=total,
         final=final,
         remaining=lambda progress: (1.0 + math.cos(math.pi * progress)) / 2.0,
@@ -81,10 +81,11 @@ def warmup_stable_decay(
     Hu et al. 2024, MiniCPM, arXiv 2404.06395.
 
     factor(i) = (i + 1) / warmup                                   for i < warmup
-              = 1                                                  for warmup <= i < first
+              = 1                                                  for warmup <= i < begin
               = final + (1 - final) * (1 - sqrt(p))                afterwards
-    first     = total - decay * total, rounded, at least warmup
-    p         = (i - first) / (total - first), at most 1
+    length    = decay * total, rounded, at least 1
+    begin     = total - length, at least warmup
+    p         = (i - begin) / (total - begin), at most 1
 
     1 - sqrt(p) gives a lower loss than a linear decay and, over a fifth of the run, the same as
     cosine: Haegele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
@@ -92,19 +93,21 @@ def warmup_stable_decay(
 
     Args:
         warmup: updates of warm-up (0 for none).
-        total: updates of the whole run; later indices have `final`.
-        decay: share of the run for the decay; a longer warm-up shortens it.
-        final: the factor that update `total` would have.
+        total: updates of the whole run.
+        decay: share of the run for the decay. If warm-up and decay do not both fit into the run, the
+            decay is shorter.
+        final: the factor from index `total` on, where the decay ends.
 
     Raises:
         UsageError: a value is below 0 or not a number, or the decay is above 1.
     """
     _require(warmup=warmup, total=total, final=final)
     between(0, 1).require("decay", decay)
-    first = max(warmup, total - max(1, round(decay * total)))
+    # With a length of 0, the factor at index `total` would be 1 instead of `final`.
+    decay_length = max(1, round(decay * total))
     return _decaying(
         warmup,
-        first=first,
+        decay_begin=max(warmup, total - decay_length),
         total=total,
         final=final,
         remaining=lambda progress: 1.0 - math.sqrt(progress),
@@ -112,14 +115,19 @@ def warmup_stable_decay(
 
 
 def _decaying(
-    warmup: float, first: float, total: float, final: float, remaining: Callable[[float], float]
+    warmup: float,
+    decay_begin: float,
+    total: float,
+    final: float,
+    remaining: Callable[[float], float],
 ) -> Schedule:
-    """Warm up linearly, keep the peak up to update `first`, and decay to `final` at `total`.
+    """Warm up linearly, keep the peak before update `decay_begin`, and decay to `final` at `total`.
 
     Args:
-        warmup: updates of warm-up.
-        first: the first update of the decay.
-        total: the update that has the factor `final`.
+        warmup: updates of warm-up. The public functions ask for an int, but do not refuse a fraction,
+            such as 0.05 * total.
+        decay_begin: the first update of the decay.
+        total: the index from which on the factor is `final`.
         final: the factor at the end.
         remaining: gets the decay's progress and returns the share of the decay that is left, both
             from 0 to 1.
@@ -127,33 +135,37 @@ def _decaying(
 
     def factor(index: int) -> float:
         if index < warmup:
-            # `warmup` may be a fraction. Then the last ratio may be above 1.
+            # At most 1, because a warm-up of 2.5 updates has the ratio 3 / 2.5 at index 2.
             return min(1.0, (index + 1) / warmup)
-        progress = min(1.0, max(0, index - first) / max(1, total - first))
+        # The progress is 0, and so the factor the peak, before `decay_begin`. The divisor is at least 1,
+        # because the difference is 0 or less if the warm-up is as long as the run.
+        progress = min(1.0, max(0, index - decay_begin) / max(1, total - decay_begin))
         return final + (1.0 - final) * remaining(progress)
 
     return factor
 
 
-def cool_down(schedule: Schedule, first: int, total: int, final: float) -> Schedule:
-    """Follow another schedule up to update `first`, then decay linearly to `final` at `total`.
+def cool_down(schedule: Schedule, begin: int, total: int, final: float) -> Schedule:
+    """Follow another schedule before update `begin`, then decay linearly to `final` at `total`.
 
     A run with a time limit uses this if it turns out that it is too slow for the planned number of
     updates.
 
     Args:
         schedule: the schedule to follow.
-        first: the first update of the decay.
-        total: the number of updates of the run; update `total` would have the factor `final`.
+        begin: the first update of the decay.
+        total: the number of updates of the run, and so the index from which on the factor is `final`.
         final: the factor at the end.
     """
 
     def factor(index: int) -> float:
-        if index < first:
+        if index < begin:
             return schedule(index)
-        # The decay begins at the last factor before it, with progress 0 at update `first` - 1.
-        factor_before = schedule(max(0, first - 1))
-        progress = min(1.0, (index - first + 1) / max(1, total - first + 1))
+        # The decay is a straight line from update `begin` - 1, which still has the schedule's factor,
+        # to index `total`. So update `begin` has a smaller factor already. If `begin` is 0, the factor
+        # of update 0 takes the place of the one before.
+        factor_before = schedule(max(0, begin - 1))
+        progress = min(1.0, (index - (begin - 1)) / max(1, total - (begin - 1)))
         return factor_before * (1.0 - progress) + final * progress
 
     return factor

@@ -24,7 +24,7 @@ COMMANDS = {
     "device_to_host_bytes_per_token",
     "evaluate run": "schema bits_per_byte perplexity loss tokens acc acc_stderr acc_norm acc_norm_stderr acc_bytes "
     "acc_bytes_stderr chance questions weights",
-    "sweep --out s": "schema run members best advice wall_s tokens_per_s",
+    "sweep --out s": "schema run measure members best advice wall_s tokens_per_s",
     "compare run run": "schema runs differences",
     "runs .": "schema runs",
     "keys lr": "schema keys",

@@ -182,9 +182,9 @@ def test_members_that_cannot_sample_at_once_train_one_after_another(
 REFUSED: list[tuple[list[str], int, str]] = [
     (["--prune", "0.1"], 2, "--prune does not go with rl.reward"),
     (["--distill"], 2, "leave out rl.reward"),
-    (["rl.group=2,4"], 2, "rl.group cannot be an axis: members are compared by the reward of"),
+    (["rl.group=2,4"], 2, "rl.group cannot be an axis: "),
     (["rl.temperature=0.9,1"], 2, "rl.temperature cannot be an axis"),
-    (["rl.updates=1,2"], 2, "rl.updates cannot be an axis: of as many updates"),
+    (["rl.updates=1,2"], 2, "rl.updates cannot be an axis: in the same number of updates"),
     (["data.held_out=0"], 2, "data.held_out = 0: members are compared on held-out prompts"),
     (["data.held_out=1e-9"], 3, "nothing is held out"),
     (["rl.kl=none,k2"], 2, "rl.kl = k2: say how strong it is"),

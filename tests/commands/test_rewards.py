@@ -58,9 +58,9 @@ CASES: list[tuple[list[str], int, str]] = [
         "rl.environment = 'game.py': expected FILE.py:CLASS",
     ),
     (
-        ["train", *over(RUN[:2], "rl.environment=letters.py:Game")],
+        ["train", *over(RUN[:2], "rl.turns=3")],
         2,
-        "rl.environment is of answers that are rewarded: give rl.reward=environment, too",
+        "rl.turns is of answers that are rewarded: give rl.reward=environment, too",
     ),
     (
         ["train", *over(RUN, "rl.reward=environment", "rl.environment=letters.py:Game")],
@@ -372,8 +372,7 @@ def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
 
 def test_a_run_of_episodes_is_like_any_other(here: Path, monograph: CommandServer) -> None:
     typed = over(
-        RUN,
-        "rl.reward=environment",
+        [*RUN[:2], *RUN[3:]],
         "rl.environment=echo.py:Echo",
         "rl.turns=3",
         "rl.max_new_tokens=4",

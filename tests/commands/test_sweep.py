@@ -26,7 +26,7 @@ AXES = ["optim.lr=log:1e-3..1e-1:3", "train.seed=0,1"]
 SHORT = over(TINY, "train.updates=20", "train.save_every=10", "optim.name=adamw")
 UPDATES = 30
 LONG = [*over(SHORT, f"train.updates={UPDATES}", "train.save_every=10"), *AXES, "--out", "s"]
-RESULT = "schema run members best advice wall_s tokens_per_s"
+RESULT = "schema run measure members best advice wall_s tokens_per_s"
 MEMBER = (
     "knobs eval_loss eval_bits_per_byte train_loss diverged stopped win_probability run checkpoint"
 )

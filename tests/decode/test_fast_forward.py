@@ -80,6 +80,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **HYBRID,
     },
 }
+# By day one of the two bases whose numbers are few: tests/ops/test_layer_kernels.py has the products of both.
+BASES = ["auto", pytest.param("int8", marks=pytest.mark.slow), "nf4"]
 LONGROPE, SHORT = (5, 6, 7) * 50, (5, 6, 7)
 
 
@@ -217,7 +219,14 @@ def test_an_adapter_of_a_delta_net_is_an_obstacle() -> None:
     assert "adapter" in (obstacle(model) or "")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    # A plain one is among those that have more: with a tied head, with biases.
+    [
+        pytest.param(family, marks=pytest.mark.slow if family == "llama" else ())
+        for family in FAMILIES
+    ],
+)
 def test_it_writes_what_the_models_own_forward_pass_writes(family: str) -> None:
     ours = written(model_of(family), mode="eager")
     reference = written(model_of(family), mode="eager", impl="reference")
@@ -245,7 +254,7 @@ def test_log_probabilities_have_the_same_bits_in_any_batch_order_and_block(
     assert written(model, pace=3) == three
 
 
-@pytest.mark.parametrize("base", ["auto", "int8", "nf4"])
+@pytest.mark.parametrize("base", BASES)
 def test_adapters_are_in_what_it_writes(base: Any) -> None:
     """A wrong adapter, or a wrong scale of a block of codes, writes other tokens."""
     model = adapted(base)
@@ -311,7 +320,7 @@ def texts_by_rows(
     return [(tokens, logprobs) for _, tokens, logprobs in sorted(found.values())]
 
 
-@pytest.mark.parametrize("base", ["auto", "int8", "nf4"])
+@pytest.mark.parametrize("base", BASES)
 def test_each_row_is_written_with_its_own_adapter(base: Any) -> None:
     """As the model's own forward pass writes it, which no other row's adapter reaches."""
     from monograph.decode.fast_forward import obstacle
@@ -331,7 +340,11 @@ def test_each_row_is_written_with_its_own_adapter(base: Any) -> None:
 
 @pytest.mark.parametrize(
     ("base", "dtype"),
-    [("auto", torch.bfloat16), ("nf4", torch.bfloat16), ("auto", torch.float32)],
+    [
+        ("auto", torch.bfloat16),
+        ("nf4", torch.bfloat16),
+        pytest.param("auto", torch.float32, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_rows_with_their_own_adapters_have_the_same_bits_in_any_batch_order_and_block(

@@ -642,7 +642,7 @@ def resume_run(folder: Path) -> None:
 
 CASES: dict[str, Case] = {
     "metrics": Case(begin_metrics, append_metrics, look_at_metrics, log_again),
-    "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again, stride=8),
+    "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again, stride=12),
     "student": Case(
         lambda folder: None, begin_student, look_at_student, begin_student_again, stride=4
     ),

@@ -160,7 +160,7 @@ def test_a_row_beside_rows_of_other_adapters_has_the_bits_that_it_has_alone(
     loras: list[Lora], shape: dict[str, Any]
 ) -> None:
     many = Many(loras=loras, **shape)
-    require_alone(many, requests_of(many, 15))
+    require_alone(many, requests_of(many, 10))
 
 
 @KINDS

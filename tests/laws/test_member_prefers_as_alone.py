@@ -117,7 +117,7 @@ class Together:
         ]
 
     def score_reference(self, resumed: bool = False) -> None:
-        self.tasks[0].prepare_reference_scores_of(self.tasks, self.engine, resumed, ROWS, silent())
+        self.tasks[0].prepare_references(self.tasks, self.engine, resumed, ROWS, silent())
         shift_gains(self.engine.step.loss)
 
     def train(self) -> tuple[list[Update], list[list[dict[str, Any]]]]:

@@ -75,8 +75,13 @@ STAND_INS = [
     "tests/stream/test_pinned.py",
 ]
 # Tests whose kernels have other tiles, or other ways to compute, on another card.
-BY_CARD = ["tests/graph", "tests/ops"]
+BY_CARD = [
+    "tests/graph",
+    *(f"tests/ops/test_{name}.py" for name in ("attention", "decode_kernels", "layer_kernels")),
+]
 FAST = ["-m", "gpu and not slow"]
+# None of this folder's is marked `gpu`, and to collect them puts benchmarks/ before other modules.
+MARKED = [f"--ignore={HERE}", "tests"]
 
 
 class Part(NamedTuple):
@@ -110,7 +115,7 @@ QUICK = [
     ),
 ]
 ALL = [
-    Part("gpu tests", "90", True, [*FAST, "--ignore=tests/decode", "tests"]),
+    Part("gpu tests", "90", True, [*FAST, "--ignore=tests/decode", *MARKED]),
     Part("decoding", "90", True, [*FAST, "tests/decode"]),
     Part("order", "90", True, [f"{HERE}/test_order.py"]),
     Part("commands", "90", True, [f"{HERE}/test_commands.py"]),
@@ -124,8 +129,8 @@ ALL = [
     Part("stand-ins", "90", True, ["-m", "not gpu and not slow", *STAND_INS]),
 ]
 NIGHTLY = [
-    Part("slow tests", "90", True, ["-m", "gpu and slow", "tests"]),
-    *(Part("gpu tests", sm, True, ["-m", "gpu", "tests"]) for sm in ("89", "80")),
+    Part("slow tests", "90", True, ["-m", "gpu and slow", *MARKED]),
+    *(Part("gpu tests", sm, True, ["-m", "gpu", *MARKED]) for sm in ("89", "80")),
     *(
         Part("machine code", sm, False, [f"{HERE}/test_machine_code.py"])
         for sm in environment.CARDS

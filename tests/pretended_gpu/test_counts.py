@@ -7,6 +7,7 @@ grow unseen. In a process of its own, since counting changes how Inductor writes
 from __future__ import annotations
 
 import json
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from monograph.decode.cache import KVCache
 from monograph.model.config import LlamaConfig
@@ -147,6 +149,20 @@ def test_a_replayed_micro_step_is_one_graph_and_nothing_waits(counted) -> None:
     replayed = counted["micro-step replayed"]
     assert (replayed["graphs"], replayed["launches"]) == (1, 0)
     assert not any(part["waits"] or part["waiting_copies"] for part in counted.values())
+
+
+def test_constants_in_compiled_code_are_what_a_card_would_compute(launches) -> None:
+    """Inductor computes them on the card, whose kernels compute nothing here."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        quarter = torch.zeros(64, device="cuda") + 0.25
+        return torch.where(x > 0, x * torch.full((64,), 2.0, device="cuda"), quarter)
+
+    # What this leaves in the card's memory, no constant may be.
+    torch.full((64,), 2.0039, device="cuda")
+    _, [code] = run_and_get_code(torch.compile(function), torch.empty(64, device="cuda"))
+    constants = re.findall(r"tl\.full\(\[1\], ([-\w.]+), tl\.float32\)", code)
+    assert sorted(map(float, constants)) == [0.0, 0.25, 2.0]
 
 
 @pytest.mark.parametrize("base", ["auto", "nf4"])

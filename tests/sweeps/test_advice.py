@@ -193,6 +193,8 @@ def test_scores_that_are_too_coarse_to_tell_the_noise_separate_nothing(place: Pa
     assert len(asked(found[-1]).points) == 8
     alike = tabulate([0.25, 0.5, 0.25, 0.5], points, "train.seed", "reward")
     assert alike.settings[1].tied
+    [only] = advise(sweep_of(points), alike)
+    assert only.text == "All settings have the same score, 0.375 reward: none is better."
 
 
 def test_several_ends_are_one_command_and_other_axes_keep_their_best_value(place: Path) -> None:

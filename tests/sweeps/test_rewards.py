@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from batches import captured_to_train
 from laws.resumed import TIMES, write_inputs
 from monograph.config import load
 from monograph.decode.completion import Completion
@@ -474,3 +475,25 @@ def test_the_plan_counts_a_decoder_of_all_members() -> None:
         caches = (generator.cache, generator.reader.cache)
         measured = sum(t.nbytes for cache in caches for t in (*cache.keys, *cache.values))
     assert planned == pytest.approx(measured + drawer.bank.nbytes, rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_captured_step_learns_from_the_same_answers(tmp_path: Path) -> None:
+    """Law 1, for windows whose rows differ in number."""
+    these = members(**{"train.micro_batch": 1})
+    found = []
+    with closing(task_of(these[0])) as task:
+        for name in ("eager", "captured"):
+            together = mustered(these, tmp_path / name, task)
+            if name == "captured":
+                built = cohort.with_length(cohort.build_models(these, task, describe()), UPDATES)
+                rehearsal = Rehearsal(built, task, together.engine)
+                captured_to_train(together.engine, rehearsal.window, "aot_eager")
+                for each in together.tasks:
+                    each.engine.loss.take_figures()  # type: ignore[attr-defined]
+            found.append(trained(together, UPDATES))
+            together.close()
+    for (losses, figures), (captured_losses, captured_figures) in zip(*found, strict=True):
+        assert captured_losses == pytest.approx(losses, rel=1e-4, abs=1e-6)
+        rewards = [[each["reward"] for each in of] for of in (figures, captured_figures)]
+        assert rewards[0] == rewards[1]

@@ -63,14 +63,15 @@ def test_a_frame_is_found(name: str, family: Callable[[str], Family]) -> None:
     assert frame.separators == ((",", ":") if name == "compact" else (", ", ": "))
 
 
+# Each example is rendered by another process, which takes time.
+@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_the_template_writes_is_the_frame_and_is_read_again(
-    name: str, family: Callable[[str], Family]
+    name: str, examples: int, family: Callable[[str], Family]
 ) -> None:
     tokenizer, frame, spelling_V = family(name)
 
-    # Each example is rendered by another process, which takes time.
-    @settings(max_examples=20)
+    @settings(max_examples=examples)
     @given(CALLS, st.sampled_from(["", "Let me see.", "é🙂 {", "so\n it <is"]), CUTS)
     @example([("f", {"a": "</tool_call>"}), ("g", {})], "Text", [1, 2, 3, 4, 5])
     @example([("f", {"<|im_end|>": "[CALLS]", "é": '"'})], "", [])
@@ -102,9 +103,10 @@ def test_what_the_template_writes_is_the_frame_and_is_read_again(
     check()
 
 
+@pytest.mark.parametrize("examples", [25, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_any_ids_are_the_same_answer_in_any_fragments(
-    name: str, family: Callable[[str], Family]
+    name: str, examples: int, family: Callable[[str], Family]
 ) -> None:
     """Also what is nearly a call: calls that are cut, doubled or damaged."""
     tokenizer, frame, spelling_V = family(name)
@@ -113,6 +115,7 @@ def test_any_ids_are_the_same_answer_in_any_fragments(
         tokenizer, [("add", {"a": [1, {"é": '"}'}], "b": ""}), ("go", {})][: 2 - (name in SINGLE)]
     )
 
+    @settings(max_examples=examples)
     @given(st.lists(st.tuples(st.integers(0, 50), st.lists(token, max_size=3)), max_size=3), CUTS)
     def check(changes: list[tuple[int, list[int]]], cuts: list[int]) -> None:
         ids = list(call)

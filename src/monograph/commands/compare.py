@@ -256,7 +256,7 @@ def _page_sides(sides: Sequence[_Side], result: _Result) -> list[Compared]:
                 page_side,
                 difference=comparison.difference.value,
                 standard_error=comparison.difference.standard_error,
-                pairs=_pairs_text(comparison, result.documents),
+                averaged_over=_pairs_text(comparison, result.documents),
                 verdict=_verdict(sides[0], side, comparison),
             )
         page_sides.append(page_side)

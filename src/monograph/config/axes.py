@@ -40,7 +40,9 @@ _RANGE_FORMS = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 
 # [log:|lin:]FIRST..LAST[:COUNT], where FIRST may be a number with a decimal point
 _RANGE = re.compile(r"(?:(log|lin):)?([^.:,]*(?:\.[^.:,]+)?)\.\.([^:,]*)(?::([^:,]*))?")
 Point = dict[str, Any]  # {an axis' key: its value}
-MAX_MEMBERS = 10_000  # a larger range is a typing error, and its points would fill the memory
+MAX_MEMBERS = (
+    10_000  # a larger range is surely a typing error, and its points would fill the memory
+)
 
 
 class SampledRange(NamedTuple):
@@ -243,7 +245,7 @@ def _product(axes: Sequence[Axis]) -> list[Point]:
 def _point(axes: Sequence[Axis], index: int) -> Point:
     """Return `_product(axes)[index]` without making the product, which may be large."""
     values = {}
-    # The index is a number whose digits are the indices of the values. The last axis has the lowest
+    # The digits of the index, in a mixed base, are the indices of the axes' values. The last axis has the lowest
     # digit.
     for axis in reversed(axes):
         index, value_index = divmod(index, len(axis.values))
@@ -335,10 +337,13 @@ def _new_axis_advice(key: str, translations: Sequence[TextsByKey]) -> str:
         key: the key.
         translations: for each value, the new keys with their values.
     """
+    if key not in AXIS_KEYS:
+        return f"{advise_run_each(translations)}; {key} cannot be an axis: {_WHY_NO_AXIS[key]}"
     new_texts = texts_by_key(translations)
     varied_keys = [new_key for new_key, texts in new_texts.items() if len(texts) > 1]
-    if key not in AXIS_KEYS or not set(varied_keys) <= set(AXIS_KEYS):
-        return f"{advise_run_each(translations)}; {key} cannot be an axis: {_WHY_NO_AXIS[key]}"
+    if not varied_keys or not set(varied_keys) <= set(AXIS_KEYS):
+        # No axis of a new key has the same members.
+        return advise_run_each(translations)
     advice = as_typed({new_key: ",".join(texts) for new_key, texts in new_texts.items()})
     # Two new axes have more points than the one axis that was typed.
     note = "; a sweep trains all combinations" if len(varied_keys) > 1 else ""

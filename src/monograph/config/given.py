@@ -22,7 +22,7 @@ class SourcedValue(NamedTuple):
         rank: TOML_RANK, ENVIRONMENT_RANK or COMMAND_LINE_RANK. If keys exclude each other, the one
             with the highest rank counts.
         from_text: whether the value may be a text that stands for a number, as in a shell.
-        written: the value as a person wrote it, for messages; "" if `value` itself is to be shown.
+        written: the value as a person wrote it, for messages; "": messages show `value` itself.
     """
 
     value: Any

@@ -1038,12 +1038,15 @@ class WayToLearn(NamedTuple):
         keys: the section of its keys, such as [rl]; None if it has no keys.
         names_code: the keys whose value may name a function in a Python file.
         exclusive: groups of keys; at most one key of each group counts.
+        implied_choices: {key: (another key, its value)} of the keys whose value, if it is given, also
+            chooses the value of another key that is not given.
     """
 
     kind: RunKind
     keys: type[Section] | None = None
     names_code: tuple[str, ...] = ()
     exclusive: tuple[tuple[str, ...], ...] = ()
+    implied_choices: Mapping[str, tuple[str, Any]] = MappingProxyType({})
 
     @property
     def name(self) -> str:
@@ -1074,6 +1077,7 @@ REWARDS_WAY = WayToLearn(
     RlSection,
     names_code=("rl.reward", "rl.environment"),
     exclusive=(("rl.answer_regex", "rl.answer_schema"),),
+    implied_choices={"rl.environment": ("rl.reward", "environment")},
 )
 PREFERENCES_WAY = WayToLearn(
     RunKind(

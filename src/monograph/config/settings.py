@@ -32,6 +32,10 @@ from monograph.storage.code import code_named
 from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
+# {a key: the choice that its value makes}, such as rl.reward = environment by rl.environment.
+IMPLIED_CHOICES = {
+    key: choice for way in WAYS_TO_LEARN for key, choice in way.implied_choices.items()
+}
 CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
 # {key that a resumed run may change: its default} (`monograph.config.keys.Key.is_changeable_on_resume`).
 # The fingerprint of settings, by which a resumed run sees whether they have changed, is computed with the
@@ -407,6 +411,11 @@ def build(
     Raises:
         UsageError: two values exclude each other.
     """
+    origins = dict(origins)
+    for implying_key, (key, value) in IMPLIED_CHOICES.items():
+        if values.get(implying_key) is not None and values.get(key) is None:
+            values = {**values, key: value}
+            origins[key] = origins[implying_key]
     tables: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -419,7 +428,7 @@ def build(
     settings = Settings(
         **sections,  # type: ignore[arg-type]
         way_sections=way_sections,
-        origins=dict(origins),
+        origins=origins,
         written=dict(written),
     )
     settings.require_consistent()

@@ -22,8 +22,8 @@ from monograph.ranges import COUNT
 
 Batch = dict[str, Tensor]
 
-# The number of prefetched windows: the next one, and one more that the thread makes while the
-# caller computes.
+# The number of prefetched windows: the window that the caller takes next, and one more that the thread
+# makes while the caller computes.
 _PREFETCHED = 2
 
 
@@ -48,9 +48,9 @@ class Batches(Iterator[Batch]):
         pin: whether windows are in pinned memory, so that copies to a GPU overlap with computation;
             needs CUDA.
         skip: (begin, end) of ranges of positions to skip, in ascending order, such as rows that
-            made a run diverge (`monograph.session.rewind`). They do not count towards `epochs`. A
-            window that would begin inside a range begins after it instead. A window that begins
-            before a range may still have some rows of the range.
+            made a run diverge (`monograph.session.rewind`). Skipped positions do not count towards
+            `epochs`. A window that would begin inside a range begins at the end of the range instead.
+            A window that begins before a range may still have some rows of the range.
 
     Attributes:
         rows_per_window: R.
@@ -90,6 +90,7 @@ class Batches(Iterator[Batch]):
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         self._end_position: int | None = None  # None: the iterator never stops
         if epochs is not None:
+            # The end is later by the skipped positions, so that the number of rows stays the same.
             skipped = sum(end - begin for begin, end in self.skip)
             self._end_position = epochs * rows.per_epoch + skipped
         # The position after the last prefetched window.

@@ -43,8 +43,8 @@ from monograph.storage.reading import parse_json
 # The largest number of messages of a conversation. Each answer is rendered together with all messages
 # before it, so the time grows with the square of the number of messages.
 MAX_MESSAGES = 1000
-# A record may give further variables to the chat template, but not under these names. They belong to
-# other variables of the template, or to arguments of the code that renders it.
+# A record may give further variables to the chat template, but not under these names, which other
+# variables of the template, or arguments of the code that renders it, have already.
 _RESERVED_NAMES = frozenset(
     "self template tokenizer messages chats tools documents marker marks counts add_generation_prompt".split()
 )
@@ -163,7 +163,7 @@ def conversation_text(record: Mapping[str, Any]) -> str | Fault:
         fields: list[Any] = [conversation.messages, conversation.tools, conversation.trained_from]
         # Variables are written only if there are some. The hash of this text decides whether the
         # conversation is held out. Earlier versions wrote no variables, and a conversation without
-        # variables must still be on the side of the split that they chose.
+        # variables must stay on the side of the split that it had then.
         if conversation.variables:
             fields.append(conversation.variables)
         text = json.dumps(fields, ensure_ascii=False)

@@ -281,9 +281,9 @@ def _rows(
     stored: StoredCorpus, weights: Sequence[float], sequence_length: int, packed: bool
 ) -> tuple[Rows, Rows]:
     """Return the rows to train on and the held-out rows."""
-    # If the plan of the rows is large, it is kept in files. They are put next to the tokens, because
-    # the folder for temporary files may be in memory. But the folder of the tokens may belong to
-    # another user, and then it cannot be written to.
+    # A large plan of the rows is kept in files. These are put next to the tokens, because the system's
+    # folder for temporary files may be in memory. That folder is used only if the folder of the tokens
+    # cannot be written to, for example because it belongs to another user.
     scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
     with cache_errors_explained(scratch):
         train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
@@ -338,10 +338,11 @@ def _decide_reading(
 def _require_enough(
     name: str, stored: StoredCorpus, train: Rows, held_out: Rows, held_out_share: float
 ) -> None:
-    """Require that there is something to train on, and enough held out.
+    """Require that there is a text to train on, and that enough text is held out.
 
     Raises:
-        InputRefused: there is too little of one of them; the message begins with the source's name.
+        InputRefused: there is too little text for one of the two; the message begins with the source's
+            name.
     """
     if not train.tokens:
         reason = stored.notes[0] if stored.notes else "give a file with text"
@@ -389,7 +390,7 @@ def stats_of(files: int, skipped: dict[str, int], train: Rows, held_out: Rows) -
 
 
 def _skipped_note(sources: Sources) -> str | None:
-    """Return a line about the skipped files, or None if there are only hidden ones."""
+    """Return a line for the user about the skipped files; None if only hidden files were skipped."""
     not_hidden = [(path, reason) for path, reason in sources.skipped if reason != "hidden"]
     if not not_hidden or sources.name == "stdlib":
         return None
@@ -441,8 +442,8 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         end = piece.begin + piece.length
         place = f"tokens {piece.begin:,} to {end:,} of {piece.document_tokens:,}"
         lines.append(_paint(f"── {visible(piece.document)}, {place} ──", _RULE_COLOUR, colour))
-        # The tokens of a piece are its inputs, and its last target, which is the input of no position
-        # of this piece. It is always trained on.
+        # A piece has a token more than it has inputs: the target of its last position. This token is
+        # always trained on.
         ids = [*inputs.tolist(), int(targets[-1])]
         is_target = [False, *(targets != IGNORE).tolist()]
         lines.append(_render_tokens(tokenizer, ids, is_target, colour))

@@ -31,8 +31,8 @@ from monograph.data.tables import table_texts
 from monograph.errors import InputRefused, UsageError
 
 _KEY = b"monograph held out 1"  # the key of the hash that decides the split
-# The number of buckets into which records are sorted by the hash of their text. A bucket is held out as
-# a whole, so the split of millions of records takes no more memory than a split of a few.
+# The number of buckets into which records are put by the hash of their text. A bucket is held out as a
+# whole, so the split of millions of records takes no more memory than a split of a few.
 BUCKETS = 1 << 16
 
 # What is held out as a whole: a group of text files (`SourceFile.group`), or a bucket of records.
@@ -183,7 +183,7 @@ def _fill_budget(
     if 2 * held_out_bytes >= budget:
         return held_out, True
     # Less than half of the budget is filled. So one more unit that is no larger than the budget may be
-    # added: the sum then exceeds the budget by less than half of it.
+    # added: the sum is then below one and a half budgets.
     small_units = [unit for unit in order if unit not in held_out and sizes[unit] <= budget]
     if not small_units:
         return held_out, False
@@ -224,8 +224,9 @@ class ReadingPlan(NamedTuple):
         skip_bad: whether bad records are skipped; otherwise they are errors.
         answer_options: how conversations become rows of tokens; None if records are texts.
         ignored_keys: the keys of records that are ignored.
-        is_kind_set: whether the user asked for conversations by `text_key`. If so, the keys of other
-            kinds of records are ignored; otherwise they are refused.
+        is_kind_set: whether the user asked for conversations by `text_key`. If so, the keys by which a
+            record also has another form are ignored; otherwise they are refused
+            (`monograph.data.forms`).
         without_template: whether each conversation is a prompt and a completion that are plain texts,
             so that they are trained on without a chat template.
     """
@@ -246,7 +247,7 @@ class ReadingPlan(NamedTuple):
 
     @property
     def ignored_training_keys(self) -> list[str]:
-        """Return those of the ignored keys that say what is trained if they are not ignored."""
+        """Return the ignored keys that would otherwise say what is trained (`RecordSettings`)."""
         return self.record_settings.ignored_training_keys
 
     def keys(self) -> RecordKeys:
@@ -293,7 +294,7 @@ def survey(files: Sequence[SourceFile], reading: ReadingPlan, meter: Meter) -> S
         if not file.has_records:
             continue
         bytes_before_file = bucket_bytes.copy()
-        reasons: Counter[str] = Counter()
+        skipped_in_file: Counter[str] = Counter()
         try:
             for number, text in _records(file, reading, keys):
                 records += 1
@@ -302,23 +303,23 @@ def survey(files: Sequence[SourceFile], reading: ReadingPlan, meter: Meter) -> S
                     if not reading.skip_bad:
                         raise bad_record_error(place_and_fault)
                     first_bad = first_bad or place_and_fault
-                    reasons[text.reason] += 1
+                    skipped_in_file[text.reason] += 1
                 elif text:
                     content = text.encode()
                     bucket_bytes[bucket_of(split_hash(content))] += len(content)
                     meter.add(len(content))
                 else:
-                    reasons[EMPTY_TEXT] += 1
+                    skipped_in_file[EMPTY_TEXT] += 1
         except Damaged as error:
             if not reading.skip_bad:
                 raise
-            # No record of this file is used, because records before the damage may be damaged as
-            # well.
+            # No record of this file is used, because records before the damage may be damaged as well.
+            # So the bytes and the faults that were counted in this file are taken back.
             bucket_bytes = bytes_before_file
-            reasons = Counter({"damaged file": 1})
+            skipped_in_file = Counter({"damaged file": 1})
             first_bad = first_bad or f"{file.path}: {error.fault}"
             damaged_files.add(index)
-        skipped += reasons
+        skipped += skipped_in_file
     notes = (*_skipped_notes(skipped, records, first_bad), *keys.notes())
     return Survey(bucket_bytes, frozenset(damaged_files), dict(skipped), notes)
 
@@ -419,6 +420,8 @@ class Documents:
                     parts = _record_parts(record.text, record.size_bytes)
                     yield Document(index, record.number, is_held_out, record.size_bytes, parts)
                 continue
+            # The text before the cut is trained on, and the text from there on is held out. One of the two
+            # may be empty, and is then no document.
             cut = self.split.cuts[index]
             for start, stop in ((0, cut), (cut, file.size)):
                 if start < stop:
@@ -442,11 +445,12 @@ class Documents:
             )
         for index in order:
             file = self.files[index]
-            stop = self.split.cuts[index]
+            stop = self.split.cuts[index]  # the end of a text file's training text
             if file.has_records:
                 for record in self._usable_records(index):
                     is_held_out = self.split.held_out_buckets[bucket_of(record.digest)]
-                    # The first two bytes of the hash have chosen the bucket, so others are used.
+                    # Bytes 2 to 5 of the hash choose the sample, because bytes 0 and 1 have chosen the
+                    # bucket.
                     is_sampled = int.from_bytes(record.digest[2:6]) < share * 2**32
                     if not is_held_out and is_sampled:
                         yield from self._sampled_parts(record.text)

@@ -43,7 +43,7 @@ def prefetch(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
     closing it ends the thread, and waits for at most one item.
 
     Args:
-        items: an iterator that nobody else consumes.
+        items: an iterator that only this generator consumes, in its thread.
         count: at least 1.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="monograph-ahead")
@@ -112,13 +112,14 @@ def train_tokenizer(
     def training_text() -> Iterator[str]:
         nonlocal read_bytes
         sample = documents.sample(TOKENIZER_SAMPLE_BYTES)
-        # This yields lists of parts. An empty list ends the iteration.
+        # `iter` with two arguments calls the function until it returns the second one: here it yields
+        # lists of parts until a list is empty.
         lists = iter(lambda: list(islice(sample, _TRAINING_PARTS)), [])
         with closing(prefetch(lists, _PREFETCHED)) as prefetched_lists:
             for text in chain.from_iterable(prefetched_lists):
                 if stop.is_set():
-                    # An error stops the training at once. If this function returned instead, the text
-                    # would only end here, and the library would compute merges of it for seconds.
+                    # An error stops the training at once. If this function returned instead, the
+                    # library would take this for the end of the text, and compute merges for seconds.
                     raise CancelledError
                 yield text
                 read_bytes += len(text.encode())
@@ -141,7 +142,7 @@ def train_tokenizer(
     note = ""
     if documents.train_bytes > TOKENIZER_SAMPLE_BYTES:
         note = f"the tokenizer was trained on {TOKENIZER_SAMPLE_BYTES >> 20} MiB of the text"
-    # If both notes apply, only this one is shown, because it says what the user did not get.
+    # If both notes apply, this one replaces the one above, because it says what the user did not get.
     if documents.train_bytes and tokenizer.vocab_size < vocab_size:
         reason = "the text has no more pairs to merge"
         note = f"the tokenizer has {tokenizer.vocab_size:,} entries, not {vocab_size:,}: {reason}"
@@ -151,14 +152,17 @@ def train_tokenizer(
 class SideWriter:
     """A writer of the files of one side of the held-out split.
 
-    STEM.tokens has [bos] + ids + [eos] of every document. STEM.starts has D + 1 entries: the index
-    of each document's first token, and at last the number of tokens. STEM.records has D entries:
-    the line or row of each document in its file, 0 for a text file.
+    The files, for D documents:
 
-    A conversation is written as one or more `MaskedRow`s, each of which counts as a document.
-    STEM.tokens then has only the ids of these rows, because the chat template writes the tokens of the
-    beginning and the end itself. STEM.answers has the index of the first token of each answer that is
-    trained on, and the index after its last token.
+    - STEM.tokens has [bos] + ids + [eos] of every document.
+    - STEM.starts has D + 1 entries: the index of each document's first token in STEM.tokens, and at
+      last the number of all tokens.
+    - STEM.records has D entries: the line or row of each document in its file, 0 for a text file.
+
+    A conversation is written as one or more `MaskedRow`s, each of which counts as a document. In this
+    case STEM.tokens has only the ids of these rows, because the chat template itself writes the tokens
+    of the beginning and the end. A further file, STEM.answers, has for each answer that is trained on
+    the index of its first token in STEM.tokens, and the index after its last token.
 
     Attributes:
         tokens: the writer of STEM.tokens.
@@ -253,8 +257,8 @@ class SideWriter:
     def _end_document(self) -> None:
         """Add the end token of the current document, and the start of the next document.
 
-        Before the first document, only a start is added. After the last document the added start is
-        that of no document, but the number of tokens, which is the last entry of STEM.starts.
+        Before the first document there is no end token to add. After the last document there is no
+        next one: the start is then the number of all tokens, which is the last entry of STEM.starts.
         """
         if self._document is not None:
             self._pending_tokens.append(self._eos)
@@ -303,7 +307,8 @@ def encode_documents(
         for batch in batches:
             _count_spellings(spellings, batch.parts, files)
             submitted.append((batch, pool.submit(_encode_parts, tokenizer, batch.parts, files)))
-            # There is one batch more than encoders, so that a batch is ready when an encoder is.
+            # One batch more than there are encoders is submitted, so that an encoder that has finished
+            # finds a batch at once.
             if len(submitted) > _ENCODERS:
                 _write_batch(writers, *submitted.popleft(), meter)
         while submitted:
@@ -389,7 +394,10 @@ def _encode_completions(
     folder: Path,
     meter: Meter,
 ) -> EncodedSides:
-    """Do what `encode_conversations` does, for prompts and completions without a chat template."""
+    """Write FOLDER/train.* and FOLDER/held_out.* of prompts with completions that are plain texts.
+
+    No chat template is used. Arguments and errors are those of `encode_conversations`.
+    """
     reading = documents.reading
     assert reading.answer_options is not None
     completions = CompletionEncoder(tokenizer, reading.answer_options)
@@ -432,11 +440,11 @@ def _encode_parts(
     Raises:
         InputRefused: as in `encode_documents`.
     """
-    # Some tokenizers put a space before a text. They must not put one before a part that is inside a
-    # text. So the first parts of documents and the other parts are encoded in two calls. With other
-    # tokenizers one call encodes all parts.
+    # A tokenizer with `inserts_space` puts a space before a text. It must not put one before a part
+    # that is inside a text. So it encodes the first parts of documents in one call, and the parts
+    # inside in another. A tokenizer without `inserts_space` encodes all parts in one call.
     is_inside = [part.inside and tokenizer.inserts_space for part in parts]
-    ids_by_kind: dict[bool, Iterator[list[int]]] = {}
+    ids_by_inside: dict[bool, Iterator[list[int]]] = {}
     try:
         for inside in {*is_inside}:
             texts = [
@@ -444,7 +452,7 @@ def _encode_parts(
                 for part, part_inside in zip(parts, is_inside, strict=True)
                 if part_inside == inside
             ]
-            ids_by_kind[inside] = iter(tokenizer.encode_batch(texts, inside))
+            ids_by_inside[inside] = iter(tokenizer.encode_batch(texts, inside))
     except InputRefused as error:
         # The error has the text but not its document, so the document is searched for in the batch.
         changed = next(
@@ -459,8 +467,8 @@ def _encode_parts(
         else:
             where = f"{file.path}:{_first_changed_line(tokenizer, file)}"
         raise InputRefused(f"{where}: {error}") from None
-    # Each list of ids is in the order of its parts, so this restores the order of all parts.
-    return [next(ids_by_kind[inside]) for inside in is_inside]
+    # Each of the two iterators is in the order of its parts, so this restores the order of all parts.
+    return [next(ids_by_inside[inside]) for inside in is_inside]
 
 
 def _first_changed_line(tokenizer: Tokenizer, file: SourceFile) -> int:

@@ -8,8 +8,10 @@ No key is dropped silently. A key of a record is one of these:
 
 - *obeyed*, because it belongs to the record's form;
 - *ignored*: it changes nothing, and is counted, so that the user is told. This happens to metadata
-  (`METADATA`), to a key in data.ignore_keys, to a key whose value is empty, and, if a setting chose
-  the kind, to the needed keys of other forms that the record matches;
+  (`METADATA`), to a key in data.ignore_keys, to a key whose value is empty, and, if the user has
+  chosen the kind by a setting, to the keys by which the record also has another form. For example, if
+  prefer.loss=dpo chose pairs of answers, a record with "chosen" and "rejected" may also have
+  "messages", which is then ignored;
 - *unknown*: any other key causes an error that names it.
 
 docs/make_records.py writes the tables of the pages from these declarations.
@@ -41,8 +43,8 @@ FUNCTIONS = "functions"
 # A key of records of `RecordKind.PROMPTS`. If the reward comes from a teacher model, the teacher reads
 # this text instead of the prompt.
 TEACHER_PROMPT = "teacher_prompt"
-# If the setting data.text_key is one of these, records are conversations, and it says in which
-# form. Otherwise it names the key of a plain text.
+# The needed keys that distinguish the forms of conversations. If the setting data.text_key has one of
+# these values, it chooses the form of conversations with that key (`forms_of` has the exact rule).
 CONVERSATION_TEXT_KEYS = (MESSAGES, CONVERSATIONS, PROMPT)
 
 
@@ -64,7 +66,8 @@ class Form:
         kind: what the record is trained as.
         needs: {key: description of its value} of the keys by which the form is recognised.
         optional: {key: what it does} of further keys that are obeyed.
-        setting: the setting that chooses this form for records that could also have another form.
+        setting: the setting that chooses this form for records that could also have another form,
+            as KEY=VALUE, such as "data.text_key=messages". That of PROMPT_FORM is the key alone.
     """
 
     kind: RecordKind
@@ -79,31 +82,33 @@ class Form:
 
 # The keys that every chat may have in addition to its messages.
 CHAT_KEYS = {
-    SYSTEM: "a text: the system message before all others, which must not have one",
+    SYSTEM: "a text: the system message; the messages must then not begin with one",
     TOOLS: "an array, or a text with its JSON: given to the chat template",
     DOCUMENTS: "an array, or a text with its JSON: given to the chat template",
     TEMPLATE_VARIABLES: "an object, or a text with its JSON: further variables of the chat template, "
     "such as `enable_thinking`",
 }
-# Datasets such as ultrachat_200k repeat a user's message under "prompt". A prompt that differs from
-# the messages is refused (`conversations.require_copy`), because its text would not be trained on.
-_PROMPT_COPY = {
+# "prompt" in a record whose messages are a whole chat. Datasets such as ultrachat_200k repeat a user's
+# message there. A prompt that differs from the messages is refused (`conversations.require_copy`),
+# because its text would not be trained on.
+_PROMPT_BESIDE_CHAT = {
     PROMPT: "a copy of a user's message, or of the first messages; not trained on, and refused if it differs"
 }
-_PROMPT_OF_ANSWERS = {
-    PROMPT: "the text, or the list of messages, before the answer; if the answers are whole chats: "
-    "a copy of one of the user's messages"
+# "prompt" in a record of answers. An answer may be a whole chat, and the prompt is a copy in that case.
+_PROMPT_BEFORE_ANSWERS = {
+    PROMPT: "the text, or the list of messages, before the answer. If an answer is a whole chat, it "
+    "contains the prompt: then a copy of one of the user's messages"
 }
 MESSAGES_FORM = Form(
     RecordKind.CONVERSATIONS,
     {MESSAGES: 'a list of `{"role", "content"}`: the messages of the assistant are trained on'},
-    CHAT_KEYS | _PROMPT_COPY,
+    CHAT_KEYS | _PROMPT_BESIDE_CHAT,
     "data.text_key=messages",
 )
 SHAREGPT_FORM = Form(
     RecordKind.CONVERSATIONS,
     {CONVERSATIONS: 'a list of `{"role", "content"}` or of `{"from", "value"}`'},
-    CHAT_KEYS | _PROMPT_COPY,
+    CHAT_KEYS | _PROMPT_BESIDE_CHAT,
     "data.text_key=conversations",
 )
 COMPLETED_FORM = Form(
@@ -121,7 +126,7 @@ PAIR_FORM = Form(
         CHOSEN: "the better answer: a text, a list of messages, or a whole chat",
         REJECTED: "the worse answer, in the same form",
     },
-    _PROMPT_OF_ANSWERS | CHAT_KEYS,
+    _PROMPT_BEFORE_ANSWERS | CHAT_KEYS,
     "prefer.loss=dpo",
 )
 LABELLED_FORM = Form(
@@ -130,19 +135,21 @@ LABELLED_FORM = Form(
         COMPLETION: "the answer: a text, a list of messages, or a whole chat",
         LABEL: 'true, 1 or "true" of a good answer, false, 0 or "false" of a bad one',
     },
-    _PROMPT_OF_ANSWERS | CHAT_KEYS,
+    _PROMPT_BEFORE_ANSWERS | CHAT_KEYS,
     "prefer.loss=kto",
 )
 PROMPT_FORM = Form(
     RecordKind.PROMPTS,
-    {PROMPT: "a text, or a list of messages; `data.text_key` names another key"},
+    {PROMPT: "a text, or a list of messages; `data.text_key` may name another key for it"},
     CHAT_KEYS
     | {
-        TEACHER_PROMPT: "what a teacher reads instead of the prompt; a reward of another kind finds it in the record"
+        TEACHER_PROMPT: "what a teacher model reads instead of the prompt; rewards without a teacher get it "
+        "as part of the record"
     },
     "rl.reward",
 )
-# All forms except PROMPT_FORM, which is never recognised by its keys: only rl.reward asks for it.
+# All forms except PROMPT_FORM, which is never recognised by its keys: all records have that form if
+# rl.reward is set, and none has it otherwise.
 FORMS = (MESSAGES_FORM, SHAREGPT_FORM, COMPLETED_FORM, PAIR_FORM, LABELLED_FORM)
 
 # Keys with which datasets describe a record. They change nothing in what is trained.
@@ -185,10 +192,11 @@ class RecordSettings(NamedTuple):
 
     @property
     def ignored_training_keys(self) -> list[str]:
-        """Return the ignored keys that would otherwise say what is trained, sorted.
+        """Return the keys of data.ignore_keys that are obeyed in some form of record, sorted.
 
-        If one of these keys is ignored, other tokens are trained. With any other key this is not so. So
-        only these keys are part of the hash under which tokens are stored (`monograph.data.store`).
+        To ignore one of these keys may change which tokens are trained. To ignore any other key does
+        not. So only these keys are part of the hash under which tokens are stored
+        (`monograph.data.store`).
         """
         return sorted(key for key in self.ignored_keys if _is_training_key(key))
 
@@ -209,8 +217,13 @@ IGNORE_KEY = "name it in data.ignore_keys to train without it"
 def forms_of(keys: Iterable[str], record_settings: RecordSettings) -> list[Form]:
     """Return the forms that a record with these keys may have.
 
-    These are all forms whose needed keys are there, and the form of texts if there is a text. If the
-    user's data.text_key selects one of these forms, only that one is returned.
+    Without data.text_key, these are all forms whose needed keys the record has, and the form of texts
+    if the record has the key "text". The user may choose by data.text_key:
+
+    - "messages", "conversations" or "prompt" (`CONVERSATION_TEXT_KEYS`) chooses the form of
+      conversations with that key. A record that has only other forms keeps all of them. A record that
+      has no form, but has that key, is a plain text.
+    - Any other key that the record has chooses the plain text under that key.
     """
     return _forms_of(frozenset(keys), record_settings)
 
@@ -225,16 +238,22 @@ def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[For
         forms = [form for form in forms if form is not COMPLETED_FORM]
     setting = f"data.text_key={text_key}"
     if forms and text_key in CONVERSATION_TEXT_KEYS:
+        # At most one form has this setting: MESSAGES_FORM, SHAREGPT_FORM or COMPLETED_FORM.
         selected = [form for form in forms if form.setting == setting]
-        return selected or forms
-    # A record without any form may still have a text under data.text_key, even if that is a key of
-    # conversations: a record with nothing but a "prompt", for example.
+        if selected:
+            return selected
+        # The record does not have the form that the user asked for. The caller decides what follows.
+        return forms
+    # If `text_key` is a key of conversations here, the record has no form. For example, a record with
+    # nothing but a "prompt" is a text with data.text_key=prompt.
     if text_key not in keys:
         return forms
     text_form = Form(RecordKind.TEXTS, {text_key: "the text"}, {}, setting)
-    # A key that the user gave selects the text. The default key does not, because a record with
-    # "text" and "messages", for example, could be meant as either.
-    return [text_form] if record_settings.text_key is not None else [text_form, *forms]
+    if record_settings.text_key is not None:
+        return [text_form]
+    # The default key "text" does not choose the text, because a record with "text" and "messages",
+    # for example, could be meant as either.
+    return [text_form, *forms]
 
 
 def needed_keys(form: Form) -> str:
@@ -245,7 +264,7 @@ def needed_keys(form: Form) -> str:
 class RecordKeys:
     """A filter of the keys of records: each key is obeyed, or ignored and counted, or refused.
 
-    All records are of one kind.
+    All records are of one kind: conversations, pairs or labelled answers.
 
     Attributes:
         record_settings: what the settings say about the keys.
@@ -258,10 +277,10 @@ class RecordKeys:
         """Begin with no counts.
 
         Args:
-            kind: what the records are: conversations, pairs or labelled answers.
+            kind: what the records are.
             record_settings: what the settings say about the keys.
-            is_kind_set: whether a setting asks for this kind. If so, the keys of other kinds are
-                ignored and counted; otherwise they are refused.
+            is_kind_set: whether the user chose this kind by a setting. If so, the keys by which a
+                record also has another form are ignored and counted. Otherwise they are refused.
         """
         self.record_settings = record_settings
         self.counts: Counter[str] = Counter()
@@ -269,11 +288,11 @@ class RecordKeys:
         self._is_kind_set = is_kind_set
 
     def is_read(self, key: str) -> bool:
-        """Return whether a table's column with this name must be read: it may say what is trained."""
+        """Return whether a table's column with this name must be read, as some form obeys this key."""
         return key not in self.record_settings.ignored_keys and _is_training_key(key)
 
     def is_ignored(self, key: str) -> bool:
-        """Return whether a key is ignored in records of every form."""
+        """Return whether a key is ignored in records of every form, whatever its value."""
         return key in self.record_settings.ignored_keys or key in METADATA
 
     def unknown_column_error(self, column: str, columns: Sequence[str]) -> InputRefused:
@@ -290,31 +309,32 @@ class RecordKeys:
     def read(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Count the ignored keys of a record, and return the record with the obeyed keys alone.
 
-        Keys with the value null are left out. If a needed key is missing, the record is returned
-        with all of its keys, and nothing is counted.
+        Keys with the value null are left out, and not counted. If a needed key is missing, the record
+        is returned with all keys but those of data.ignore_keys, and nothing is counted.
 
         Raises:
-            Unusable: the record is not of this kind, or it could have two forms.
-            InputRefused: a key is unknown, and none of the exceptions in the module's docstring
-                applies.
+            Unusable: the record is not of this kind, or it could have two forms. The caller may skip
+                the record, since the others may be good.
+            InputRefused: a key is unknown. This ends the reading, since probably all records have the
+                key.
         """
         kept = self.record_settings.drop_ignored(record)
         form = self._form_of(kept)
         if any(key not in kept for key in form.needs):
             # The code that reads this form's values has a better message about the missing key.
             return kept
-        other_forms_keys = self._keys_of_other_forms(kept)
+        ignorable_form_keys = self._ignorable_form_keys(kept)
         obeyed = {}
         for key, value in kept.items():
             if form.knows(key):
                 obeyed[key] = value
                 continue
-            is_ignored = key in METADATA or key in other_forms_keys or value in EMPTY_VALUES
+            is_ignored = key in METADATA or key in ignorable_form_keys or value in EMPTY_VALUES
             if not is_ignored:
                 raise _unknown_key_error(key, form)
-        # The keys are counted in `record`, because `kept` lacks those of data.ignore_keys. If all keys
-        # are obeyed, both have the same length, and the time to count is saved.
+        # If all keys are obeyed, which is usual, nothing is ignored, and the loop over keys is saved.
         if len(obeyed) < len(record):
+            # Not `kept`, which lacks the keys of data.ignore_keys. They are counted, too.
             self.counts.update(
                 key for key, value in record.items() if value is not None and key not in obeyed
             )
@@ -337,6 +357,7 @@ class RecordKeys:
         """
         if len(self._forms) == 1:
             return self._forms[0]
+        # From here on the kind is conversations, the only kind in FORMS that has several forms.
         forms = forms_of(record, self.record_settings)
         of_this_kind = [form for form in forms if form in self._forms]
         if len(of_this_kind) > 1:
@@ -354,21 +375,21 @@ class RecordKeys:
             raise Unusable("no conversation", f"has none of the keys {needs}")
         return of_this_kind[0]
 
-    def _keys_of_other_forms(self, record: Mapping[str, Any]) -> set[str]:
-        """Return the needed keys of all forms that the record matches, if a setting chose the kind.
+    def _ignorable_form_keys(self, record: Mapping[str, Any]) -> set[str]:
+        """Return the needed keys of each form that a record has.
 
-        These keys are ignored. If no setting chose the kind, none is ignored, and the set is empty.
+        The record's own form obeys some of these keys, and the caller ignores the rest. If no setting
+        chose the kind, the rest must not be ignored, and the set is empty.
         """
         if not self._is_kind_set:
             return set()
-        # The default settings are given, because the user's settings may select a single form, and all
-        # forms that the record matches are needed here.
+        # With the user's settings, `forms_of` may leave only the form that they choose.
         forms = forms_of(record, DEFAULT_SETTINGS)
         return {key for form in forms for key in form.needs}
 
 
 def _is_training_key(key: str) -> bool:
-    """Return whether a key says what is trained in some form of record."""
+    """Return whether a key is obeyed in some form of record, so that it says what is trained."""
     return key == TEXT or any(form.knows(key) for form in (*FORMS, PROMPT_FORM))
 
 

@@ -1,8 +1,8 @@
 """Decide what the records of a source are trained as, from a sample of every file.
 
-The decision never depends on a single record. Nor does it depend on how a file is named: alone, in
-a folder, by a pattern or with a weight. Records that could be of two kinds are refused, unless a
-setting chooses. Records after the sample are checked when they are read
+The decision never depends on a single record, or on how the user names a file: by its own path, by a
+folder, by a pattern or with a weight. Records that could be of two kinds are refused, unless a setting
+chooses one. Records after the sample are checked when they are read
 (`monograph.data.forms.RecordKeys`).
 """
 
@@ -54,7 +54,7 @@ def sample_records(
 
 
 def _form_columns(path: Path, record_settings: RecordSettings) -> list[str]:
-    """Return the columns of a table by which a form is recognised."""
+    """Return the columns of a table by whose names a form is recognised."""
     form_keys = {record_settings.text_key or TEXT}.union(*(form.needs for form in FORMS))
     return [name for name in table_columns(path) if name in form_keys]
 
@@ -64,8 +64,7 @@ def kind_of_records(
 ) -> RecordKind | None:
     """Return the kind of the records of some files: what they are trained as.
 
-    Text files count as records of texts. The result is None if no record of the samples has one of the
-    forms of `FORMS`.
+    Text files count as records of texts. None: no record of the samples has a form.
 
     Args:
         paths: text files and files of records.
@@ -159,7 +158,8 @@ def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> Rec
 def _refuse_hidden_records(text_files: Sequence[Path], record_settings: RecordSettings) -> None:
     """Refuse text files that all begin with a record in JSON, whose syntax would be trained on.
 
-    If only some of the files begin so, they may be meant as text like the others, and none is refused.
+    If only some of the files begin with a record, these may be meant as text like the other files, and
+    no file is refused.
     """
     if not text_files or not all(_begins_with_record(path, record_settings) for path in text_files):
         return

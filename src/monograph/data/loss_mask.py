@@ -32,8 +32,8 @@ from monograph.text.tokenizer import Tokenizer
 # default date of the templates of the Llama 3 family.
 TEMPLATE_DATE = "2024-07-26"
 _SHOWN_CHARS = 40  # the length of a text that an error message shows
-# Some templates tag the assistant's text ({% generation %}). In the rendered chat, these characters
-# are put before and after tagged text.
+# Some templates tag the assistant's text ({% generation %}). These two characters, of Unicode's private
+# use, are put before and after tagged text in the rendered chat.
 _TAG_BEGIN = "\ue000"
 _TAG_END = "\ue001"
 
@@ -99,10 +99,10 @@ class ConversationConverter:
     def rows(self, conversation: Conversation) -> list[MaskedRow]:
         """Return the rows of a conversation. Each answer is trained on in exactly one row.
 
-        At first each answer has a row: its prompt and the answer. If the row of the next answer
-        begins with all of this row, the two are merged. So most templates give one row per
-        conversation. Some templates rewrite earlier turns when the chat continues, and give one row
-        per answer. The template of Qwen 3, for example, removes earlier thoughts.
+        At first each answer has a row of its own: the answer's prompt, and the answer. If the prompt of
+        the next answer begins with all tokens of this row, the two rows are merged. So most templates
+        give one row per conversation. Some templates rewrite earlier turns when the chat continues,
+        and give one row per answer. The template of Qwen 3, for example, removes earlier thoughts.
 
         Raises:
             Unusable: the template refuses the messages, or does not read one of their keys, or an
@@ -275,8 +275,8 @@ class ConversationConverter:
                 "the chat template writes nothing before an answer: its first token has no input"
             )
         trained_ids = answer_ids[: stop_indices[0] + 1]
-        # `tagged` renders the chat without markers. So its offsets fit the prompt only if that has no
-        # markers either.
+        # `tagged` renders the chat without markers. So the offsets in the tagged chat are those in the
+        # prompt only if the prompt has no markers, either.
         if template.tags_answers and not marker:
             tagged_chat = template.tagged(messages, (_TAG_BEGIN, _TAG_END), **variables)
             self._compare_tags(tagged_chat, prompt, trained_ids)
@@ -313,7 +313,7 @@ class ConversationConverter:
         """
         before_tags, *parts = tagged_chat.split(_TAG_BEGIN)
         tagged_in_answer = ""
-        # Where the next tagged text begins in the chat without these characters.
+        # The index at which the next tagged text begins in the chat without tags.
         offset = len(before_tags)
         for part in parts:
             tagged, _, untagged = part.partition(_TAG_END)
@@ -337,8 +337,8 @@ class ConversationConverter:
 class _Encoder:
     """An encoder of rendered chats, which reuses ids of the last chat.
 
-    Successive chats mostly begin with the same text. The ids of the text that both have are reused up to
-    its last special token, because text after a special token does not change the tokens before it.
+    Successive chats mostly begin with the same text. Of this common text, the ids up to the last special
+    token are reused, because text after a special token does not change the tokens before it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -406,7 +406,7 @@ def _unusable(error: InputRefused) -> Unusable:
 
 
 def _system_count(messages: Sequence[Message]) -> int:
-    """Return the number of system messages at the front, 0 or 1. They are never left out."""
+    """Return the number of system messages at the front, 0 or 1. No row leaves a system message out."""
     return int(messages[0]["role"] == "system")
 
 

@@ -162,7 +162,7 @@ def _refuse_keys(message: dict[str, Any], where: str) -> None:
 def _replace_training_keys(message: dict[str, Any], where: str) -> None:
     """Remove the keys that say whether a message is trained on.
 
-    If they say that a message of an assistant is not trained on, it gets the weight 0. All other
+    A message of an assistant that these keys exclude from training gets the weight 0. All other
     messages of an assistant are trained on, and need no key.
     """
     values = {key: message.pop(key) for key in _TRAINING_KEYS if key in message}
@@ -212,7 +212,7 @@ def _clean_call(value: object) -> dict[str, Any] | None:
 
 
 def _content(value: object, where: str) -> str:
-    """Return a message's content as one text. A content may be a list of parts, which are joined."""
+    """Return a message's content as one text. If the content is a list of parts, they are joined."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

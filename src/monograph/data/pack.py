@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 
-# The number of pieces that are packed at a time. With a limit, memory does not grow with the text. A
-# larger limit would not fill rows better.
+# The largest number of pieces that are packed at a time. With this limit, memory does not grow with the
+# text. A larger limit would not fill rows better.
 BLOCK_PIECES = 1 << 18
 
 
@@ -110,9 +110,9 @@ def plan_rows(
 
 
 def _pieces(document_starts: Int64, sequence_length: int) -> Iterator[tuple[Int64, Int64]]:
-    """Yield the starts and the lengths of all pieces, at most BLOCK_PIECES pieces at a time.
+    """Yield (starts, lengths) of all pieces, at most BLOCK_PIECES pieces at a time.
 
-    They are the arrays `starts` and `lengths` of `Packing`, but in the order of the documents.
+    Starts and lengths are as in `Packing`, but in the order of the documents.
     """
     for first_document in range(0, len(document_starts) - 1, BLOCK_PIECES):
         # The start of each document of this block, and the end of the last one: [D + 1].
@@ -227,8 +227,8 @@ class _OpenRows:
     def take(self, length: int, pieces: int) -> tuple[int, Int64]:
         """Remove and return the fullest rows that have room for a piece of this length.
 
-        All of them have the same room. There are no more rows than `pieces` pieces need, but there
-        may be fewer. If no row has enough room, new rows are returned.
+        All returned rows have the same room. They are as many as `pieces` pieces need, or fewer if
+        there are fewer rows with this room. If no row has enough room, new rows are returned.
 
         Returns:
             The room of each row.
@@ -240,10 +240,12 @@ class _OpenRows:
             needed = math.ceil(pieces / (self._capacity // length))
             self._row_count += needed
             return self._capacity, np.arange(self._row_count - needed, self._row_count)
+        # The fullest rows are at the lowest bit that is 1. x & -x has only this bit of x.
         lowest_bit = (fitting_bits & -fitting_bits).bit_length() - 1
         room = length + lowest_bit
         rows = np.concatenate(self._by_room.pop(room))
         self._room_bits ^= 1 << room
         needed = math.ceil(pieces / (room // length))
+        # This sets the bit again if rows are left over.
         self.put(room, rows[needed:])
         return room, rows[:needed]

@@ -1,6 +1,7 @@
 """Say how long the pieces of documents in a run's rows are.
 
-Attention sees no other piece, so these lengths decide how much of it there is to compute.
+A token attends only to tokens of its own piece, so these lengths decide how much attention there is to
+compute.
 """
 
 from typing import NamedTuple
@@ -52,6 +53,8 @@ class PieceLengths(NamedTuple):
         """
         lengths = np.array(self.lengths, dtype=np.float64)
         visits = np.array(self.visits, dtype=np.float64)
+        # A piece's first tokens, up to the window, attend to 1, 2, 3 ... positions, and each later token
+        # to a full window.
         within = lengths if window is None else np.minimum(lengths, window)
         pairs = within * (within + 1) / 2 + (lengths - within) * within
         tokens = float(visits @ lengths)

@@ -26,7 +26,7 @@ class Fault(NamedTuple):
 
 
 class Unusable(Exception):
-    """A record cannot be used, for the reason in `fault`."""
+    """A record cannot be used, for the reason in `fault`. The reader may skip it and go on."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -36,7 +36,7 @@ class Unusable(Exception):
 # A record's number in its file, from 1, and the record's text, or its fault if it is bad.
 NumberedText = tuple[int, str | Fault]
 # The readers of conversations and of prompts treat a key with one of these values as if the record did
-# not have it. A text may be empty, so the readers of texts do not.
+# not have the key. The readers of texts do not, because a text may be empty.
 EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 
 _TOO_LONG = Fault("too long", f"is longer than {MAX_RECORD_BYTES >> 20} MiB")
@@ -57,9 +57,9 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON value")
 
 
-# This decoder reads integers as floats, because Python refuses to read integers of thousands of
-# digits. It is for records of texts: only the text of such a record is used, so its numbers do not
-# matter. Both decoders refuse an object that has a key twice (`object_once`).
+# This decoder is for records of texts. Only the text of such a record is used, so its numbers do not
+# matter, and integers are read as floats: Python refuses to read integers of thousands of digits. Both
+# decoders refuse an object that has a key twice (`object_once`).
 _LENIENT_DECODER = json.JSONDecoder(
     object_pairs_hook=object_once, parse_int=float, parse_constant=_refuse_constant
 )
@@ -114,8 +114,9 @@ def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[st
         if line is None:
             yield number, _TOO_LONG
             continue
-        # A blank line is skipped. (`isspace` is false for an empty line.) A line of nothing but a byte order
-        # mark is no blank line: it is refused as no JSON. So the mark is removed only after this test.
+        # A blank line is skipped. (`isspace` is false for an empty line.) A line that has only a byte order
+        # mark is not blank, and is a fault, because it is no JSON. So the mark is removed only after this
+        # test.
         if not line or line.isspace():
             continue
         if number == 1:

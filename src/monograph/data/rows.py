@@ -69,8 +69,8 @@ def weighted_rows_at(
     """Return the row at each of the positions start .. start + count - 1 of an endless sequence of
     epochs.
 
-    The position p decides the row in two steps: which visit of the epoch it is, and which row of a
-    share this visit is to.
+    Position p leads to its row in two steps: p says which visit of the epoch it is, and the visit says
+    which row of which share it uses.
 
     1. An epoch has W visits, the sum over all shares. Position p is in epoch e = p // W. This epoch
        has the permutation P_{seed,e} of 0 .. W - 1 (see `rows_at`), and position p is its visit
@@ -328,7 +328,7 @@ class Rows:
         # of the row and this piece. It is a difference of two numbers of inputs before a piece, both
         # counted from the beginning of the window.
         inputs_before_P = np.cumsum(lengths_P) - lengths_P
-        first_in_row_P = np.arange(len(row_P)) - ordinal_P
+        first_in_row_P = np.arange(len(row_P)) - ordinal_P  # the first piece of each piece's row
         column_P = inputs_before_P - inputs_before_P[first_in_row_P]
         # For each input: its position in its piece, its index in the flattened window, and its
         # index in the side's array of tokens.
@@ -413,13 +413,13 @@ class Rows:
         return self._tokenizer.bytes_of(targets, inputs)
 
     def texts(self) -> Iterator[bytes]:
-        """Yield the text of each document as the tokenizer reads it, in UTF-8."""
+        """Yield the text of each document as the tokenizer decodes it, in UTF-8."""
         for document in range(self.documents):
             begin, end = self._side.starts[document : document + 2].tolist()
             yield self._tokenizer.decode_bytes(self._side.tokens[begin:end].tolist())
 
     def answer_ends(self) -> dict[int, int]:
-        """Return {id: number of answers that end with it}, the most frequent id first."""
+        """Return {id: number of answers whose last token it is}, the most frequent id first."""
         assert self._side.answers is not None
         last_tokens = self._side.tokens[self._side.answers[1::2] - 1]
         ids, counts = np.unique(last_tokens, return_counts=True)
@@ -458,7 +458,7 @@ class Rows:
 class _WeightedPart(NamedTuple):
     """The documents of consecutive files that have the same weight.
 
-    They are one of the parts that `monograph.data.pack` keeps apart: no row has pieces of two parts.
+    `monograph.data.pack` keeps such parts apart: no row has pieces of two parts.
     """
 
     documents: int

@@ -79,8 +79,8 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
 def seal(path: Path) -> str:
     """Return the hex sha256 of a shard's checksums.
 
-    It identifies the content of the shard, but is much faster to compute than a hash of the
-    content.
+    This hash identifies the content of the shard, but is much faster to compute than a hash of the
+    content itself.
     """
     with readable(path), open_input(path) as file:
         _, checksums = _size_and_checksums(file)

@@ -45,9 +45,10 @@ from monograph.storage.writing import cache_errors_explained
 # equal line of this size by chance.
 LONG_LINE_BYTES = 24
 # The largest share of a group's long lines that other groups may also have, before the group counts
-# as a near duplicate. If no near duplicates among the packages of Python 3.11 are held out, an
-# order-6 byte model of the rest scores 1.87 bits per byte on what is held out. If near copies
-# (ntpath of posixpath, wave of sunau) are held out as well, it scores 1.72.
+# as a near duplicate. Measured on the packages of Python 3.11, with a model that predicts a byte from
+# the six bytes before it (order 6): without near duplicates among the held-out packages, it scores
+# 1.87 bits per byte on them. If near duplicates may be held out (ntpath, a near copy of posixpath, and
+# wave, of sunau), it scores 1.72, because it has seen their text.
 MAX_SHARED_LINES = 0.03
 
 
@@ -82,12 +83,12 @@ def _long_lines(path: Path) -> Iterable[bytes]:
 
 
 # Folders of the standard library that are not library code: tests, generated tables, programs and
-# installed packages. Without the tests, all files are UTF-8.
+# installed packages. Some files of the tests are not UTF-8; all other files are.
 _NOT_LIBRARY_CODE = frozenset(
     "test tests idle_test encodings pydoc_data idlelib turtledemo lib2to3 site-packages dist-packages".split()
 )
-# The beginning of the name of a file that records how this Python was compiled. It differs between
-# machines, so it is left out.
+# The beginning of the name of a file that records how this Python was compiled. The file's content
+# differs between machines, so it is left out.
 _BUILD_TABLE_PREFIX = "_sysconfigdata"
 
 # The name of the file that has a copy of standard input.
@@ -101,9 +102,9 @@ Skipped = list[tuple[str, str]]
 class UnreadFile(NamedTuple):
     """A file of a source before it is read.
 
-    `is_named` says whether the user named this file. If so, a fault of the file is an error. A file
-    with a fault that is in a folder, or that a pattern matches, is skipped and counted. The other
-    attributes are those of `SourceFile`.
+    `is_named` says whether the user named this file itself, and not a folder with it or a pattern that
+    matches it. A fault of a named file is an error. Any other file with a fault is skipped and
+    counted. The other attributes are those of `SourceFile`.
     """
 
     name: str
@@ -147,7 +148,8 @@ def _standard_library() -> list[UnreadFile]:
     """Return the files of this Python's standard library, grouped by package."""
     root = Path(sysconfig.get_path("stdlib"))
     packages: dict[str, list[tuple[str, Path]]] = {}  # (name, path) of the files of each package
-    for name, path in _walk(root, [], leave_out=_NOT_LIBRARY_CODE):
+    not_reported: Skipped = []  # the user is not told about skipped files of Python
+    for name, path in _walk(root, not_reported, leave_out=_NOT_LIBRARY_CODE):
         if path.suffix == ".py" and not path.name.startswith(_BUILD_TABLE_PREFIX):
             package = name.split("/")[0].removesuffix(".py")
             packages.setdefault(package, []).append((name, path))
@@ -185,7 +187,8 @@ def spooled_stdin(spool: Path, progress: ProgressCallback | None) -> Path:
     with cache_errors_explained(spool), open(path, "wb") as file:
         limit_bytes = min(MAX_STDIN_BYTES, shutil.disk_usage(spool).free // 2)
         while block := sys.stdin.buffer.read(BLOCK_BYTES):
-            if not meter.done and _looks_binary(block):
+            is_first_block = meter.done == 0
+            if is_first_block and _looks_binary(block):
                 raise InputRefused(f"standard input: {_BINARY_FAULT}")
             if meter.done + len(block) > limit_bytes:
                 raise InputRefused(
@@ -224,9 +227,8 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[UnreadFile]:
     candidates: list[UnreadFile] = []
     for path in matching(pattern):
         if is_folder(path):
-            # If a pattern such as "texts/*" matches a folder, the folder's files are meant. A
-            # pattern with "**" also matches the files themselves, so there the folder is not
-            # needed.
+            # If a pattern such as "texts/*" matches a folder, the folder's files are meant. A pattern
+            # with "**" matches these files as well, so they must not be added a second time.
             if "**" not in str(pattern):
                 candidates.extend(_folder(path, skipped))
         elif is_file(path):
@@ -243,8 +245,8 @@ def _walk(
 ) -> list[tuple[str, Path]]:
     """Return (name relative to the folder, path) of the regular files under a folder, sorted.
 
-    A folder is entered once, even if links lead to it again. Of a saved dataset, only the tables
-    are returned.
+    A folder is entered once, even if links lead to it again. If a folder has a saved dataset, only the
+    dataset's tables are returned of that folder.
 
     Args:
         folder: the folder.
@@ -290,7 +292,8 @@ _UNSUPPORTED_SUFFIXES = frozenset(
 ) | set(COMPRESSIONS)
 # Tables in plain text. They count as faulty, because a model would also learn their syntax.
 _TEXT_TABLE_SUFFIXES = frozenset((".csv", ".tsv"))
-# The beginning of a .json file that is an array of records.
+# The beginning of a .json file that is an array of records: a byte order mark of UTF-8, if there is
+# one, and then "[{".
 _ARRAY_OF_RECORDS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 # The beginnings of Arrow and Parquet files.
 _TABLE_MAGIC = (b"ARROW1", b"PAR1")
@@ -441,12 +444,14 @@ def source_paths(source: str | Sequence[str]) -> list[Path]:
     paths = list[Path]()
     for item in items:
         if item not in ("-", "stdlib"):
-            paths += [candidate.path for candidate in _locate(item, Path(), [], None)]
+            # The spool is not used, since the item is not standard input. Skipped files are not reported.
+            candidates = _locate(item, spool=Path(), skipped=[], progress=None)
+            paths += [candidate.path for candidate in candidates]
     return paths
 
 
 def _deduplicated(candidates: Iterable[UnreadFile], skipped: Skipped) -> list[UnreadFile]:
-    """Return each file once. A file that is in a source twice would otherwise get twice its weight.
+    """Return each file once. Otherwise a file that two items name would get twice its weight.
 
     Raises:
         UsageError: a file has two weights.

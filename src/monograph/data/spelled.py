@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from monograph.text.tokenizer import Tokenizer
 
-# A text is first searched for the first characters of special tokens: far fewer strings than there
-# are special tokens, because most begin alike.
+# A text is first searched for the first characters of special tokens. These are far fewer strings than
+# there are special tokens, because most special tokens begin alike.
 _PREFIX_CHARS = 2
 
 
@@ -23,13 +23,14 @@ class SpecialTokenSpellings:
         for token in tokenizer.special:
             self._tokens_by_prefix.setdefault(token[:_PREFIX_CHARS], []).append(token)
         self._count = 0
-        self._first = ""  # the first token that was found, and its place
+        self._first = ""  # the first special token whose letters were found, and its place
         self._last_place = ""  # the place that was counted last
 
     def count(self, where: str, texts: Iterable[str]) -> None:
         """Count a record or file if one of these texts has the letters of a special token.
 
-        The texts of one record or file may be given in several calls in a row: it is counted once.
+        The texts of one record or file may be given in several calls in a row. The record or file is
+        still counted once.
 
         Args:
             where: the place of the record or file.

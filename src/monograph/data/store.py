@@ -39,9 +39,10 @@ from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 _FORMAT_VERSION = 3
-# This number is raised when the code begins to read conversations in another way. It is a part of the
-# name of a corpus's folder (`CorpusRequest.key`), so their tokens are made again. Runs do not compare
-# it when they resume, as they compare `_FORMAT_VERSION`: most conversations still give the same tokens.
+# This number is raised when the code begins to read conversations in another way. The number is a part
+# of the name of a folder with conversations (`CorpusRequest.key`), so the tokens of conversations are
+# then made again. A run that resumes compares `_FORMAT_VERSION`, but not this number, because most
+# conversations still give the same tokens.
 _CONVERSATION_READER_VERSION = 2
 _LOCK_POLL_S = 0.2  # the time between two attempts to get the lock of a corpus
 
@@ -83,8 +84,8 @@ class CorpusRequest(NamedTuple):
 
     def _answer_values(self, answer_options: AnswerOptions) -> list[Any]:
         """Return the values on which the tokens of conversations depend, beside their messages."""
-        # Prompts and completions without a template are joined as they are. Of the options, only the
-        # largest length then changes tokens. The words below are not a text, but tell this list from others.
+        # Prompts and completions without a template are joined as they are. So of the options, only the
+        # largest length changes tokens. The words distinguish this list from that of a template.
         if self.reading.without_template:
             return ["prompt and completion", answer_options.max_inputs]
         # With a template, the tokenizer is one that has it, and none is trained.
@@ -154,8 +155,9 @@ class Side(NamedTuple):
             return 0
         # Here a document is a row of a conversation, and all rows of a conversation have the same record
         # number. So a conversation begins where the record number changes or a file begins. A file
-        # without documents has the same begin as the next file. If it is the last file, its begin is the
-        # number of documents, at which no conversation begins. Such begins are dropped.
+        # without documents has the same begin as the next file, which `unique` counts once. Without
+        # documents in the last file, that file's begin is the number of documents, at which no
+        # conversation begins.
         record_begins = np.flatnonzero(np.diff(self.records)) + 1
         begins = np.concatenate([[0], record_begins, self.first_documents[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
@@ -214,7 +216,8 @@ def open_or_build(
     if exists(folder):
         try:
             return _open(folder, request, progress)
-        # An `Unreadable`, which is no InputRefused, ends the run: the corpus may be undamaged.
+        # An `Unreadable` is no InputRefused, so it is not caught and ends the run: the corpus may be
+        # undamaged, and must not be built again.
         except InputRefused as error:
             damage_notes = (f"{error}: tokenised again",)
     root, root_notes = _writable_root(root, is_chosen)
@@ -254,7 +257,7 @@ def _writable_root(root: Path, is_chosen: bool) -> tuple[Path, tuple[str, ...]]:
 
 @contextmanager
 def _locked(path: Path, progress: ProgressCallback | None) -> Iterator[None]:
-    """Hold a lock on a file during the block. The kernel frees it however the process ends."""
+    """Hold a lock on a file during the block. The kernel frees the lock however the process ends."""
     with open(path, "w") as file:
         meter: Meter | None = None
         while True:
@@ -348,7 +351,7 @@ def _write(
 
 
 def _shard_paths(folder: Path, side: str, reading: ReadingPlan) -> list[Path]:
-    """Return the files of one side: its tokens first, then its indices, as `_open` reads them."""
+    """Return the files of one side: the tokens first, and then the indices, in the order of `_open`."""
     suffixes = ["tokens", "starts", "records"]
     if reading.answer_options:
         suffixes.append("answers")
@@ -390,8 +393,9 @@ def _open(
         tokens = open_shard(
             tokens_path, token_dtype(tokenizer.vocab_size), digests[tokens_path.name], meter
         )
-        # `answers` is a list of one array for conversations, and empty for texts.
-        # numpy would turn differences of stored, unsigned numbers and int64 into floats, so they are int64.
+        # `answers` is a list of one array for conversations, and empty for texts. The stored numbers are
+        # unsigned. They are viewed as int64, because numpy computes with unsigned and int64 numbers in
+        # floats.
         starts, records, *answers = [
             open_shard(path, INDEX_DTYPE, digests[path.name], meter).view(np.int64)
             for path in index_paths
@@ -433,7 +437,7 @@ def _manifest(folder: Path, key: str) -> dict[str, Any]:
 def _tokenizer(path: Path, manifest: dict[str, Any], requested: Tokenizer | int) -> Tokenizer:
     """Return the tokenizer of a corpus, after checking the corpus's tokenizer.json.
 
-    It is the requested tokenizer, or the one that was trained for the corpus.
+    This is the requested tokenizer, or the one that was trained for the corpus.
 
     Args:
         path: the file.

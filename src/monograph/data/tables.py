@@ -12,6 +12,7 @@ Shapes: N values of a column.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,8 +78,8 @@ def table_texts(path: Path, key: str) -> Iterator[NumberedText]:
         _require_strings(pa, path, _schema(pa, path), key)
         values = (value for column in read_columns(pa, path, key) for value in column)
         texts = (_text(value, key) for value in values)
-        # A file may store a text once for many rows. To `refuse_bombs`, each row has the length of its
-        # text. A row with a fault has the length of the tuple `Fault`, which is too small to matter.
+        # A file may store a text once for many rows, so `refuse_bombs` gets the length of each row's
+        # text. If a row has a fault, `text` is a `Fault`, a tuple of two, and 2 is too small to matter.
         sized_texts = ((len(text), text) for text in texts)
         yield from enumerate(refuse_bombs(path, sized_texts), 1)
 
@@ -225,7 +226,7 @@ def _read_by_pyarrow(path: Path) -> Iterator[ModuleType]:
     try:
         open_input(path).close()  # `open_input` refuses a FIFO; pyarrow would wait for a writer.
         yield pa
-    # Pyarrow raises any of these errors if a file is damaged.
+    # If a file is damaged, pyarrow may raise each of these errors, a MemoryError because of a wrong size.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
         # An OSError with a number is from the operating system, not about the file's content.
         if isinstance(error, OSError) and error_number(error):
@@ -249,8 +250,9 @@ def _json_values(pa: ModuleType, row: dict[str, Any], schema: Schema) -> dict[st
             for name, value in row.items()
             if value is not None
         }
-        # `dumps` refuses values that JSON does not have, such as NaN. Writing and reading the
-        # others makes them equal to values that are read from a line of JSON.
+        # `dumps` refuses values that JSON does not have, such as NaN. All other values are written and
+        # read again, so that they equal those of a record in a line of JSON: tuples become lists, for
+        # example.
         json_values: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))
     except KeyTwice as error:
         return Fault("a key twice", f"has the key {quote(str(error))} twice in one map")
@@ -508,7 +510,7 @@ def _check_message(path: Path, file: BinaryIO, begin: int, limit: int) -> tuple[
     metadata_bytes = int.from_bytes(head[4:], "little")
     body_begin = checked(begin + 8 + metadata_bytes)
     metadata = file.read(metadata_bytes)
-    # Fields of Message: 1 is the type of its content, 2 the content, 3 the length of the body.
+    # Fields of Message: 1 is the type of the content, 2 the content, 3 the length of the body.
     message_field = _field_offsets(metadata, _read_number(metadata, 0, 4))
     kind = _read_number(metadata, message_field(1), 1)
     content_offset = _follow_reference(metadata, message_field(2))
@@ -524,8 +526,9 @@ def _check_message(path: Path, file: BinaryIO, begin: int, limit: int) -> tuple[
         buffers_offset = _follow_reference(metadata, batch_field(2))
         count = _read_number(metadata, buffers_offset, 4)
         for index in range(count):
-            # An entry has 16 bytes. The first 8 are the buffer's position in the body. A buffer
-            # begins with its unpacked length, or with -1 if it is not compressed.
+            # The list begins with its length, in 4 bytes. Each entry has 16 bytes, and the first 8 are
+            # the buffer's position in the body. A buffer begins with its unpacked length, in 8 bytes, or
+            # with -1 if it is not compressed.
             buffer_begin = body_begin + _read_number(metadata, buffers_offset + 4 + 16 * index, 8)
             file.seek(checked(buffer_begin))
             claimed_bytes += max(0, int.from_bytes(file.read(8), "little", signed=True))
@@ -545,9 +548,9 @@ def _field_offsets(data: bytes, table: int) -> Callable[[int], int]:
     The offset is 0 if the table does not have the field.
 
     Args:
-        data: the buffer.
-        table: the offset of the table. The table begins with the distance back to its vtable, which
-            lists the offsets of its fields.
+        data: the FlatBuffers message or footer.
+        table: the offset of the table in `data`. The table begins with the distance back to its
+            vtable, a list of the offsets of the table's fields.
     """
     vtable = table - int.from_bytes(data[table : table + 4], "little", signed=True)
     vtable_bytes = _read_number(data, vtable, 2)
@@ -564,7 +567,10 @@ def _field_offsets(data: bytes, table: int) -> Callable[[int], int]:
 
 
 def _follow_reference(data: bytes, offset: int) -> int:
-    """Return the offset to which the field at `offset` refers. The field has the distance to it."""
+    """Return the offset to which the field at `offset` refers.
+
+    The field contains the distance, in 4 bytes, from itself to that offset.
+    """
     return offset + _read_number(data, offset, 4)
 
 
@@ -580,7 +586,8 @@ def _arrow_reader(pa: ModuleType, path: Path) -> Iterator[Any]:
     """Yield pyarrow's reader of an .arrow file, which either has a footer or is a stream."""
     with open_input(path) as file:
         has_footer = file.read(6) == _MAGIC[:6]
-        file.seek(-min(8, path.stat().st_size), 2)
+        # The last 8 bytes, or all of a smaller file.
+        file.seek(-min(len(_END_OF_STREAM), path.stat().st_size), os.SEEK_END)
         if not has_footer and file.read() != _END_OF_STREAM:
             raise Damaged(
                 path, "is cut short or added to: it does not end with Arrow's end-of-stream mark"
@@ -591,7 +598,7 @@ def _arrow_reader(pa: ModuleType, path: Path) -> Iterator[Any]:
 
 
 def _require_strings(pa: ModuleType, path: Path, schema: Schema, key: str) -> None:
-    """Require that a table has one column `key`, and that it has texts."""
+    """Require that a table has exactly one column named `key`, and that its values are texts."""
     columns = schema.get_all_field_indices(key)
     if len(columns) != 1:
         number = "several columns" if columns else "no column"
@@ -614,11 +621,12 @@ def _require_strings(pa: ModuleType, path: Path, schema: Schema, key: str) -> No
 def saved_tables(folder: Path) -> list[Path] | None:
     """Return the .arrow files, in order, of a dataset that the library `datasets` saved to a folder.
 
-    The result is None if it is not such a folder.
+    None: the folder has no saved dataset.
 
     Raises:
         InputRefused: the saved dataset has several splits, or damaged or missing parts.
     """
+    # A dataset with splits, such as "train" and "test", has a list of them, and a folder for each.
     if is_file(folder / _SPLITS_FILE) and not is_file(folder / _STATE_FILE):
         splits = read_json(folder / _SPLITS_FILE, _SAVE_AGAIN).get("splits")
         if isinstance(splits, list) and splits and all(isinstance(split, str) for split in splits):

@@ -1,5 +1,5 @@
-"""Replay the compiled calls of an ensemble on a GPU: the host would launch the kernels of small members
-for longer than the device computes them.
+"""Replay the compiled calls of an ensemble on a GPU. For small members, launching the kernels takes the host
+longer than computing them takes the device.
 """
 
 import threading

@@ -18,6 +18,7 @@ from monograph.ensemble.optimizers import merge_kinds
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.lora import Factor
+from monograph.graph.member_factors import MemberFactor
 from monograph.graph.precision import FP8, Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Batch, check_result, count_tensor, has_count, require_constant
@@ -174,8 +175,8 @@ class StackedParameters(OnDevice):
     def fuse_gradients_of_adapters(self) -> None:
         """Round adapters once for an update, and let their products add gradients to the planes.
 
-        Captured, a layer then has no kernels but products for its adapters
-        (`monograph.graph.member_factors`). Those of experts are left to autograd.
+        In a captured graph, a layer's adapters then have no other kernels than products
+        (`monograph.graph.member_factors`). The gradients of experts' adapters are left to autograd.
         """
         factors = {
             f"{path}.weight": module
@@ -189,13 +190,14 @@ class StackedParameters(OnDevice):
             weights, totals = plane.views(plane.rounded), plane.views(plane.grad)
             for (name, weight), (_, total) in zip(weights, totals, strict=True):
                 if name in factors:
+                    factors[name].__class__ = MemberFactor
                     # Each view by `.data` has a version of its own, so that writing one does not make
                     # another stale for autograd.
-                    factors[name].fused_gradient = FusedGradient(weight.data, total.data)
+                    factors[name].fused_gradient = FusedGradient(weight.data, total.data)  # type: ignore[assignment]
         self._fuses_gradients = bool(factors)
 
     def fused_gradients(self) -> AbstractContextManager[None]:
-        """Let adapters' products in the block add their gradients to the planes, if this was chosen."""
+        """Make a context in which adapters' products add their gradients to the planes, if this was chosen."""
         return fused_gradients() if self._fuses_gradients else nullcontext()
 
     def captured(self, scope: Scope) -> list[Compilable[..., Any]]:

@@ -28,12 +28,10 @@ from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.grouped import product_dtype
 from monograph.graph.lora_base import Base, OptionalDevice, base_weight, quantise_base
 from monograph.graph.lora_targets import ALL_LINEAR, targeted_layers
-from monograph.graph.member_factors import member_factor_product
 from monograph.graph.member_products import adapted_product
 from monograph.graph.mmap_weights import kept_dtype
 from monograph.graph.siblings import families
 from monograph.graph.token_rows import ROWS, add_trained_rows, tables_with_rows
-from monograph.ops.fused_gradients import FusedGradient, fused_gradient_of
 from monograph.ops.row_norms import row_norms, sum_row_norms
 from monograph.ranges import ABOVE_0, COUNT, DECAY
 
@@ -88,21 +86,7 @@ class Lora:
 
 
 class Factor(nn.Linear):
-    """One of an adapter's two matrices, uninitialised until `adapt` fills it.
-
-    Attributes:
-        fused_gradient: only in an ensemble on a GPU: the matrices of all members, rounded, and the sum of
-            their gradients, to which the backward pass adds.
-    """
-
-    fused_gradient: FusedGradient
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the product with the matrix."""
-        fused = fused_gradient_of(self)
-        if fused is None:
-            return super().forward(input)
-        return member_factor_product(input, self.weight, fused)
+    """One of an adapter's two matrices, uninitialised until `adapt` fills it."""
 
     def reset_parameters(self) -> None:
         """Do nothing: nn.Linear's own method would advance the process's random generator."""
@@ -155,9 +139,9 @@ class Adapted(nn.Linear):
             adapter_output = self.lora_B(low_rank) * self.scale
         if self.lora_magnitude_vector is None:
             return (output + adapter_output).to(output.dtype)
-        # DoRA needs two more products with W: W D(x), and A W^T for the norms. The latter costs as much as
-        # R more tokens. The base class computes both, because only it can read a quantised W. It adds the
-        # bias, which is subtracted again.
+        # DoRA needs two more products with W: W D(x), and A W^T for the norms, which costs as much as R
+        # more tokens. The base class's `forward` computes both, because only that class can read a
+        # quantised W. It also adds the bias, which is subtracted again.
         is_dropping = has_dropout and self.training
         base = super().forward(dropped.to(input_dtype)) if is_dropping else output  # W D(x)
         A = self.lora_A.weight.detach()
@@ -168,20 +152,24 @@ class Adapted(nn.Linear):
             base_of_A = base_of_A - self.bias
         norms = sum_row_norms(self.lora_norms, base_of_A, A, scaled_B).to(A.dtype)
         gain = self.lora_magnitude_vector / norms
-        # In this order of operations, a new adapter (m is the norm, and B is 0) gives the base's bits, and
-        # only one tensor is kept for the backward pass.
+        # For a new adapter the gain is 1 (m is the norm) and `adapter_output` is 0 (B is 0). In this
+        # order of operations the result then has the base layer's bits, and only one tensor is kept for
+        # the backward pass.
         return (output + (gain * (base + adapter_output) - base)).to(output.dtype)
 
     def _is_one_product(self, input: Tensor) -> bool:
-        """Return whether `_product` computes the output: in eager code inside of a transform, which is where
-        an ensemble calls its members, for an adapter without DoRA and without dropped inputs.
+        """Return whether `_product` computes the output.
+
+        It does in eager code inside of a transform such as vmap, where an ensemble calls its members,
+        for an adapter without DoRA and without dropped inputs, if all members share the base.
         """
         if torch.compiler.is_compiling() or not compat.in_transform():
             return False
         is_plain = self.lora_magnitude_vector is None and not (
             self.lora_dropout.p > 0 and self.training
         )
-        # A transform wraps tensors of which each member has its own, and they are no parameters then.
+        # A transform replaces tensors of which each member has its own by wrapped ones, which are not
+        # parameters. So a base that still is a parameter is one for all members.
         is_shared_base = isinstance(self._base_tensors()[0], nn.Parameter)
         has_one_dtype = (
             torch.is_autocast_enabled(input.device.type) or input.dtype == self.lora_A.weight.dtype
@@ -332,8 +320,8 @@ def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | Expert
 def store_row_norms(module: nn.Module, reset_magnitudes: bool = True) -> None:
     """Store the norms of the rows of W, `lora_norms`, in each layer that is adapted by DoRA.
 
-    It must be called again after W was rounded. A layer whose W has no numbers, because only its adapter
-    is to be read, gets none.
+    It must be called again after W was rounded. A layer gets no norms if its W is on the meta device,
+    and so has no numbers, but its adapter is not: then only the adapter is to be read.
 
     Args:
         module: a module with adapters.
@@ -374,18 +362,21 @@ def _adapt(
         device: see `adapt`.
         dtype: see `adapt`.
     """
-    # The weight. In a quantised layer, this is the first of the parameters that store the weight.
+    # The weight, or in a quantised layer the first of the parameters that store it.
     weight = next(p for name, p in layer.named_parameters() if name != "bias")
     if dtype is None:
         is_wide = kept_dtype(weight) in (torch.float32, torch.float64)
         dtype = kept_dtype(weight) if is_wide else torch.float32
     options: dict[str, Any] = {"device": device or weight.device, "dtype": dtype}
+    # The class changes in place, so that whatever refers to the layer still does, and the names of its
+    # tensors stay.
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
     assert isinstance(layer, AnyAdapted)
     _add_factors(layer, lora, options)
     magnitude = nn.Parameter(torch.empty(layer.out_features, **options)) if lora.dora else None
     layer.register_parameter("lora_magnitude_vector", magnitude)
     if weight.is_meta:
+        # The layer is a skeleton, into which the caller loads A and B.
         layer.lora_B.weight.zero_()
     else:
         _initialise(layer, key)
@@ -441,8 +432,8 @@ def _initialise(layer: AnyAdapted, key: str) -> None:
         key: seeds the values of A.
     """
     layer.lora_B.weight.zero_()
-    # A is seeded by its name and sampled on the CPU, so that it depends neither on other layers nor on
-    # the device.
+    # A's generator is seeded by A's name and is on the CPU, so that the values depend neither on other
+    # layers nor on the device.
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
     generator = torch.Generator().manual_seed(seed)
     bound = 1 / math.sqrt(layer.in_features)

@@ -1,4 +1,4 @@
-"""Quantise the frozen weights under adapters, the base, and read one as it is multiplied."""
+"""Quantise the base, which is the frozen weights under adapters, and dequantise one of its weights."""
 
 from typing import Literal
 
@@ -31,12 +31,13 @@ def quantise_base(module: nn.Module, base: str, device: OptionalDevice) -> None:
     shared = inspect.shared_parameters(module)
     for layer in (*linear_layers(module).values(), *expert_layers(module).values()):
         weight = layer.weight
-        # A shared weight stays dense, because another layer reads it, too.
+        # A weight that two layers share stays dense, because the other layer, such as an embedding, may
+        # not be able to read a quantised one.
         if id(weight) in shared:
             continue
         layer.__class__ = expert_class if isinstance(layer, ExpertLinear) else linear_class
         layer.freeze(weight)  # type: ignore[operator]
-        # Layer by layer, so that the device never holds the base before it is quantised.
+        # Each layer is moved once it is quantised, so that the device never has the unquantised base.
         if device is not None:
             layer.to(device)
 

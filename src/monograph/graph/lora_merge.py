@@ -1,7 +1,7 @@
 """Merge adapters into the weights that they adapt, in place or one weight at a time for an export.
 
-`merge` changes a module. `plain_parameters` yields the parameters that a module would have after it,
-without changing anything and without more than one merged weight in memory.
+`merge` changes a module. `plain_parameters` does not change it, but yields the parameters that it
+would have after `merge`, with no more than one merged weight in memory.
 
 Shapes: N outputs, K inputs, E experts.
 """
@@ -28,9 +28,9 @@ from monograph.ops.token_rows import with_replaced_rows
 def merge(module: nn.Module) -> None:
     """Turn every adapted layer, one after another, into a plain layer that computes the same.
 
-    The new weight is `merged_weight(layer)`. A quantised weight becomes dense. Its dtype is then that of
-    the module's other weights, or fp32 if these have several dtypes. The trained rows of tokens are
-    written into the embedding and the head. Frozen weights stay frozen.
+    The new weight is `merged_weight(layer)`. A quantised weight becomes a dense one, in the dtype of the
+    module's weights that are not quantised, or in fp32 if these have several dtypes. The trained rows
+    of tokens are written into the embedding and the head. Frozen weights stay frozen.
     """
     dense_modules = [m for m in module.modules() if not isinstance(m, (*FACTORS, FrozenWeight))]
     dtypes = {kept_dtype(p) for m in dense_modules for p in m.parameters(recurse=False)}
@@ -41,7 +41,7 @@ def merge(module: nn.Module) -> None:
         if isinstance(layer, FrozenWeight):
             for name in [name for name in layer._parameters if name != "bias"]:
                 del layer._parameters[name]
-            layer._buffers.clear()  # NF4's table
+            layer._buffers.clear()  # the table of NF4's 16 values
             layer.register_parameter("weight", nn.Parameter(weight.to(dtype), requires_grad=False))
         else:
             replace_data(layer.weight, weight)
@@ -73,9 +73,9 @@ def merged_weight(layer: AnyAdapted) -> Tensor:
 
 
 class UnreadTensor(NamedTuple):
-    """A tensor that is described here, and read only when its numbers are needed.
+    """The description of a tensor, with a function that reads its numbers when they are needed.
 
-    So an export has one tensor at a time in memory.
+    An export can so have one tensor at a time in memory.
 
     Attributes:
         name: the tensor's name.
@@ -91,8 +91,8 @@ class UnreadTensor(NamedTuple):
 def plain_parameters(module: nn.Module) -> Iterator[UnreadTensor]:
     """Yield each parameter that a module would have after `merge`. The module is not changed.
 
-    Adapters must be on dense weights, not on quantised ones. `read` raises InputRefused if a value
-    is NaN or infinite.
+    Adapters must be on dense weights, not on quantised ones. `UnreadTensor.read` raises InputRefused if
+    a value is NaN or infinite.
     """
     module = inspect.unwrapped(module)
     adapted = adapted_layers(module)
@@ -105,7 +105,7 @@ def plain_parameters(module: nn.Module) -> Iterator[UnreadTensor]:
     }
     trained_ids |= {id(layer.lora_magnitude_vector) for layer in adapted.values()}
     trained_ids |= {id(table.token_rows) for table in row_tables.values()}
-    # This reads `named_parameters`, because a tied head appears twice in the state dict.
+    # Not the state dict, which has a head that is tied to the embedding a second time.
     for name, parameter in module.named_parameters():
         if id(parameter) in trained_ids:
             continue
@@ -125,8 +125,8 @@ def _read(
     Args:
         name: the parameter's name.
         parameter: the parameter.
-        layer: the adapted layer whose weight it is, or None.
-        table: the layer with trained rows whose weight it is, or None.
+        layer: the adapted layer, if the parameter is the weight of one, or None.
+        table: the embedding or head with trained rows, if the parameter is the weight of one, or None.
     """
     if layer is not None:
         return require_finite(merged_weight(layer), name)

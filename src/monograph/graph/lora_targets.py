@@ -1,4 +1,9 @@
-"""Choose the linear layers that get an adapter, by `monograph.graph.lora.Lora.targets`."""
+"""Choose the linear layers of a model that get an adapter.
+
+The user names them by the key lora.targets, in one of three ways: "all-linear", another string, which
+is a regular expression for whole names of layers, or a list of last parts of names, such as
+["q_proj", "v_proj"].
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,33 +22,36 @@ _MAX_NAMES_SHOWN = 12  # of existing layers, in a message
 def targeted_layers(
     module: nn.Module, targets: str | Iterable[str]
 ) -> dict[str, nn.Linear | ExpertLinear]:
-    """Return the layers that `targets` chooses, by name; see `monograph.graph.lora.Lora.targets`.
+    """Return the layers that `targets` chooses, by name: linear layers first, then layers of experts.
+
+    Args:
+        module: the model.
+        targets: "all-linear": every linear layer except the head, but no layer of experts, as in
+            PEFT. Another string: a regular expression that matches whole names of layers. Otherwise:
+            the last parts of names.
 
     Raises:
-        UsageError: see `monograph.graph.lora.adapt`.
+        UsageError: a target matches no layer, an expression is not valid, or a chosen layer shares a
+            parameter with another layer.
     """
-    candidates: dict[str, nn.Linear | ExpertLinear] = {**linear_layers(module)}
-    if targets != ALL_LINEAR:
-        candidates |= expert_layers(module)
+    layers: dict[str, nn.Linear | ExpertLinear] = dict(linear_layers(module))
     if targets == ALL_LINEAR:
-        chosen = set(candidates)
-    elif isinstance(targets, str):
-        chosen = _names_matching(candidates, targets)
+        names = set(layers)
     else:
-        chosen = set()
-        for target in targets:
-            names = _names_ending_in(target, candidates)
-            if not names:
-                raise UsageError(_unknown_target_message(module, target, candidates))
-            chosen |= names
-    _require_untied_weights(module, chosen)
-    return {name: candidates[name] for name in candidates if name in chosen}
+        layers |= expert_layers(module)
+        names = _chosen_names(module, layers, targets)
+    _require_untied_weights(module, names)
+    return {name: layer for name, layer in layers.items() if name in names}
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     """Return every plain linear layer of a module except the head, by name."""
-    head = head_of(module)  # excluded, because the loss reads its weight without calling it
-    # An adapter's output is added to the layer's, which needs to be a plain product for that.
+    # The head is left out, because the loss reads the head's weight and never calls the head. So an
+    # adapter would have no effect.
+    head = head_of(module)
+    # These three classes compute W x + b (the last two with a quantised W). There, the low-rank product
+    # that an adapter adds to the output is a change of W. A subclass of nn.Linear with another forward
+    # is left out, because this need not hold for it.
     plain_forwards = {nn.Linear.forward, Int8Linear.forward, NF4Linear.forward}
     return {
         name: layer
@@ -55,30 +63,45 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def expert_layers(module: nn.Module) -> dict[str, ExpertLinear]:
-    """Return the layers of experts of a module's mixtures, by name."""
+    """Return the linear layers of the experts in mixture-of-experts blocks, by name."""
     return {
         name: layer for name, layer in module.named_modules() if isinstance(layer, ExpertLinear)
     }
 
 
-def _names_matching(candidates: Iterable[str], expression: str) -> set[str]:
-    """Return the names that a regular expression matches as a whole.
+def _chosen_names(
+    module: nn.Module, layers: Mapping[str, nn.Module], targets: str | Iterable[str]
+) -> set[str]:
+    """Return the names of layers that a regular expression or a list of last parts chooses."""
+    if isinstance(targets, str):
+        return _names_matching(layers, targets)
+    chosen = set[str]()
+    for target in targets:
+        names = _names_ending_in(target, layers)
+        if not names:
+            raise UsageError(_unknown_target_message(module, target, layers))
+        chosen |= names
+    return chosen
+
+
+def _names_matching(layer_names: Iterable[str], expression: str) -> set[str]:
+    """Return the names that a regular expression matches from their beginning to their end.
 
     Raises:
         UsageError: `expression` is not a regular expression, or matches no name.
     """
     try:
-        names = {name for name in candidates if re.fullmatch(expression, name)}
+        matching = {name for name in layer_names if re.fullmatch(expression, name)}
     except re.error as error:
         raise UsageError(
             f"lora.targets = {expression!r} is not a regular expression: {error}"
         ) from None
-    if names:
-        return names
+    if matching:
+        return matching
     hint = ""
-    if _names_ending_in(expression, candidates):
+    if _names_ending_in(expression, layer_names):
         hint = f'; to match the last part of a name, write a list, ["{expression}"]'
-    examples = ", ".join(list(candidates)[:2]) or "none"
+    examples = ", ".join(list(layer_names)[:2]) or "none"
     raise UsageError(
         f"lora.targets: the regular expression {expression!r} matches no whole name of a linear layer such as "
         f"{examples}{hint}"
@@ -86,23 +109,24 @@ def _names_matching(candidates: Iterable[str], expression: str) -> set[str]:
 
 
 def _names_ending_in(target: str, names: Iterable[str]) -> set[str]:
-    """Return the names whose last parts, separated by dots, are `target`."""
+    """Return the names that end in `target` as whole parts: "layers.0.q_proj" ends in "q_proj"."""
     return {name for name in names if name == target or name.endswith(f".{target}")}
 
 
-def _unknown_target_message(
-    module: nn.Module, target: str, candidates: Mapping[str, nn.Module]
-) -> str:
-    last_parts = sorted({name.rpartition(".")[2] for name in candidates})
+def _unknown_target_message(module: nn.Module, target: str, layers: Mapping[str, nn.Module]) -> str:
+    """Return the message for a last part of a name that none of `layers` has.
+
+    If a submodule that cannot have an adapter has this name, the message says why it cannot.
+    """
+    last_parts = sorted({name.rpartition(".")[2] for name in layers})
     existing = f"there are {', '.join(last_parts[:_MAX_NAMES_SHOWN])}"
-    called_so = [
-        (name, layer)
-        for name, layer in module.named_modules()
-        if name and _names_ending_in(target, [name])
-    ]
-    if not called_so:
+    submodules = dict(module.named_modules())
+    del submodules[""]  # the module itself, which has no name
+    names_with_target = _names_ending_in(target, submodules)
+    if not names_with_target:
         return f"lora.targets: no linear layer is called {target!r}; {existing}"
-    name, layer = called_so[0]
+    name = next(name for name in submodules if name in names_with_target)
+    layer = submodules[name]
     if layer is head_of(module):
         return f"lora.targets: {name} is the head, whose weight the loss reads without calling it; {existing}"
     return (
@@ -111,11 +135,16 @@ def _unknown_target_message(
 
 
 def _require_untied_weights(module: nn.Module, layer_names: set[str]) -> None:
-    """Refuse layers that share a parameter: merging an adapter would change the other layer too."""
-    for names in shared_parameters(module).values():
-        chosen = [name for name in names if name.rpartition(".")[0] in layer_names]
+    """Refuse chosen layers that share a parameter with another layer.
+
+    If an adapter of one of them were merged into the shared parameter, the other layer would change,
+    too.
+    """
+    # Each list has the names of one tensor, such as "embed.weight" and "layers.0.weight".
+    for parameter_names in shared_parameters(module).values():
+        chosen = [name for name in parameter_names if name.rpartition(".")[0] in layer_names]
         if chosen:
-            other = next(name for name in names if name != chosen[0])
+            other = next(name for name in parameter_names if name != chosen[0])
             raise UsageError(
                 f"lora.targets: {chosen[0]} and {other} are one tensor, so an adapter on it could not be merged: "
                 "leave this layer out"

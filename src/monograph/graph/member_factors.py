@@ -15,22 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monograph.graph.lora import Factor
 from monograph.ops.autograd import Context
-from monograph.ops.fused_gradients import FusedGradient, add_product_
+from monograph.ops.fused_gradients import FusedGradient, add_product_, fused_gradient_of
 
 
-def member_factor_product(x: Tensor, weight: Tensor, fused: FusedGradient) -> Tensor:
-    """Return x q(W)^T of one member inside of a transform of all members, [..., R].
+class MemberFactor(Factor):
+    """One of the two matrices of all members' adapters. It is called inside of a transform of all members.
 
-    Args:
-        x: [..., K].
-        weight: the member's weight, [R, K]; it tells autograd that there is something to train.
-        fused: the rounded weights and summed gradients of all members, [N, R, K] each.
+    Attributes:
+        fused_gradient: the rounded matrices and summed gradients of all members, [N, R, K] each.
     """
-    product: Tensor = torch.ops.monograph.member_factor_product(
-        x.to(fused.weight.dtype), weight, fused.weight, fused.total
-    )
-    return product
+
+    fused_gradient: FusedGradient
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map one member's [..., K] to [..., R]."""
+        fused = fused_gradient_of(self)
+        if fused is None:
+            return super().forward(input)
+        # The member's own weight tells autograd that there is something to train.
+        product: Tensor = torch.ops.monograph.member_factor_product(
+            input.to(fused.weight.dtype), self.weight, fused.weight, fused.total
+        )
+        return product
 
 
 class _FactorContext(Context):

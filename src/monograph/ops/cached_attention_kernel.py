@@ -84,7 +84,7 @@ def _attend_chunk(
     if WINDOW:
         first_position = tl.min(tl.where(is_query_M, position_M, last_slot), 0)
         first_slot = tl.maximum(first_position - window + 1, 0)
-        first_slot = first_slot // S * S
+        first_slot = (first_slot // S) * S
     # The softmax begins with the sink, if there is one: a score with the weight exp(0) = 1 and no value.
     if SINKS:
         largest_M = tl.load(sinks + head_M).to(tl.float32)
@@ -152,14 +152,14 @@ def attend_cache(
         query_BHTE = query_BHTE.contiguous()
     out_BTHE = query_BHTE.new_empty(rows, length, heads, head_dim)
     queries = _queries_of(head_dim, query_BHTE.dtype)
+    # A kernel needs a pointer for each tensor, even for one that it does not read.
+    unused = positions_BT
     _attend_chunk[(triton.cdiv(length * group, queries), key_heads, rows)](
         query_BHTE,
         keys_NBKCE,
         values_NBKCE,
         positions_BT.contiguous(),
-        positions_BT
-        if sink_H is None
-        else sink_H,  # a kernel needs a pointer that it does not read
+        unused if sink_H is None else sink_H,
         out_BTHE,
         rows,
         length,

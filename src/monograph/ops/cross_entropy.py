@@ -113,8 +113,8 @@ def linear_cross_entropy(
         raise ValueError(f"impl must be 'chunked' or 'reference', not {impl!r}")
     device_type = device_type or hidden_ND.device.type
     if chunks is None and rows is None and not in_fp8 and _is_frozen_in_members(weight_VD):
-        # Inside vmap this is the loss of one member. The rule of `_MembersLoss` for vmap makes one call of
-        # the calls of all members.
+        # Inside vmap this is the loss of one member. The rule of `_MembersLoss` for vmap turns it into one
+        # call for all members.
         losses_1, _ = _MembersLoss.apply(
             hidden_ND[None], weight_VD, valid_targets_N[None], mask_N[None], device_type
         )

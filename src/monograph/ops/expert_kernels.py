@@ -118,19 +118,19 @@ def _expert_inner(
         norm_S = tl.load(x + row * D + begin + offset_S).to(tl.float32) * scale * gain_S
         norm_1S = norm_S.to(dtype).to(tl.float32)[None, :]  # rounded as `rms_norm` rounds it
         gate_weight_at_OS = gate_weight + weight_offset_OS + begin
-        weight_OS = tl.load(gate_weight_at_OS, mask=is_column_O[:, None], other=0.0)
-        gates_OS += weight_OS.to(tl.float32) * norm_1S
+        gate_weight_OS = tl.load(gate_weight_at_OS, mask=is_column_O[:, None], other=0.0)
+        gates_OS += gate_weight_OS.to(tl.float32) * norm_1S
         up_weight_at_OS = up_weight + weight_offset_OS + begin
-        weight_OS = tl.load(up_weight_at_OS, mask=is_column_O[:, None], other=0.0)
-        ups_OS += weight_OS.to(tl.float32) * norm_1S
+        up_weight_OS = tl.load(up_weight_at_OS, mask=is_column_O[:, None], other=0.0)
+        ups_OS += up_weight_OS.to(tl.float32) * norm_1S
     # Products and sums with a bias are rounded, as the layers of an expert round them.
     gate_O = tl.sum(gates_OS, 1).to(dtype).to(tl.float32)
     up_O = tl.sum(ups_OS, 1).to(dtype).to(tl.float32)
     if BIAS:
-        bias_O = tl.load(gate_bias + expert * M + column_O, mask=is_column_O, other=0.0)
-        gate_O = (gate_O + bias_O.to(tl.float32)).to(dtype).to(tl.float32)
-        bias_O = tl.load(up_bias + expert * M + column_O, mask=is_column_O, other=0.0)
-        up_O = (up_O + bias_O.to(tl.float32)).to(dtype).to(tl.float32)
+        gate_bias_O = tl.load(gate_bias + expert * M + column_O, mask=is_column_O, other=0.0)
+        gate_O = (gate_O + gate_bias_O.to(tl.float32)).to(dtype).to(tl.float32)
+        up_bias_O = tl.load(up_bias + expert * M + column_O, mask=is_column_O, other=0.0)
+        up_O = (up_O + up_bias_O.to(tl.float32)).to(dtype).to(tl.float32)
     if COMBINATION == 2:  # clamped, see `monograph.model.layers.gating`
         gate_O = tl.minimum(gate_O, 7.0)
         up_O = tl.minimum(tl.maximum(up_O, -7.0), 7.0) + 1

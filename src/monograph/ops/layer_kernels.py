@@ -15,8 +15,8 @@ and the factor s), and their weights may be stored in 8 or 4 bits (`monograph.gr
     kernel            axis 0 of the grid                axis 1          a program writes
     `_multiply`       tiles of columns, of all layers   tiles of rows   ROWS x COLUMNS outputs of one layer; if
                                                                         GATED, of gate and up together
-    `_project_down`   ranks, layers and SPLITS ranges   tiles of rows   ROWS x RANKS partial sums of norm(x) A^T
-                      of channels                                       of one layer, over one range
+    `_project_down`   tiles of ranks, of all layers     tiles of rows   ROWS x RANKS partial sums of norm(x) A^T
+                      and SPLITS ranges of channels                     of one layer, over one range
 
 `_multiply` adds up the partial sums of the SPLITS ranges, always in the same order.
 
@@ -466,8 +466,8 @@ def _multiply(
             weight_OS = tl.load(weight + offset_OS, mask=is_column_O1, other=0).to(dtype)
             total_RO = tl.dot(factor_RS, weight_OS.T, total_RO, input_precision=PRECISION)
             if GATED:
-                weight_OS = tl.load(weight_1 + offset_OS, mask=is_column_O1, other=0).to(dtype)
-                up_RO = tl.dot(factor_RS, weight_OS.T, up_RO, input_precision=PRECISION)
+                up_weight_OS = tl.load(weight_1 + offset_OS, mask=is_column_O1, other=0).to(dtype)
+                up_RO = tl.dot(factor_RS, up_weight_OS.T, up_RO, input_precision=PRECISION)
     if FORM == "int8":
         total_RO *= tl.load(scales + column_O, mask=is_column_O, other=0.0)[None, :]
         if GATED:
@@ -623,7 +623,7 @@ class LowRank(NamedTuple):
 
 
 class LowRankBank(NamedTuple):
-    """The tensors of a layer's bank of adapters. Each row uses one adapter of the bank.
+    """The tensors of a layer's bank of adapters. Each row uses one adapter of the bank, or none.
 
     Attributes:
         a_ZQK: A of each slot.

@@ -32,9 +32,9 @@ def rotate_projections(
 
         y[i] = x[i] cos[i] - x[i + F] sin[i]        y[i + F] = x[i + F] cos[i] + x[i] sin[i]
 
-    It is computed in fp32 and rounded once. The backward pass writes the gradients of the three
-    projections next to each other, as their common product needs them. So if they are parts of one
-    product, a compiler need not join them.
+    It is computed in fp32 and rounded once. The three projections may be columns of one common product. So the
+    backward pass writes their gradients next to each other, as the backward pass of this product needs them,
+    and a compiler need not join them.
 
     Args:
         query_BTX: the queries of all heads, bf16, fp16 or fp32.
@@ -78,8 +78,9 @@ class _RotateProjections(torch.autograd.Function):
         cos_BTF, sin_BTF = ctx.saved_tensors
         joined_BTX = _rotate_back(query_BTHD, key_BTKD, value_BTKD, cos_BTF, sin_BTF)
         widths = [each.shape[2] * each.shape[3] for each in (query_BTHD, key_BTKD, value_BTKD)]
-        # The axis is a number from 0 on, as in the backward pass of the split of a common product. Inductor
-        # sees then that its concatenation undoes this split, and drops both.
+        # If the projections are columns of a common product, autograd concatenates these parts again. Inductor
+        # sees that the concatenation undoes this split, and drops both, if the axis is written in the same way:
+        # as 2 and not as -1.
         return *joined_BTX.split(widths, 2), None, None
 
 

@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monograph.report.charts import Chart, Line, MetricsRow, columns, known_values, limits, lines_of
+from monograph.report.charts import (
+    Chart,
+    Columns,
+    Line,
+    MetricsRow,
+    columns,
+    known_values,
+    limits,
+    lines_of,
+)
 from monograph.report.metrics import metric_keys, shown_metrics
 from monograph.report.page import Cell, Drawings, number, page, section, table
 from monograph.report.quantities import count
@@ -28,11 +37,13 @@ class Compared:
         params: the number of parameters.
         score: bits per byte, or the share of questions answered correctly.
         tokens_per_s: the training speed; None if unknown.
-        curves: the rows of metrics of each run; empty for a model's folder.
-        config: the config.toml of the first run; "" for a model's folder.
+        curves: the rows of metrics of each run; empty for a folder with a model, which has no
+            metrics.
+        config: the text of the first run's config.toml; "" for a folder with a model.
         difference: the score minus the first side's score; None for the first side.
         standard_error: the difference's standard error; None if there is none.
-        pairs: what the difference is a mean over, such as "412 documents"; "" for the first side.
+        averaged_over: what the difference is a mean over, such as "412 documents"; "" for the first
+            side.
         verdict: whether this side or the first one is better; "" for the first side.
     """
 
@@ -44,7 +55,7 @@ class Compared:
     config: str = ""
     difference: float | None = None
     standard_error: float | None = None
-    pairs: str = ""
+    averaged_over: str = ""
     verdict: str = ""
 
 
@@ -55,11 +66,11 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], printed: Sequ
         title: what was compared, and on which text.
         unit: the score's unit.
         sides: the sides; all others are compared with the first one.
-        printed: the line that the command prints about each of the other sides.
+        printed: the lines that the command prints, one about each side but the first.
     """
     first, *others = sides
-    verdicts = list(dict.fromkeys(side.verdict for side in others))
-    headline = verdicts[0] if len(verdicts) == 1 else f"{len(sides)} models compared"
+    verdicts = {side.verdict for side in others}
+    headline = verdicts.pop() if len(verdicts) == 1 else f"{len(sides)} models compared"
     return page(
         kind="Comparison",
         title=title,
@@ -76,23 +87,28 @@ def compare_page(title: str, unit: str, sides: Sequence[Compared], printed: Sequ
 
 def _drawings(sides: Sequence[Compared]) -> Drawings:
     """Return a chart for each metric that is compared, with the lines of all runs."""
-    # Each run as (index of its side, its rows). Each has a table of its own.
-    runs = [(side_index, rows) for side_index, side in enumerate(sides) for rows in side.curves]
-    tables = [columns(rows, metric_keys()) for _, rows in runs]
+    # tables[i] has the metrics of run i as columns, and side_indices[i] is the index of its side.
+    tables = list[Columns]()
+    side_indices = list[int]()
+    for side_index, side in enumerate(sides):
+        for rows in side.curves:
+            tables.append(columns(rows, metric_keys()))
+            side_indices.append(side_index)
+    keys_with_values = {key for run_table in tables for key in run_table}
     charts = list[Chart]()
-    for metric in shown_metrics({key for run_table in tables for key in run_table}):
+    for metric in shown_metrics(keys_with_values):
         if not metric.is_compared:
             continue
         lines = list[Line]()
-        for run_index, (side_index, _) in enumerate(runs):
-            name = sides[side_index].name
+        for run_index, side_index in enumerate(side_indices):
             lines += lines_of(
                 metric,
                 tables[run_index],
                 table_index=run_index,
-                run_name=name,
+                run_name=sides[side_index].name,
                 shade=side_index % SHADES,
             )
+        # `line.table` is the line's `table_index`, and so the index of its run.
         values_of_lines = [known_values(tables[line.table], line.key) for line in lines]
         chart = Chart(
             name=metric.chart,
@@ -102,7 +118,7 @@ def _drawings(sides: Sequence[Compared]) -> Drawings:
             is_count=metric.is_count,
         )
         charts.append(chart)
-    return Drawings(tables, charts, halves=True)
+    return Drawings(tables, charts, halves=True)  # each chart has half of the page's width
 
 
 def _scores_table(sides: Sequence[Compared], unit: str) -> str:
@@ -115,8 +131,8 @@ def _scores_table(sides: Sequence[Compared], unit: str) -> str:
                 number(side.score, "{:.4f}"),
                 number(side.difference, "{:+.4f}"),
                 number(side.standard_error, "{:.4f}"),
-                side.pairs,
-                (count(side.params), side.params),
+                side.averaged_over,
+                (count(side.params), side.params),  # the text, and the number to sort by
                 number(side.tokens_per_s, "{:,.0f}"),
                 number(len(side.curves) or None, "{:,}"),
                 side.verdict,
@@ -144,7 +160,7 @@ def _settings_table(sides: Sequence[Compared]) -> str:
     rows: list[list[Cell]] = []
     for key in keys:
         values = [config.get(key) for config in configs]
-        # By `repr`, since a list cannot be in a set, and since 1 == True.
+        # A set of texts, since a list cannot be in a set, and since a set takes 1 and True for equal.
         if len({repr(value) for value in values}) > 1:
             rows.append([key, *map(_setting_text, values)])
     return table("Settings that differ", ["key", *names], rows)

@@ -294,7 +294,7 @@ def _forward(process: subprocess.Popen[bytes]) -> None:
     with process.stdout:
         # A line may have any length.
         while line := process.stdout.readline(MAX_PRINTED_BYTES):
-            sys.stderr.write(line.decode(errors="replace"))
+            print(line.decode(errors="replace"), end="", file=sys.stderr)
 
 
 def _done(call: Callable[[], Any]) -> Future[Any]:

@@ -9,10 +9,10 @@ function changes its arguments, and cannot use classes or other objects of the s
 Both processes start with an empty environment, without site-packages, with standard streams of
 /dev/null, and with limits (`worker.LIMITS`): 5 s of processor time, 512 MiB of address space, no
 writing to files, few open files. A filter (`worker.FORBIDDEN`) refuses system calls that create
-processes and threads. It also refuses calls that open sockets, and calls whose effects no limit counts
-or that remain after the process: shared memory, queues and semaphores of System V and POSIX, keyrings,
-files in memory, new namespaces and mounts. The processes are killed when the trainer ends. Root becomes
-nobody, unless the system forbids that, as in some containers.
+processes and threads, and calls that open sockets. It also refuses calls whose effects are counted by
+no limit, or outlast the process: shared memory, queues and semaphores of System V and POSIX, keyrings,
+files in memory, new namespaces and mounts. The processes are killed when the trainer ends. A process of
+root takes the rights of the user nobody, unless the system forbids that, as some containers do.
 
 If the system allows this user to make namespaces, the processes see no other process, and only the
 files of the standard library and of the system's libraries, read-only. These are in a root file
@@ -50,16 +50,17 @@ from monograph.terminal import one_line
 _MAX_VERDICT_BYTES = len(b"false\n")
 # The time limit for all tests of one solution.
 TESTS_TIMEOUT_S = 10.0
-# A solution and its tests, by which `ProgramScorer.confinement` tries out the system. The first test
-# passes if solutions can run and import a module of the standard library. The second one passes if
-# they see no other files of the system.
+# A solution and its two tests, by which `ProgramScorer.confinement` tries out the system. The first
+# test passes if solutions can run and import a module of the standard library. The second one passes
+# if a solution does not see /etc, which stands for all files that it must not see.
 _TRIAL = "import heapq, os\ndef least(of): return heapq.nsmallest(1, of)\ndef sees(path): return os.path.exists(path)"
 _TRIAL_TESTS = ["assert least([3, 2]) == [2]", "assert not sees('/etc')"]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill a process that began a session, with its whole process group, and wait for its end."""
-    # Once the process has been waited for, the system may give its number to another process.
+    # `returncode` is set once the process has been waited for. After that the system may give its number
+    # to another process, which must not be killed.
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -67,10 +68,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class ProgramScorer:
-    """A scorer of programs. It runs as many at the same time as there are cores."""
+    """A scorer of programs. It runs one program for each core at the same time."""
 
     def __init__(self) -> None:
-        # The folder of the standard library's folder: /usr/lib if os.py is /usr/lib/python3.x/os.py.
+        # The parent of the standard library's folder: /usr/lib if os.py is /usr/lib/python3.x/os.py.
         python_lib = str(Path(os.__file__).parents[1])
         libraries = {python_lib, "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
         self._folders = sorted(filter(is_folder, libraries))
@@ -78,17 +79,22 @@ class ProgramScorer:
         self._stopped = False
 
     def confinement(self) -> bool | None:
-        """Return whether files and the network are hidden from solutions; None if none can run."""
-        [share] = self.scores([(_TRIAL, _TRIAL_TESTS)])
-        if share == 0:
+        """Return whether the system hides files and the network from solutions.
+
+        None: no solution can run.
+        """
+        [passed_share] = self.scores([(_TRIAL, _TRIAL_TESTS)])
+        # Of the two tests, the second one can pass only if solutions run. So neither has passed if none
+        # can run, only the first one if they run and see files, and both if files are hidden.
+        if passed_share == 0:
             return None
-        return share == 1
+        return passed_share == 1
 
     def scores(self, solutions: Sequence[tuple[str, Sequence[str]]]) -> list[float]:
         """Return the share of passed tests of each (code, tests).
 
-        The tests of a solution run one after another. A test that has not passed when a process
-        dies or TESTS_TIMEOUT_S are over has failed.
+        The tests of a solution run one after another. If the solution's or the tests' process dies, or
+        after TESTS_TIMEOUT_S, all tests that have not passed so far have failed.
         """
         # Imported here, since `monograph.config` imports this module for the names of rewards, and must
         # not wait for torch.
@@ -109,63 +115,81 @@ class ProgramScorer:
         """Return the share of passed tests of (code, tests)."""
         code, tests = solution
         deadline = time.monotonic() + TESTS_TIMEOUT_S
-        verdicts = b""
+        verdicts = b""  # for each test a line, "true" or "false"
         processes = []
-        # The trainer talks to the tests, and the tests talk to the solution.
-        trainer_end, tests_to_trainer = socket.socketpair()
-        tests_to_solution, solution_end = socket.socketpair()
+        # Two connections: trainer - tests, and tests - solution. The trainer keeps `trainer_socket`. The
+        # tests' process gets a socket of each connection, and the solution's process gets the last one.
+        trainer_socket, tests_socket_to_trainer = socket.socketpair()
+        tests_socket_to_solution, solution_socket = socket.socketpair()
         try:
-            # The processes inherit their ends. The trainer then closes its own copies of them, so that a
-            # connection breaks if a process dies.
-            with tests_to_trainer, tests_to_solution, solution_end:
-                processes.append(self._start("solution", solution_end))
-                processes.append(self._start("tests", tests_to_trainer, tests_to_solution.fileno()))
-            # The connection breaks if the tests' process dies.
+            # The processes inherit their sockets. The trainer then closes its own copies of these three
+            # sockets, so that a connection breaks if the process at its end dies.
+            with tests_socket_to_trainer, tests_socket_to_solution, solution_socket:
+                processes.append(self._start("solution", solution_socket))
+                processes.append(
+                    self._start("tests", tests_socket_to_trainer, tests_socket_to_solution.fileno())
+                )
+            # The connection breaks if the tests' process dies. Tests without a verdict have then failed.
             with suppress(ConnectionError):
-                # A character of the source stands for one byte (`worker`). Half of a surrogate pair gives
-                # bytes, too, which Python refuses in the solution's process.
-                job = [code.encode("utf-8", "surrogatepass").decode("latin-1"), tests]
-                trainer_end.sendall(json.dumps(job).encode() + b"\n")
-                trainer_end.settimeout(0.1)
+                # A message is JSON and cannot have bytes, so it has a character for each byte (Latin-1).
+                # The solution's process gets the bytes back, and Python decodes them as it decodes a
+                # file, by the encoding that a comment of the source may declare. If the code has a lone
+                # surrogate, "surrogatepass" makes bytes of it that are not UTF-8. So Python refuses the
+                # source in the solution's process, and no error is raised here.
+                source = code.encode("utf-8", "surrogatepass").decode("latin-1")
+                trainer_socket.sendall(json.dumps([source, tests]).encode() + b"\n")
+                # Short waits, so that `_stopped` and the deadline are looked at in between.
+                trainer_socket.settimeout(0.1)
                 # One verdict is read for each test, and no more, whatever the process writes.
                 while verdicts.count(b"\n") < len(tests):
                     if self._stopped or time.monotonic() >= deadline:
                         break
                     with suppress(TimeoutError):
-                        received = trainer_end.recv(_MAX_VERDICT_BYTES * len(tests))
-                        if not received:
+                        received = trainer_socket.recv(_MAX_VERDICT_BYTES * len(tests))
+                        if not received:  # the process has closed its socket
                             break
                         verdicts += received
         finally:
             for process in processes:
                 _end(process)
-            trainer_end.close()
+            trainer_socket.close()
         return verdicts.split(b"\n")[: len(tests)].count(b"true") / len(tests)
 
-    def _start(self, role: str, channel: socket.socket, other: int = 0) -> subprocess.Popen[bytes]:
+    def _start(
+        self, role: str, channel: socket.socket, second_descriptor: int = 0
+    ) -> subprocess.Popen[bytes]:
         """Start the program `worker` in a process.
 
         Args:
-            role: its role, see `worker`.
+            role: "solution" or "tests", see `worker`.
             channel: the socket that becomes its standard input.
-            other: the descriptor of a further socket that it gets; 0: none.
+            second_descriptor: the file descriptor of a second socket that the process inherits, with
+                the same number; 0: none.
         """
         # A new session keeps Ctrl-C from ending the process, since the run may still have to save.
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", worker.__file__, role, str(other), *self._folders],
+            [
+                sys.executable,
+                "-I",  # isolated: no environment variables, no folders of the user
+                "-S",  # without site-packages
+                worker.__file__,
+                role,
+                str(second_descriptor),
+                *self._folders,
+            ],
             stdin=channel.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
             env={},
-            pass_fds=[other] if other else [],
+            pass_fds=[second_descriptor] if second_descriptor else [],
             start_new_session=True,
         )
 
 
 # The largest absolute value of a score.
 MAX_SCORE = 1e6
-# The time limit for the score of one answer, and for running the file at first.
+# The time limit for each reply of a user's code: for running the file, and then for each call.
 ANSWER_TIMEOUT_S = 60.0
 SCORES = f"a number from -{MAX_SCORE:g} to {MAX_SCORE:g}, or such numbers by name"
 # What a function must do, for messages.
@@ -175,13 +199,19 @@ RETURNS_SCORES = f"returns {SCORES}, for every answer"
 class CodeProcess:
     """A user's Python file that runs in a separate process; a subclass calls what the file defines.
 
-    Its output goes to standard error. The process starts at the first call. On Linux it ends at the
-    latest with the thread that started it, since `worker.main` asks for a signal at that thread's end
-    (PR_SET_PDEATHSIG).
+    The process starts when `start` is first called. Its output goes to standard error. On Linux it ends
+    at the latest with the thread that called `start`, since `worker.main` asks for a signal at that
+    thread's end (PR_SET_PDEATHSIG).
+
+    Each message to the process is a line of JSON, and so is each reply. The first message is [source,
+    path, name of the function or class], and lets the process run the file. Each further message is a
+    call: [function, arguments, named arguments] for a function, and as `worker._play` says for an
+    environment. A reply is [null, result], or [name of the exception, its text]. Arguments and results
+    that JSON cannot express, such as sets, are encoded by `worker.encoded`.
 
     Attributes:
-        key: the key that names the file, for messages.
-        role: the role of the process, see `worker`.
+        key: the configuration key that names the file, for error messages.
+        role: the role of the process, "function" or "environment", see `worker`.
         expected: what the code must do, the end of the sentence "correct it, so that it ...".
     """
 
@@ -190,7 +220,7 @@ class CodeProcess:
     expected = ""
 
     def __init__(self, code: Code, sha256: str) -> None:
-        """Take the function or class, and the digest that the file must have."""
+        """Take the function or class, and the hex SHA-256 that its file must have."""
         self._code = code
         self._sha256 = sha256
         self._process: subprocess.Popen[bytes] | None = None
@@ -199,7 +229,8 @@ class CodeProcess:
         """Start the process and run the file in it, unless that has been done.
 
         Returns:
-            the reply to the first message, see `worker`; None if the process has been started before.
+            the result of the first message: None for a function, and the class's `tools` for an
+            environment; None if the process has been started before.
 
         Raises:
             InputRefused: the file cannot be read, raises an exception, or does not define the name.
@@ -207,6 +238,8 @@ class CodeProcess:
         """
         if self._process is not None:
             return None
+        # The user has allowed only the file with this digest to run. So these bytes are what runs, and
+        # the process does not read the file again.
         source = self._code.vouched_source(self._sha256)
         self._socket, child_end = socket.socketpair()
         self._socket.settimeout(ANSWER_TIMEOUT_S)
@@ -216,14 +249,14 @@ class CodeProcess:
         # A finalizer also ends the process if this object is collected without `close`.
         self._end_process = weakref.finalize(self, _end, self._process)
         return self._ask(
-            source.decode("latin-1"),  # a character for each byte, see `worker`
+            source.decode("latin-1"),  # a character for each byte; Python knows the file's encoding
             str(without_links(self._code.path)),
             self._code.function,
             where=self.key,
         )
 
     def close(self) -> None:
-        """End the process and its children; a later call starts a new one."""
+        """End the process and its children; a later `start` starts a new process."""
         if self._process is not None:
             self._end_process()
             self._replies.close()
@@ -231,54 +264,72 @@ class CodeProcess:
             self._process = None
 
     def _start_worker(self, channel: socket.socket) -> subprocess.Popen[bytes]:
-        """Start the program `worker`, with this socket as its standard input."""
-        return self._popen(channel, [], stdout=2)
+        """Start the program `worker`, with this socket as its standard input.
+
+        A subclass whose process is confined overrides this and gives `_popen` other arguments.
+        """
+        return self._popen(channel, [], stdout=2)  # 2 is the trainer's standard error
 
     def _popen(
         self, channel: socket.socket, folders: Sequence[str], **streams: Any
     ) -> subprocess.Popen[bytes]:
-        """Do what `_start_worker` does.
+        """Start the program `worker` in the role of this class.
 
         Args:
-            channel: the socket.
-            folders: the folders that the process may see once it is confined; see `worker`.
+            channel: the socket that becomes its standard input.
+            folders: the folders that the process may see once it is confined; empty if it is not
+                confined.
             streams: further arguments of `subprocess.Popen`.
         """
+        # -P keeps the folder of `worker` out of the import path, and -u prints without delay. There is
+        # no second socket (0).
         command = [sys.executable, "-P", "-u", worker.__file__, self.role, "0", *folders]
         # A new session keeps Ctrl-C from ending the process, since the run may still have to save.
         return subprocess.Popen(command, stdin=channel.fileno(), start_new_session=True, **streams)
 
     def _ask(self, *message: object, where: str) -> Any:
-        """Send a message, see `worker`, and return the reply; `where` begins the text of an error."""
+        """Send a message and return the result in its reply; the class says what both look like.
+
+        Args:
+            message: the elements of the message.
+            where: the beginning of the text of an error.
+
+        Raises:
+            InputRefused: the code raised an exception, took too long, or ended its process. The process
+                is ended in each case.
+        """
         process = self._process
-        assert process
+        assert process  # `start` has been called
         reply = b""
-        problem = None
+        is_late = False
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
             reply = self._replies.readline()
         except TimeoutError:
-            problem = f"took more than {ANSWER_TIMEOUT_S:.0f} s"
+            is_late = True
         except ConnectionError:
-            # The process is dead. So the reply is incomplete, and the error is raised below.
+            # The process is dead, so `reply` has no line. The error is raised below.
             pass
         finally:
+            # A complete reply is a line. Without one the process is ended, since its late reply would be
+            # read as the reply to the next message. This is in `finally`, because Ctrl-C may interrupt
+            # the wait, too.
             is_complete = reply.endswith(b"\n")
-            # This is in `finally`, because Ctrl-C may interrupt the wait as well: a late reply must not
-            # be read as the reply to the next call.
             if not is_complete:
                 self.close()
+        if is_late:
+            raise self._error(where, f"took more than {ANSWER_TIMEOUT_S:.0f} s")
         if not is_complete:
             # `close` has waited for the process's end, so the exit code is known.
-            problem = problem or f"ended its process (exit code {process.returncode})"
-            raise self._error(where, problem)
-        raised, result = json.loads(reply)
-        if raised:
-            raise self._error(where, f"raised {raised}: {result}")
+            raise self._error(where, f"ended its process (exit code {process.returncode})")
+        exception_name, result = json.loads(reply)
+        if exception_name:
+            # In this case the result is the exception's text.
+            raise self._error(where, f"raised {exception_name}: {result}")
         return result
 
     def _error(self, where: str, problem: str) -> InputRefused:
-        """End the process, and return the error."""
+        """End the process, since the run stops at such an error, and return the error."""
         self.close()
         return code_error(where, self._code.value, problem, self.expected)
 
@@ -305,9 +356,11 @@ class FunctionProcess(CodeProcess):
         """
         self.start()
         arguments = worker.encoded([prompt, completion, record])
+        # The function gets all arguments by position. Every call has named arguments, though, because
+        # tests call a solution by the same messages.
         named_arguments = worker.encoded({})
-        reply = self._ask(self._code.function, arguments, named_arguments, where=where)
-        score = worker.decoded(reply)
+        result = self._ask(self._code.function, arguments, named_arguments, where=where)
+        score = worker.decoded(result)
         parts = score_parts(score)
         if parts is None:
             raise self._error(where, f"returned {score!r:.60}")
@@ -316,15 +369,16 @@ class FunctionProcess(CodeProcess):
 
 def score_parts(score: Any) -> dict[str, float] | None:
     """Return the named parts of a function's score of an answer; None if it is not a score."""
-    # Anything but a mapping with parts is taken for a number, which is then checked. So an empty mapping
-    # is refused, too.
-    parts = score if isinstance(score, Mapping) and score else {"": score}
+    parts: Mapping[Any, Any] = {"": score}  # a plain number is a single part with the name ""
+    if isinstance(score, Mapping):
+        if not score:
+            return None
+        parts = score
     valid_parts: dict[str, float] = {}
     for name, part in parts.items():
         # The comparison is false for NaN. Larger numbers would overflow in sums and gradients.
         if not (isinstance(part, int | float) and abs(part) <= MAX_SCORE):
             return None
-        # The name "" is that of a plain number.
         if not (isinstance(name, str) and (name == "" or name.isidentifier())):
             return None
         valid_parts[name] = float(part)

@@ -55,6 +55,14 @@ def advise(sweep: Sweep, table: Table) -> list[Advice]:
     if table.best is None:
         return [Advice("Every member diverged: lower the learning rates.")]
     best = table.best.setting
+    means = [setting.mean.value for setting in table.settings if setting.mean]
+    if len(means) > 1 and len(set(means)) == 1:
+        return [
+            *_divergence_advice(best),
+            Advice(
+                f"All settings have the same score, {means[0]:.3g} {table.unit}: none is better."
+            ),
+        ]
     return [
         *_divergence_advice(best),
         *_edge_advice(sweep, table, best),

@@ -6,6 +6,7 @@ A group is the members that one graph could hold. They train in rounds: the memb
 once. A cohort is a round while it trains, with its engine.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -444,6 +445,7 @@ class SweepProgress:
     def write_summaries(self, cohort: Cohort) -> None:
         """Write the summary row into the metrics of each member that finished, as any run does."""
         self._refresh_outcomes(cohort)
+        doubtful = defaultdict[str, list[str]](list)  # {warning: the members that it is about}
         for place, session in enumerate(cohort.sessions):
             if place in cohort.divergences:
                 continue
@@ -456,9 +458,11 @@ class SweepProgress:
             rows = self.outcomes[member.index].rows
             further_entries |= session.task.summary(rows)
             if doubt := session.task.doubt(rows):
-                self._warn(f"member {member.index}: {doubt}")
+                doubtful[doubt].append(str(member.index))
             summary = results.make_summary(rows, session.run, further_entries)
             session.run.log({"update": summary["update"], "summary": summary})
+        for doubt, members in doubtful.items():
+            self._warn(f"member {', '.join(members)}: {doubt}")
         self._refresh_outcomes(cohort)
 
     def record_time(self) -> None:

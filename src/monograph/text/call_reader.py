@@ -118,7 +118,8 @@ def message_of(
                 calls.append({"name": call_piece.name, "arguments": ""})
             calls[call_piece.number]["arguments"] += call_piece.arguments
     for call in calls:
-        with suppress(ValueError, RecursionError):  # text that is no JSON stays as it is
+        # Text that is no JSON, or is nested too deeply, stays as it is.
+        with suppress(ValueError, RecursionError):
             call["arguments"] = parse_json(call["arguments"])
     content = "".join(answer_piece.content for answer_piece in answer_pieces)
     return {"role": "assistant", "content": content, "tool_calls": calls}

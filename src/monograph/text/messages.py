@@ -36,10 +36,10 @@ MESSAGE_KEYS: Mapping[str, str] = MappingProxyType(
 METADATA = frozenset(
     "id index turn timestamp created_at date source model lang language country meta metadata".split()
 )
-# The key that a message has after it was read, if it is not trained on; its value is 0.
+# The key of a message that is not trained on. After the message was read, the key's value is 0.
 WEIGHT = "weight"
 CALLS = "tool_calls"
-# The keys of an assistant's thoughts. They are names of one thing, and a template may read any one.
+# The keys of an assistant's thoughts. They name the same thing, and a template may read any one of them.
 THOUGHTS = frozenset({"reasoning_content", "thinking", "reasoning"})
 # Keys that may be there although the template does not read them.
 _NEVER_REFUSED = frozenset({"role", "content", "name", "tool_call_id", *METADATA})
@@ -78,13 +78,13 @@ def for_template(
     words = template.words
     for number, message in enumerate(converted):
         for key in message.keys() - words - {"role", "content"}:
-            # If the template reads thoughts by another key, `ChatTemplate` gives them by that key.
+            # The template may read thoughts by another key. `ChatTemplate` then puts them there.
             if key in THOUGHTS and not THOUGHTS.isdisjoint(words):
                 continue
             if key in _NEVER_REFUSED or key in THOUGHTS:
                 counter[f"unread {key}"] += 1
                 continue
-            # A template may read all keys without naming them, so it is tried out.
+            # A template may read all keys in a loop, without naming them. So it is tried out.
             if _has_effect(template, converted, number, key, variables):
                 continue
             if key in MESSAGE_KEYS:

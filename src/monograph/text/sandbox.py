@@ -70,7 +70,7 @@ class _Dict:
 class _Namespace(Namespace):
     """`namespace` for templates, without names that begin with an underscore."""
 
-    # There is no parameter `self`, because a template may give a value this name.
+    # There is no parameter named `self`, because a template may use `self` as the name of a value.
     def __init__(*self_and_pairs: object, **values: object) -> None:
         self, *pairs = self_and_pairs
         all_values = dict(*pairs, **values)
