@@ -177,6 +177,7 @@ def test_records_are_held_out_apart_although_all_have_the_same_opening(tmp_path:
     source = write(tmp_path / "p.jsonl", *({"opening": "a", "n": number} for number in range(400)))
     prompts = read(source, opened_by(Opened), held_out=0.2)
     assert 40 < len(prompts.held_out) < 120
+    assert {prompt.text for prompt in prompts.held_out} == {"a"}
 
 
 def test_what_an_environment_opens_wrongly_is_refused_with_the_place_once(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from monograph.session.objectives.rewards import RewardTask
 from monograph.session.reporting import Reporter, _planned_memory_text
 from monograph.session.sample_prompt import SamplePrompt
 from monograph.text.tokenizer import Tokenizer
+from rewarded import OPTIONS
 
 
 class TimedRun:
@@ -157,7 +158,20 @@ def test_a_run_of_which_one_prompt_taught_something_is_not_doubted(
     rows = [{"update": number, "dead": share} for number, share in enumerate(dead)] + [
         {"update": 2, "eval_reward": 1}
     ]
-    assert bool(RewardTask.doubt(SimpleNamespace(), rows)) == doubted  # type: ignore[arg-type]
+    task: Any = SimpleNamespace(drawer=SimpleNamespace(options=OPTIONS))
+    assert bool(RewardTask.doubt(task, rows)) == doubted
+
+
+@pytest.mark.parametrize(
+    ("masks", "cut", "said"),
+    [(True, 1.0, "all answers were cut"), (True, 0.5, "same reward"), (False, 1.0, "same reward")],
+)
+def test_a_doubt_about_rewards_says_why_nothing_was_learned(
+    masks: bool, cut: float, said: str
+) -> None:
+    options = replace(OPTIONS, masks_truncated=masks, turns=3)
+    task: Any = SimpleNamespace(drawer=SimpleNamespace(options=options))
+    assert said in RewardTask.doubt(task, [{"dead": 1.0, "cut": cut}, {"eval_reward": 1.0}])
 
 
 def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> None:

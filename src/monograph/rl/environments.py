@@ -15,7 +15,8 @@ environment is done. An environment is a class:
 Each episode has an object of its own. An answer is a text. If there are tools, it is a message, in which
 the calls have been read: {"role": "assistant", "content": "...", "tool_calls": [{"name": "add",
 "arguments": {"a": 1}}]}. Arguments that are no JSON are a text. An observation is a text, a message, or
-a list of messages; None is an empty text. A reward is a number, or a dict of numbers by name.
+a list of messages of users or tools; None is an empty text, which in a chat only the last observation
+may be. A reward is a number, or a dict of numbers by name.
 
 A user's file runs in a few separate processes, each of which has many episodes. A process first runs
 the file as the user's own program, and then gives up its rights, as the process of a model's program

@@ -69,7 +69,7 @@ class SplitItems(NamedTuple):
     """The items of all records, in two parts.
 
     An item is what the caller of `read_items` makes of a record, such as a `Prompt`. It has the
-    attribute `text`, whose hash decides whether the item is held out.
+    attribute `text`, whose hash usually decides whether the item is held out.
 
     Attributes:
         sources: the files.
@@ -108,6 +108,7 @@ def read_items(
     needs: str,
     progress: ProgressCallback | None = None,
     keys: RecordKeys | None = None,
+    splits_by_record: bool = False,
 ) -> SplitItems:
     """Read records from JSON lines or tables, and make an item of each.
 
@@ -118,6 +119,8 @@ def read_items(
         needs: what a record must have, for messages.
         progress: see `monograph.data.progress`.
         keys: the keys that a record may have; None: any.
+        splits_by_record: whether a hash of the whole record decides if it is held out, instead of one of
+            the item's text.
 
     Raises:
         InputRefused: a record is bad, and the message names its file and line; or no record is left
@@ -132,7 +135,8 @@ def read_items(
         for where, record in _records(sources, needs, keys):
             result = record if isinstance(record, Fault) else make_item(where, record)
             if not isinstance(result, Fault):
-                is_held_out = _is_held_out(result.text, reading.held_out)
+                text = json.dumps(record, sort_keys=True) if splits_by_record else result.text
+                is_held_out = _is_held_out(text, reading.held_out)
                 (held_out if is_held_out else train).append(result)
             elif not reading.skips_bad:
                 raise InputRefused(f"{where}: {result.detail}; or set data.bad_records = skip")
@@ -180,8 +184,7 @@ class Prompt(NamedTuple):
     """A prompt.
 
     Attributes:
-        text: the prompt as rewards get it: a text, or the JSON of a chat's messages; with an environment,
-            the JSON of the whole record.
+        text: the prompt as rewards get it: a text, or the JSON of a chat's messages.
         ids: the prompt's tokens, at least one.
         record: the whole record, which rewards read.
         where: the record's file and line, for messages.
@@ -285,7 +288,12 @@ def read_prompts(
         return _check_for_reward(prompt, reward, refuse_bad=not reading.skips_bad)
 
     prompts = read_items(
-        reading, read_prompt, "rl.reward needs records with a prompt each", progress
+        reading,
+        read_prompt,
+        "rl.reward needs records with a prompt each",
+        progress,
+        # Many records may have the same opening.
+        splits_by_record=reward.environments is not None,
     )
     # Everything on which the prompts and their order depend.
     identity = [
@@ -435,8 +443,6 @@ def _prompt(record: JsonRecord, kept: JsonRecord, where: str, settings: _PromptS
     is_chat = isinstance(kept[settings.key], list)
     chat_keys: JsonRecord = {}
     if settings.environments is not None:
-        # Many records may have the same opening, so the whole record decides whether it is held out.
-        text = json.dumps(record, sort_keys=True)
         chat_keys = {key: kept[key] for key in CHAT_KEYS if key in kept}
     return Prompt(text, ids, record, where, teacher_ids, is_chat, chat_keys)
 

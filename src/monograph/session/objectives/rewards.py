@@ -1027,11 +1027,20 @@ class RewardTask(SweptTask):
         }
 
     def doubt(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return a warning if all answers to a prompt had the same reward, for every prompt."""
+        """Return a warning if nothing was learned, because all answers to each prompt had the same reward
+        or were left out.
+        """
         # "dead" is the share of prompts whose answers had equal rewards, which give no gradient.
         dead_shares = [row["dead"] for row in rows if "dead" in row]
         if not dead_shares or min(dead_shares) < 1:
             return ""
+        options = self.drawer.options
+        if options.masks_truncated and all(row["cut"] == 1 for row in rows if "cut" in row):
+            longer = "rl.max_new_tokens" if options.turns == 1 else "rl.max_new_tokens or rl.turns"
+            return (
+                "all answers were cut, and rl.truncated = mask leaves these out, so nothing was learned from them: "
+                f"raise {longer}, or leave rl.truncated out"
+            )
         return (
             "the answers to a prompt all had the same reward, so nothing was learned from them: take prompts that the "
             "model gets right now and then, a larger rl.group, or a reward that gives part of the points"
