@@ -28,7 +28,7 @@ def pages() -> dict[Path, list[str]]:
         "docs/generate.md": [tables.generating()],
         "docs/serve.md": [tables.serving(), tables.serving("gpu/serve")],
         "docs/siblings.md": [tables.fusing()],
-        "docs/lora.md": [tables.launching_members()],
+        "docs/lora.md": [tables.sharing_a_base(), tables.launching_members()],
         "docs/transfer.md": [tables.carrying()],
         "docs/sweep.md": [tables.sweeping()],
         "docs/profile.md": [tables.changing()],

@@ -194,6 +194,36 @@ def launching() -> str:
     return "\n".join(lines)
 
 
+def sharing_a_base() -> str:
+    """Return one line for each case of benchmarks/shared_base.py."""
+    found = result("shared_base")
+    at = found["machine"]
+    members = found["settings"]["members"]
+    lines = [
+        f"{members} sets of adapters, fp32, {at['device']}, {at['threads']} threads, a load of "
+        f"{at['load_average']:.0f} before; the ratio of times, and of CPU times. Printed by "
+        "[benchmarks/shared_base.py](../benchmarks/shared_base.py).",
+        "",
+        "| model | parameters | tokens of each | base | mode | one by one, s | at once, s | faster | in CPU time |",
+        "|---" * 9 + "|",
+    ]
+    for case in found["cases"]:
+        times = case["update_of_all_s"]
+        cells = [
+            case["shape"].partition(",")[0],
+            f"{case['parameters'] / 1e6:.1f} M",
+            f"{case['tokens_of_a_member']:,}",
+            "fp32" if case["base"] == "auto" else case["base"],
+            case["mode"],
+            *(f"{times[side]['median']:.3g}" for side in ("one by one", "at once")),
+        ]
+        for kind in ("wall", "cpu"):
+            ratio = case["speedup"][kind]
+            cells.append(f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def launching_members() -> str:
     """Return what members on one base launch and move beside one, by benchmarks/members_launches.py."""
     lines = [
