@@ -318,10 +318,24 @@ def _add_adapters_of_rows(
             change_O1 = tl.load(change_at_O1, mask=is_adapted_O1, other=0.0).to(tl.float32)
             added_RO += (total_RO - bias_O[None, :]) * change_O1.T
         added_RO = _add_adapter(
-            added_RO, partial, b + long_slot * columns * RANK, layer, row_R, is_own_R1, column_O1,
-            is_adapted_O1, row_count, tl.load(scales + slot), columns, RANK, RANKS, SPLITS, LAYERS,
-            dtype, PRECISION,
-        )  # fmt: skip
+            added_RO,
+            partial,
+            b + long_slot * columns * RANK,
+            layer,
+            row_R,
+            is_own_R1,
+            column_O1,
+            is_adapted_O1,
+            row_count,
+            tl.load(scales + slot),
+            columns,
+            RANK,
+            RANKS,
+            SPLITS,
+            LAYERS,
+            dtype,
+            PRECISION,
+        )
         total_RO = tl.where(is_own_R1, added_RO, total_RO)
         # The rows that are done get slot 0, so the next slot is the highest of the others.
         slot_R = tl.where(slot_R == slot, 0, slot_R)
@@ -452,14 +466,40 @@ def _multiply(
         if FORM == "nf4":
             even_RH, odd_RH = tl.split(tl.reshape(factor_RS, (ROWS, CHANNELS // 2, 2)))
             total_RO = _add_nf4(
-                total_RO, even_RH, odd_RH, weight, scales, steps, mean, table_T,
-                column_O1, is_column_O1, begin, K, COLUMNS, CHANNELS, PRECISION,
-            )  # fmt: skip
+                total_RO,
+                even_RH,
+                odd_RH,
+                weight,
+                scales,
+                steps,
+                mean,
+                table_T,
+                column_O1,
+                is_column_O1,
+                begin,
+                K,
+                COLUMNS,
+                CHANNELS,
+                PRECISION,
+            )
             if GATED:
                 up_RO = _add_nf4(
-                    up_RO, even_RH, odd_RH, weight_1, scales_1, steps_1, up_mean, table_T,
-                    column_O1, is_column_O1, begin, K, COLUMNS, CHANNELS, PRECISION,
-                )  # fmt: skip
+                    up_RO,
+                    even_RH,
+                    odd_RH,
+                    weight_1,
+                    scales_1,
+                    steps_1,
+                    up_mean,
+                    table_T,
+                    column_O1,
+                    is_column_O1,
+                    begin,
+                    K,
+                    COLUMNS,
+                    CHANNELS,
+                    PRECISION,
+                )
         else:
             offset_OS = column_O1 * K + begin + offset_S[None, :]
             # 16 bits represent the codes of int8 exactly; their scales follow after the sum.
@@ -488,27 +528,90 @@ def _multiply(
                 layer, magnitude_changes_0, magnitude_changes_1, magnitude_changes_2, CHOICES
             )
             total_RO = _add_adapters_of_rows(
-                total_RO, bias_O, partial, b, adapter_scales, magnitude_changes, slot_R, layer, row_R, column_O1,
-                is_adapted_O1, row_count, columns, RANK, RANKS, SPLITS, LAYERS, MAGNITUDES, adapter_dtype,
+                total_RO,
+                bias_O,
+                partial,
+                b,
+                adapter_scales,
+                magnitude_changes,
+                slot_R,
+                layer,
+                row_R,
+                column_O1,
+                is_adapted_O1,
+                row_count,
+                columns,
+                RANK,
+                RANKS,
+                SPLITS,
+                LAYERS,
+                MAGNITUDES,
+                adapter_dtype,
                 ADAPTER_PRECISION,
-            )  # fmt: skip
+            )
             if GATED:
                 up_RO = _add_adapters_of_rows(
-                    up_RO, bias_O, partial, b_1, adapter_scales, magnitude_changes_1, slot_R, 1, row_R, column_O1,
-                    is_up_adapted_O1, row_count, columns, RANK, RANKS, SPLITS, LAYERS, MAGNITUDES,
-                    adapter_dtype, ADAPTER_PRECISION,
-                )  # fmt: skip
+                    up_RO,
+                    bias_O,
+                    partial,
+                    b_1,
+                    adapter_scales,
+                    magnitude_changes_1,
+                    slot_R,
+                    1,
+                    row_R,
+                    column_O1,
+                    is_up_adapted_O1,
+                    row_count,
+                    columns,
+                    RANK,
+                    RANKS,
+                    SPLITS,
+                    LAYERS,
+                    MAGNITUDES,
+                    adapter_dtype,
+                    ADAPTER_PRECISION,
+                )
         else:
             total_RO = _add_adapter(
-                total_RO, partial, b, layer, row_R, is_row_R1, column_O1 * RANK, is_adapted_O1,
-                row_count, SCALE, 1, RANK, RANKS, SPLITS, LAYERS, adapter_dtype, ADAPTER_PRECISION,
-            )  # fmt: skip
+                total_RO,
+                partial,
+                b,
+                layer,
+                row_R,
+                is_row_R1,
+                column_O1 * RANK,
+                is_adapted_O1,
+                row_count,
+                SCALE,
+                1,
+                RANK,
+                RANKS,
+                SPLITS,
+                LAYERS,
+                adapter_dtype,
+                ADAPTER_PRECISION,
+            )
             if GATED:
                 up_RO = _add_adapter(
-                    up_RO, partial, b_1, 1, row_R, is_row_R1, column_O1 * RANK, is_up_adapted_O1,
-                    row_count, SCALE, 1, RANK, RANKS, SPLITS, LAYERS, adapter_dtype,
+                    up_RO,
+                    partial,
+                    b_1,
+                    1,
+                    row_R,
+                    is_row_R1,
+                    column_O1 * RANK,
+                    is_up_adapted_O1,
+                    row_count,
+                    SCALE,
+                    1,
+                    RANK,
+                    RANKS,
+                    SPLITS,
+                    LAYERS,
+                    adapter_dtype,
                     ADAPTER_PRECISION,
-                )  # fmt: skip
+                )
     if GATED:
         total_RO = gated(total_RO, up_RO, dtype, GELU)
     out_offset_RO = row_R[:, None] * out_columns + first_column + column_O[None, :]

@@ -50,11 +50,27 @@ def _copy_to(heads, stride_head, out, K, F, KEY_HEADS: tl.constexpr, PAIRS: tl.c
 
 @triton.jit
 def _rotate_queries_and_keys(
-    query, key, cos, sin, query_out, key_out,
-    query_row, query_position, query_head, key_row, key_position, key_head, angles_row,
-    T, H, K, F,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    cos,
+    sin,
+    query_out,
+    key_out,
+    query_row,
+    query_position,
+    query_head,
+    key_row,
+    key_position,
+    key_head,
+    angles_row,
+    T,
+    H,
+    K,
+    F,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     """Rotate the query and key heads of one token.
 
     `query_row` to `angles_row` are strides in elements: those of the axes B, T and H of `query`, of the axes
@@ -76,12 +92,30 @@ def _rotate_queries_and_keys(
 
 @triton.jit
 def _rotate_gradients_back(
-    query, key, value, cos, sin, out,
-    query_row, query_position, query_head, key_row, key_position, key_head,
-    value_row, value_position, value_head, angles_row,
-    T, H, K, F,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    out,
+    query_row,
+    query_position,
+    query_head,
+    key_row,
+    key_position,
+    key_head,
+    value_row,
+    value_position,
+    value_head,
+    angles_row,
+    T,
+    H,
+    K,
+    F,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     """Write the gradients of one token's query, key and value heads next to each other.
 
     Those of queries and keys are rotated by the negative angles. For `query_row` to `angles_row` see
