@@ -181,7 +181,7 @@ COMMON = [
 ]
 
 
-def supervised(home: Path, name: str, seed: int) -> Path:
+def supervised(home: Path, name: str, seed: int, updates: int) -> Path:
     """Train a new model on the poor player's chats; return the folder of its run."""
     task, folder = TASKS[name], home / f"{name}-{seed}"
     folder.mkdir()
@@ -194,7 +194,7 @@ def supervised(home: Path, name: str, seed: int) -> Path:
     harness.command(
         home, "train", str(folder / "chats.jsonl"), *COMMON, f"model.init={folder / 'new'}",
         f"data.sequence_length={task.length}", "optim.lr=1e-3", "train.tokens_per_update=4096",
-        f"train.updates={task.updates}", f"train.seed={seed}", "--out", str(folder / "base"),
+        f"train.updates={updates}", f"train.seed={seed}", "--out", str(folder / "base"),
     )  # fmt: skip
     return folder
 
@@ -243,7 +243,8 @@ def main() -> None:
             length = f"train.minutes={TASKS[name].minutes}"
             if options.updates:
                 length = f"train.updates={options.updates}"
-            folder = supervised(Path(home), name, seed)
+            supervised_updates = 2 if options.smoke else TASKS[name].updates
+            folder = supervised(Path(home), name, seed, supervised_updates)
             found["cases"].append(measured(Path(home), folder, name, seed, length))
     harness.print_table(
         ["task", "seed", "before", "after", "unseen", "turns before", "after", "updates", "seconds", "apart"],

@@ -112,3 +112,10 @@ def test_reward_precision(script, monkeypatch, tmp_path):
     same, other = smoke(script("reward_precision"), monkeypatch, tmp_path / "found.json")["cases"]
     assert (same["way"], same["most"], other["way"]) == ("bf16 same", 0, "bf16 from fp32")
     assert other["most"] < 0.5
+
+
+@pytest.mark.slow
+def test_episodes(script, monkeypatch, tmp_path):
+    [case] = smoke(script("episodes"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert case["task"] == "guess" and case["updates"] == 2 and case["apart"] < 1e-5
+    assert 1 <= case["turns_before"] <= 4

@@ -55,6 +55,7 @@ def test_gradients_are_those_of_autograd(name: str) -> None:
         torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_captured_gradients_are_those_of_autograd() -> None:
     """In bf16, whose rounding of each matrix before the product is the same."""
     tokens = torch.zeros(2, 9, dtype=torch.int64)

@@ -313,7 +313,7 @@ class _SmallModel:
 
         The first part has NEW_TOKENS tokens, and every other part has one.
         """
-        model = self.model.eval()
+        model = self.model.train(False)
         ids_BT = self.unpacked_window["tokens"][:2, :PROMPT_TOKENS].to(self.device)
         cache = KVCache.allocate(
             SHAPE, rows=2, slots=PROMPT_TOKENS, dtype=torch.float64, device=self.device
