@@ -124,10 +124,15 @@ def _three_numbers(draws: random.Random) -> dict[str, Any]:
     return {"numbers": [draws.randrange(10) for _ in range(3)]}
 
 
+def _numbered(draws: random.Random) -> dict[str, Any]:
+    """Return a record that the environment does not read. Equal ones would be held out together."""
+    return {"game": draws.randrange(10**9)}
+
+
 TASKS = {
-    "guess": Task(Guess, lambda draws: {}, _guesses, 4, 8, 95, 150, 5e-4, 2.0),
+    "guess": Task(Guess, _numbered, _guesses, 4, 8, 95, 150, 5e-4, 2.0),
     "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 191, 300, 5e-4, 3.0),
-    "shell": Task(Shell, lambda draws: {}, _types, 8, 24, 255, 300, 5e-4, 3.0),
+    "shell": Task(Shell, _numbered, _types, 8, 24, 255, 300, 5e-4, 3.0),
 }
 
 
