@@ -123,9 +123,7 @@ class OwnEnvironments:
         def begin() -> Said:
             state = random.Random(seed).getstate()
             # The class may change the record, which other episodes read, too.
-            opening = self._called(
-                episode, state, lambda: self._class(), "reset", copy.deepcopy(record)
-            )
+            opening = self._called(episode, state, self._class, "reset", copy.deepcopy(record))
             return _opening(opening, where, self._name)
 
         return _done(begin)

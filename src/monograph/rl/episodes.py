@@ -38,7 +38,7 @@ from monograph.decode.request import Finish, LogProbability, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.transcript import Transcript
 from monograph.errors import InputRefused
-from monograph.rl.arrange import AnswerGroup, Rollout
+from monograph.rl.arrange import AnswerGroup, Rollout, RolloutOptions
 from monograph.rl.environments import (
     KEY,
     TOOLS_NEED_A_CHAT,
@@ -146,22 +146,6 @@ class Episode(Completion):
         return dict(sums)
 
 
-class EpisodeOptions(NamedTuple):
-    """How episodes are sampled.
-
-    Attributes:
-        turns: the maximum number of answers of an episode.
-        discount: the discount of rewards by turn.
-        max_new_tokens: the maximum number of tokens of an answer.
-        temperature: of sampling.
-    """
-
-    turns: int
-    discount: float
-    max_new_tokens: int
-    temperature: float
-
-
 class Start(NamedTuple):
     """What an episode begins with.
 
@@ -210,7 +194,7 @@ class EpisodeSampler:
         environments: Environments,
         tokenizer: Tokenizer,
         end_ids: tuple[int, ...],
-        options: EpisodeOptions,
+        options: RolloutOptions,
     ) -> None:
         """Take the environments, the tokenizer with its date, the ids that end an answer, and options."""
         self._environments = environments
@@ -269,7 +253,8 @@ class EpisodeSampler:
                 ).done
                 for reply in replies:
                     episode = waiting.pop(reply)
-                    if isinstance(said := reply.result(), Observation):
+                    said = reply.result()
+                    if isinstance(said, Observation):
                         finish = self._observed(episode, said, generator.slots)
                     else:
                         self._opened(episode, said, generator.slots)
@@ -476,16 +461,13 @@ class EpisodeDrawer(Drawer):
 
     def _sample_on_this_rank(self, starts: Sequence[Start]) -> list[Episode]:
         """Do what `draw` does, without other ranks."""
-        options = self.options
         environments = self.reward.environments
         assert environments is not None
         sampler = EpisodeSampler(
             environments,
             self.prompts.tokenizer.with_date(TEMPLATE_DATE),
             self.end_ids,
-            EpisodeOptions(
-                options.turns, options.discount, options.max_new_tokens, options.temperature
-            ),
+            self.options,
         )
         # See `Drawer._draw_on_this_rank`.
         generator = self.generator

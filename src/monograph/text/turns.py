@@ -20,8 +20,8 @@ from monograph.text.tokenizer import Tokenizer
 # A text that stands for an answer, so that the text around the answer can be found. If a template knows
 # thoughts, it must repeat these, too, so thoughts are put before the text.
 _ANSWER = "It is an answer."
-_THOUGHTS = "<think>\nIt is a thought.\n</think>\n\n"
-_END_OF_THOUGHTS = "</think>"
+_END_OF_THOUGHTS = "</think>\n\n"
+_THOUGHTS = f"<think>\nIt is a thought.\n{_END_OF_THOUGHTS}"
 
 
 class ChatTurns:
@@ -70,35 +70,35 @@ class ChatTurns:
             TemplateRefusal: the template does not repeat earlier answers as they were written.
             InputRefused: the template refuses the messages.
         """
-        for answer in self._stand_ins():
-            grown = [*self._messages, {"role": "assistant", "content": answer}, *messages]
-            marker = self._marker(grown)
-            before = self._render(self._messages, marker)
-            text = self._render(grown, marker)
-            # Space before the answer, if the template writes some, is a part of what is sampled.
-            after_before = text.removeprefix(before).lstrip()
-            if not text.startswith(before) or not after_before.startswith(answer):
-                continue
-            self._messages = grown
-            text_after = after_before.removeprefix(answer)
-            ids = self._tokenizer.encode_rendered(text_after, marker, inside=True)
-            has_end = bool(answer_ids) and answer_ids[-1] in self._stop_ids
-            if has_end and ids and ids[0] in self._stop_ids:
-                return ids[1:]
-            return ids
-        raise TemplateRefusal(
-            "the model's chat template does not repeat earlier answers as they were written (it may leave out "
-            "thoughts), so what is learned in one turn would not be what is read in the next: take a model whose "
-            "template repeats them, or episodes of one turn"
-        )
+        answer = self._stand_in()
+        grown = [*self._messages, {"role": "assistant", "content": answer}, *messages]
+        marker = self._marker(grown)
+        before = self._render(self._messages, marker)
+        text = self._render(grown, marker)
+        # Space before the answer, if the template writes some, is a part of what is sampled.
+        after_before = text.removeprefix(before).lstrip()
+        if not text.startswith(before) or not after_before.startswith(answer):
+            raise TemplateRefusal(
+                "the model's chat template does not repeat earlier answers as they were written (it may leave out "
+                "thoughts), so what is learned in one turn would not be what is read in the next: take a model whose "
+                "template repeats them, or episodes of one turn"
+            )
+        self._messages = grown
+        text_after = after_before.removeprefix(answer)
+        ids = self._tokenizer.encode_rendered(text_after, marker, inside=True)
+        has_end = bool(answer_ids) and answer_ids[-1] in self._stop_ids
+        if has_end and ids and ids[0] in self._stop_ids:
+            return ids[1:]
+        return ids
 
-    def _stand_ins(self) -> list[str]:
-        """Return the texts that may stand for an answer."""
-        if _END_OF_THOUGHTS not in self._template.source:
-            return [_ANSWER]
+    def _stand_in(self) -> str:
+        """Return the text that stands for an answer; with thoughts, if the template knows them."""
+        if _END_OF_THOUGHTS.strip() not in self._template.source:
+            return _ANSWER
         # If the beginning of an answer already has thoughts, such as empty ones, the answer has none.
-        has_thoughts = self._render(self._messages, "").endswith(_THOUGHTS[-len("</think>\n\n") :])
-        return [_ANSWER] if has_thoughts else [_THOUGHTS + _ANSWER]
+        if self._render(self._messages, "").endswith(_END_OF_THOUGHTS):
+            return _ANSWER
+        return _THOUGHTS + _ANSWER
 
     def _marker(self, messages: Sequence[Message]) -> str:
         """Return the marker for messages; see `monograph.text.chat.marker_for`."""
