@@ -301,8 +301,8 @@ REFUSED = {
         "does not write a call as a name with its arguments after it, in JSON or one by one",
     ),
     "another prompt": (
-        "{{ tools | tojson }}{% for m in messages %}{{ (messages | last).tool_calls | length }}{{ m.content }}{{ m.tool_calls }}"
-        "{% endfor %}",
+        "{{ tools | tojson }}{% for m in messages %}{{ (messages | last).tool_calls | length }}{{ m.content }}"
+        "{{ m.tool_calls }}{% endfor %}",
         "writes another prompt once there is an answer",
     ),
     "no end of a name": (
