@@ -407,7 +407,9 @@ class _FrameFinder:
         except InputRefused:  # some templates refuse a call beside a content
             return before, False
         after_content = answer.partition(_CONTENT)[2]
-        if NAME not in after_content:  # the template leaves the content out, or writes it after the call
+        if (
+            NAME not in after_content
+        ):  # the template leaves the content out, or writes it after the call
             return before, False
         between_content_and_call = re.split(f"[{NAME}{ARGUMENTS}{ID}]", after_content, maxsplit=1)[
             0
