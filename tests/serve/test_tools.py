@@ -15,7 +15,7 @@ import pytest
 
 from batches import tiny_llama
 from calling import speaking
-from monograph.serve import texts
+from monograph.serve import prompts, texts
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served
 
@@ -196,14 +196,14 @@ def test_tools_are_shown_to_the_model_and_none_are_not(
     tags: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered: list[str] = []
-    original = texts.chat_ids
+    original = prompts.chat_ids
 
     def chat_ids(tokenizer: Tokenizer, *arguments: Any, **variables: Any) -> list[int]:
         ids = original(tokenizer, *arguments, **variables)
         rendered.append(tokenizer.decode(ids))
         return ids
 
-    monkeypatch.setattr(texts, "chat_ids", chat_ids)
+    monkeypatch.setattr(prompts, "chat_ids", chat_ids)
     plain = choices(tags, tools=[])
     for more in ({"tools": None}, {"tool_choice": "none"}):
         [choice] = choices(tags, **more)

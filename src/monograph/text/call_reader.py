@@ -40,10 +40,23 @@ class CallPiece(NamedTuple):
 
 
 class AnswerPiece(NamedTuple):
-    """A new piece of an answer: further characters of its content, and pieces of its calls."""
+    """A new piece of an answer.
 
-    content: str
-    calls: list[CallPiece]
+    Attributes:
+        parts: further characters of the content, and pieces of calls, in the order in which they stand.
+    """
+
+    parts: list[str | CallPiece]
+
+    @property
+    def content(self) -> str:
+        """The further characters of the content."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        """The pieces of calls."""
+        return [part for part in self.parts if isinstance(part, CallPiece)]
 
 
 class _Match(NamedTuple):
@@ -176,8 +189,7 @@ class CallReader:
         self._field_reader: FieldReader | None = None
         self._pending = ""  # the spelling that is not read yet
         # What `_read` has found, for its result.
-        self._content = ""
-        self._calls: list[CallPiece] = []
+        self._parts: list[str | CallPiece] = []
         self._has_begun = False  # whether there was any text but white space
         self._is_after_call = False  # whether there was nothing but white space since a call
         # The method that reads the pending text: `_read_content`, `_read_arguments`, `_read_fields` or
@@ -205,14 +217,13 @@ class CallReader:
         return self._read(is_final=True)
 
     def _read(self, *, is_final: bool) -> AnswerPiece:
-        self._content = ""
-        self._calls = []
+        self._parts = []
         while self._state(is_final):
             pass
         if is_final:
             self._take_content(len(self._pending))
             self._flush_decoder()
-        return AnswerPiece(self._content, self._calls)
+        return AnswerPiece(self._parts)
 
     def _read_content(self, is_final: bool) -> bool:
         """Read up to the next call; see `_state`."""
@@ -275,7 +286,7 @@ class CallReader:
     def _begin_call(self, name: str, end: int) -> None:
         """Begin a call, whose arguments begin at `end`."""
         self._flush_decoder()
-        self._calls.append(CallPiece(self.call_count, name, ""))
+        self._parts.append(CallPiece(self.call_count, name, ""))
         self.call_count += 1
         self._pending = self._pending[end:]
         fields = self._frame.fields
@@ -350,22 +361,26 @@ class CallReader:
 
     def _add_content(self, spelled: str) -> None:
         self._has_begun = self._has_begun or _has_text(spelled)
-        self._content += self._decoder.decode(_bytes_of(spelled))
+        self._add_text(self._decoder.decode(_bytes_of(spelled)))
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
 
     def _take_arguments(self, size: int) -> None:
         """Move the first characters of the pending text to the arguments of the last call."""
         text = self._decoder.decode(_bytes_of(self._pending[:size]))
         self._pending = self._pending[size:]
         if text:
-            self._calls.append(CallPiece(self.call_count - 1, None, text))
+            self._parts.append(CallPiece(self.call_count - 1, None, text))
 
     def _flush_decoder(self) -> None:
         """Add a character whose bytes were cut off, as U+FFFD, to the arguments or to the content."""
         text = self._decoder.decode(b"", final=True)
         if text and self._state == self._read_arguments:
-            self._calls.append(CallPiece(self.call_count - 1, None, text))
+            self._parts.append(CallPiece(self.call_count - 1, None, text))
         else:
-            self._content += text
+            self._add_text(text)
         self._decoder = _decoder()
 
 
