@@ -20,7 +20,7 @@ from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served
 
 openai = pytest.importorskip("openai", reason="pip install openai")
-FAMILIES = ("tags", "bare", "list", "marks", "channels", "described")
+FAMILIES = ("tags", "bare", "list", "marks", "channels", "described", "fields", "quotes")
 CHAT = "/v1/chat/completions"
 ADD = {
     "type": "object",
@@ -81,7 +81,7 @@ def require_valid(message: dict[str, Any]) -> None:
 
 
 # Each family takes a server. How its frame is found and read is tested by day for all, in tests/text.
-BY_DAY = ("tags", "list")
+BY_DAY = ("tags", "list", "fields")
 SERVED = [
     each if each in BY_DAY else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES
 ]

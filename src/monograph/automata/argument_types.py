@@ -5,7 +5,7 @@ a number if the schema allows one there, and else a text: `monograph.text.field_
 `monograph.automata.schema` never writes a text that would be read as something else.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -39,6 +39,20 @@ def argument_types(schema: object) -> dict[str, frozenset[str]]:
         if isinstance(properties, Mapping):
             for name, member in properties.items():
                 types[name] = types.get(name, frozenset()) | allowed_types(member, schema)
+    return types
+
+
+def types_of_tools(tools: Iterable[object]) -> dict[str, dict[str, frozenset[str]]]:
+    """Return for each function the types that its arguments may have; see `argument_types`.
+
+    Args:
+        tools: the tools, as a chat template reads them. Those of another form are left out.
+    """
+    types = {}
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            types[function["name"]] = argument_types(function.get("parameters"))
     return types
 
 

@@ -324,7 +324,7 @@ class CallReader:
         arguments, size = self._field_reader.read(self._pending)
         self._pending = self._pending[size:]
         if arguments:
-            self._calls.append(CallPiece(self.call_count - 1, None, arguments))
+            self._parts.append(CallPiece(self.call_count - 1, None, arguments))
         if self._field_reader.is_done:
             self._state = self._read_end
             return True
