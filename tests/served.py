@@ -28,6 +28,14 @@ from monograph.serve.versions import LAST, AdapterRoom, Source, Version
 from monograph.text.tokenizer import Tokenizer
 
 ROWS, CONTEXT = 4, 256
+# The addresses whose requests name a model.
+NAMING_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+)
 
 
 def small(tokenizer: Tokenizer, seed: int = 0) -> Llama:
@@ -159,9 +167,7 @@ class Served:
             return Answer(answer.status, found, content.decode())
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
-        named = (
-            body if "model" in body or not path.endswith("completions") else {"model": LAST, **body}
-        )
+        named = {"model": LAST, **body} if "model" not in body and path in NAMING_PATHS else body
         headers = {"Content-Type": "application/json"} | {
             k.replace("_", "-"): v for k, v in headers.items()
         }

@@ -178,8 +178,8 @@ def test_what_is_wrong_is_refused_by_name(
 def test_other_errors_have_classes_of_their_own(client: openai.OpenAI, served: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model"):
         client.completions.create(model="other", prompt="a")
-    with pytest.raises(openai.NotFoundError, match="there is nothing at '/v1/responses'"):
-        client.responses.create(model="last", input="a")
+    with pytest.raises(openai.NotFoundError, match="there is nothing at '/v1/embeddings'"):
+        client.embeddings.create(model="last", input="a")
     with pytest.raises(openai.BadRequestError) as found:
         client.completions.create(model="last", prompt=[[1] * 300])
     assert found.value.code == "context_length_exceeded"

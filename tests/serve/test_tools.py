@@ -15,12 +15,12 @@ import pytest
 
 from batches import tiny_llama
 from calling import speaking
-from monograph.serve import texts
+from monograph.serve import prompts, texts
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served
 
 openai = pytest.importorskip("openai", reason="pip install openai")
-FAMILIES = ("tags", "bare", "list", "marks", "channels", "described")
+FAMILIES = ("tags", "bare", "list", "marks", "channels", "described", "fields", "quotes")
 CHAT = "/v1/chat/completions"
 ADD = {
     "type": "object",
@@ -81,7 +81,7 @@ def require_valid(message: dict[str, Any]) -> None:
 
 
 # Each family takes a server. How its frame is found and read is tested by day for all, in tests/text.
-BY_DAY = ("tags", "list")
+BY_DAY = ("tags", "list", "fields")
 SERVED = [
     each if each in BY_DAY else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES
 ]
@@ -196,14 +196,14 @@ def test_tools_are_shown_to_the_model_and_none_are_not(
     tags: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered: list[str] = []
-    original = texts.chat_ids
+    original = prompts.chat_ids
 
     def chat_ids(tokenizer: Tokenizer, *arguments: Any, **variables: Any) -> list[int]:
         ids = original(tokenizer, *arguments, **variables)
         rendered.append(tokenizer.decode(ids))
         return ids
 
-    monkeypatch.setattr(texts, "chat_ids", chat_ids)
+    monkeypatch.setattr(prompts, "chat_ids", chat_ids)
     plain = choices(tags, tools=[])
     for more in ({"tools": None}, {"tool_choice": "none"}):
         [choice] = choices(tags, **more)
