@@ -25,7 +25,6 @@ from monograph.serve.requests import (
     FunctionNameText,
     Ignored,
     ModelName,
-    MustBeEmpty,
     SampledRequest,
     ShortText,
     not_supported,
@@ -54,7 +53,7 @@ class TextBlock(AnyTextPart):
 
     type: Literal["text"]
     cache_control: Ignored = None
-    citations: MustBeEmpty = None
+    citations: Annotated[Any, not_supported("leave it out")] = None
 
 
 def _check_content(value: object, info: ValidationInfo) -> str:
@@ -230,8 +229,8 @@ class CustomTool(Body):
     )
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None
-    input_examples: MustBeEmpty = None
-    defer_loading: MustBeEmpty = None
+    input_examples: Annotated[Any, not_supported("leave it out")] = None
+    defer_loading: Annotated[Any, not_supported("leave it out")] = None
 
 
 class ToolChoice(Body):

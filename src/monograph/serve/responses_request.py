@@ -23,7 +23,6 @@ from monograph.serve.requests import (
     FunctionDefinition,
     Ignored,
     JsonSchema,
-    MustBeEmpty,
     SampledRequest,
     TemplateOptions,
     TextFormat,
@@ -119,7 +118,7 @@ class ReasoningItem(Body):
     content: _Thoughts | None = None
     id: Ignored = None
     status: Ignored = None
-    encrypted_content: MustBeEmpty = None
+    encrypted_content: Annotated[Any, not_supported("leave it out")] = None
 
 
 InputItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
