@@ -41,14 +41,14 @@ def episodes(
     environment: Callable[[], Any] = Echo,
     dtype: torch.dtype = torch.float32,
     opened: Prompts | None = None,
+    shape: Mapping[str, Any] | None = None,
     **engine: Any,
 ) -> Rollouts:
     """Windows of episodes of a model whose distributions are far from even."""
     opened = opened or prompts("2+2=", "a", "the longest of them", "7")
     vocabulary = opened.tokenizer.vocab_size
-    model = tiny_llama(
-        dtype, vocab_size=vocabulary, num_hidden_layers=2, max_position_embeddings=512
-    )
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 512, **(shape or {})}
+    model = tiny_llama(dtype, vocab_size=vocabulary, **sizes)
     if options.exact:
         model.use_attention("cached")
     with torch.no_grad():
