@@ -39,7 +39,7 @@ FOLDER = Path(__file__).parent / "environments"
 sys.path.insert(0, str(FOLDER))
 
 from calculator import Calculator  # noqa: E402
-from guess import Guess  # noqa: E402
+from guess import NUMBERS, Guess  # noqa: E402
 from shell import FOLDERS, WORDS, Shell  # noqa: E402
 
 Message = dict[str, Any]
@@ -54,7 +54,7 @@ TEMPLATE = (
 )
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 SPOKEN = ("<tool_call>", "</tool_call>")
-SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def _call(name: str, **arguments: Any) -> Message:
@@ -67,8 +67,15 @@ def _said(text: str) -> Message:
 
 
 def _guesses(draws: random.Random, record: Message, seen: list[Message]) -> Message:
-    """Guess anything."""
-    return _said(str(draws.randrange(16)))
+    """Guess what may be right in half of the turns, and anything in the others."""
+    lowest, highest = 0, NUMBERS - 1
+    if draws.random() < 0.5:
+        for guess, told in itertools.pairwise(seen):
+            if told["content"] == "more":
+                lowest = max(lowest, int(guess["content"]) + 1)
+            elif told["content"] == "less":
+                highest = min(highest, int(guess["content"]) - 1)
+    return _said(str(draws.randint(lowest, highest)))
 
 
 def _calculates(draws: random.Random, record: Message, seen: list[Message]) -> Message:
@@ -90,7 +97,8 @@ def _types(draws: random.Random, record: Message, seen: list[Message]) -> Messag
     found = [each for each in told if each in WORDS]
     if draws.random() < (0.6 if found else 0.08):
         return _said(found[-1] if found and draws.random() < 0.7 else draws.choice(WORDS))
-    commands = ["ls", "cat note", "cd ..", *(f"cd {name}" for name in FOLDERS)]
+    commands = ["ls", "cat note", *(f"cd {name}" for name in FOLDERS)]
+    commands += [f"cat {name}/note" for name in FOLDERS]
     return _call("shell", command=draws.choice(commands))
 
 
@@ -130,9 +138,9 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 
 
 TASKS = {
-    "guess": Task(Guess, _numbered, _guesses, 4, 8, 95, 150, 5e-4, 2.0),
-    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 191, 300, 5e-4, 3.0),
-    "shell": Task(Shell, _numbered, _types, 8, 24, 255, 300, 5e-4, 3.0),
+    "guess": Task(Guess, _numbered, _guesses, 4, 4, 55, 150, 1e-3, 3.0),
+    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 300, 1e-3, 3.0),
+    "shell": Task(Shell, _numbered, _types, 5, 24, 151, 300, 1e-3, 3.0),
 }
 
 
@@ -169,7 +177,7 @@ def base(folder: Path, chats: list[dict[str, Any]]) -> None:
         content["added_tokens"].append(entry | {"normalized": False})
     tokenizer = Tokenizer(content, "x")
     config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size, max_position_embeddings=512, intermediate_size=352, **SHAPE
+        vocab_size=tokenizer.vocab_size, max_position_embeddings=512, intermediate_size=176, **SHAPE
     )
     torch.manual_seed(0)
     save_model(Llama(config), folder, tokenizer)

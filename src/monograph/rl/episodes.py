@@ -61,6 +61,9 @@ from monograph.text.chat import require_variables_read
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.turns import ChatTurns, TextTurns
 
+# How long others are waited for after a first reply, if the decoder has nothing to do. A step takes as long
+# for one row as for all, so rows that go on together take fewer steps.
+TOGETHER_S = 0.05
 # The roles of messages that may follow an answer.
 OBSERVED_ROLES = ("user", "tool")
 
@@ -262,8 +265,10 @@ class EpisodeSampler:
                         if event.finish is not None:
                             del answering[event.number]
                             waiting[self._answered(episode, event.finish)] = episode
-                timeout_s = 0 if generator.can_advance else None
-                replies = wait(waiting, timeout_s, FIRST_COMPLETED).done
+                if not generator.can_advance:
+                    wait(waiting, return_when=FIRST_COMPLETED)
+                    wait(waiting, TOGETHER_S)
+                replies = wait(waiting, timeout=0).done
                 for reply in replies:
                     episode = waiting.pop(reply)
                     said = reply.result()
