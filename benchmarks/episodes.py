@@ -81,10 +81,11 @@ def _guesses(draws: random.Random, record: Message, seen: list[Message]) -> Mess
 def _calculates(draws: random.Random, record: Message, seen: list[Message]) -> Message:
     """Add the right numbers in half of the turns, and any two of those around in the others."""
     numbers = record["numbers"]
-    told = [int(each["content"]) for each in seen if each["role"] == "tool"]
+    told = [int(each["content"].split()[-1]) for each in seen if each["role"] == "tool"]
     right = [(numbers[0], numbers[1]), *((each, numbers[2]) for each in told)]
     if len(told) >= 2 or (told and draws.random() < 0.3):
-        return _said(str(told[-1] if draws.random() < 0.7 else draws.choice(numbers)))
+        said = told[-1] if draws.random() < 0.7 else draws.choice(numbers)
+        return _said(f"It is {said}")
     one, other = right[len(told)]
     if draws.random() < 0.5:
         one, other = draws.choice([*numbers, *told]), draws.choice([*numbers, *told])
@@ -138,9 +139,9 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 
 
 TASKS = {
-    "guess": Task(Guess, _numbered, _guesses, 4, 4, 55, 150, 1e-3, 3.0),
-    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 300, 1e-3, 3.0),
-    "shell": Task(Shell, _numbered, _types, 5, 24, 151, 300, 1e-3, 3.0),
+    "guess": Task(Guess, _numbered, _guesses, 4, 4, 55, 600, 1e-3, 3.0),
+    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 3.0),
+    "shell": Task(Shell, _numbered, _types, 5, 24, 175, 400, 1e-3, 3.0),
 }
 
 
@@ -199,14 +200,14 @@ def supervised(home: Path, name: str, seed: int, updates: int) -> Path:
     task, folder = TASKS[name], home / f"{name}-{seed}"
     folder.mkdir()
     draws = random.Random(seed)
-    chats = [chat(task, draws) for _ in range(4000)]
+    chats = [chat(task, draws) for _ in range(8000)]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     records = [task.record(draws) for _ in range(600)]
     (folder / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
     base(folder / "new", chats)
     harness.command(
         home, "train", str(folder / "chats.jsonl"), *COMMON, f"model.init={folder / 'new'}",
-        f"data.sequence_length={task.length}", "optim.lr=1e-3", "train.tokens_per_update=4096",
+        f"data.sequence_length={task.length}", "optim.lr=2e-3", "train.tokens_per_update=4096",
         f"train.updates={updates}", f"train.seed={seed}", "--out", str(folder / "base"),
     )  # fmt: skip
     return folder
