@@ -141,7 +141,7 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 TASKS = {
     "guess": Task(Guess, _numbered, _guesses, 4, 4, 55, 600, 1e-3, 3.0),
     "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 3.0),
-    "shell": Task(Shell, _numbered, _types, 5, 24, 175, 400, 1e-3, 3.0),
+    "shell": Task(Shell, _numbered, _types, 5, 24, 183, 400, 1e-3, 3.0),
 }
 
 
@@ -200,7 +200,7 @@ def supervised(home: Path, name: str, seed: int, updates: int) -> Path:
     task, folder = TASKS[name], home / f"{name}-{seed}"
     folder.mkdir()
     draws = random.Random(seed)
-    chats = [chat(task, draws) for _ in range(8000)]
+    chats = [chat(task, draws) for _ in range(5000)]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     records = [task.record(draws) for _ in range(600)]
     (folder / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
