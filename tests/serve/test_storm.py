@@ -150,13 +150,7 @@ def storm(served: Served, seeds: range) -> None:
         time.sleep(0.01)
     [decoder] = service.owner._decoders.values()
     machine = decoder.generator
-    assert not (
-        decoder.texts
-        or machine._queue
-        or any(machine._records)
-        or gate._entrances
-        or gate._prompt_tokens
-    )
+    assert not (decoder.texts or machine._queue or any(machine._records) or gate._entrances)
     assert len(machine._free_rows) == machine.rows and not any(machine.tables._uses.values())  # type: ignore[attr-defined]
     assert not service.owner._score_jobs and not any(
         each._waiting for each in service._compilers.values()
