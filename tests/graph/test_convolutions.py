@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import aot_function, make_boxed_func
+from functorch.compile import aot_function, default_partition, make_boxed_func
 from torch import Tensor, vmap
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from daily import nightly
-from monograph.graph import convolutions
+from monograph.graph import capture, convolutions
 from monograph.graph.capture import compiled
 
 # Shapes of the members' inputs (or of the one of all, which needs no gradient) and weights, the
@@ -95,18 +95,22 @@ def test_a_rewritten_graph_has_the_values_and_gradients_of_groups(
 ) -> None:
     monkeypatch.setattr(convolutions, "MIN_MULTIPLICATIONS", 1)
     given, step = example(case)
+    rewrite = capture._inductor_options()["joint_custom_pre_pass"]
     graphs = list[str]()
 
-    def rewritten(module: GraphModule, _: object) -> Any:
-        convolutions.rewrite(module.graph)
-        module.recompile()
-        graphs.append(str(module.graph))
-        return make_boxed_func(module.forward)
+    def partition(joint: GraphModule, *given: Any, **options: Any) -> Any:
+        rewrite(joint.graph)
+        joint.recompile()
+        graphs.append(str(joint.graph))
+        return default_partition(joint, *given, **options)
 
-    found = results(aot_function(step, rewritten), given, torch.float32)
-    forward, backward = graphs
-    assert "group_convolution" in forward and "group_gradients" in backward
-    assert "aten.convolution" not in forward + backward
+    as_it_is = aot_function(
+        step, lambda module, _: make_boxed_func(module.forward), partition_fn=partition
+    )
+    found = results(as_it_is, given, torch.float32)
+    [graph] = graphs
+    assert "group_convolution" in graph and "group_gradients" in graph
+    assert "aten.convolution" not in graph
     assert len(found) == (2 if is_shared(case) else 3)
     require_as_exact(found, given, step)
 
