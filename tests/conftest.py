@@ -53,6 +53,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Inductor is to believe what the processor says of its vectors: to try each kind takes every process
+# that captures a second, and the first one eight.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # The same examples everywhere, so that red is the change's fault; --hypothesis-profile=explore
 # looks for new ones.
