@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -16,3 +17,15 @@ def served() -> Iterator[Served]:
     tokenizer = Tokenizer.bytes()
     with Served(small(tokenizer), tokenizer) as served:
         yield served
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """The warnings of asyncio, which a server would have on its terminal."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
