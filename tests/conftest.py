@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # What tests make, such as syntax trees and graphs, is many small objects that live on: by the usual
 # thresholds a tenth of all the seconds would go into looking for garbage among them.
 gc.set_threshold(50_000, 20, 50)
+gc.disable()  # until all tests are collected, which frees nothing
 # A variable of the person who runs the tests must not change what they test.
 for name in [name for name in os.environ if name.startswith("MONOGRAPH_")]:
     del os.environ[name]
@@ -164,6 +165,7 @@ def pytest_collection_finish() -> None:
             module.traceback = SimpleNamespace(format_stack=list)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,12 @@ def served() -> Iterator[Served]:
     tokenizer = Tokenizer.bytes()
     with Served(small(tokenizer), tokenizer) as served:
         yield served
+
+
+@pytest.fixture(scope="session")
+def openai() -> Any:
+    """OpenAI's client library, which takes longer to import than most tests take."""
+    return pytest.importorskip("openai", reason="pip install openai")
 
 
 @pytest.fixture
