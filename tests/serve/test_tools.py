@@ -19,7 +19,6 @@ from monograph.serve import prompts, texts
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served
 
-openai = pytest.importorskip("openai", reason="pip install openai")
 FAMILIES = ("tags", "bare", "list", "marks", "channels", "described", "fields", "quotes")
 CHAT = "/v1/chat/completions"
 ADD = {
@@ -283,7 +282,7 @@ def test_a_model_that_does_not_know_tools_says_so(served: Served) -> None:
     assert served.post("/v1/completions", {"prompt": "a", "tools": TOOLS}).status == 400
 
 
-def test_openais_client_calls_a_tool_whole_and_in_pieces(tags: Served) -> None:
+def test_openais_client_calls_a_tool_whole_and_in_pieces(openai: Any, tags: Served) -> None:
     with openai.OpenAI(base_url=f"{tags.url}/v1", api_key="none", max_retries=0) as client:
         asked = {
             "model": "last", "messages": MESSAGES, "tools": STRICT, "tool_choice": "required", "seed": 2,
