@@ -131,14 +131,23 @@ CONTENTLESS = {"bare", "list", "quotes"}
 FIELDS = {"fields", "keys", "quotes"}
 
 
-def speaking(folder: Path, template: str, *, spoken: Sequence[str] = SPOKEN) -> Tokenizer:
+_HEARD = 'the answer is\n\n{"name": "what", "arguments": {"the": "user"}} said\n' * 9
+
+
+def speaking(
+    folder: Path,
+    template: str,
+    *,
+    spoken: Sequence[str] = SPOKEN,
+    text: str = _HEARD,
+    size: int = 300,
+) -> Tokenizer:
     """Write and read the tokenizer files of a folder whose model has that template.
 
-    `template` is the name of one of TEMPLATES, or its text.
+    `template` is the name of one of TEMPLATES, or its text; `text` is what the tokenizer is trained on.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    text = 'the answer is\n\n{"name": "what", "arguments": {"the": "user"}} said\n' * 9
-    content = json.loads(Tokenizer.train_bpe([text], 300).to_json())
+    content = json.loads(Tokenizer.train_bpe([text], size).to_json())
     for token in (*SPECIAL, *spoken):
         index = len(content["model"]["vocab"]) + len(content["added_tokens"]) - 3
         content["added_tokens"].append(

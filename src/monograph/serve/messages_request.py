@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, ValidationInfo
 
 from monograph.ranges import whole
-from monograph.serve.refused import Refused
+from monograph.serve.refused import Refused, field_names
 from monograph.serve.requests import (
     MAX_MESSAGES,
     MAX_STOP_BYTES,
     MAX_STOPS,
     MAX_TOOLS,
     SAMPLER_OPTIONS,
+    AnyTextPart,
     BaseRequest,
     Body,
     ChatRequest,
@@ -24,12 +25,12 @@ from monograph.serve.requests import (
     FunctionNameText,
     Ignored,
     ModelName,
-    MustBeEmpty,
     SampledRequest,
     ShortText,
     not_supported,
     number_within,
     read,
+    read_as,
     read_list,
     read_object,
     text_of_parts,
@@ -47,13 +48,12 @@ FIELD_NAMES = {
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class TextBlock(Body):
+class TextBlock(AnyTextPart):
     """A text."""
 
     type: Literal["text"]
-    text: str
     cache_control: Ignored = None
-    citations: MustBeEmpty = None
+    citations: Annotated[Any, not_supported("leave it out")] = None
 
 
 def _check_content(value: object, info: ValidationInfo) -> str:
@@ -229,8 +229,8 @@ class CustomTool(Body):
     )
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None
-    input_examples: MustBeEmpty = None
-    defer_loading: MustBeEmpty = None
+    input_examples: Annotated[Any, not_supported("leave it out")] = None
+    defer_loading: Annotated[Any, not_supported("leave it out")] = None
 
 
 class ToolChoice(Body):
@@ -302,12 +302,15 @@ class CountRequest(BaseRequest):
         description="What the model may call. A call is not made here: the client sends its result in a block "
         "tool_result.",
     )
-    tool_choice: ToolChoice | None = Field(None, description="How the answer uses tools.")
-    thinking: Annotated[
-        ThinkingOptions | None,
-        Expected('{"type": "disabled"} or {"type": "adaptive"}'),
-    ] = Field(None, description="Whether the model thinks first. A budget is not supported.")
-    output_config: OutputConfig = Field(OutputConfig(), description="The form of the answer.")
+    tool_choice: Annotated[ToolChoice | None, read_as(ToolChoice)] = Field(
+        None, description="How the answer uses tools."
+    )
+    thinking: Annotated[ThinkingOptions | None, read_as(ThinkingOptions)] = Field(
+        None, description="Whether the model thinks first. A budget is not supported."
+    )
+    output_config: Annotated[OutputConfig, read_as(OutputConfig)] = Field(
+        OutputConfig(format=None), description="The form of the answer."
+    )
     cache_control: Ignored = None
     inference_geo: Ignored = None
     speed: Ignored = None
@@ -335,7 +338,7 @@ def read_request(fields: dict[str, Any], rows: int) -> ChatRequest:
         rows: how many texts the model writes at once.
 
     Raises:
-        Refused: a field is wrong. The error may name it as a chat does (`FIELD_NAMES`).
+        Refused: a field is wrong.
     """
     request = read(MessagesRequest, fields)
     # The sampler's options and the other fields of the same meaning are taken as they were sent.
@@ -343,16 +346,19 @@ def read_request(fields: dict[str, Any], rows: int) -> ChatRequest:
     chat_fields = {name: value for name, value in fields.items() if name in same_fields}
     chat_fields["max_completion_tokens"] = request.max_tokens
     chat_fields["stop"] = request.stop_sequences
-    return read(ChatRequest, _chat_fields(request) | chat_fields, rows=rows)
+    with field_names(FIELD_NAMES):
+        return read(ChatRequest, _chat_fields(request) | chat_fields, rows=rows)
 
 
 def read_count_request(fields: dict[str, Any]) -> ChatRequest:
     """Return a JSON object that is a request to count tokens, as a request of a chat.
 
     Raises:
-        Refused: a field is wrong. The error may name it as a chat does (`FIELD_NAMES`).
+        Refused: a field is wrong.
     """
-    return read(ChatRequest, _chat_fields(read(CountRequest, fields)), rows=1)
+    chat_fields = _chat_fields(read(CountRequest, fields))
+    with field_names(FIELD_NAMES):
+        return read(ChatRequest, chat_fields, rows=1)
 
 
 def _chat_fields(request: CountRequest) -> dict[str, Any]:

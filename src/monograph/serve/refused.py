@@ -1,7 +1,8 @@
 """A request that is answered with an error, and the error in the form of OpenAI or of Anthropic."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -30,20 +31,23 @@ class Refused(Exception):
         self.code = code
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
-    def with_fields(self, names: Mapping[str, str]) -> "Refused":
-        """Return the same refusal for clients to whom some fields have other names.
 
-        Args:
-            names: the other name of each such field.
-        """
-        if self.param not in names:
-            return self
-        name = names[self.param]
+@contextmanager
+def field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Let refusals inside the block name fields as the client knows them.
+
+    Args:
+        names: the client's name of each field that has another one for it.
+    """
+    try:
+        yield
+    except Refused as refused:
+        if refused.param is None or refused.param not in names:
+            raise
+        name = names[refused.param]
         # A message about a field begins with its name.
-        message = re.sub(rf"^{self.param}\b", name, str(self))
-        refused = Refused(self.status, message, name, self.code)
-        refused.headers = self.headers
-        return refused
+        message = re.sub(rf"^{refused.param}\b", name, str(refused))
+        raise Refused(refused.status, message, name, refused.code, **refused.headers) from None
 
 
 # Addresses whose errors have Anthropic's form begin with this.

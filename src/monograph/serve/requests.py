@@ -317,11 +317,17 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
 
 # The following models of a message only describe it in the OpenAPI document. `_read_message` reads
 # messages, with the function that also reads those of training data.
-class TextPart(Body):
+class AnyTextPart(Body):
+    """A part of a content that has a text. Each class below this one says which types it may have."""
+
+    type: str
+    text: str
+
+
+class TextPart(AnyTextPart):
     """A part of a message's content."""
 
     type: Literal["text"]
-    text: str
 
 
 class CalledFunction(BaseModel):
@@ -1048,6 +1054,19 @@ def read_object(model: type[_Model], value: object, place: str, field: str) -> _
         raise Refused(400, f"{inner} = {fault['input']!r:.80}: expected {words}", field) from None
 
 
+def read_as(model: type[BaseModel]) -> PlainValidator:
+    """Return a validator of a field that is an object of type `model`.
+
+    Its errors name the place inside the object, unlike pydantic's own, of which `_refusal` shows the end.
+    """
+
+    def check(value: object, info: ValidationInfo) -> BaseModel:
+        name = str(info.field_name)
+        return read_object(model, value, name, name)
+
+    return PlainValidator(check, json_schema_input_type=model)
+
+
 def read_list(
     model: type[_Model], value: object, field: str, max_count: int, what: str
 ) -> list[_Model]:
@@ -1070,13 +1089,13 @@ def read_list(
     ]
 
 
-def text_of_parts(value: object, field: str, part_type: type[BaseModel]) -> str:
+def text_of_parts(value: object, field: str, part_type: type[AnyTextPart]) -> str:
     """Return a content as one text. If it is a list of parts, their texts are joined.
 
     Args:
         value: the content as JSON has it.
         field: the name of the key that has it, for the error.
-        part_type: the type of a part, which has a field `text`.
+        part_type: the type of a part.
 
     Raises:
         Refused: it is neither a text nor a list of such parts.
@@ -1085,10 +1104,16 @@ def text_of_parts(value: object, field: str, part_type: type[BaseModel]) -> str:
         return value
     if not isinstance(value, list):
         raise Refused(400, f"{field} = {value!r:.80}: expected a text or a list of parts", field)
-    parts = [
-        read_object(part_type, each, f"{field}[{index}]", field) for index, each in enumerate(value)
-    ]
-    return "".join(part.text for part in parts)
+    texts = []
+    kinds = get_args(part_type.model_fields["type"].annotation)
+    for index, part in enumerate(value):
+        # A part of another type has other fields, too, so its type is looked at first.
+        if isinstance(part, dict) and part.get("type") not in kinds:
+            known = " or ".join(kinds)
+            message = f"{field}[{index}].type = {part.get('type')!r:.80}: expected {known}"
+            raise Refused(400, message, field)
+        texts.append(read_object(part_type, part, f"{field}[{index}]", field).text)
+    return "".join(texts)
 
 
 def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:

@@ -10,19 +10,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, ValidationInfo
 
 from monograph.ranges import whole
-from monograph.serve.refused import Refused
+from monograph.serve.refused import Refused, field_names
 from monograph.serve.requests import (
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_TOOLS,
     SAMPLER_OPTIONS,
+    AnyTextPart,
     Body,
     ChatRequest,
     Expected,
     FunctionDefinition,
     Ignored,
     JsonSchema,
-    MustBeEmpty,
     SampledRequest,
     TemplateOptions,
     TextFormat,
@@ -31,6 +31,7 @@ from monograph.serve.requests import (
     not_supported,
     number_within,
     read,
+    read_as,
     read_list,
     read_object,
     text_of_parts,
@@ -47,20 +48,18 @@ FIELD_NAMES = {
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class InputPart(Body):
+class InputPart(AnyTextPart):
     """A part of a message's content."""
 
     type: Literal["input_text", "output_text"]
-    text: str
     annotations: Ignored = None
     logprobs: Ignored = None
 
 
-class ThoughtPart(Body):
+class ThoughtPart(AnyTextPart):
     """A part of an assistant's thoughts."""
 
     type: Literal["reasoning_text", "summary_text"]
-    text: str
 
 
 def _check_content(value: object, info: ValidationInfo) -> str:
@@ -119,7 +118,7 @@ class ReasoningItem(Body):
     content: _Thoughts | None = None
     id: Ignored = None
     status: Ignored = None
-    encrypted_content: MustBeEmpty = None
+    encrypted_content: Annotated[Any, not_supported("leave it out")] = None
 
 
 InputItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem
@@ -181,8 +180,8 @@ class NamedSchemaFormat(JsonSchema):
 class TextOptions(Body):
     """The form of the answer's text."""
 
-    format: Annotated[TextFormat | NamedSchemaFormat | None, Field(discriminator="type")] = Field(
-        None, description="The text is JSON that follows a schema."
+    format: TextFormat | NamedSchemaFormat | None = Field(
+        None, discriminator="type", description="The text is JSON that follows a schema."
     )
     verbosity: Annotated[Any, not_supported("leave it out")] = None
 
@@ -231,7 +230,9 @@ class ResponsesRequest(SampledRequest):
     parallel_tool_calls: bool = Field(
         True, description="Whether a strict answer may have several calls."
     )
-    text: TextOptions = Field(TextOptions(), description="The form of the answer's text.")
+    text: Annotated[TextOptions, read_as(TextOptions)] = Field(
+        TextOptions(format=None), description="The form of the answer's text."
+    )
     include: Annotated[
         list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
         Expected(f"a list that may have {_LOGPROBS}"),
@@ -272,7 +273,7 @@ def read_request(fields: dict[str, Any], rows: int) -> tuple[ResponsesRequest, C
         rows: how many texts the model writes at once.
 
     Raises:
-        Refused: a field is wrong. The error may name it as a chat does (`FIELD_NAMES`).
+        Refused: a field is wrong.
     """
     request = read(ResponsesRequest, fields)
     chat_fields = {
@@ -302,7 +303,8 @@ def read_request(fields: dict[str, Any], rows: int) -> tuple[ResponsesRequest, C
         raise Refused(400, f"include: {_LOGPROBS} and tools: give one of them", "include")
     chat_fields["logprobs"] = has_logprobs
     chat_fields["top_logprobs"] = request.top_logprobs
-    return request, read(ChatRequest, chat_fields, rows=rows)
+    with field_names(FIELD_NAMES):
+        return request, read(ChatRequest, chat_fields, rows=rows)
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ from monograph.serve.gate import MAX_REQUEST_LOGPROBS
 from monograph.serve.owner import Inbox, OwnerEnded, ServedText
 from monograph.serve.prompts import PromptIds, find_call_frame, prompt_ids
 from monograph.serve.protocol import AskedTexts, TextProtocol
-from monograph.serve.refused import Refused
+from monograph.serve.refused import Refused, field_names
 from monograph.serve.requests import AnyTextRequest, ChatRequest, CompletionRequest, ToolUse
 from monograph.serve.service import Service
 from monograph.serve.versions import ServedModel, Version
@@ -73,7 +73,7 @@ class TextEndpoint:
             return await send_error(scope, send, refused)
         except ClientGone:
             return None
-        reply = _Reply(scope, send, self._protocol)
+        reply = _Reply(scope, send)
         response = asyncio.create_task(self._respond(body, scope, reply))
         client_gone = asyncio.create_task(wait_until_gone(receive))
         owner_crashed = asyncio.create_task(self._service.crashed.wait())
@@ -104,7 +104,8 @@ class TextEndpoint:
             asked = await asyncio.to_thread(self._read, body)
             async with self._service.use_model(asked.request.model) as model:
                 # The guard (`monograph.serve.app`) has put the client's name there.
-                await self._answer(asked, model, scope["client_name"], reply)
+                with field_names(self._protocol.field_names):
+                    await self._answer(asked, model, scope["client_name"], reply)
         except Refused as refused:
             await reply.fail(refused)
         except OwnerEnded:
@@ -485,10 +486,9 @@ def _calls(tools: ToolUse, call_frame: CallFrame) -> Calls:
 class _Reply:
     """Sends the answer to one request, or an error instead of it or at its end."""
 
-    def __init__(self, scope: Scope, send: Send, protocol: TextProtocol) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
         self._send = send
-        self._protocol = protocol
         # A stream that has begun, and what makes its events.
         self._stream: EventStream | None = None
         self._answer: AnswerBuilder | None = None
@@ -506,7 +506,6 @@ class _Reply:
 
     async def fail(self, refused: Refused) -> None:
         """Send an error. If the answer is a stream that has begun, the error is its last event."""
-        refused = refused.with_fields(self._protocol.field_names)
         has_begun = self._scope["answered"]  # from `RequestCounts.counting_send`
         if not has_begun:
             return await send_error(self._scope, self._send, refused)
