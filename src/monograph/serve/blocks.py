@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from monograph.serve.answers import ScoredToken, TextPiece, new_call_id
-from monograph.text.call_reader import CallPiece
+from monograph.text.call_reader import CallPiece, Thought
 
 
 @dataclass
@@ -78,7 +78,8 @@ class BlockBuilder:
             steps += [*self._begin_text(), self._grow(piece.text, piece.entries)]
         else:
             for part in piece.parts:
-                steps += self._add_part(part)
+                if not isinstance(part, Thought):  # thoughts are not sent
+                    steps += self._add_part(part)
         if piece.finish is not None:
             self.finish = piece.finish
             self.stopped_by = piece.stopped_by
