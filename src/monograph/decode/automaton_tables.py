@@ -340,9 +340,10 @@ def allowed_tokens(
     )
     if state_B.device.type != "cpu":
         return _computed_allowed_tokens(*inputs)
-    return _allowed_tokens_on_cpu(
-        torch.ones_like(state_B, dtype=torch.bool) if running_B is None else running_B, *inputs
-    )
+    if running_B is None:
+        running_B = torch.ones_like(state_B, dtype=torch.bool)
+    allowed_BV: Tensor = _allowed_tokens_on_cpu(running_B, *inputs)
+    return allowed_BV
 
 
 def _computed_allowed_tokens(
