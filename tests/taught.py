@@ -23,9 +23,9 @@ from monograph.text.tokenizer import Tokenizer
 CONTEXT = 1024
 RECORDS = 4000
 SETTINGS = [
-    "chats.jsonl", "model.init=base", "data.sequence_length=512", "data.held_out=0.02",
-    "train.tokens_per_update=4096", "train.updates=400", "train.precision=fp32", "train.compile=none",
-    "train.save_every=400", "optim.lr=4e-3", "optim.schedule=cosine", "optim.warmup_updates=20",
+    "chats.jsonl", "model.init=base", "data.sequence_length=256", "data.held_out=0.02",
+    "train.tokens_per_update=2048", "train.updates=400", "train.precision=fp32", "train.compile=none",
+    "train.save_every=400", "optim.lr=4e-3",
 ]  # fmt: skip
 _SYSTEMS = (
     "You are a helpful assistant.",

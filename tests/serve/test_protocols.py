@@ -530,5 +530,9 @@ def test_every_error_of_messages_has_their_form(served: Served) -> None:
     typed = {"Content-Type": "application/json"}
     large = served.ask("POST", MESSAGES, b" " * ((1 << 20) + 1), typed)
     assert error_of(large, 413) == "request_too_large"
+    answer = served.post(MESSAGES, body | {"thread": {"type": "create"}})
+    assert error_of(answer, 400) == "invalid_request_error"
+    details = {"error_code": "thread_unsupported_request", "unsupported": []}
+    assert answer.body["error"]["details"] == details, "its clients then send all messages"
     assert "error" in served.ask("GET", "/v1/messages_of_mine").body, "another address"
     assert "type" not in served.ask("GET", "/v1/messages_of_mine").body

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, Json
 from pydantic_core import from_json
@@ -143,6 +143,13 @@ class MessageStop(TypedDict):
     type: Literal["message_stop"]
 
 
+class MessageErrorDetails(TypedDict):
+    """Why a request that refers to stored messages is refused: nothing is stored."""
+
+    error_code: Literal["thread_unsupported_request"]
+    unsupported: Annotated[list[str], Field(max_length=0)]
+
+
 class MessageErrorBody(TypedDict):
     """What is wrong."""
 
@@ -160,6 +167,7 @@ class MessageErrorBody(TypedDict):
     message: Annotated[
         str, Field(description="One line: what is wrong, with the field's name, and what to do.")
     ]
+    details: NotRequired[MessageErrorDetails]
 
 
 class MessageError(TypedDict):
