@@ -39,8 +39,15 @@ NAMING_PATHS = (
 
 
 def small(tokenizer: Tokenizer, seed: int = 0) -> Llama:
-    """A model with a sharp distribution, so that texts of different seeds have something in common."""
-    model = tiny_llama(seed=seed, vocab_size=tokenizer.vocab_size, max_position_embeddings=CONTEXT)
+    """A model of one layer with a sharp distribution, so that texts of different seeds have something
+    in common.
+    """
+    model = tiny_llama(
+        seed=seed,
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=CONTEXT,
+        num_hidden_layers=1,
+    )
     model.lm_head.weight.data *= 30
     return model
 

@@ -35,6 +35,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails
 
+from monograph.automata import argument_types
 from monograph.automata.pattern import MAX_PATTERN_LENGTH
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
@@ -44,6 +45,7 @@ from monograph.errors import did_you_mean
 from monograph.ranges import Range, whole
 from monograph.serve.compiling import MAX_CHOICES, MAX_CONSTRAINT_BYTES
 from monograph.serve.refused import Refused
+from monograph.text.field_reader import ArgumentTypes
 
 # Limits on a request.
 MAX_LOGPROBS = 20  # likeliest tokens that are reported at the position of each token
@@ -489,6 +491,11 @@ class ToolUse(NamedTuple):
     must_call: bool
     is_strict: bool
     parallel: bool
+
+    @property
+    def argument_types(self) -> dict[str, ArgumentTypes]:
+        """For each function the types that its arguments may have."""
+        return {function.name: argument_types(function.parameters) for function in self.functions}
 
 
 ToolChoiceWord = Literal["none", "auto", "required"]

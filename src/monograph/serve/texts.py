@@ -45,6 +45,7 @@ from monograph.serve.service import Service
 from monograph.serve.versions import ServedModel, Version
 from monograph.text.call_reader import CallReader
 from monograph.text.calls import CallFrame
+from monograph.text.field_reader import ArgumentTypes
 from monograph.text.tokenizer import Tokenizer
 
 EventBatch = list[tuple[ServedText, Event]]  # events that came at the same time, each with its text
@@ -399,7 +400,10 @@ class TextEndpoint:
         if call_frame is not None:
             version = text.version
             lead = version.tokenizer.inserted_space(text.request.prompt_ids)
-            call_reader = CallReader(call_frame, version.spelling_V, lead)
+            types: dict[str, ArgumentTypes] = {}
+            if isinstance(request, ChatRequest) and request.tool_use is not None:
+                types = request.tool_use.argument_types
+            call_reader = CallReader(call_frame, version.spelling_V, lead, types)
         # lm-evaluation-harness expects an entry for each token of a completion, including the one that
         # ends the text. In a chat the protocol has no entry for that one.
         return TextBuilder(

@@ -5,8 +5,9 @@ Shapes: V tokens of the vocabulary.
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from monograph.storage.reading import parse_json
@@ -19,6 +20,7 @@ from monograph.text.calls import (
     WHITESPACE,
     CallFrame,
 )
+from monograph.text.field_reader import ArgumentTypes, FieldReader
 
 _ID_CHARACTERS = re.compile(r"[A-Za-z0-9]*")
 
@@ -108,7 +110,11 @@ def _end_of_run(characters: re.Pattern[str], text: str, begin: int) -> int:
 
 
 def message_of(
-    ids: Sequence[int], frame: CallFrame, spelling_V: Sequence[str], lead: bytes = b""
+    ids: Sequence[int],
+    frame: CallFrame,
+    spelling_V: Sequence[str],
+    lead: bytes = b"",
+    types: Mapping[str, ArgumentTypes] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return an answer as a message of a chat, with its calls.
 
@@ -117,12 +123,13 @@ def message_of(
         frame: how calls are written.
         spelling_V: the spelling of each token (`spellings`).
         lead: see `CallReader`.
+        types: see `CallReader`.
 
     Returns:
         {"role": "assistant", "content": ..., "tool_calls": [{"name": ..., "arguments": ...}, ...]}. The
         arguments are an object, or what is written if that is no JSON. "tool_calls" may be empty.
     """
-    reader = CallReader(frame, spelling_V, lead)
+    reader = CallReader(frame, spelling_V, lead, types)
     answer_pieces = [reader.add(ids), reader.finish()]
     calls: list[dict[str, Any]] = []
     for answer_piece in answer_pieces:
@@ -148,13 +155,21 @@ class CallReader:
         call_count: how many calls have begun.
     """
 
-    def __init__(self, frame: CallFrame, spelling_V: Sequence[str], lead: bytes = b"") -> None:
+    def __init__(
+        self,
+        frame: CallFrame,
+        spelling_V: Sequence[str],
+        lead: bytes = b"",
+        types: Mapping[str, ArgumentTypes] = MappingProxyType({}),
+    ) -> None:
         """Begin an empty answer.
 
         Args:
             frame: how calls are written.
             spelling_V: the spelling of each token (`spellings`).
             lead: the space that the tokenizer inserts before the answer, which is not part of it.
+            types: for each tool the types that its arguments may have. They matter only if the frame has
+                fields.
         """
         self.call_count = 0
         self._frame = frame
@@ -164,14 +179,22 @@ class CallReader:
         # A call before and after its arguments.
         self._heads = [form.split(ARGUMENTS)[0] for form in (frame.call, *frame.variants)]
         self._tail = frame.call.split(ARGUMENTS)[1]
+        # What may stand after the arguments, as far as the name of another call.
+        self._ends = [self._tail + frame.closing]
+        if frame.between is not None:
+            self._ends.append(self._tail + frame.between)
+        # What the arguments begin with; without any, their end follows at once.
+        self._begins = ["{"] if frame.fields is None else [frame.fields.before, *self._ends]
+        self._types = types
+        self._field_reader: FieldReader | None = None
         self._pending = ""  # the spelling that is not read yet
         # What `_read` has found, for its result.
         self._parts: list[str | CallPiece] = []
         self._has_begun = False  # whether there was any text but white space
         self._is_after_call = False  # whether there was nothing but white space since a call
-        # The method that reads the pending text: `_read_content`, `_read_arguments` or `_read_end`. It puts
-        # another of these methods here when that one must go on. It returns True if reading can go on at
-        # once, and False if it has to wait for more ids.
+        # The method that reads the pending text: `_read_content`, `_read_arguments`, `_read_fields` or
+        # `_read_end`. It puts another of these methods here when that one must go on. It returns True if
+        # reading can go on at once, and False if it has to wait for more ids.
         self._state = self._read_content
         self._decoder = _decoder()
         # Within arguments: the number of open brackets and braces, whether a string is open, and whether the
@@ -234,14 +257,18 @@ class CallReader:
     def _match_head(self, before: str, begin: int) -> _Match:
         """Return whether the pending text has, from `begin` on, `before` and a call up to its arguments.
 
-        The call may be written in any form. The match ends after the brace that begins the arguments.
+        The call may be written in any form. The match ends where the arguments begin.
         """
         is_possible = False
         for head in self._heads:
-            match = _match(before + head + "{", self._pending, begin)
+            match = _match(before + head, self._pending, begin)
             if match.end is not None:
-                return match
-            is_possible = is_possible or match.is_possible
+                begun = [_match(text, self._pending, match.end) for text in self._begins]
+                if any(each.end is not None for each in begun):
+                    return match
+                is_possible = is_possible or any(each.is_possible for each in begun)
+            else:
+                is_possible = is_possible or match.is_possible
         return _Match(is_possible)
 
     def _kept_size(self) -> int:
@@ -257,13 +284,18 @@ class CallReader:
         return size + len(before) - len(before.rstrip(WHITESPACE))
 
     def _begin_call(self, name: str, end: int) -> None:
-        """Begin a call, whose arguments begin with the brace before `end`."""
+        """Begin a call, whose arguments begin at `end`."""
         self._flush_decoder()
         self._parts.append(CallPiece(self.call_count, name, ""))
         self.call_count += 1
-        self._pending = self._pending[end - 1 :]
-        self._depth = 0
-        self._state = self._read_arguments
+        self._pending = self._pending[end:]
+        fields = self._frame.fields
+        if fields is None:
+            self._depth = 0
+            self._state = self._read_arguments
+        else:
+            self._field_reader = FieldReader(fields, self._types.get(name, {}), self._ends)
+            self._state = self._read_fields
 
     def _read_arguments(self, is_final: bool) -> bool:
         """Read the arguments of a call, up to the brace that closes them; see `_state`."""
@@ -284,6 +316,20 @@ class CallReader:
                     self._state = self._read_end
                     return True
         self._take_arguments(len(self._pending))
+        return False
+
+    def _read_fields(self, is_final: bool) -> bool:
+        """Read the arguments of a call that are fields; see `_state`."""
+        assert self._field_reader is not None
+        arguments, size = self._field_reader.read(self._pending)
+        self._pending = self._pending[size:]
+        if arguments:
+            self._parts.append(CallPiece(self.call_count - 1, None, arguments))
+        if self._field_reader.is_done:
+            self._state = self._read_end
+            return True
+        if is_final:  # the answer was cut off within a field
+            self._pending = ""
         return False
 
     def _read_end(self, is_final: bool) -> bool:
