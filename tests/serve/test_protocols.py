@@ -14,6 +14,7 @@ import pytest
 
 from batches import tiny_llama
 from calling import speaking
+from daily import nightly
 from monograph.serve import messages_request, responses_request
 from monograph.serve.answers import TextPiece
 from monograph.serve.blocks import BlockBuilder
@@ -217,7 +218,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", nightly(list(CASES), ["a text", "a form", "calls", "a call that is cut"])
+)
 def test_an_answer_is_that_of_the_chat_whole_and_in_events(
     case: str, path: str, served: Served
 ) -> None:
