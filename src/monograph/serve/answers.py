@@ -25,7 +25,7 @@ from monograph.serve.owner import ServedText
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.requests import AnyTextRequest
 from monograph.serve.versions import ServedModel
-from monograph.text.call_reader import CallPiece, CallReader
+from monograph.text.call_reader import CallPiece, CallReader, Thought
 from monograph.text.calls import ID_LENGTH
 from monograph.text.tokenizer import Tokenizer
 
@@ -118,7 +118,8 @@ class TextPiece(NamedTuple):
 
     Attributes:
         text_index: the text's number in the answer.
-        parts: new characters, and new pieces of calls of tools, in the order in which they were written.
+        parts: new characters, new thoughts, and new pieces of calls of tools, in the order in which they
+            were written.
         entries: an entry for each new token, if the answer has log-probabilities, else empty.
         finish: how the text ended; None if it has not ended.
         calls_tools: whether the text has called a tool, in this piece or in an earlier one.
@@ -126,7 +127,7 @@ class TextPiece(NamedTuple):
     """
 
     text_index: int
-    parts: Sequence[str | CallPiece]
+    parts: Sequence[str | CallPiece | Thought]
     entries: list[ScoredToken]
     finish: shapes.ServedFinish | None
     calls_tools: bool = False
@@ -202,7 +203,7 @@ class TextBuilder:
         new_text = self._transcript.add(event.token_ids)
         if event.finish is not None:
             new_text += self._transcript.finish()
-        parts: list[str | CallPiece] = [new_text] if new_text else []
+        parts: list[str | CallPiece | Thought] = [new_text] if new_text else []
         calls_tools = False
         if self._call_reader is not None:
             # The reader's text takes the place of the transcript's, which would also have the calls. The
@@ -225,7 +226,7 @@ class TextBuilder:
         stopped_by = self._transcript.stopped_by
         return TextPiece(self._index, parts, entries, finish, calls_tools, stopped_by)
 
-    def _read_calls(self, reader: CallReader, event: Event) -> list[str | CallPiece]:
+    def _read_calls(self, reader: CallReader, event: Event) -> list[str | CallPiece | Thought]:
         """Return the new characters outside of calls and the new pieces of calls, in their order."""
         ids = event.token_ids
         if ids and ids[-1] in self._stop_ids:  # a stop id is not part of the text

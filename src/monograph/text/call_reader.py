@@ -39,14 +39,21 @@ class CallPiece(NamedTuple):
     arguments: str
 
 
+class Thought(NamedTuple):
+    """Further characters of an answer's thoughts."""
+
+    text: str
+
+
 class AnswerPiece(NamedTuple):
     """A new piece of an answer.
 
     Attributes:
-        parts: further characters of the content, and pieces of calls, in the order in which they stand.
+        parts: further characters of the content, pieces of calls, and thoughts, in the order in which they
+            stand.
     """
 
-    parts: list[str | CallPiece]
+    parts: list[str | CallPiece | Thought]
 
     @property
     def content(self) -> str:
@@ -189,7 +196,7 @@ class CallReader:
         self._field_reader: FieldReader | None = None
         self._pending = ""  # the spelling that is not read yet
         # What `_read` has found, for its result.
-        self._parts: list[str | CallPiece] = []
+        self._parts: list[str | CallPiece | Thought] = []
         self._has_begun = False  # whether there was any text but white space
         self._is_after_call = False  # whether there was nothing but white space since a call
         # The method that reads the pending text: `_read_content`, `_read_arguments`, `_read_fields` or
