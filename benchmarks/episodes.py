@@ -113,9 +113,9 @@ class Task(NamedTuple):
         turns: the maximum number of answers.
         tokens: the maximum number of tokens of an answer.
         length: the tokens of a row.
-        examples, updates: chats of the poor player, and supervised updates.
+        updates: supervised updates.
         rate: the learning rate with rewards.
-        minutes: of training with rewards.
+        played_updates: updates with rewards.
     """
 
     environment: Callable[[], Any]
@@ -126,7 +126,7 @@ class Task(NamedTuple):
     length: int
     updates: int
     rate: float
-    minutes: float
+    played_updates: int
 
 
 def _three_numbers(draws: random.Random) -> dict[str, Any]:
@@ -139,9 +139,9 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 
 
 TASKS = {
-    "guess": Task(Guess, _numbered, _guesses, 4, 4, 55, 600, 1e-3, 3.0),
-    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 3.0),
-    "shell": Task(Shell, _numbered, _types, 5, 24, 183, 400, 1e-3, 3.0),
+    "guess": Task(Guess, _numbered, _guesses, 4, 4, 55, 600, 1e-3, 200),
+    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 60),
+    "shell": Task(Shell, _numbered, _types, 5, 24, 183, 400, 1e-3, 60),
 }
 
 
@@ -213,15 +213,16 @@ def supervised(home: Path, name: str, seed: int, updates: int) -> Path:
     return folder
 
 
-def measured(home: Path, folder: Path, name: str, seed: int, length: str) -> dict[str, Any]:
-    """Train with the environment for a length such as "train.minutes=1", and return the figures."""
+def measured(home: Path, folder: Path, name: str, seed: int, updates: int) -> dict[str, Any]:
+    """Train with the environment, and return the figures."""
     task = TASKS[name]
     code = f"{FOLDER / name}.py:{task.environment.__name__}"  # type: ignore[attr-defined]
     found, _ = harness.command(
         home, "train", str(folder / "records.jsonl"), *COMMON, f"model.init={folder / 'base'}",
         f"rl.environment={code}", f"rl.turns={task.turns}", "rl.prompts=16", "rl.group=8",
         f"rl.max_new_tokens={task.tokens}", f"data.sequence_length={task.length}", "data.held_out=0.1",
-        f"optim.lr={task.rate}", "optim.weight_decay=0", length, f"train.seed={seed}", "--out", str(folder / "played"),
+        f"optim.lr={task.rate}", "optim.weight_decay=0", f"train.updates={updates}", f"train.seed={seed}",
+        "--out", str(folder / "played"),
     )  # fmt: skip
     rows = [
         json.loads(line) for line in (folder / "played" / "metrics.jsonl").read_text().splitlines()
@@ -243,9 +244,7 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--updates", type=int, help="of training with rewards; default: the task's own minutes"
-    )
+    parser.add_argument("--updates", type=int, help="with rewards; default: the task's own number")
     options = parser.parse_args()
     if options.smoke:
         options.tasks, options.updates, options.seeds = "guess", 2, 1
@@ -254,12 +253,10 @@ def main() -> None:
     harness.print_machine(found)
     with tempfile.TemporaryDirectory() as home:
         for name, seed in itertools.product(options.tasks.split(","), range(options.seeds)):
-            length = f"train.minutes={TASKS[name].minutes}"
-            if options.updates:
-                length = f"train.updates={options.updates}"
             supervised_updates = 2 if options.smoke else TASKS[name].updates
             folder = supervised(Path(home), name, seed, supervised_updates)
-            found["cases"].append(measured(Path(home), folder, name, seed, length))
+            updates = options.updates or TASKS[name].played_updates
+            found["cases"].append(measured(Path(home), folder, name, seed, updates))
     harness.print_table(
         ["task", "seed", "before", "after", "unseen", "turns before", "after", "updates", "seconds", "apart"],
         [
