@@ -32,6 +32,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from monograph.automata import types_of_tools
 from monograph.data.conversations import require_question, with_chat_keys
 from monograph.data.forms import TOOLS
 from monograph.data.loss_mask import TEMPLATE_DATE
@@ -219,6 +220,7 @@ class EpisodeSampler:
             except InputRefused as error:
                 raise InputRefused(f"the tools of {KEY}: {error}") from None
             self._spelling_V = spellings(tokenizer)
+            self._types = types_of_tools(environments.tools)
 
     def sample(self, generator: Generator, starts: Sequence[Start]) -> list[Episode]:
         """Sample an episode from each start.
@@ -353,7 +355,7 @@ class EpisodeSampler:
         if answer_ids[-1] in self._end_ids:
             answer_ids = answer_ids[:-1]
         lead = bytes(self._tokenizer.inserted_space(episode.ids[:begin]))
-        return message_of(answer_ids, self._frame, self._spelling_V, lead)
+        return message_of(answer_ids, self._frame, self._spelling_V, lead, self._types)
 
     def _observed(
         self, episode: _Unfinished, observation: Observation, slots: int
