@@ -56,13 +56,18 @@ RESPONSE = {
 
 
 def base(home: Path, updates: int) -> Path:
-    """Write the records and the supervised model, as a run and as a folder `hf`; return their folder."""
+    """Write the records and the supervised model; return their folder."""
     folder = supervised(home, "calculator", 0, updates)
-    harness.called(home, "export", str(folder / "base"), "--to", str(folder / "hf"))
+    prepare(folder)
+    return folder
+
+
+def prepare(folder: Path) -> None:
+    """Write the folder `hf`, and the records with the prompts that TRL reads from them."""
+    harness.called(folder, "export", "base", "--to", "hf")
     records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
     asked = [record | {"prompt": TASK.environment().reset(record)} for record in records]
     (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
-    return folder
 
 
 def monograph(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
@@ -79,6 +84,8 @@ def monograph(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     )  # fmt: skip
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "reward" in row]
+    if len(rows) < 2:
+        raise SystemExit(f"one update took {rows[0]['wall_s']:.0f} s: raise --seconds")
     columns = [[row[name] for row in rows] for name in ("wall_s", "drawn_s", "pass_at_1")]
     return figures(*columns, PROMPTS * GROUP) | {
         "whole_s": whole_s,
@@ -169,7 +176,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.smoke:
-        options.seeds, options.seconds = 1, 4.0
+        options.seeds, options.seconds = 1, 8.0
     torch.set_num_threads(options.threads)
     settings = {name: getattr(options, name) for name in ("seeds", "seconds", "threads", "smoke")}
     sizes = {"group": GROUP, "prompts": PROMPTS, "betas": BETAS, "clip": CLIP, "warm_up": WARM_UP}

@@ -23,7 +23,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,15 +228,20 @@ def measured(home: Path, folder: Path, name: str, seed: int, updates: int) -> di
         json.loads(line) for line in (folder / "played" / "metrics.jsonl").read_text().splitlines()
     ]
     drawn = [row for row in rows if "reward" in row]
-    held = [row["eval_pass_at_1"] for row in rows if "eval_pass_at_1" in row]
+    held = [solved(row, "eval_") for row in rows if "eval_reward" in row]
     last = drawn[-10:]
     return {
-        "task": name, "seed": seed, "before": drawn[0]["pass_at_1"],
-        "after": statistics.fmean(row["pass_at_1"] for row in last), "unseen": held[-1],
+        "task": name, "seed": seed, "before": solved(drawn[0]),
+        "after": statistics.fmean(map(solved, last)), "unseen": held[-1],
         "turns_before": drawn[0]["turns"], "turns_after": statistics.fmean(row["turns"] for row in last),
         "updates": found["update"], "training_s": found["training_s"], "apart": found["drawn_minus_scored_max"],
-        "curve": [(row["update"], row["wall_s"], row["pass_at_1"], row["turns"]) for row in drawn],
+        "curve": [(row["update"], row["wall_s"], solved(row), row["turns"]) for row in drawn],
     }  # fmt: skip
+
+
+def solved(row: Mapping[str, float], prefix: str = "") -> float:
+    """Return the share of solved episodes of a row of metrics, whose other rewards may be below 0."""
+    return row.get(f"{prefix}reward.right", row[f"{prefix}pass_at_1"])
 
 
 def main() -> None:
