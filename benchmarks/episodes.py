@@ -93,13 +93,14 @@ def _calculates(draws: random.Random, record: Message, seen: list[Message]) -> M
 
 
 def _types(draws: random.Random, record: Message, seen: list[Message]) -> Message:
-    """Type any command, and answer at any time."""
+    """Look for the note in half of the turns, type any command in the others, and answer at any time."""
     told = [each["content"] for each in seen if each["role"] == "tool"]
     found = [each for each in told if each in WORDS]
-    if draws.random() < (0.6 if found else 0.08):
-        return _said(found[-1] if found and draws.random() < 0.7 else draws.choice(WORDS))
-    commands = ["ls", "cat note", *(f"cd {name}" for name in FOLDERS)]
-    commands += [f"cat {name}/note" for name in FOLDERS]
+    if draws.random() < (0.6 if found else 0.04):
+        return _said(found[-1] if found and draws.random() < 0.8 else draws.choice(WORDS))
+    commands = [f"cat {name}/note" for name in FOLDERS]
+    if draws.random() < 0.5:
+        commands += ["ls", "cat note", *(f"cd {name}" for name in FOLDERS)]
     return _call("shell", command=draws.choice(commands))
 
 
@@ -139,9 +140,9 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 
 
 TASKS = {
-    "guess": Task(Guess, _numbered, _guesses, 4, 4, 55, 600, 1e-3, 200),
-    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 60),
-    "shell": Task(Shell, _numbered, _types, 5, 24, 183, 400, 1e-3, 60),
+    "guess": Task(Guess, _numbered, _guesses, 4, 4, 55, 600, 1e-3, 180),
+    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 45),
+    "shell": Task(Shell, _numbered, _types, 5, 24, 183, 300, 1e-3, 45),
 }
 
 

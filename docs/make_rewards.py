@@ -109,9 +109,9 @@ def episodes_by_task() -> dict[str, list[Case]]:
 def episodes() -> str:
     """Return how many episodes of each environment were solved before and after, over seeds."""
     lines = [
-        "| environment | solved episodes, before | after | of held-out records | answers of an episode, before | after "
-        "| updates | drawn - scored |",
-        "|---|---|---|---|---|---|---|---|",
+        "| environment | seeds | solved episodes, before | after | of held-out records | answers of an episode, before "
+        "| after | updates | drawn - scored |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in episodes_by_task().items():
         cells = [spread([run[key] for run in runs]) for key in ("before", "after", "unseen")]
@@ -121,7 +121,7 @@ def episodes() -> str:
         ]
         apart = max(run["apart"] for run in runs)
         lines.append(
-            f"| {ENVIRONMENTS[name]} | {' | '.join([*cells, *turns])} | {runs[0]['updates']} | "
+            f"| {ENVIRONMENTS[name]} | {len(runs)} | {' | '.join([*cells, *turns])} | {runs[0]['updates']} | "
             f"{'0' if apart == 0 else f'{apart:.0e}'} |"
         )
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Guess a number from 0 to 15 in four turns: after each guess the environment says "more" or "less".
 
-The reward has two parts: 1 point if the guess is right, and -0.2 for a guess that is wasted, since what the
+The reward has two parts: 1 point if the guess is right, and -0.5 for a guess that is wasted, since what the
 environment has said rules it out. The wasted guesses are what a weak player learns from first.
 """
 
@@ -26,7 +26,7 @@ class Guess:
         said = answer.strip()
         guess = int(said) if said.isdecimal() else -1
         is_wasted = not self.lowest <= guess <= self.highest
-        reward = {"right": float(guess == self.number), "wasted": -0.2 * is_wasted}
+        reward = {"right": float(guess == self.number), "wasted": -0.5 * is_wasted}
         if not 0 <= guess < NUMBERS:
             return "a number", reward, False
         if guess == self.number:
