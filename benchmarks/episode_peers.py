@@ -86,8 +86,10 @@ def monograph(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     rows = [row for row in rows if "reward" in row]
     if len(rows) < 2:
         raise SystemExit(f"one update took {rows[0]['wall_s']:.0f} s: raise --seconds")
-    columns = [[row[name] for row in rows] for name in ("wall_s", "drawn_s", "pass_at_1")]
-    return figures(*columns, PROMPTS * GROUP) | {
+    ends_s, drawn_s, solved = (
+        [row[name] for row in rows] for name in ("wall_s", "drawn_s", "pass_at_1")
+    )
+    return figures(ends_s, drawn_s, solved, PROMPTS * GROUP) | {
         "whole_s": whole_s,
         "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in rows),
     }

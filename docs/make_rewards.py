@@ -98,6 +98,21 @@ def beside() -> str:
     return "\n".join(lines)
 
 
+def beside_episodes() -> str:
+    """Return what TRL does with the same environment."""
+    lines = [
+        "| trainer | episodes sampled a second | updates a second | solved episodes, same time | same updates |",
+        "|---|---|---|---|---|",
+    ]
+    for case in cases("episode_peers"):
+        ratios = [
+            f"{1 / case[f'{key}_per_s_ratio']['median']:.2f} ×" for key in ("rollouts", "updates")
+        ]
+        shares = [f"{case[key]['median']:.2f}" for key in ("pass_at_1", "pass_at_1_same_updates")]
+        lines.append(f"| {case['way']} | {' | '.join([*ratios, *shares])} |")
+    return "\n".join(lines)
+
+
 def episodes_by_task() -> dict[str, list[Case]]:
     """Return the runs of each environment, in the order in which they were measured."""
     found: dict[str, list[Case]] = {}
@@ -245,7 +260,7 @@ def drawn_episodes() -> str:
 
 
 TABLES = {
-    PAGE: (episodes, tasks, ladder, planned, beside),
+    PAGE: (episodes, tasks, ladder, planned, beside, beside_episodes),
     DOCS / "preferences.md": (preferences, beside_dpo),
 }
 
