@@ -29,7 +29,9 @@ def _beside(name: str) -> ModuleType:
 
 
 peer_trl = _beside("peer_trl")
-MISSING, GRPOTrainer = peer_trl.MISSING, peer_trl.GRPOTrainer
+MISSING = peer_trl.MISSING
+# Without TRL it is `object`, which makes the script importable.
+Trainer: Any = peer_trl.GRPOTrainer
 
 
 class Adder:
@@ -64,7 +66,7 @@ def solved(
     return scores
 
 
-class Watched(GRPOTrainer):
+class Watched(Trainer):
     """The trainer, with the time of drawing episodes."""
 
     drawing_s: list[float]
