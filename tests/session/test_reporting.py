@@ -152,7 +152,8 @@ def test_planned_memory_that_a_formula_estimated_is_marked(
 
 
 @pytest.mark.parametrize("unused, peak, said", [
-    (0, 2**22, ""), (2**22 // 101, 2**22, ""), (2**21, 2**22, ", 2.0 MiB of it unused in replayed graphs"), (0, None, ""),
+    (0, 2**22, ""), (2**22 // 101, 2**22, ""), (0, None, ""),
+    (2**21, 2**22, ", 2.0 MiB of it unused in replayed graphs"),
 ])  # fmt: skip
 def test_memory_that_replayed_graphs_hold_unused_is_told_beside_the_peak(
     unused: int, peak: int | None, said: str
