@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import monograph.step.on_device
 import monograph.stream.engine
 import monograph.stream.parameters
-from batches import captured_to_train, packed, ragged, tiny_llama
+from batches import captured_to_train, packed, ragged, tiny_config, tiny_llama
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -324,7 +324,7 @@ def test_who_is_fused_on_a_gpu():
     assert fuses() and fuses(precision="fp16")
     assert not any([
         fuses(on_cuda=False), fuses(precision="fp32"), fuses(precision="fp8"), fuses(loss=OwnLoss()),
-        fuses(OwnLlama(tiny_llama().config)), fuses(hooked), fuses(told),
+        fuses(OwnLlama(tiny_config())), fuses(hooked), fuses(told),
     ])  # fmt: skip
 
 
