@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from monograph.graph.capture import compiled, uncapture
 from monograph.laws.comparisons import equal_in_float64, error_within, relative_error
-from monograph.model import delta_net
+from monograph.model import delta_net, recurrent
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops import delta_rule
@@ -188,9 +188,9 @@ def test_the_law_notices_what_a_layer_carries_over_a_border(monkeypatch, leak):
     if leak == "state":
         monkeypatch.setattr(delta_net, "document_starts", lambda segments: None)
     else:
-        whole = delta_net.CausalConv.forward
+        whole = recurrent.CausalConv.forward
         monkeypatch.setattr(
-            delta_net.CausalConv,
+            recurrent.CausalConv,
             "forward",
             lambda self, channels, segments: whole(self, channels, None),
         )

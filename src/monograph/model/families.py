@@ -14,6 +14,8 @@ from monograph.model.layer_types import (
     DELTA_NET_SIZES,
     LAYER_TYPES,
     LINEAR_ATTENTION,
+    MAMBA,
+    MAMBA_SIZES,
     SLIDING_ATTENTION,
     LayerType,
 )
@@ -82,7 +84,7 @@ class Family(NamedTuple):
             in the decoder}.
         rope_types: the supported scalings of rotary positions, by transformers' names.
         other_layer_type: the type of the layers that are not full attention, by its word in
-            `LAYER_TYPES`: layers with a window, or gated delta nets.
+            `LAYER_TYPES`: layers with a window, gated delta nets, or layers of Mamba 2.
         full_attention_every: n, if every n-th layer is full attention and the layers between are of
             `other_layer_type`. It is used only if a file has no layer_types. 0: the family has no
             such rule, and `layer_keys.windows_from_hf` says which layers have a window.
@@ -175,6 +177,9 @@ FIELDS_OF_SOME_FAMILIES = {
     "sliding_window",
     "layer_types",
     "no_rope_layers",
+    "position_embedding_type",
+    "mamba_conv_bias",
+    "mamba_proj_bias",
     "rope_local_theta",
     "partial_rotary_factor",
     "query_pre_attn_scalar",
@@ -530,6 +535,34 @@ FAMILIES: dict[str, Family] = {
             computes_attention_bias=True,
             norm_before_mlp=_POST_ATTENTION_NORM,
         ),
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        (
+            "attention_bias",
+            "layer_types",
+            "position_embedding_type",
+            *MAMBA_SIZES,
+            "mamba_conv_bias",
+            "mamba_proj_bias",
+            *MULTIPLIERS,
+        ),
+        {
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+            "position_embedding_type": "nope",
+            **dict(zip(MAMBA_SIZES, (128, "auto", 1, 256, 4), strict=True)),
+            "mamba_expand": 2,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+            **_LLAMA_BOS_AND_EOS,
+        },
+        joined_layers={
+            "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+            "shared_mlp.output_linear": ("mlp.down_proj",),
+        },
+        other_layer_type=MAMBA,
+        full_attention_every=10,
     ),
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it
