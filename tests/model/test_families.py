@@ -85,9 +85,7 @@ def configs(draw, family, least=2):
         tie_word_embeddings=draw(st.booleans()),
         attention_bias="attention_bias" in keys and draw(st.booleans()),
         sliding_window=draw(st.sampled_from([1, 2, 5, 39, 40, 100])) if windowed else None,
-        layer_types=tuple(draw(kinds))
-        if recurrent or (windowed and "layer_types" in keys)
-        else (),
+        layer_types=tuple(draw(kinds)) if recurrent or (windowed and "layer_types" in keys) else (),
         **sizes if linear else {},
         no_rope_layers=tuple(draw(st.tuples(*[st.sampled_from([0, 1])] * layers)))
         if "no_rope_layers" in keys

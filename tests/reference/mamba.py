@@ -43,7 +43,9 @@ def mixed(own, config, xs, documents):
             states[head] = decay * states[head] + written
             read.append(states[head].T @ queries.split(size)[group] + own["D"][head] * x)
         gated = (torch.cat(read) * _silu(gate)).split(heads * wide // groups)
-        normed = [each / (each.dot(each) / len(each) + config.rms_norm_eps).sqrt() for each in gated]
+        normed = [
+            each / (each.dot(each) / len(each) + config.rms_norm_eps).sqrt() for each in gated
+        ]
         result = own["out_proj.weight"] @ (torch.cat(normed) * own["norm.weight"])
         out.append(result + own.get("out_proj.bias", 0))
     return out

@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from monograph.errors import InputRefused
-from monograph.model import families, layer_keys, mamba_keys, mixture_keys, scaling
+from monograph.model import families, layer_keys, mixture_keys, scaling
 from monograph.model.checks import check_positive_integer, check_positive_number, check_token_id
 from monograph.model.families import DEFAULT_FAMILY, PRESET_EXTRAS, PRESETS, Family
 from monograph.model.layer_types import (
     FULL_ATTENTION,
     LAYER_TYPES,
-    MAMBA,
     SLIDING_ATTENTION,
     LayerType,
 )
@@ -446,8 +445,8 @@ class LlamaConfig:
                 )
         family = families.find_family(values["model_type"])
         families.check_supported(values)
-        if family.other_layer_type == MAMBA:
-            values = mamba_keys.from_hf({**family.defaults, **values})
+        if family.own_keys is not None:
+            values = family.own_keys.from_hf({**family.defaults, **values})
         # In transformers, rope_parameters = null means the default, as if the key were left out.
         in_file = {
             key: value
@@ -511,8 +510,8 @@ class LlamaConfig:
                 has_windows.index(True) if any(has_windows) else self.num_hidden_layers
             )
         values |= mixture_keys.to_hf(self)
-        if family.other_layer_type == MAMBA:
-            values |= mamba_keys.to_hf(self)
+        if family.own_keys is not None:
+            values |= family.own_keys.to_hf(self)
         if "no_rope_layers" in family.optional_keys:
             values["no_rope_layers"] = [int(self.rotates(layer)) for layer in layers]
         activation_key, activation = family.activation

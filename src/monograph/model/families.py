@@ -7,9 +7,11 @@ optional keys of config.json they have, and transformers' defaults for keys that
 """
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
+from monograph.model import granite_keys
 from monograph.model.layer_types import (
     DELTA_NET_SIZES,
     LAYER_TYPES,
@@ -117,8 +119,9 @@ class Family(NamedTuple):
         new_norm_topk_prob: norm_topk_prob of a new model with mixtures.
         may_have_mtp_layers: whether files may have layers for multi-token prediction, which neither
             transformers nor this package reads.
-        llama_cpp: how llama.cpp computes an exported model; None: llama.cpp does not know the family,
-            and no file for it is written.
+        own_keys: the module that translates keys of config.json which only this family has, with
+            the functions `from_hf` and `to_hf`; None: all keys are those of `LlamaConfig`.
+        llama_cpp: how llama.cpp computes an exported model; None: no file for llama.cpp is written.
     """
 
     architecture: str
@@ -148,6 +151,7 @@ class Family(NamedTuple):
     heads_divide_hidden_size: bool = False
     new_norm_topk_prob: bool = True
     may_have_mtp_layers: bool = False
+    own_keys: ModuleType | None = None
     llama_cpp: LlamaCppSupport | None = None
 
     @property
@@ -563,6 +567,7 @@ FAMILIES: dict[str, Family] = {
         },
         other_layer_type=MAMBA,
         full_attention_every=10,
+        own_keys=granite_keys,
     ),
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it

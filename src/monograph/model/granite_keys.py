@@ -1,4 +1,4 @@
-"""Read and write the keys of a config.json that only families with layers of Mamba 2 have.
+"""Read and write the keys that only the config.json of a Granite 4 has (granitemoehybrid).
 
 The module needs no torch.
 """
