@@ -39,7 +39,7 @@ FOLDER = Path(__file__).parent / "environments"
 sys.path.insert(0, str(FOLDER))
 
 from calculator import Calculator  # noqa: E402
-from guess import Guess  # noqa: E402
+from guess import NUMBERS, Guess  # noqa: E402
 from shell import FOLDERS, WORDS, Shell  # noqa: E402
 
 Message = dict[str, Any]
@@ -54,7 +54,7 @@ TEMPLATE = (
 )
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 SPOKEN = ("<tool_call>", "</tool_call>")
-SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def _call(name: str, **arguments: Any) -> Message:
@@ -67,17 +67,25 @@ def _said(text: str) -> Message:
 
 
 def _guesses(draws: random.Random, record: Message, seen: list[Message]) -> Message:
-    """Guess anything."""
-    return _said(str(draws.randrange(16)))
+    """Guess what may be right in half of the turns, and anything in the others."""
+    lowest, highest = 0, NUMBERS - 1
+    if draws.random() < 0.5:
+        for guess, told in itertools.pairwise(seen):
+            if told["content"] == "more":
+                lowest = max(lowest, int(guess["content"]) + 1)
+            elif told["content"] == "less":
+                highest = min(highest, int(guess["content"]) - 1)
+    return _said(str(draws.randint(lowest, highest)))
 
 
 def _calculates(draws: random.Random, record: Message, seen: list[Message]) -> Message:
     """Add the right numbers in half of the turns, and any two of those around in the others."""
     numbers = record["numbers"]
-    told = [int(each["content"]) for each in seen if each["role"] == "tool"]
+    told = [int(each["content"].split()[-1]) for each in seen if each["role"] == "tool"]
     right = [(numbers[0], numbers[1]), *((each, numbers[2]) for each in told)]
     if len(told) >= 2 or (told and draws.random() < 0.3):
-        return _said(str(told[-1] if draws.random() < 0.7 else draws.choice(numbers)))
+        said = told[-1] if draws.random() < 0.7 else draws.choice(numbers)
+        return _said(f"It is {said}")
     one, other = right[len(told)]
     if draws.random() < 0.5:
         one, other = draws.choice([*numbers, *told]), draws.choice([*numbers, *told])
@@ -90,7 +98,8 @@ def _types(draws: random.Random, record: Message, seen: list[Message]) -> Messag
     found = [each for each in told if each in WORDS]
     if draws.random() < (0.6 if found else 0.08):
         return _said(found[-1] if found and draws.random() < 0.7 else draws.choice(WORDS))
-    commands = ["ls", "cat note", "cd ..", *(f"cd {name}" for name in FOLDERS)]
+    commands = ["ls", "cat note", *(f"cd {name}" for name in FOLDERS)]
+    commands += [f"cat {name}/note" for name in FOLDERS]
     return _call("shell", command=draws.choice(commands))
 
 
@@ -130,9 +139,9 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 
 
 TASKS = {
-    "guess": Task(Guess, _numbered, _guesses, 4, 8, 95, 150, 5e-4, 2.0),
-    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 191, 300, 5e-4, 3.0),
-    "shell": Task(Shell, _numbered, _types, 8, 24, 255, 300, 5e-4, 3.0),
+    "guess": Task(Guess, _numbered, _guesses, 4, 4, 55, 600, 1e-3, 3.0),
+    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 3.0),
+    "shell": Task(Shell, _numbered, _types, 5, 24, 183, 400, 1e-3, 3.0),
 }
 
 
@@ -169,7 +178,7 @@ def base(folder: Path, chats: list[dict[str, Any]]) -> None:
         content["added_tokens"].append(entry | {"normalized": False})
     tokenizer = Tokenizer(content, "x")
     config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size, max_position_embeddings=512, intermediate_size=352, **SHAPE
+        vocab_size=tokenizer.vocab_size, max_position_embeddings=512, intermediate_size=176, **SHAPE
     )
     torch.manual_seed(0)
     save_model(Llama(config), folder, tokenizer)
@@ -191,14 +200,14 @@ def supervised(home: Path, name: str, seed: int, updates: int) -> Path:
     task, folder = TASKS[name], home / f"{name}-{seed}"
     folder.mkdir()
     draws = random.Random(seed)
-    chats = [chat(task, draws) for _ in range(4000)]
+    chats = [chat(task, draws) for _ in range(5000)]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     records = [task.record(draws) for _ in range(600)]
     (folder / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
     base(folder / "new", chats)
     harness.command(
         home, "train", str(folder / "chats.jsonl"), *COMMON, f"model.init={folder / 'new'}",
-        f"data.sequence_length={task.length}", "optim.lr=1e-3", "train.tokens_per_update=4096",
+        f"data.sequence_length={task.length}", "optim.lr=2e-3", "train.tokens_per_update=4096",
         f"train.updates={updates}", f"train.seed={seed}", "--out", str(folder / "base"),
     )  # fmt: skip
     return folder

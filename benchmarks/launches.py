@@ -13,8 +13,8 @@ same document. Times are of datasheets: 65 % of the peak for products, 42 % for 
 bandwidth; a kernel takes no less time than its instructions (those of loops as often as they run, and
 branches that are hardly taken among them).
 
-Two of torch's own kernels move as much as Triton's largest: the norm of the gradients, and the rounding
-of the weights once a window. The MFU is printed without and with their bytes.
+One of torch's own kernels moves as much as Triton's largest: the norm of the gradients. The MFU is printed
+without and with its bytes.
 """
 
 from __future__ import annotations
@@ -148,8 +148,10 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
         raise SystemExit(
             "launches.py: the norm of the gradients is not torch's own kernel any more"
         )
-    planes = step.planes
-    rounded = [(plane.param, plane.rounded) for plane in planes if plane.rounded is not None]
+    with pretended.Counted() as rounded:
+        step.parameters.accumulate([])  # a window without micro-batches
+    if rounded.launches:
+        raise SystemExit("launches.py: the update does not round the weights any more")
     times = (
         {f"triton_s {name}": part.triton_s(*rates(name)) for name in CARDS}
         for part in (called, updated)
@@ -162,10 +164,7 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
         | next(times),
         "micro-step replayed": replayed.numbers(),
         "update": updated.numbers()
-        | {
-            "norm_bytes": sum(plane.grad.nbytes for plane in planes),
-            "rounding_bytes": sum(each.nbytes for pair in rounded for each in pair),
-        }
+        | {"norm_bytes": sum(plane.grad.nbytes for plane in step.planes)}
         | next(times),
     }
 
@@ -404,7 +403,7 @@ def rates(name: str) -> tuple[float, float]:
 
 def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float]]:
     """Return by card the milliseconds of a micro-step and its update by cause, and the MFU, without and
-    with the norm of the gradients and the rounding of the weights.
+    with the norm of the gradients.
     """
     shape, micro, update = shape_of(case), found["micro-step called"], found["update"]
     config, tokens = shape.config, case.rows * case.length
@@ -430,7 +429,7 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
         times[name] = {part: 1e3 * seconds for part, seconds in parts.items()}
         times[name]["mfu"] = model_flops / sum(parts.values()) / peak
         bytes_per_s, _ = rates(name)
-        of_torch_s = (update["norm_bytes"] + update["rounding_bytes"]) / bytes_per_s
+        of_torch_s = update["norm_bytes"] / bytes_per_s
         times[name]["torch"] = 1e3 * of_torch_s
         times[name]["mfu_with_torch"] = model_flops / (sum(parts.values()) + of_torch_s) / peak
     return times

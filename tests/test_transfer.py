@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import monograph
-from batches import tiny_llama
+from batches import tiny_config, tiny_llama
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -168,7 +168,7 @@ def test_initial_weights_have_the_spread_of_the_table():
 
 
 def test_a_parameter_without_a_row_is_an_error():
-    config = tiny_llama().config
+    config = tiny_config()
     transfer, model = WidthTransfer(config, narrowed(config, 16)), tiny_llama()
     model.model.layers[1].mlp.adapter = nn.Linear(4, 4)
     with pytest.raises(

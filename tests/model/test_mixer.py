@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import monograph as mono
-from batches import packed, tiny_llama
+from batches import captured_to_train, packed, tiny_config, tiny_llama
 from mean_mixer import Mean
 from monograph.decode.cache import KVCache
 from monograph.decode.completion import generate
@@ -101,7 +101,7 @@ def test_a_new_mixer_trains_streamed_as_resident_and_captured_as_eager() -> None
         mono.Streamed(tiny(torch.float32), optim=AdamW(lr=1e-2)),
         Resident(tiny(torch.float32), optim=AdamW(lr=1e-2)),
     ]
-    assert engines[2].capture(window, backend="aot_eager") is None
+    captured_to_train(engines[2], window, "eager")
     for engine in engines:
         for _ in range(2):
             engine.accumulate(window)
@@ -115,7 +115,7 @@ def test_a_new_mixer_trains_streamed_as_resident_and_captured_as_eager() -> None
 
 def test_plans_know_what_a_new_mixer_costs() -> None:
     config = tiny(num_hidden_layers=2).config
-    plain = tiny_llama(num_hidden_layers=2).config
+    plain = tiny_config(num_hidden_layers=2)
     assert layer_period(config) == 2
     length = 16
     assert flops_per_token(config, length) == (

@@ -313,11 +313,6 @@ class ChatEvent(TypedDict):
     data: Literal["[DONE]"] | Json[ChatPiece | Error]
 
 
-# In the document, objects of these types may have further fields (`monograph.serve.document`): every
-# server-sent event may also have the fields `event`, which is its kind, and `id`.
-EVENTS = (CompletionEvent, ChatEvent)
-
-
 class Model(TypedDict):
     """An entry of the list of models: one of the names by which requests can ask for the model."""
 
