@@ -16,12 +16,12 @@ from torch import Tensor
 import calling
 from batches import flat_gradient, tiny_llama
 from daily import nightly
-from monograph.errors import InputRefused
 from monograph.decode.prompt_reader import PromptReader
+from monograph.errors import InputRefused
 from monograph.loss import IGNORE
 from monograph.model.llama import Llama
-from monograph.rl.advantages import ADVANTAGES, ratio_of
 from monograph.rl import rollouts as room
+from monograph.rl.advantages import ADVANTAGES, ratio_of
 from monograph.rl.arrange import Rollout, arrange_window
 from monograph.rl.episodes import Episode, EpisodeDrawer
 from monograph.rl.loss import PolicyLoss
