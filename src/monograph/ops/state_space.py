@@ -95,8 +95,8 @@ def chunked(
         padded = F.pad(tensor, (*unpadded_axes, 0, -length % size))
         return padded.unflatten(2, (-1, size))
 
-    query_BG1NCE = cut(query_BGTE)[:, :, None]
-    key_BG1NCE = cut(key_BGTE)[:, :, None]
+    query_BGNCE = cut(query_BGTE)
+    key_BGNCE = cut(key_BGTE)
     value_BGRNCV = cut(value_BHTV).unflatten(1, (groups, -1))
     # The sums are in float64, because differences of them are used, which are small compared with the sums.
     # In fp32 these differences would have large rounding errors.
@@ -108,11 +108,13 @@ def chunked(
         documents_B11NC = starts_B1NC.flatten(2).cumsum(dim=-1).view_as(documents_B11NC)
     # How much of what position j added remains at position i of its chunk.
     remains_BGRNCC = _remaining(decay_sum_BGRNC, documents_B11NC, dtype)
-    scores_BG1NCC = query_BG1NCE @ key_BG1NCE.mT
+    scores_BG1NCC = (query_BGNCE @ key_BGNCE.mT)[:, :, None]
     from_chunk_BGRNCV = (scores_BG1NCC * remains_BGRNCC) @ value_BGRNCV
-    # What each chunk adds to the state after it.
-    remaining_key_BGRNCE = key_BG1NCE * remains_BGRNCC[..., -1, :, None]
-    added_BGRNEV = remaining_key_BGRNCE.mT @ value_BGRNCV
+    # What each chunk adds to the state after it. The values are scaled, not the keys, because all heads of
+    # a group have the same keys, which one product then reads once.
+    remaining_value_BGRNCV = value_BGRNCV * remains_BGRNCC[..., -1, :, None]
+    added_BGNEX = key_BGNCE.mT @ _heads_together(remaining_value_BGRNCV)
+    added_BGRNEV = _heads_apart(added_BGNEX, value_BHTV.shape[-1])
     # How much of what chunk m added remains after chunk n, by the same rule.
     last_documents_B11N = documents_B11NC[..., -1]
     chunk_decay_sum_BGRN = decay_sum_BGRNC[..., -1].cumsum(dim=-1)
@@ -128,10 +130,21 @@ def chunked(
     documents_before_B11N1 = F.pad(last_documents_B11N[..., :-1], (1, 0))[..., None]
     is_same_B11NC = documents_B11NC == documents_before_B11N1
     state_remains_BGRNC = decay_sum_BGRNC.to(dtype).exp() * is_same_B11NC
-    from_state_BGRNCV = (query_BG1NCE * state_remains_BGRNC[..., None]) @ states_before
-    out_BGRNCV = from_state_BGRNCV + from_chunk_BGRNCV
+    read_BGNCX = query_BGNCE @ _heads_together(states_before)
+    read_BGRNCV = _heads_apart(read_BGNCX, value_BHTV.shape[-1])
+    out_BGRNCV = read_BGRNCV * state_remains_BGRNC[..., None] + from_chunk_BGRNCV
     out_BHTV = out_BGRNCV.flatten(3, 4)[:, :, :, :length].flatten(1, 2)
     return out_BHTV, states_after[:, :, :, -1].flatten(1, 2)
+
+
+def _heads_together(each_BGRNXV: Tensor) -> Tensor:
+    """Return [B, G, R, N, X, V] as [B, G, N, X, R V]."""
+    return each_BGRNXV.permute(0, 1, 3, 4, 2, 5).flatten(-2)
+
+
+def _heads_apart(each_BGNXX: Tensor, value_size: int) -> Tensor:
+    """Return [B, G, N, X, R V] as [B, G, R, N, X, V]."""
+    return each_BGNXX.unflatten(-1, (-1, value_size)).permute(0, 1, 4, 2, 3, 5)
 
 
 def _remaining(decay_sum: Tensor, documents: Tensor, dtype: torch.dtype) -> Tensor:
