@@ -49,7 +49,6 @@ from monograph.resident import Resident
 from monograph.stream import Streamed
 from streamed import other_bits
 
-
 ROUNDS_IN_UPDATE = functools.partial(Resident, rounds_in_update=True)
 
 
