@@ -190,6 +190,16 @@ def test_thoughts_are_told_apart_from_the_content_and_come_before_a_call(
     [choice] = choices(served, tool_choice="required", logit_bias={str(end): 100}, **thinking)
     require_valid(choice["message"])
     assert choice["finish_reason"] == "tool_calls"
+    # The other protocols have them, too.
+    thoughts = choices(served, max_tokens=20, tools=None, **thinking)[0]["message"][
+        "reasoning_content"
+    ]
+    body: dict[str, Any] = {"input": MESSAGES, "max_output_tokens": 20, "seed": 1}
+    [reasoning] = served.post("/v1/responses", body | thinking).body["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": thoughts}]
+    body = {"messages": MESSAGES, "max_tokens": 20, "seed": 1, "thinking": {"type": "adaptive"}}
+    [block] = served.post("/v1/messages", body).body["content"]
+    assert block == {"type": "thinking", "thinking": thoughts, "signature": ""}
 
 
 def test_several_calls_may_follow_each_other(tags: Served) -> None:
