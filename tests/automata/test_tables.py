@@ -11,6 +11,7 @@ import torch._dynamo.testing
 
 from automata_vocabularies import END, PAD, allowed_ids, state_after, vocabulary
 from monograph.automata import Automaton, constraint, stop_strings
+from monograph.decode import automaton_tables
 from monograph.decode.automaton_tables import (
     DEAD,
     NO_AUTOMATON,
@@ -125,6 +126,32 @@ def test_rows_without_an_automaton() -> None:
         )
         assert next_states(there, state_B, token_B).tolist() == [NO_AUTOMATON, DEAD]
         assert not is_over(there, state_B).any()
+
+
+def test_no_mask_is_computed_while_running_rows_may_have_any_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there, (repeated, stops, _) = tables()
+    computed: list[int] = []
+    original = automaton_tables._computed_allowed_tokens
+
+    def compute(*inputs: torch.Tensor) -> torch.Tensor:
+        computed.append(1)
+        return original(*inputs)
+
+    monkeypatch.setattr(automaton_tables, "_computed_allowed_tokens", compute)
+    for states, running, is_computed in (
+        ([NO_AUTOMATON, stops], [True, True], False),  # stop strings forbid nothing
+        ([NO_AUTOMATON, DEAD, repeated], [True, False, False], False),
+        ([NO_AUTOMATON, DEAD, repeated], [True, True, True], True),
+        ([repeated, stops], [True, False], True),
+    ):
+        computed.clear()
+        state_B = torch.tensor(states)
+        running_B = torch.tensor(running)
+        mask_BV = allowed_tokens(there, state_B, running_B)
+        assert bool(computed) == is_computed
+        assert torch.equal(mask_BV[running_B], allowed_tokens(there, state_B)[running_B])
 
 
 def test_an_automaton_that_is_not_there() -> None:

@@ -26,7 +26,7 @@ from monograph.automata.values import Notation, type_names
 TYPES = frozenset(("array", "object", "string", "integer", "number", "boolean", "null"))
 _INTEGER = "-?(0|[1-9][0-9]*)"
 _NUMBER = _INTEGER + r"(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
-_MAX_SCHEMAS = 1 << 12  # the maximum number of schemas that are visited
+_MAX_DEPTH = 64  # the maximum number of references and options inside each other
 
 
 def argument_types(schema: object) -> dict[str, frozenset[str]]:
@@ -35,11 +35,12 @@ def argument_types(schema: object) -> dict[str, frozenset[str]]:
     An argument about whose type nothing is known has all types, as has one that is not in the result.
     """
     types: dict[str, frozenset[str]] = {}
+    reader = _TypeReader(schema)
     for leaf in _leaves(schema, schema):
         properties = leaf.get("properties")
         if isinstance(properties, Mapping):
             for name, member in properties.items():
-                types[name] = types.get(name, frozenset()) | allowed_types(member, schema)
+                types[name] = types.get(name, frozenset()) | reader.types(member)
     return types
 
 
@@ -64,10 +65,39 @@ def allowed_types(schema: object, root: object) -> frozenset[str]:
         schema: the schema.
         root: the schema in which it is, to which references lead.
     """
-    types: set[str] = set()
-    for leaf in _leaves(schema, root):
-        types |= _types_of_leaf(leaf)
-    return frozenset(types)
+    return _TypeReader(root).types(schema)
+
+
+class _TypeReader:
+    """Finds the types that schemas allow. It remembers them, as many schemas may refer to one."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._known: dict[int, frozenset[str]] = {}  # by the schema's identity
+
+    def types(self, schema: object, depth: int = 0) -> frozenset[str]:
+        """Return the types that a schema allows; all of them if nothing is known.
+
+        Args:
+            schema: a schema inside the root, or the root.
+            depth: how many schemas it is an option or a reference of.
+        """
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return TYPES
+        key = id(schema)
+        if key not in self._known:
+            self._known[key] = frozenset()  # what a schema that leads to itself adds
+            options = schema.get("anyOf", schema.get("oneOf"))
+            if "$ref" in schema:
+                found = self.types(_target(schema["$ref"], self._root), depth + 1)
+            elif isinstance(options, list):
+                found = frozenset[str]().union(
+                    *[self.types(option, depth + 1) for option in options]
+                )
+            else:
+                found = _types_of_leaf(schema)
+            self._known[key] = found
+        return self._known[key]
 
 
 def _types_of_leaf(leaf: Mapping[str, Any]) -> frozenset[str]:
@@ -90,7 +120,7 @@ def _leaves(schema: object, root: object) -> list[Mapping[str, Any]]:
     waiting = [schema]
     seen: set[int] = set()
     for node in waiting:  # The list grows in the loop body.
-        if not isinstance(node, Mapping) or len(seen) > _MAX_SCHEMAS:
+        if not isinstance(node, Mapping):
             leaves.append({})
             continue
         if id(node) in seen:

@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from monograph.errors import InputRefused
+from monograph.storage.reading import parse_json
 from monograph.text.chat import template_of
 from monograph.text.messages import CALLS, UnreadKey, for_template
 from monograph.text.notation import Fields, NotFound, find_fields
@@ -101,7 +102,7 @@ class CallFrame:
             if self.fields is None:
                 written = _bytes_as_characters(arguments)
             else:
-                written = self.fields.write(json.loads(arguments))
+                written = self.fields.write(parse_json(arguments))
             texts.append(text.replace(ARGUMENTS, written))
         return self.opening + (self.between or "").join(texts) + self.closing
 

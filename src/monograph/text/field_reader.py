@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from monograph.storage.reading import parse_json
 from monograph.text.notation import Fields, Notation
 
 # The types of JSON schema. An argument may have all of them if nothing is known about it.
@@ -202,7 +203,7 @@ class FieldReader:
         if "string" not in types:
             # It is not what the schema wants. What is JSON stays, so that the caller sees it.
             try:
-                json.loads(text)
+                parse_json(text)
                 return text
             except (ValueError, RecursionError):
                 pass
@@ -301,7 +302,7 @@ def _parsed_text(text: str, begin: int, notation: Notation) -> tuple[str, int]:
     inside = _decoded(text[begin:end])
     written = f'"{inside if quotes.is_escaped else _escaped(inside)}"'
     try:
-        json.loads(written)
+        parse_json(written)
     except ValueError:
         raise _Malformed from None
     return written, end + len(quotes.closing)
