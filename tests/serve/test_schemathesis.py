@@ -34,6 +34,7 @@ def test_what_the_document_allows_is_answered_and_all_else_refused(tmp_path: Pat
             [
                 *(sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json"),
                 *("--max-examples", "25", "--phases", "examples,coverage,fuzzing", "--exclude-checks", without),
+                *("--request-timeout", "300"),  # its own 10 s are too few where the machine is busy
                 *("--continue-on-failure", "--generation-deterministic", "--seed", "1", "--no-color"),
             ],
             cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S, check=False,
