@@ -67,9 +67,9 @@ def _said(text: str) -> Message:
 
 
 def _guesses(draws: random.Random, record: Message, seen: list[Message]) -> Message:
-    """Guess one of the numbers that are left in a quarter of the turns, and anything in the others."""
+    """Guess one of the numbers that are left in half of the turns, and anything in the others."""
     lowest, highest = "0", str(NUMBERS - 1)
-    if draws.random() < 0.25:
+    if draws.random() < 0.5:
         lowest, _, highest = seen[-1]["content"].split()
     return _said(str(draws.randint(int(lowest), int(highest))))
 
@@ -138,7 +138,7 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 
 
 TASKS = {
-    "guess": Task(Guess, _numbered, _guesses, 4, 4, 63, 250, 1e-3, 150),
+    "guess": Task(Guess, _numbered, _guesses, 4, 4, 63, 600, 1e-3, 180),
     "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 45),
     "shell": Task(Shell, _numbered, _types, 5, 24, 191, 400, 1e-3, 45),
 }
