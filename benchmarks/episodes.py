@@ -67,9 +67,9 @@ def _said(text: str) -> Message:
 
 
 def _guesses(draws: random.Random, record: Message, seen: list[Message]) -> Message:
-    """Guess one of the numbers that are left in a quarter of the turns, and anything in the others."""
+    """Guess one of the numbers that are left in half of the turns, and anything in the others."""
     lowest, highest = "0", str(NUMBERS - 1)
-    if draws.random() < 0.25:
+    if draws.random() < 0.5:
         lowest, _, highest = seen[-1]["content"].split()
     return _said(str(draws.randint(int(lowest), int(highest))))
 
@@ -91,9 +91,11 @@ def _calculates(draws: random.Random, record: Message, seen: list[Message]) -> M
 def _types(draws: random.Random, record: Message, seen: list[Message]) -> Message:
     """Look for the note in half of the turns, type any command in the others, and answer at any time."""
     told = [each["content"] for each in seen if each["role"] == "tool"]
-    found = [each for each in told if each in WORDS]
+    found = [each for each in told if each.startswith("note: ")]
     if draws.random() < (0.6 if found else 0.04):
-        return _said(found[-1] if found and draws.random() < 0.8 else draws.choice(WORDS))
+        return _said(
+            found[-1] if found and draws.random() < 0.8 else f"note: {draws.choice(WORDS)}"
+        )
     commands = [f"cat {name}/note" for name in FOLDERS]
     if draws.random() < 0.5:
         commands += ["ls", "cat note", *(f"cd {name}" for name in FOLDERS)]
@@ -136,9 +138,9 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 
 
 TASKS = {
-    "guess": Task(Guess, _numbered, _guesses, 4, 4, 63, 250, 1e-3, 150),
+    "guess": Task(Guess, _numbered, _guesses, 4, 4, 63, 600, 1e-3, 180),
     "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 45),
-    "shell": Task(Shell, _numbered, _types, 5, 24, 183, 300, 1e-3, 45),
+    "shell": Task(Shell, _numbered, _types, 5, 24, 191, 400, 1e-3, 45),
 }
 
 

@@ -271,7 +271,9 @@ def compare(found: dict[str, dict[str, Any]]) -> None:
             )
     for way in {OURS, "trl"} & there.keys():
         if errors := [
-            each["gradient_error"][way] for each in there.get("trl", ()) if each["gradient_error"]
+            each["gradient_error"][way]
+            for each in there.get("trl", ())
+            if each.get("gradient_error")
         ]:
             found[way]["gradient_error"] = harness.spread(errors)
 

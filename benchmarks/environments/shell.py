@@ -33,10 +33,10 @@ class Shell:
         return [{"role": "user", "content": "What does the note say?"}]
 
     def step(self, answer: Mapping[str, Any]) -> tuple[str | None, float, bool]:
-        """Return the output of a call; 1 point for the word, which ends the episode."""
+        """Return the output of a call; 1 point if an answer without one ends with the word."""
         calls = answer["tool_calls"]
         if not calls:
-            return None, float(answer["content"].strip() == self.word), True
+            return None, float(answer["content"].split()[-1:] == [self.word]), True
         arguments = calls[0]["arguments"]
         command = arguments.get("command") if isinstance(arguments, dict) else None
         return self._output(str(command).split()), 0.0, False
@@ -59,7 +59,7 @@ class Shell:
                 self.here = name
                 return "done"
             case ["cat", path] if path in self._paths():
-                return self.word
+                return f"note: {self.word}"
             case [("ls" | "cd" | "cat"), *_]:
                 return "there is none"
         return "ls, cd or cat"

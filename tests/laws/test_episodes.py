@@ -57,6 +57,14 @@ SHAPES = {
     "hybrid": HYBRID,
     "window": {"model_type": "mistral", "sliding_window": 5},
     "mixture": {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2},
+    "mamba": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ("mamba", "full_attention"),
+        "mamba_n_groups": 2,
+        "mamba_d_state": 6,
+        "mamba_d_conv": 3,
+        "position_embedding_type": "nope",
+    },
 }
 
 

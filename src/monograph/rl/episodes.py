@@ -65,6 +65,8 @@ from monograph.text.turns import ChatTurns, TextTurns
 # How long others are waited for after a first reply, if the decoder has nothing to do. A step takes as long
 # for one row as for all, so rows that go on together take fewer steps.
 TOGETHER_S = 0.05
+# See `EpisodeDrawer.block_steps`.
+BLOCK_STEPS_OF_EPISODES = 4
 # The roles of messages that may follow an answer.
 OBSERVED_ROLES = ("user", "tool")
 
@@ -458,6 +460,10 @@ def opened_chat(
 
 class EpisodeDrawer(Drawer):
     """A `Drawer` that samples episodes with the environments of its reward."""
+
+    # An answer that has ended keeps its row until the host has read it, and answers of episodes are of very
+    # different lengths: a call, and then a word.
+    block_steps = BLOCK_STEPS_OF_EPISODES
 
     @property
     def slots(self) -> int:

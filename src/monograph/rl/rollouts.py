@@ -163,7 +163,10 @@ class Drawer:
         end_ids: the ids that end an answer.
         reference: the weights that the run begins from, as planes (flat buffers of many parameters,
             `monograph.optim.planes`); None without a KL term.
+        block_steps: the number of steps that are decoded before the host reads which answers have ended.
     """
+
+    block_steps = BLOCK_STEPS
 
     def __init__(
         self,
@@ -281,7 +284,7 @@ class Drawer:
             rows=rows,
             slots=slots,
             vocabulary=self.prompts.vocab_size,
-            pace=min(BLOCK_STEPS, options.max_new_tokens),
+            pace=min(self.block_steps, options.max_new_tokens),
             mode=mode,
             automata=[self.form.automaton] if self.form else (),
         )
