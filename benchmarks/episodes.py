@@ -1,7 +1,7 @@
 """Three environments that a small model learns to use on a CPU, over several turns, each after a little
 supervised training on games of a poor player.
 
-    guess         a number from 0 to 15 in four guesses, each of which is told "more" or "less"
+    guess         a number from 0 to 15 in four guesses, after each of which it is told what is left
     calculator    the sum of three numbers, by calls of a tool that adds two
     shell         the word in a file, by commands in a tiny file system
 
@@ -67,15 +67,11 @@ def _said(text: str) -> Message:
 
 
 def _guesses(draws: random.Random, record: Message, seen: list[Message]) -> Message:
-    """Guess what may be right in half of the turns, and anything in the others."""
-    lowest, highest = 0, NUMBERS - 1
-    if draws.random() < 0.5:
-        for guess, told in itertools.pairwise(seen):
-            if told["content"] == "more":
-                lowest = max(lowest, int(guess["content"]) + 1)
-            elif told["content"] == "less":
-                highest = min(highest, int(guess["content"]) - 1)
-    return _said(str(draws.randint(lowest, highest)))
+    """Guess one of the numbers that are left in a quarter of the turns, and anything in the others."""
+    lowest, highest = "0", str(NUMBERS - 1)
+    if draws.random() < 0.25:
+        lowest, _, highest = seen[-1]["content"].split()
+    return _said(str(draws.randint(int(lowest), int(highest))))
 
 
 def _calculates(draws: random.Random, record: Message, seen: list[Message]) -> Message:
@@ -93,13 +89,14 @@ def _calculates(draws: random.Random, record: Message, seen: list[Message]) -> M
 
 
 def _types(draws: random.Random, record: Message, seen: list[Message]) -> Message:
-    """Type any command, and answer at any time."""
+    """Look for the note in half of the turns, type any command in the others, and answer at any time."""
     told = [each["content"] for each in seen if each["role"] == "tool"]
     found = [each for each in told if each in WORDS]
-    if draws.random() < (0.6 if found else 0.08):
-        return _said(found[-1] if found and draws.random() < 0.7 else draws.choice(WORDS))
-    commands = ["ls", "cat note", *(f"cd {name}" for name in FOLDERS)]
-    commands += [f"cat {name}/note" for name in FOLDERS]
+    if draws.random() < (0.6 if found else 0.04):
+        return _said(found[-1] if found and draws.random() < 0.8 else draws.choice(WORDS))
+    commands = [f"cat {name}/note" for name in FOLDERS]
+    if draws.random() < 0.5:
+        commands += ["ls", "cat note", *(f"cd {name}" for name in FOLDERS)]
     return _call("shell", command=draws.choice(commands))
 
 
@@ -113,9 +110,9 @@ class Task(NamedTuple):
         turns: the maximum number of answers.
         tokens: the maximum number of tokens of an answer.
         length: the tokens of a row.
-        examples, updates: chats of the poor player, and supervised updates.
+        updates: supervised updates.
         rate: the learning rate with rewards.
-        minutes: of training with rewards.
+        played_updates: updates with rewards.
     """
 
     environment: Callable[[], Any]
@@ -126,7 +123,7 @@ class Task(NamedTuple):
     length: int
     updates: int
     rate: float
-    minutes: float
+    played_updates: int
 
 
 def _three_numbers(draws: random.Random) -> dict[str, Any]:
@@ -139,9 +136,9 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 
 
 TASKS = {
-    "guess": Task(Guess, _numbered, _guesses, 4, 4, 55, 600, 1e-3, 3.0),
-    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 3.0),
-    "shell": Task(Shell, _numbered, _types, 5, 24, 183, 400, 1e-3, 3.0),
+    "guess": Task(Guess, _numbered, _guesses, 4, 4, 63, 250, 1e-3, 150),
+    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 45),
+    "shell": Task(Shell, _numbered, _types, 5, 24, 183, 300, 1e-3, 45),
 }
 
 
@@ -213,15 +210,16 @@ def supervised(home: Path, name: str, seed: int, updates: int) -> Path:
     return folder
 
 
-def measured(home: Path, folder: Path, name: str, seed: int, length: str) -> dict[str, Any]:
-    """Train with the environment for a length such as "train.minutes=1", and return the figures."""
+def measured(home: Path, folder: Path, name: str, seed: int, updates: int) -> dict[str, Any]:
+    """Train with the environment, and return the figures."""
     task = TASKS[name]
     code = f"{FOLDER / name}.py:{task.environment.__name__}"  # type: ignore[attr-defined]
     found, _ = harness.command(
         home, "train", str(folder / "records.jsonl"), *COMMON, f"model.init={folder / 'base'}",
         f"rl.environment={code}", f"rl.turns={task.turns}", "rl.prompts=16", "rl.group=8",
         f"rl.max_new_tokens={task.tokens}", f"data.sequence_length={task.length}", "data.held_out=0.1",
-        f"optim.lr={task.rate}", "optim.weight_decay=0", length, f"train.seed={seed}", "--out", str(folder / "played"),
+        f"optim.lr={task.rate}", "optim.weight_decay=0", f"train.updates={updates}", f"train.seed={seed}",
+        "--out", str(folder / "played"),
     )  # fmt: skip
     rows = [
         json.loads(line) for line in (folder / "played" / "metrics.jsonl").read_text().splitlines()
@@ -243,9 +241,7 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--updates", type=int, help="of training with rewards; default: the task's own minutes"
-    )
+    parser.add_argument("--updates", type=int, help="with rewards; default: the task's own number")
     options = parser.parse_args()
     if options.smoke:
         options.tasks, options.updates, options.seeds = "guess", 2, 1
@@ -254,12 +250,10 @@ def main() -> None:
     harness.print_machine(found)
     with tempfile.TemporaryDirectory() as home:
         for name, seed in itertools.product(options.tasks.split(","), range(options.seeds)):
-            length = f"train.minutes={TASKS[name].minutes}"
-            if options.updates:
-                length = f"train.updates={options.updates}"
             supervised_updates = 2 if options.smoke else TASKS[name].updates
             folder = supervised(Path(home), name, seed, supervised_updates)
-            found["cases"].append(measured(Path(home), folder, name, seed, length))
+            updates = options.updates or TASKS[name].played_updates
+            found["cases"].append(measured(Path(home), folder, name, seed, updates))
     harness.print_table(
         ["task", "seed", "before", "after", "unseen", "turns before", "after", "updates", "seconds", "apart"],
         [

@@ -47,6 +47,8 @@ from monograph.graph.rounded_base import round_frozen_weights
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.ops.cross_entropy import chunk_count
+from monograph.ops.logits_gradient import replace_logits_
 from monograph.optim import AdamW
 from monograph.predict.roofline import matmul_parameters, training_flops
 from monograph.resident import Resident
@@ -78,6 +80,8 @@ BANK_NAME = "1b bank"
 ADAPTERS = 8  # in the bank
 # How the linear layers of the bank's base are stored, and the rows of a step.
 BANKED = (("bf16", 8), ("bf16", 64), ("nf4", 8))
+LOSS_NAME = "loss"
+LOSS_KERNEL = "_replace_row"  # replaces a chunk's logits by their gradient
 HYBRID_NAME = "qwen3-next"
 # The layers of Qwen3-Next 80B, of which a few are compiled, with a small vocabulary.
 HYBRID: dict[str, Any] = {
@@ -464,6 +468,41 @@ def measured_bank() -> dict[str, Any]:
     }
 
 
+def loss_counts(case: Case, rows: int | None = None) -> Numbers:
+    """Return what the loss's own kernel moves in all chunks of a micro-step, and its seconds by card.
+
+    Args:
+        case: a preset and the rows of a micro-batch.
+        rows: the tokens of a chunk, if not those of the micro-step.
+    """
+    vocabulary, tokens = LlamaConfig.preset(case.preset).vocab_size, case.rows * case.length
+    chunks = chunk_count(tokens, vocabulary, "cuda")
+    rows = rows or tokens // chunks
+    logits = torch.empty(rows, vocabulary, dtype=torch.bfloat16, device="cuda")
+    targets = torch.empty(rows, dtype=torch.int64, device="cuda")
+    with pretended.Counted() as called:
+        replace_logits_(logits, targets, torch.empty(rows, device="cuda"))
+    [kernel] = [kernel for kernel in called.kernels if kernel.name == LOSS_KERNEL]
+    found = {
+        "chunks": chunks,
+        "once_bytes": chunks * kernel.once_bytes,
+        "again_bytes": chunks * kernel.again_bytes,
+        "instructions_of_a_logit": 32 * kernel.warp_instructions / logits.numel(),
+    }
+    for name in CARDS:
+        seconds = chunks * called.triton_s(*rates(name))
+        bytes_per_s, _ = rates(name)
+        bytes_s = (found["once_bytes"] + found["again_bytes"]) / bytes_per_s
+        found |= {f"seconds {name}": seconds, f"of its bytes {name}": seconds / bytes_s}
+    return found
+
+
+def measured_loss() -> dict[str, Any]:
+    """Count the loss's own kernel for the models whose vocabulary is large."""
+    counts = {name: loss_counts(CASES[name]) for name in ("124m", "1b")}
+    return {"case": LOSS_NAME, "counts": counts}
+
+
 def measured_hybrid() -> dict[str, Any]:
     """Count the layers of a hybrid, by their kernels and by the model's own forward pass."""
     by_torch = hybrid_layers(1, ["delta net"], impl="reference")
@@ -481,6 +520,8 @@ def measured(name: str, args: Namespace) -> dict[str, Any]:
         return measured_frozen()
     if name == BANK_NAME:
         return measured_bank()
+    if name == LOSS_NAME:
+        return measured_loss()
     case = CASES[name]
     if args.smoke:
         case = case._replace(rows=2, length=64)
@@ -557,6 +598,11 @@ def show(result: dict[str, Any]) -> None:
         harness.print_table(HEADERS, [row(*counted) for counted in result["counts"].items()])
         print(f"launches of a layer: {result['launches_of_a_layer']}")
         return
+    if result["case"] == LOSS_NAME:
+        print("\nthe loss's kernel in a micro-step, bf16, sm_90:")
+        for name, found in result["counts"].items():
+            print(name, ", ".join(f"{key} {number:.4g}" for key, number in found.items()))
+        return
     few, many = result["compiled_layers"]
     kind = "packed" if result["packed"] else "one document a row"
     precision = result["precision"]
@@ -599,8 +645,8 @@ def main() -> None:
     """Count and print; see `--help`."""
     parser = harness.arguments(__doc__)
     names = [*CASES, HYBRID_NAME]
-    # The frozen case and the bank have files of results of their own.
-    choices = [*names, FROZEN_NAME, BANK_NAME]
+    # The frozen case, the bank and the loss have files of results of their own.
+    choices = [*names, FROZEN_NAME, BANK_NAME, LOSS_NAME]
     parser.add_argument("--cases", nargs="+", choices=choices, default=names)
     parser.add_argument(
         "--layers", nargs=2, type=int, metavar="N", help="the two depths that are compiled"

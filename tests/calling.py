@@ -85,7 +85,8 @@ TEMPLATES = {
         "{% for name, value in call.function.arguments.items() %}<parameter={{ name }}>\n"
         "{{ value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}"
         "{{ '\\n' }}</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
-    ) + "{% if add_generation_prompt %}<think>\n{% endif %}",
+    ) + "{% if add_generation_prompt %}<think>\n"
+    + "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}",
     # GLM from 4.5 on: names and values in tags, JSON unless the value is a text.
     "keys": _chatml(
         "{{ m.content or '' }}{% for call in m.tool_calls or [] %}\n<tool_call>{{ call.function.name }}\n"

@@ -1,4 +1,4 @@
-"""Guess a number from 0 to 15 in four turns: after each guess the environment says "more" or "less"."""
+"""Guess a number from 0 to 15 in four turns: after each guess the environment says what is left."""
 
 import random
 from collections.abc import Mapping
@@ -13,13 +13,21 @@ class Guess:
     def reset(self, record: Mapping[str, Any]) -> list[dict[str, str]]:
         """Choose the number."""
         self.number = random.randrange(NUMBERS)
-        return [{"role": "user", "content": "0 to 15"}]
+        self.lowest = 0
+        self.highest = NUMBERS - 1
+        return [{"role": "user", "content": self._left()}]
 
     def step(self, answer: str) -> tuple[str, float, bool]:
-        """Return whether the number is more or less than the guess; 1 point if it is right."""
-        guess = answer.strip()
-        if not guess.isdigit() or int(guess) >= NUMBERS:
-            return "a number", 0.0, False
-        if int(guess) == self.number:
+        """Return which numbers the guess has left; 1 point if it is right."""
+        said = answer.strip()
+        guess = int(said) if said.isdecimal() else -1
+        if guess == self.number:
             return "right", 1.0, True
-        return ("more" if int(guess) < self.number else "less"), 0.0, False
+        if self.lowest <= guess < self.number:
+            self.lowest = guess + 1
+        elif self.number < guess <= self.highest:
+            self.highest = guess - 1
+        return self._left(), 0.0, False
+
+    def _left(self) -> str:
+        return f"{self.lowest} to {self.highest}"

@@ -16,7 +16,7 @@ SHELL = {
         },
     },
 }
-WORDS = ("sun", "rain", "snow", "wind")
+WORDS = ("sun", "rain", "snow", "wind", "fog", "hail", "storm", "cloud")
 FOLDERS = ("a", "b", "c")
 
 

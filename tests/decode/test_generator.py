@@ -269,7 +269,9 @@ def test_a_row_that_is_kept_goes_on_whatever_ran_beside_it(
     prompt = tuple(range(3, 40))
     machine = fresh()
     number, ids = ended(machine, request(*prompt, max_tokens=4, keeps_row=True))
-    assert ended(machine, request(7, max_tokens=9))[1] == ended(fresh(), request(7, max_tokens=9))[1]
+    assert (
+        ended(machine, request(7, max_tokens=9))[1] == ended(fresh(), request(7, max_tokens=9))[1]
+    )
     assert machine.running == 0 and len(machine._free_rows) == 3
     later = (*prompt, *ids, 5, 6)
     _, gone_on = ended(machine, request(*later, max_tokens=15, continues=number))

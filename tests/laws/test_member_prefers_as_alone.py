@@ -72,9 +72,7 @@ def windows_of(task: PreferenceTask, seed: int) -> list[Batch]:
     ]
 
 
-def members_of(
-    lora: Lora = SMALL, others: Sequence[Lora] = OTHERS, layers: int = 1
-) -> list[Llama]:
+def members_of(lora: Lora = SMALL, others: Sequence[Lora] = OTHERS, layers: int = 1) -> list[Llama]:
     """Members in fp64 that share a base, whose adapters are new."""
     first = tiny_llama(torch.float32, vocab_size=VOCABULARY, num_hidden_layers=layers)
     adapt(first, lora)

@@ -149,12 +149,15 @@ def test_only_the_table_and_a_kinds_own_file_know_which_kinds_there_are() -> Non
     """A family's row names the kind of its layers, and a scaling of rotary positions its attention. The
     kernels of decode steps are written for one kind; other kinds take the model's own forward pass.
     """
-    named = re.compile(r"\bLINEAR_ATTENTION\b|\bGatedDeltaNet\b|linear_attn|is_delta_net")
+    named = re.compile(
+        r"\bLINEAR_ATTENTION\b|\bGatedDeltaNet\b|linear_attn|is_delta_net|\bMAMBA\b|\bMamba2\b"
+    )
     files = {
         path.relative_to(SOURCES).as_posix()
         for path in SOURCES.rglob("*.py")
         if named.search(path.read_text())
     }
-    declared = {"model/layer_types.py", "model/delta_net.py", "model/families.py"}
+    kinds = {"model/layer_types.py", "model/delta_net.py", "model/mamba.py"}
+    declared = kinds | {"model/families.py", "model/granite_keys.py"}
     kernels = {"decode/fast_delta_net.py", "decode/fast_forward.py", "ops/delta_net_kernels.py"}
     assert files == declared | kernels

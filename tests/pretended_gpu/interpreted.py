@@ -33,6 +33,7 @@ from triton.runtime.jit import mangle_type
 
 from pretended_gpu import combine, narrow
 from pretended_gpu.programs import Apart, Numbers, Programs
+from pretended_gpu.untraced import untraced
 
 Work = Callable[[], None]
 
@@ -137,6 +138,7 @@ def _patch() -> None:
         _programs,
         Semantic(_programs),
     )
+    interpreter._patch_attr = _patch_attr
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     for language in (tl, tl.core):
         language.reduce, language.associative_scan = combine.reduce, combine.scan
@@ -153,6 +155,15 @@ def _patch() -> None:
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(
         *args, **kwargs
     )
+
+
+_patch_one = interpreter._patch_attr
+
+
+def _patch_attr(owner: Any, name: str, *how: Any) -> None:
+    """Patch a function of the language; only kernels have lines that are to be traced."""
+    _patch_one(owner, name, *how)
+    setattr(owner, name, untraced(getattr(owner, name)))
 
 
 def _keep_shapes() -> None:

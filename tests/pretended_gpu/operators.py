@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 
 from pretended_gpu import attention, order
 from pretended_gpu.memory import on_host
+from pretended_gpu.untraced import untraced
 
 aten = torch.ops.aten
 Operator = Any  # torch._ops.OpOverload
@@ -103,6 +104,7 @@ class Kernel:
         # device takes longer than the numbers.
         self._shapes: dict[Any, Any] = {}
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         called[self.name] += 1
         if self.kernel is None:

@@ -220,7 +220,11 @@ CALLED = [("add", ['{"a": ', f'"{HOSTILE}"', "}"]), ("stop", ["{}"])]
 
 def called_choices() -> list[dict[str, Any]]:
     """An answer that calls two tools after a text, in pieces."""
-    deltas: list[dict[str, Any]] = [{"content": "I call."}]
+    deltas: list[dict[str, Any]] = [
+        {"reasoning_content": "I must "},
+        {"reasoning_content": f"{HOSTILE}."},
+        {"content": "I call."},
+    ]
     for index, (name, pieces_of_arguments) in enumerate(CALLED):
         function = {"name": name, "arguments": ""}
         begin = {"index": index, "id": f"id{index}", "type": "function", "function": function}
@@ -457,6 +461,8 @@ def test_calls_are_shown_and_what_they_return_goes_back(person: Visitor, stand_i
     person.read(f"document.querySelector('#tools').value = {json.dumps(json.dumps(tools))}")
     assert answered(person, "call: now") == "I call."
     assert stand_in.asked[-1]["tools"] == tools
+    thoughts = "[...document.querySelectorAll('.thoughts')].map((node) => node.textContent)"
+    assert [each for each in person.read(thoughts) if each] == [f"I must {HOSTILE}."]
     shown = "[...document.querySelectorAll('.calls .code')].map((node) => node.textContent)"
     calls = [(name, "".join(pieces_of_arguments)) for name, pieces_of_arguments in CALLED]
     assert person.read(shown) == [f"{name}copy{arguments}" for name, arguments in calls]
@@ -471,6 +477,7 @@ def test_calls_are_shown_and_what_they_return_goes_back(person: Visitor, stand_i
         {
             "role": "assistant",
             "content": "I call.",
+            "reasoning_content": f"I must {HOSTILE}.",
             "tool_calls": [
                 {
                     "id": f"id{index}",

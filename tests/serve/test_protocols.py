@@ -7,19 +7,29 @@ form, whole or in events.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from batches import tiny_llama
 from calling import speaking
+from daily import nightly
 from monograph.serve import messages_request, responses_request
-from monograph.serve.answers import TextPiece
+from monograph.serve.answers import AnswerBuilder, ScoredToken, TextPiece, joined, token_usage
 from monograph.serve.blocks import BlockBuilder
-from monograph.serve.messages_answer import INVALID_INPUT, _input
+from monograph.serve.messages_answer import (
+    INVALID_INPUT,
+    MessageAnswer,
+    MessageBuilder,
+    MessageStreamEvent,
+    _input,
+)
 from monograph.serve.requests import ChatRequest
-from monograph.text.call_reader import CallPiece
+from monograph.serve.responses_answer import ResponseAnswer, ResponseBuilder, ResponseStreamEvent
+from monograph.serve.versions import ServedModel
+from monograph.text.call_reader import CallPiece, Thought
 from served import Answer, Served
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -135,12 +145,14 @@ def of_responses(events: list[dict[str, Any]]) -> dict[str, Any]:
             assert event["item_id"] == item["id"]
         if kind == "content_part.added":
             item["content"].append(event["part"])
+        elif kind == "reasoning_text.delta":
+            item["content"][0]["text"] += event["delta"]
         elif kind == "output_text.delta":
             item["content"][0]["text"] += event["delta"]
             item["content"][0]["logprobs"] += event["logprobs"]
         elif kind == "function_call_arguments.delta":
             item["arguments"] += event["delta"]
-        elif kind == "output_text.done":
+        elif kind in ("output_text.done", "reasoning_text.done"):
             assert event["text"] == item["content"][0]["text"]
         elif kind == "function_call_arguments.done":
             assert event["arguments"] == item["arguments"]
@@ -171,6 +183,8 @@ def of_messages(events: list[dict[str, Any]]) -> dict[str, Any]:
             block = message["content"][event["index"]]
             if event["delta"]["type"] == "text_delta":
                 block["text"] += event["delta"]["text"]
+            elif event["delta"]["type"] == "thinking_delta":
+                block["thinking"] += event["delta"]["thinking"]
             else:
                 inputs[event["index"]] += event["delta"]["partial_json"]
         is_open = event["type"] != "content_block_stop"
@@ -217,7 +231,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", nightly(list(CASES), ["a text", "a form", "calls", "a call that is cut"])
+)
 def test_an_answer_is_that_of_the_chat_whole_and_in_events(
     case: str, path: str, served: Served
 ) -> None:
@@ -289,32 +305,88 @@ def test_tokens_are_counted_without_an_answer(served: Served) -> None:
 # ── blocks ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("cut", range(1, 8))
+@pytest.mark.parametrize("cut", range(1, 9))
 def test_blocks_come_one_after_another_in_the_order_of_the_model(cut: int) -> None:
     """A text after a call, which loose models write, is a block of its own, however pieces are cut."""
-    parts: list[str | CallPiece] = [
-        "a", "b", CallPiece(0, "f", ""), CallPiece(0, None, "{"), CallPiece(0, None, "}"), "c",
+    parts: list[str | CallPiece | Thought] = [
+        Thought("t"), "a", "b", CallPiece(0, "f", ""), CallPiece(0, None, "{"), CallPiece(0, None, "}"), "c",
         CallPiece(1, "g", "{}"),
     ]  # fmt: skip
     builder = BlockBuilder()
     steps = builder.add(TextPiece(0, parts[:cut], [], None))
     steps += builder.add(TextPiece(0, parts[cut:], [], "stop", calls_tools=True))
-    assert [(block.name, block.text) for block in builder.blocks] == [
-        (None, "ab"), ("f", "{}"), (None, "c"), ("g", "{}"),
+    assert [(block.kind, block.name, block.text) for block in builder.blocks] == [
+        ("thoughts", "", "t"), ("text", "", "ab"), ("call", "f", "{}"), ("text", "", "c"), ("call", "g", "{}"),
     ]  # fmt: skip
     order = [(step.kind, step.block.index) for step in steps if step.kind != "grow"]
-    assert order == [(kind, index) for index in range(4) for kind in ("begin", "end")]
-    grown = ["", "", "", ""]
+    assert order == [(kind, index) for index in range(5) for kind in ("begin", "end")]
+    grown = [""] * 5
     for step in steps:
         grown[step.block.index] += step.text
     assert grown == [block.text for block in builder.blocks]
-    assert len({block.call_id for block in builder.blocks}) == 4 and builder.has_calls
+    assert len({block.call_id for block in builder.blocks}) == 5 and builder.has_calls
 
 
 def test_an_empty_answer_is_an_empty_text() -> None:
     builder = BlockBuilder()
     steps = builder.add(TextPiece(0, [], [], "stop"))
     assert [step.kind for step in steps] == ["begin", "end"] and builder.blocks[0].text == ""
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_a_text_has_the_log_probabilities_of_the_thoughts_before_it(cut: int) -> None:
+    entries = [ScoredToken(token, token, -1.0, ()) for token in range(3)]
+    parts = [[], [Thought("t")], ["a"]]
+    pieces = [TextPiece(0, part, [entry], None) for part, entry in zip(parts, entries, strict=True)]
+    pieces.append(TextPiece(0, [], [], "stop"))
+    builder = BlockBuilder()
+    steps = builder.add(joined(pieces[: cut + 1])) + [
+        step for piece in pieces[cut + 1 :] for step in builder.add(piece)
+    ]
+    assert [(block.kind, block.text) for block in builder.blocks] == [
+        ("thoughts", "t"),
+        ("text", "a"),
+    ]
+    assert builder.blocks[1].entries == entries and not builder.blocks[0].entries
+    told_entries = [(step.text, list(step.entries)) for step in steps if step.entries]
+    assert told_entries == [("a", entries)], "together with the text"
+
+
+def test_thoughts_are_told_apart_in_both_forms(served: Served) -> None:
+    """Whole and in events, as the document has them."""
+    model = ServedModel(served.service.newest)
+    asked_chat = ChatRequest.model_validate(
+        {"model": "last", "messages": SAID, "seed": 1}, context={"rows": 1}
+    )
+    response, _ = responses_request.read_request({"model": "last", "input": SAID}, rows=1)
+    pieces = [
+        TextPiece(0, [Thought("Hm"), Thought(".")], [], None),
+        TextPiece(0, ["Yes."], [], "stop"),
+    ]
+    usage = token_usage(3, 4)
+
+    def both(make: Callable[[], AnswerBuilder]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        builder = make()
+        sent = builder.first_events(1, 3)
+        for piece in pieces:
+            sent += builder.piece_events(piece)
+        sent += builder.last_events(usage)
+        datas = [json.loads(each.decode().split("data: ")[1]) for each in sent]
+        return json.loads(make().whole_json([pieces], usage)), datas
+
+    whole, sent = both(lambda: ResponseBuilder(model, response, asked_chat))
+    assert without_ids(of_responses(sent)) == without_ids(whole)
+    TypeAdapter(ResponseAnswer).validate_python(whole)
+    for each in sent:
+        TypeAdapter(ResponseStreamEvent).validate_python(each)
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message"]
+    assert whole["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    whole, sent = both(lambda: MessageBuilder(model, asked_chat))
+    assert without_ids(of_messages(sent)) == without_ids(whole)
+    TypeAdapter(MessageAnswer).validate_python(whole)
+    for each in sent:
+        TypeAdapter(MessageStreamEvent).validate_python(each)
+    assert whole["content"][0] == {"type": "thinking", "thinking": "Hm.", "signature": ""}
 
 
 # ── requests ──────────────────────────────────────────────────────────────────────────────────────
@@ -530,5 +602,9 @@ def test_every_error_of_messages_has_their_form(served: Served) -> None:
     typed = {"Content-Type": "application/json"}
     large = served.ask("POST", MESSAGES, b" " * ((1 << 20) + 1), typed)
     assert error_of(large, 413) == "request_too_large"
+    answer = served.post(MESSAGES, body | {"thread": {"type": "create"}})
+    assert error_of(answer, 400) == "invalid_request_error"
+    details = {"error_code": "thread_unsupported_request", "unsupported": []}
+    assert answer.body["error"]["details"] == details, "its clients then send all messages"
     assert "error" in served.ask("GET", "/v1/messages_of_mine").body, "another address"
     assert "type" not in served.ask("GET", "/v1/messages_of_mine").body

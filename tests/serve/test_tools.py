@@ -62,8 +62,16 @@ def tags(family: Callable[[str], Served]) -> Served:
     return family("tags")
 
 
+def asked(served: Served, **more: Any) -> dict[str, Any]:
+    """A request, without thoughts if the prompt would begin some: a random model never ends them."""
+    template = served.tokenizer.config.template
+    if template is not None and "enable_thinking" in template.words:
+        more = {"chat_template_kwargs": {"enable_thinking": False}} | more
+    return ASKED | more
+
+
 def choices(served: Served, **more: Any) -> list[dict[str, Any]]:
-    answer = served.post(CHAT, ASKED | more)
+    answer = served.post(CHAT, asked(served, **more))
     assert answer.status == 200, answer.body
     return answer.body["choices"]
 
@@ -110,7 +118,7 @@ def test_a_call_in_pieces_is_the_same_call(name: str, family: Callable[[str], Se
     scored = {"logprobs": True, "tool_choice": ADD_CHOICE}
     for more in ({"tool_choice": "required"}, {"tool_choice": "auto", "max_tokens": 30}, scored):
         whole = choices(served, n=2, **more)
-        events = list(served.events(CHAT, ASKED | more | {"n": 2}))
+        events = list(served.events(CHAT, asked(served, **more, n=2)))
         for choice in whole:
             own = [
                 each
@@ -161,6 +169,37 @@ def test_a_strict_call_that_has_begun_is_valid(name: str, family: Callable[[str]
         require_valid(choice["message"])
     [loose] = choices(served, logit_bias={str(begin): 100})
     assert "tool_calls" not in loose["message"], "without strict, the model would write nonsense"
+
+
+def test_thoughts_are_told_apart_from_the_content_and_come_before_a_call(
+    family: Callable[[str], Served],
+) -> None:
+    """The prompt begins thoughts here, and a random model does not end them by itself."""
+    served = family("fields")
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    for more in ({"tools": None}, {}, {"tool_choice": "required"}):
+        [choice] = choices(served, max_tokens=20, **thinking, **more)
+        message = choice["message"]
+        assert message["reasoning_content"] and not message["content"]
+        assert "tool_calls" not in message and choice["finish_reason"] == "length"
+        events = list(served.events(CHAT, asked(served, max_tokens=20, **thinking, **more)))
+        deltas = [each["delta"] for event in events for each in event["choices"]]
+        streamed = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        assert streamed == message["reasoning_content"]
+    [end] = served.tokenizer.encode_rendered("</think>")
+    [choice] = choices(served, tool_choice="required", logit_bias={str(end): 100}, **thinking)
+    require_valid(choice["message"])
+    assert choice["finish_reason"] == "tool_calls"
+    # The other protocols have them, too.
+    thoughts = choices(served, max_tokens=20, tools=None, **thinking)[0]["message"][
+        "reasoning_content"
+    ]
+    body: dict[str, Any] = {"input": MESSAGES, "max_output_tokens": 20, "seed": 1}
+    [reasoning] = served.post("/v1/responses", body | thinking).body["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": thoughts}]
+    body = {"messages": MESSAGES, "max_tokens": 20, "seed": 1, "thinking": {"type": "adaptive"}}
+    [block] = served.post("/v1/messages", body).body["content"]
+    assert block == {"type": "thinking", "thinking": thoughts, "signature": ""}
 
 
 def test_several_calls_may_follow_each_other(tags: Served) -> None:

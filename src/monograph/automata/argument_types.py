@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from monograph.automata.counting import CounterOperation
 from monograph.automata.dfa import Budget, complement
 from monograph.automata.expression import (
     Alternation,
@@ -121,7 +122,7 @@ def _target(reference: object, root: object) -> object:
     return target
 
 
-def read_as_text(types: Collection[str], notation: Notation) -> Expression | None:
+def read_as_text(types: Collection[str], notation: Notation) -> StateMachine | None:
     """Return an expression for the texts that are read as nothing but texts; None: all of them are.
 
     Args:
@@ -145,6 +146,6 @@ def read_as_text(types: Collection[str], notation: Notation) -> Expression | Non
     return complement(Alternation(tuple(others)), Budget("a text")) if others else None
 
 
-def with_ignored(machine: StateMachine, *operations: Any) -> StateMachine:
+def with_ignored(machine: StateMachine, *operations: CounterOperation) -> StateMachine:
     """Return a machine that ignores operations on counters."""
     return StateMachine(machine.rows, machine.accepting, machine.symbols_of, operations)

@@ -24,6 +24,9 @@ and the frame's keys are
     separators                 what is between two members of the arguments, and between name and value
     fields                     None, or how arguments are written that are no JSON: `Fields.grammar` of
                                `monograph.text.notation`
+    thoughts                   may be left out: what stands before and after thoughts, "begin" and "end", and
+                               the "place" at which an answer begins: "before" thoughts, which it may have,
+                               "inside" them, or "after" them
 
 A *part* is a str, an int or a dict: a str is a text with one character for each byte, an int is the id of
 a special token, and the dict {"hole": "name"}, {"hole": "arguments"} or {"hole": "id"} stands for what
@@ -57,6 +60,7 @@ _ID_LENGTH = 9
 _ID_CHARACTER = Alternation(
     (byte_range(0x30, 0x39), byte_range(0x41, 0x5A), byte_range(0x61, 0x7A))
 )
+_SPACE = Alternation(tuple(byte_range(byte, byte) for byte in b" \t\r\n"))
 Part = str | int | Mapping[str, str]
 
 
@@ -128,7 +132,8 @@ def calls_expression(
         calls_and_closing.append(Repetition(further_call, 0, None))
     calls_and_closing.append(builder.literal_of(frame["closing"]))
     if calls.must_call:
-        return concatenation(builder.literal_of(frame["opening"]), *calls_and_closing)
+        expression = concatenation(builder.literal_of(frame["opening"]), *calls_and_closing)
+        return builder.after_thoughts(expression, alphabet, may_end_inside=False)
     # After the trigger calls must follow, so an answer without calls has no trigger.
     trigger = builder.bytes_of(frame["trigger"])
     without_calls = text_without(trigger, alphabet, anywhere=frame["follows_text"])
@@ -137,7 +142,8 @@ def calls_expression(
         builder.literal_of(frame["after_trigger"]),
         *calls_and_closing,
     )
-    return Alternation((without_calls, with_calls))
+    any_answer = Alternation((without_calls, with_calls))
+    return builder.after_thoughts(any_answer, alphabet, may_end_inside=True)
 
 
 class _CallBuilder:
@@ -194,6 +200,34 @@ class _CallBuilder:
         """Return the bytes of each list of parts, as a tuple."""
         return tuple(self.bytes_of(parts) for parts in part_lists)
 
+    def after_thoughts(
+        self, answer: Expression, alphabet: Collection[int], *, may_end_inside: bool
+    ) -> Expression:
+        """Return an expression for an answer with the thoughts that it may begin with.
+
+        What begins a call does not count inside thoughts.
+
+        Args:
+            answer: what stands after thoughts.
+            alphabet: the bytes that thoughts may have.
+            may_end_inside: whether the answer may end inside thoughts.
+        """
+        thoughts = self.frame.get("thoughts")
+        if thoughts is None or thoughts["place"] == "after":
+            return answer
+        end = self.bytes_of(thoughts["end"])
+        spaces = Repetition(_SPACE, 0, None)
+        options = [
+            concatenation(text_up_to(end, alphabet, anywhere=True), spaces, answer),
+        ]
+        if may_end_inside:
+            options.append(concatenation(text_without(end, alphabet, anywhere=True)))
+        inside = Alternation(tuple(options))
+        if thoughts["place"] == "inside":
+            return inside
+        begin = self.literal_of(thoughts["begin"])
+        return Alternation((answer, concatenation(spaces, begin, inside)))
+
     def call(self, name: str, schema: Any) -> Expression:
         """Return an expression for the calls of a function."""
         try:
@@ -242,7 +276,7 @@ def _bytes_of_specials(frame: Mapping[str, Any]) -> dict[int, int]:
     keys = ("trigger", "after_trigger", "opening", "call", "between", "closing")
     part_lists = [frame[key] or () for key in keys] + list(frame["variants"])
     parts = [part for part_list in part_lists for part in part_list]
-    parts += _special_parts(frame["fields"])
+    parts += _special_parts(frame["fields"]) + _special_parts(frame.get("thoughts"))
     # A dict keeps each token once, in the frame's order, so that equal frames get equal bytes.
     tokens = dict.fromkeys(part for part in parts if isinstance(part, int))
     free = [byte for byte in _FREE_BYTES if byte != OTHER_SPECIAL]

@@ -287,7 +287,9 @@ class Generator:
         if kept is None:
             raise UsageError(f"request {number} has no row that is kept")
         if len(request.prompt_ids) <= kept.known or request.adapter != kept.adapter:
-            raise UsageError(f"the prompt or the adapter is not that of request {number}, continued")
+            raise UsageError(
+                f"the prompt or the adapter is not that of request {number}, continued"
+            )
 
     def cancel(self, number: int) -> None:
         """Remove a request, whether it waits, runs or keeps its row. It has no further events."""

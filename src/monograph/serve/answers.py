@@ -25,8 +25,9 @@ from monograph.serve.owner import ServedText
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.requests import AnyTextRequest
 from monograph.serve.versions import ServedModel
-from monograph.text.call_reader import CallPiece, CallReader
+from monograph.text.call_reader import CallPiece, Thought
 from monograph.text.calls import ID_LENGTH
+from monograph.text.thoughts import AnswerReader
 from monograph.text.tokenizer import Tokenizer
 
 _COMMON_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
@@ -118,7 +119,8 @@ class TextPiece(NamedTuple):
 
     Attributes:
         text_index: the text's number in the answer.
-        parts: new characters, and new pieces of calls of tools, in the order in which they were written.
+        parts: new characters, new thoughts, and new pieces of calls of tools, in the order in which they
+            were written.
         entries: an entry for each new token, if the answer has log-probabilities, else empty.
         finish: how the text ended; None if it has not ended.
         calls_tools: whether the text has called a tool, in this piece or in an earlier one.
@@ -126,7 +128,7 @@ class TextPiece(NamedTuple):
     """
 
     text_index: int
-    parts: Sequence[str | CallPiece]
+    parts: Sequence[str | CallPiece | Thought]
     entries: list[ScoredToken]
     finish: shapes.ServedFinish | None
     calls_tools: bool = False
@@ -134,8 +136,13 @@ class TextPiece(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The new characters, without those of calls."""
+        """The new characters, without those of calls and thoughts."""
         return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def thoughts(self) -> str:
+        """The new characters of thoughts."""
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
 
     @property
     def calls(self) -> list[CallPiece]:
@@ -169,7 +176,7 @@ class TextBuilder:
         *,
         reports_end: bool = True,
         echo: str = "",
-        call_reader: CallReader | None = None,
+        reader: AnswerReader | None = None,
     ):
         """Begin an empty text.
 
@@ -180,13 +187,13 @@ class TextBuilder:
                 None: the answer has no log-probabilities.
             reports_end: whether a stop id (a token that ends the text) has an entry, too.
             echo: the prompt's characters, if the answer repeats them before the text.
-            call_reader: reads the calls of tools in the text; None: there are none.
+            reader: reads the thoughts and calls in the text; None: there are none.
         """
         prompt_ids = text.request.prompt_ids
         self._tokenizer = text.version.tokenizer
         self._unreported_ids = () if reports_end else text.request.stop_ids
         self._transcript = Transcript(self._tokenizer, stop, prompt_ids)
-        self._call_reader = call_reader
+        self._reader = reader
         self._stop_ids = text.request.stop_ids
         self._index = text.index
         self._likeliest_count = likeliest_count
@@ -202,13 +209,13 @@ class TextBuilder:
         new_text = self._transcript.add(event.token_ids)
         if event.finish is not None:
             new_text += self._transcript.finish()
-        parts: list[str | CallPiece] = [new_text] if new_text else []
+        parts: list[str | CallPiece | Thought] = [new_text] if new_text else []
         calls_tools = False
-        if self._call_reader is not None:
+        if self._reader is not None:
             # The reader's text takes the place of the transcript's, which would also have the calls. The
             # transcript is still needed: its size decides which entries are held back.
-            parts = self._read_calls(self._call_reader, event)
-            calls_tools = self._call_reader.call_count > 0
+            parts = self._read_parts(self._reader, event)
+            calls_tools = self._reader.call_count > 0
         if self._likeliest_count is not None:
             for token, logprobs in zip(event.token_ids, event.logprobs, strict=True):
                 self._add_entry(token, logprobs, self._likeliest_count)
@@ -225,8 +232,8 @@ class TextBuilder:
         stopped_by = self._transcript.stopped_by
         return TextPiece(self._index, parts, entries, finish, calls_tools, stopped_by)
 
-    def _read_calls(self, reader: CallReader, event: Event) -> list[str | CallPiece]:
-        """Return the new characters outside of calls and the new pieces of calls, in their order."""
+    def _read_parts(self, reader: AnswerReader, event: Event) -> list[str | CallPiece | Thought]:
+        """Return the new characters, thoughts and pieces of calls, in their order."""
         ids = event.token_ids
         if ids and ids[-1] in self._stop_ids:  # a stop id is not part of the text
             ids = ids[:-1]
@@ -487,22 +494,28 @@ class ChatAnswerBuilder(CompletionAnswerBuilder):
         return [self._piece_event(TextPiece(index, [], [], None)) for index in range(text_count)]
 
     def piece_events(self, piece: TextPiece) -> list[bytes]:
-        """Return an event for the new text, and then one for each piece of a call.
+        """Return events for the new thoughts and the new text, and then one for each piece of a call.
 
         If nothing is new there is none, because an empty piece would be sent as the role. The last one
         has the finish.
         """
         split = [piece._replace(parts=[call], entries=[], finish=None) for call in piece.calls]
+        thoughts = piece.thoughts
         # A finish alone is sent, too: with an empty text.
-        is_finish_alone = piece.finish is not None and not split
-        if piece.text or piece.entries or is_finish_alone:
+        is_finish_alone = piece.finish is not None and not split and not thoughts
+        if piece.text or (piece.entries and not thoughts) or is_finish_alone:
             split.insert(0, piece._replace(parts=[piece.text], finish=None))
+        if thoughts:
+            entries = [] if piece.text else piece.entries
+            split.insert(0, piece._replace(parts=[Thought(thoughts)], entries=entries, finish=None))
         if split:
             split[-1] = split[-1]._replace(finish=piece.finish)
         return [self._piece_event(each) for each in split]
 
     def _choice(self, piece: TextPiece) -> Mapping[str, Any]:
         message: shapes.ChatMessage = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.thoughts:
+            message["reasoning_content"] = piece.thoughts
         calls: list[shapes.AnsweredCall] = []
         for call in piece.calls:
             if (
@@ -520,6 +533,8 @@ class ChatAnswerBuilder(CompletionAnswerBuilder):
         delta: shapes.ChatDelta = {}
         if piece.calls:
             delta = {"tool_calls": [_call_delta(call) for call in piece.calls]}
+        elif piece.thoughts:
+            delta = {"reasoning_content": piece.thoughts}
         elif piece.text:
             delta = {"content": piece.text}
         elif not piece.entries and piece.finish is None:  # the empty piece of `first_pieces`

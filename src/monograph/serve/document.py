@@ -411,11 +411,11 @@ _ERRORS_OF_ALL = (403, 405, 500, 503)
 _ERRORS_OF_POST = (400, 408, 413, 415)
 _KEY = "A key of the server's file (--api-key-file), if the server was started with one."
 _ABOUT = (
-    "A model of `monograph serve`, through an OpenAI-compatible API. A request with a seed always gets the same text, "
-    "however busy the server is. A field that is missing or null has its default. A field that is not listed is "
-    "refused, and so is a field that is not supported and would change the text. In addition to OpenAI's fields, a "
-    "request may have the options of `monograph.Sampling` (docs/generate.md), and a constraint: regex, choice or "
-    "response_format."
+    "A model of `monograph serve`, through APIs that are compatible with OpenAI's and Anthropic's. A request with a "
+    "seed always gets the same text, however busy the server is. A field that is missing or null has its default. A "
+    "field that is not listed is refused, and so is a field that is not supported and would change the text. In "
+    "addition to the protocol's fields, a request may have the options of `monograph.Sampling` (docs/generate.md), and "
+    "one for completions or a chat a constraint: regex, choice or response_format."
 )
 
 

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, Json
 from pydantic_core import from_json
@@ -47,7 +47,17 @@ class AnsweredToolUse(TypedDict):
     ]
 
 
-AnsweredBlock = Annotated[AnsweredText | AnsweredToolUse, Field(discriminator="type")]
+class AnsweredThoughts(TypedDict):
+    """What the model thought, if its template has thoughts."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Annotated[Literal[""], Field(description="Thoughts are not signed.")]
+
+
+AnsweredBlock = Annotated[
+    AnsweredText | AnsweredThoughts | AnsweredToolUse, Field(discriminator="type")
+]
 
 
 class MessageUsage(TypedDict):
@@ -107,12 +117,19 @@ class InputDelta(TypedDict):
     partial_json: str
 
 
+class ThinkingDelta(TypedDict):
+    """Further characters of thoughts."""
+
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
 class BlockDelta(TypedDict):
     """A block grows."""
 
     type: Literal["content_block_delta"]
     index: BlockIndex
-    delta: Annotated[TextDelta | InputDelta, Field(discriminator="type")]
+    delta: Annotated[TextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")]
 
 
 class BlockStop(TypedDict):
@@ -143,6 +160,13 @@ class MessageStop(TypedDict):
     type: Literal["message_stop"]
 
 
+class MessageErrorDetails(TypedDict):
+    """Why a request that refers to stored messages is refused: nothing is stored."""
+
+    error_code: Literal["thread_unsupported_request"]
+    unsupported: Annotated[list[str], Field(max_length=0)]
+
+
 class MessageErrorBody(TypedDict):
     """What is wrong."""
 
@@ -160,6 +184,7 @@ class MessageErrorBody(TypedDict):
     message: Annotated[
         str, Field(description="One line: what is wrong, with the field's name, and what to do.")
     ]
+    details: NotRequired[MessageErrorDetails]
 
 
 class MessageError(TypedDict):
@@ -213,7 +238,7 @@ class MessageBuilder(AnswerBuilder):
         for piece in texts[0]:
             self._blocks.add(piece)
         content = [
-            _content_block(block, _input(block.text) if block.is_call else {})
+            _content_block(block, _input(block.text) if block.kind == "call" else {})
             for block in self._blocks.blocks
         ]
         return as_json(
@@ -267,14 +292,18 @@ def _step_event(step: Step) -> bytes:
     if step.kind == "end":
         return _event("content_block_stop", index=block.index)
     delta = {"type": "text_delta", "text": step.text}
-    if block.is_call:
+    if block.kind == "call":
         delta = {"type": "input_json_delta", "partial_json": step.text}
+    elif block.kind == "thoughts":
+        delta = {"type": "thinking_delta", "thinking": step.text}
     return _event("content_block_delta", index=block.index, delta=delta)
 
 
 def _content_block(block: Block, call_input: dict[str, Any]) -> dict[str, Any]:
-    if not block.is_call:
+    if block.kind == "text":
         return {"type": "text", "text": block.text}
+    if block.kind == "thoughts":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": call_input}
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, ValidationInfo
 
 from monograph.ranges import whole
-from monograph.serve.refused import Refused, field_names
+from monograph.serve.refused import THREAD_UNSUPPORTED, Refused, field_names
 from monograph.serve.requests import (
     MAX_MESSAGES,
     MAX_STOP_BYTES,
@@ -316,6 +316,11 @@ class CountRequest(BaseRequest):
     speed: Ignored = None
 
 
+_NO_THREAD = not_supported(
+    "nothing is stored: send the earlier messages again", code=THREAD_UNSUPPORTED
+)
+
+
 @with_options
 class MessagesRequest(CountRequest, SampledRequest):
     """A dialogue to be continued."""
@@ -328,6 +333,7 @@ class MessagesRequest(CountRequest, SampledRequest):
         Field(max_length=MAX_STOPS),
         Expected(f"up to {MAX_STOPS} texts of 1 to {MAX_STOP_BYTES} bytes"),
     ] = Field([], description="The answer ends before the first of these texts. Excludes tools.")
+    thread: Annotated[Any, _NO_THREAD] = None
 
 
 def read_request(fields: dict[str, Any], rows: int) -> ChatRequest:

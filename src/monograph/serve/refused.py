@@ -52,6 +52,9 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
 
 # Addresses whose errors have Anthropic's form begin with this.
 MESSAGES_PATH = "/v1/messages"
+# Anthropic's name of the error for a request that refers to stored messages. Its clients send the messages
+# themselves when they get it.
+THREAD_UNSUPPORTED = "thread_unsupported_request"
 # OpenAI's type of an error, by the HTTP status; see `_openai_body` for the others.
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # Anthropic's type of an error, by the HTTP status; see `_anthropic_body` for the others.
@@ -87,4 +90,7 @@ def _openai_body(refused: Refused) -> dict[str, Any]:
 def _anthropic_body(refused: Refused) -> dict[str, Any]:
     other_type = "invalid_request_error" if refused.status < 500 else "api_error"
     error_type = _ANTHROPIC_TYPES.get(refused.status, other_type)
-    return {"type": "error", "error": {"type": error_type, "message": str(refused)}}
+    error: dict[str, Any] = {"type": error_type, "message": str(refused)}
+    if refused.code == THREAD_UNSUPPORTED:
+        error["details"] = {"error_code": refused.code, "unsupported": []}
+    return {"type": "error", "error": error}

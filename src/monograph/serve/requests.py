@@ -13,7 +13,6 @@ pydantic's own check, `json_schema_input_type` says what the document shows inst
 import math
 import re
 import secrets
-from collections.abc import Mapping
 from dataclasses import Field as DataclassField
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -112,20 +111,21 @@ _NotSupported = Annotated[
 ]
 
 
-def not_supported(advice: str) -> PlainValidator:
+def not_supported(advice: str, code: str = "unsupported_parameter") -> PlainValidator:
     """Return a validator of a field that is not supported and would change the text.
 
     It accepts only values that turn the field off, and returns None for them.
 
     Args:
         advice: what to do instead.
+        code: the protocol's name of the error.
     """
 
     def check(value: object, info: ValidationInfo) -> None:
         name = str(info.field_name)
         is_off = not value or value == "none"
         if not is_off:
-            raise Refused(400, f"{name} is not supported: {advice}", name, "unsupported_parameter")
+            raise Refused(400, f"{name} is not supported: {advice}", name, code)
 
     return PlainValidator(check, json_schema_input_type=_NotSupported)
 
@@ -249,8 +249,9 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
         message = message_of(value, name, get_args(Role))
     except Unusable as unusable:
         raise Refused(400, str(unusable), "messages") from None
-    assert isinstance(value, Mapping)  # `message_of` refuses anything else
-    unknown_keys = value.keys() - RequestMessage.model_fields
+    # OpenAI's client adds the object that it has made of the content to a message that is sent back.
+    message.pop("parsed", None)
+    unknown_keys = message.keys() - RequestMessage.model_fields
     if unknown_keys:
         key = min(unknown_keys)
         hint = did_you_mean(key, RequestMessage.model_fields)
@@ -377,6 +378,7 @@ class RequestMessage(Body):
     annotations: MustBeEmpty = None
     audio: MustBeEmpty = None
     function_call: MustBeEmpty = None
+    parsed: Ignored = None
 
 
 class StreamOptions(Body):

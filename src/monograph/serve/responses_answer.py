@@ -72,7 +72,24 @@ class OutputCall(TypedDict):
     status: ItemStatus
 
 
-OutputItem = Annotated[OutputMessage | OutputCall, Field(discriminator="type")]
+class ReasoningText(TypedDict):
+    """The text of thoughts."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputThoughts(TypedDict):
+    """What the model thought, if its template has thoughts."""
+
+    type: Literal["reasoning"]
+    id: str
+    summary: Annotated[list[Any], Field(max_length=0)]
+    content: Annotated[list[ReasoningText], Field(max_length=1)]
+    status: ItemStatus
+
+
+OutputItem = Annotated[OutputMessage | OutputThoughts | OutputCall, Field(discriminator="type")]
 
 
 class InputDetails(TypedDict):
@@ -160,14 +177,14 @@ class ItemChange(TypedDict):
 
 
 class PartChange(TypedDict):
-    """The text of a message begins, or has ended."""
+    """The text of a message or of thoughts begins, or has ended."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     sequence_number: SequenceNumber
     item_id: str
     output_index: OutputIndex
     content_index: Literal[0]
-    part: OutputText
+    part: Annotated[OutputText | ReasoningText, Field(discriminator="type")]
 
 
 class TextDelta(TypedDict):
@@ -192,6 +209,28 @@ class TextDone(TypedDict):
     content_index: Literal[0]
     text: str
     logprobs: list[shapes.ChatDrawnToken]
+
+
+class ThoughtsDelta(TypedDict):
+    """Further characters of thoughts."""
+
+    type: Literal["response.reasoning_text.delta"]
+    sequence_number: SequenceNumber
+    item_id: str
+    output_index: OutputIndex
+    content_index: Literal[0]
+    delta: str
+
+
+class ThoughtsDone(TypedDict):
+    """The whole text of thoughts."""
+
+    type: Literal["response.reasoning_text.done"]
+    sequence_number: SequenceNumber
+    item_id: str
+    output_index: OutputIndex
+    content_index: Literal[0]
+    text: str
 
 
 class ArgumentsDelta(TypedDict):
@@ -232,6 +271,8 @@ ResponseStreamEvent = Annotated[
     | PartChange
     | TextDelta
     | TextDone
+    | ThoughtsDelta
+    | ThoughtsDone
     | ArgumentsDelta
     | ArgumentsDone
     | ResponseFault,
@@ -250,6 +291,15 @@ class ResponseEvent(TypedDict):
 
 
 # ── the builder ───────────────────────────────────────────────────────────────────────────────────
+
+
+_ID_PREFIXES = {"text": "msg_", "call": "fc_", "thoughts": "rs_"}
+# What the events are called that tell how a block of each kind grows.
+_GROWING = {
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+    "thoughts": "response.reasoning_text",
+}
 
 
 class ResponseBuilder(AnswerBuilder):
@@ -331,8 +381,7 @@ class ResponseBuilder(AnswerBuilder):
     def _add(self, piece: TextPiece) -> list[Step]:
         steps = self._blocks.add(piece)
         for block in self._blocks.blocks[len(self._item_ids) :]:
-            prefix = "fc_" if block.is_call else "msg_"
-            self._item_ids.append(prefix + uuid.uuid4().hex)
+            self._item_ids.append(_ID_PREFIXES[block.kind] + uuid.uuid4().hex)
         return steps
 
     def _step_events(self, step: Step) -> list[bytes]:
@@ -341,40 +390,38 @@ class ResponseBuilder(AnswerBuilder):
             "item_id": self._item_ids[block.index],
             "output_index": block.index,
         }
-        if not block.is_call:
+        if block.kind != "call":
             place["content_index"] = 0
         if step.kind == "begin":
             return self._begin_events(block, place)
         if step.kind == "end":
             return self._end_events(block, place)
-        if block.is_call:
-            kind = "response.function_call_arguments.delta"
-            return [self._event(kind, **place, delta=step.text)]
-        logprobs = self._logprobs(step.entries)
-        kind = "response.output_text.delta"
-        return [self._event(kind, **place, delta=step.text, logprobs=logprobs)]
+        new: dict[str, Any] = {"delta": step.text}
+        if block.kind == "text":
+            new["logprobs"] = self._logprobs(step.entries)
+        return [self._event(f"{_GROWING[block.kind]}.delta", **place, **new)]
 
     def _begin_events(self, block: Block, place: dict[str, Any]) -> list[bytes]:
         # The block may have its first characters already, which are in the next event.
         empty = replace(block, text="", entries=[])
         item = self._item(empty, "in_progress")
-        if not block.is_call:
+        if block.kind != "call":
             item["content"] = []
         events = [self._event("response.output_item.added", output_index=block.index, item=item)]
-        if not block.is_call:
+        if block.kind != "call":
             part = self._part(empty)
             events.append(self._event("response.content_part.added", **place, part=part))
         return events
 
     def _end_events(self, block: Block, place: dict[str, Any]) -> list[bytes]:
-        events: list[bytes] = []
-        if block.is_call:
-            kind = "response.function_call_arguments.done"
-            events.append(self._event(kind, **place, name=block.name, arguments=block.text))
-        else:
+        whole: dict[str, Any] = {"text": block.text}
+        if block.kind == "call":
+            whole = {"name": block.name, "arguments": block.text}
+        elif block.kind == "text":
+            whole["logprobs"] = self._logprobs(block.entries)
+        events = [self._event(f"{_GROWING[block.kind]}.done", **place, **whole)]
+        if block.kind != "call":
             part = self._part(block)
-            whole = {"text": part["text"], "logprobs": part["logprobs"]}
-            events.append(self._event("response.output_text.done", **place, **whole))
             events.append(self._event("response.content_part.done", **place, part=part))
         item = self._item(block, self._status(block))
         events.append(self._event("response.output_item.done", output_index=block.index, item=item))
@@ -391,25 +438,18 @@ class ResponseBuilder(AnswerBuilder):
         return "incomplete" if is_last and self._blocks.finish == "length" else "completed"
 
     def _item(self, block: Block, status: ItemStatus) -> dict[str, Any]:
-        item_id = self._item_ids[block.index]
-        if block.is_call:
-            return {
-                "type": "function_call",
-                "id": item_id,
-                "call_id": block.call_id,
-                "name": block.name,
-                "arguments": block.text,
-                "status": status,
-            }
-        return {
-            "type": "message",
-            "id": item_id,
-            "role": "assistant",
-            "status": status,
-            "content": [self._part(block)],
-        }
+        item: dict[str, Any] = {"id": self._item_ids[block.index], "status": status}
+        if block.kind == "call":
+            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+            return item | {"type": "function_call"} | call
+        content = [self._part(block)]
+        if block.kind == "thoughts":
+            return item | {"type": "reasoning", "summary": [], "content": content}
+        return item | {"type": "message", "role": "assistant", "content": content}
 
     def _part(self, block: Block) -> dict[str, Any]:
+        if block.kind == "thoughts":
+            return {"type": "reasoning_text", "text": block.text}
         return {
             "type": "output_text",
             "text": block.text,

@@ -213,6 +213,11 @@ class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: Annotated[str | None, Field(description="Is null if the answer only calls tools.")]
     refusal: None
+    reasoning_content: NotRequired[
+        Annotated[
+            str, Field(description="What the model thought before, if its template has thoughts.")
+        ]
+    ]
     tool_calls: NotRequired[Annotated[list[AnsweredCall], Field(min_length=1)]]
 
 
@@ -221,6 +226,7 @@ class ChatDelta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[Annotated[list[CallPiece], Field(min_length=1)]]
 
 

@@ -45,11 +45,14 @@ from monograph.serve.service import Service
 from monograph.serve.versions import ServedModel, Version
 from monograph.text.call_reader import CallReader
 from monograph.text.calls import CallFrame
-from monograph.text.field_reader import ArgumentTypes
+from monograph.text.thoughts import AnswerReader, Place, Thoughts
 from monograph.text.tokenizer import Tokenizer
 
 EventBatch = list[tuple[ServedText, Event]]  # events that came at the same time, each with its text
 REQUEST_TIMEOUT_S = 600.0  # from the arrival of the request's body to the end of its answer
+_PROMPT_END = (
+    256  # how many of a prompt's last tokens tell whether the answer begins inside thoughts
+)
 PING_INTERVAL_S = 15.0  # a stream without new text sends a comment this often
 # The HTTP status and the message of the error, for each finish of a text that is an error.
 _FAILED_FINISHES = {
@@ -204,7 +207,7 @@ class TextEndpoint:
         if isinstance(request, ChatRequest) and version.has_template:
             stop_ids = version.chat_stop_ids
         constraint, stop_automaton = await self._automata(
-            request, version, call_frame, stop_ids, lead
+            request, version, prompts, call_frame, stop_ids, lead
         )
         max_tokens = version.context if request.token_limit is None else request.token_limit
         seeds = [continuation_seed(sampling.seed, index) for index in range(request.n)]
@@ -248,6 +251,7 @@ class TextEndpoint:
         self,
         request: AnyTextRequest,
         version: Version,
+        prompts: PromptIds,
         call_frame: CallFrame | None,
         stop_ids: Sequence[int],
         lead: bytes,
@@ -274,7 +278,9 @@ class TextEndpoint:
             tool_use = request.tool_use if isinstance(request, ChatRequest) else None
             if call_frame is not None and tool_use is not None and tool_use.is_strict:
                 field = "tools"
-                constraint = await compiler.calls(_calls(tool_use, call_frame))
+                thoughts = _thoughts(request, version)
+                calls = _calls(tool_use, call_frame, thoughts, prompts[0], version)
+                constraint = await compiler.calls(calls)
         except MonographError as error:
             raise Refused(400, f"{field}: {error}", field) from None
         except Busy:
@@ -396,14 +402,18 @@ class TextEndpoint:
         echo: str = "",
     ) -> TextBuilder:
         """Return the builder of a text, which comes after `echo` in the answer."""
-        call_reader = None
-        if call_frame is not None:
-            version = text.version
-            lead = version.tokenizer.inserted_space(text.request.prompt_ids)
-            types: dict[str, ArgumentTypes] = {}
-            if isinstance(request, ChatRequest) and request.tool_use is not None:
-                types = request.tool_use.argument_types
-            call_reader = CallReader(call_frame, version.spelling_V, lead, types)
+        version = text.version
+        prompt_ids = text.request.prompt_ids
+        thoughts = _thoughts(request, version)
+        reader = None
+        if call_frame is not None or thoughts is not None:
+            lead = version.tokenizer.inserted_space(prompt_ids)
+            call_reader = None
+            if call_frame is not None and isinstance(request, ChatRequest):
+                types = {} if request.tool_use is None else request.tool_use.argument_types
+                call_reader = CallReader(call_frame, version.spelling_V, types=types)
+            place = Place.AFTER if thoughts is None else _place(thoughts, prompt_ids, version)
+            reader = AnswerReader(version.spelling_V, lead, thoughts, place, call_reader)
         # lm-evaluation-harness expects an entry for each token of a completion, including the one that
         # ends the text. In a chat the protocol has no entry for that one.
         return TextBuilder(
@@ -412,7 +422,7 @@ class TextEndpoint:
             request.likeliest_count,
             reports_end=isinstance(request, CompletionRequest),
             echo=echo,
-            call_reader=call_reader,
+            reader=reader,
         )
 
     async def _send_scored(
@@ -473,14 +483,39 @@ def _lead(request: AnyTextRequest, tokenizer: Tokenizer, prompts: PromptIds) -> 
     return leads.pop()  # without a constraint it is not used, so any of them will do
 
 
-def _calls(tools: ToolUse, call_frame: CallFrame) -> Calls:
+def _thoughts(request: AnyTextRequest, version: Version) -> Thoughts | None:
+    """Return how the answer's thoughts are written; None: they are not told apart from its content.
+
+    A constraint is on the whole text, and so are stop strings.
+    """
+    if not isinstance(request, ChatRequest) or request.constraint is not None or request.stop:
+        return None
+    return version.thoughts
+
+
+def _place(thoughts: Thoughts, prompt_ids: Sequence[int], version: Version) -> Place:
+    """Return where a prompt leaves the answer."""
+    last_ids = prompt_ids[-_PROMPT_END:]
+    return thoughts.place_after("".join(version.spelling_V[token_id] for token_id in last_ids))
+
+
+def _calls(
+    tools: ToolUse,
+    call_frame: CallFrame,
+    thoughts: Thoughts | None,
+    prompt_ids: Sequence[int],
+    version: Version,
+) -> Calls:
     """Return which calls an answer may have, as the compiler of automata takes it."""
+    frame = call_frame.grammar()
+    if thoughts is not None:
+        frame["thoughts"] = thoughts.grammar(_place(thoughts, prompt_ids, version))
     no_arguments: dict[str, Any] = {"type": "object", "properties": {}}
     functions = [
         (function.name, no_arguments if function.parameters is None else function.parameters)
         for function in tools.functions
     ]
-    return Calls(call_frame.grammar(), functions, tools.must_call, tools.parallel)
+    return Calls(frame, functions, tools.must_call, tools.parallel)
 
 
 class _Reply:

@@ -39,14 +39,21 @@ class CallPiece(NamedTuple):
     arguments: str
 
 
+class Thought(NamedTuple):
+    """Further characters of an answer's thoughts."""
+
+    text: str
+
+
 class AnswerPiece(NamedTuple):
     """A new piece of an answer.
 
     Attributes:
-        parts: further characters of the content, and pieces of calls, in the order in which they stand.
+        parts: further characters of the content, pieces of calls, and thoughts, in the order in which they
+            stand.
     """
 
-    parts: list[str | CallPiece]
+    parts: list[str | CallPiece | Thought]
 
     @property
     def content(self) -> str:
@@ -189,7 +196,7 @@ class CallReader:
         self._field_reader: FieldReader | None = None
         self._pending = ""  # the spelling that is not read yet
         # What `_read` has found, for its result.
-        self._parts: list[str | CallPiece] = []
+        self._parts: list[str | CallPiece | Thought] = []
         self._has_begun = False  # whether there was any text but white space
         self._is_after_call = False  # whether there was nothing but white space since a call
         # The method that reads the pending text: `_read_content`, `_read_arguments`, `_read_fields` or
@@ -209,6 +216,10 @@ class CallReader:
         if spelled and self._lead:
             spelled = spelled.removeprefix(self._lead)
             self._lead = ""
+        return self.add_spelled(spelled)
+
+    def add_spelled(self, spelled: str) -> AnswerPiece:
+        """Add the spelling of ids, and return the pieces of the answer that are certain now."""
         self._pending += spelled
         return self._read(is_final=False)
 
@@ -361,7 +372,7 @@ class CallReader:
 
     def _add_content(self, spelled: str) -> None:
         self._has_begun = self._has_begun or _has_text(spelled)
-        self._add_text(self._decoder.decode(_bytes_of(spelled)))
+        self._add_text(self._decoder.decode(bytes_of(spelled)))
 
     def _add_text(self, text: str) -> None:
         if text:
@@ -369,7 +380,7 @@ class CallReader:
 
     def _take_arguments(self, size: int) -> None:
         """Move the first characters of the pending text to the arguments of the last call."""
-        text = self._decoder.decode(_bytes_of(self._pending[:size]))
+        text = self._decoder.decode(bytes_of(self._pending[:size]))
         self._pending = self._pending[size:]
         if text:
             self._parts.append(CallPiece(self.call_count - 1, None, text))
@@ -390,9 +401,9 @@ def _decoder() -> codecs.IncrementalDecoder:
 
 def _has_text(spelled: str) -> bool:
     """Return whether a spelling has more than white space and special tokens."""
-    return bool(_bytes_of(spelled).strip())
+    return bool(bytes_of(spelled).strip())
 
 
-def _bytes_of(spelled: str) -> bytes:
+def bytes_of(spelled: str) -> bytes:
     """Return the bytes of a spelling; special tokens have none."""
     return "".join(character for character in spelled if ord(character) < 256).encode("latin-1")

@@ -108,16 +108,16 @@ class CallFrame:
     def grammar(self) -> dict[str, Any]:
         """Return the frame as JSON for `monograph.automata.calls`."""
         return {
-            "trigger": _parts(self.trigger),
-            "after_trigger": _parts(self.opening.lstrip(WHITESPACE)[len(self.trigger) :]),
-            "opening": _parts(self.opening),
-            "call": _parts(self.call),
-            "variants": [_parts(variant) for variant in self.variants],
-            "between": None if self.between is None else _parts(self.between),
-            "closing": _parts(self.closing),
+            "trigger": parts_of(self.trigger),
+            "after_trigger": parts_of(self.opening.lstrip(WHITESPACE)[len(self.trigger) :]),
+            "opening": parts_of(self.opening),
+            "call": parts_of(self.call),
+            "variants": [parts_of(variant) for variant in self.variants],
+            "between": None if self.between is None else parts_of(self.between),
+            "closing": parts_of(self.closing),
             "follows_text": self.follows_text,
             "separators": list(self.separators),
-            "fields": None if self.fields is None else self.fields.grammar(_parts),
+            "fields": None if self.fields is None else self.fields.grammar(parts_of),
         }
 
 
@@ -126,8 +126,8 @@ def _bytes_as_characters(text: str) -> str:
     return text.encode().decode("latin-1")
 
 
-def _parts(text: str) -> list[str | int | dict[str, Any]]:
-    """Return the parts of a spelling: texts, ids of special tokens, and holes."""
+def parts_of(text: str) -> list[str | int | dict[str, Any]]:
+    """Return the parts of a spelling as JSON: texts, ids of special tokens, and holes."""
     parts: list[str | int | dict[str, Any]] = []
     for run in re.findall("[\0-\xff]+|.", text, re.DOTALL):
         if run in _HOLES:
