@@ -436,9 +436,8 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package with a reward, a loss of preferences and a key more."""
     folder = tmp_path_factory.mktemp("copy")
     package = folder / "monograph"
-    shutil.copytree(
-        Path(mono.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    # With its bytecode: what is not changed is not compiled again.
+    shutil.copytree(Path(mono.__file__).parent, package)
     for file, written in (REWARD | LOSS_OF_PAIRS | KEY).items():
         text = (package / file).read_text()
         for line, before in written.items():

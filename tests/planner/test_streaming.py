@@ -352,8 +352,6 @@ def test_it_is_streamed_only_where_nothing_fits_or_it_is_asked_for():
     assert (
         streamed_or_resident(ASKED, H200, peaks, limits=limits).chosen.by_origin is None
     )  # fits twice over: not traced
-    pinned = streamed_or_resident(ASKED, H200, peaks, memory="stream", limits=limits)
-    assert pinned.chosen.placement and pinned.chosen is pinned.candidates[0]
     none = streamed_or_resident(
         ASKED,
         H200,
@@ -362,3 +360,10 @@ def test_it_is_streamed_only_where_nothing_fits_or_it_is_asked_for():
         limits=replace(limits, host_bytes=1, device_bytes=SMALL),
     )
     assert none.chosen is None and "the host needs" in none.refusal
+
+
+@pytest.mark.slow  # by day the command `plan` is asked for it (tests/commands/test_plan.py)
+def test_what_is_asked_for_is_the_first_of_its_candidates():
+    limits = Limits(2 * GIB, 8 * GIB, link=LINK)
+    pinned = streamed_or_resident(ASKED, H200, H200.peak_flops, memory="stream", limits=limits)
+    assert pinned.chosen.placement and pinned.chosen is pinned.candidates[0]
