@@ -619,13 +619,18 @@ def _attention_of_members(  # type: ignore[no-untyped-def]
         mask = mask.view(mask.shape[0], *[1] * (query.ndim - mask.ndim), *mask.shape[1:])
         if query.ndim > 3:
             mask = mask.expand(*batch_shape, *mask.shape[-3:]).flatten(0, -4)
-    output_shape = query.shape[:-1]
     # A tensor [N, T, D] has no heads. Its member axis takes the place of H, and there is nothing to fold.
+    has_heads = query.ndim > 3
     query, key, value = (
         tensor.flatten(0, -4) if tensor.ndim > 3 else tensor for tensor in (query, key, value)
     )
     output = _folded_attention(query, key, value, mask, is_causal, scale, gqa)
-    return output.view(*output_shape, output.shape[-1]), 0
+    if has_heads:
+        # The heads of a position lie next to each other, as in `query`. If they are unfolded in this order,
+        # an axis with one row has the stride that the axes next to it imply. With another stride, torch
+        # computes the next product for each member by itself, and reads its weight once for each.
+        output = output.transpose(-3, -2).unflatten(0, batch_shape).transpose(-3, -2)
+    return output, 0
 
 
 torch.library.register_vmap("monograph::folded_attention", _attention_of_members, lib=_LIBRARY)
