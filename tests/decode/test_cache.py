@@ -165,9 +165,7 @@ def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
 
 def test_prompts_are_read_with_those_that_follow_as_far_as_there_are_rows() -> None:
     reader = reader_of(3)
-    first, second, third, fourth = (
-        PromptToRead((token,) * (10 * token)) for token in (1, 2, 3, 4)
-    )
+    first, second, third, fourth = (PromptToRead((token,) * (10 * token)) for token in (1, 2, 3, 4))
     assert reader.choose_prompts([first, first, second, second, third, fourth])
     assert reader.rows_of([second, first, third, first]) == [1, 0, 2, 0]
     assert reader.rows_of([second, fourth, first]) == [1], "up to the first that is not held"

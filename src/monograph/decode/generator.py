@@ -582,6 +582,10 @@ class Generator:
             ring.transpose(0, 1) for ring in self.outbox.read(block.half, block.steps)
         )
         codes_of_rows = codes_BR.tolist()
+        # All rows are converted at once, since a call for each row takes longer than its numbers.
+        reports_of_rows = list[list[list[Any]]]()
+        if any(record and record.request.sampling.logprobs is not None for record in block.records):
+            reports_of_rows = [ring.tolist() for ring in report_rings]
         self.blocks_read += 1
         events = list[Event]()
         ended = list[int]()
@@ -610,10 +614,8 @@ class Generator:
                 likeliest_count = record.request.sampling.logprobs
                 logprobs = list[LogProbability]()
                 if likeliest_count is not None:
-                    values_BRN, ids_BRN = report_rings
-                    logprobs = read_log_probabilities(
-                        values_BRN[row], ids_BRN[row], len(tokens), likeliest_count
-                    )
+                    values, ids = (of_rows[row][: len(tokens)] for of_rows in reports_of_rows)
+                    logprobs = read_log_probabilities(values, ids, likeliest_count)
                 events.append(Event(record.number, tokens, finish, logprobs))
         if ended:
             self._end_requests(ended)
