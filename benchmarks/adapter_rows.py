@@ -18,7 +18,7 @@ import torch
 from generate_peers import shape
 
 from monograph.decode import adapter_bank
-from monograph.decode.adapter_bank import Factors, StoredAdapter
+from monograph.decode.adapter_bank import AdapterFactors, StoredAdapter
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
@@ -44,7 +44,7 @@ def random_adapter(model: Llama, rank: int, seed: int) -> StoredAdapter:
     """Return an adapter of all linear layers except the head."""
     draw = torch.Generator().manual_seed(seed)
     factors = {
-        name: Factors(
+        name: AdapterFactors(
             torch.randn(rank, layer.in_features, generator=draw) * 0.02,
             torch.randn(layer.out_features, rank, generator=draw) * 0.02,
         )

@@ -23,7 +23,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ FOLDER = Path(__file__).parent / "environments"
 sys.path.insert(0, str(FOLDER))
 
 from calculator import Calculator  # noqa: E402
-from guess import Guess  # noqa: E402
+from guess import NUMBERS, Guess  # noqa: E402
 from shell import FOLDERS, WORDS, Shell  # noqa: E402
 
 Message = dict[str, Any]
@@ -54,7 +54,7 @@ TEMPLATE = (
 )
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 SPOKEN = ("<tool_call>", "</tool_call>")
-SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def _call(name: str, **arguments: Any) -> Message:
@@ -67,17 +67,25 @@ def _said(text: str) -> Message:
 
 
 def _guesses(draws: random.Random, record: Message, seen: list[Message]) -> Message:
-    """Guess anything."""
-    return _said(str(draws.randrange(16)))
+    """Guess what may be right in half of the turns, and anything in the others."""
+    lowest, highest = 0, NUMBERS - 1
+    if draws.random() < 0.5:
+        for guess, told in itertools.pairwise(seen):
+            if told["content"] == "more":
+                lowest = max(lowest, int(guess["content"]) + 1)
+            elif told["content"] == "less":
+                highest = min(highest, int(guess["content"]) - 1)
+    return _said(str(draws.randint(lowest, highest)))
 
 
 def _calculates(draws: random.Random, record: Message, seen: list[Message]) -> Message:
     """Add the right numbers in half of the turns, and any two of those around in the others."""
     numbers = record["numbers"]
-    told = [int(each["content"]) for each in seen if each["role"] == "tool"]
+    told = [int(each["content"].split()[-1]) for each in seen if each["role"] == "tool"]
     right = [(numbers[0], numbers[1]), *((each, numbers[2]) for each in told)]
     if len(told) >= 2 or (told and draws.random() < 0.3):
-        return _said(str(told[-1] if draws.random() < 0.7 else draws.choice(numbers)))
+        said = told[-1] if draws.random() < 0.7 else draws.choice(numbers)
+        return _said(f"It is {said}")
     one, other = right[len(told)]
     if draws.random() < 0.5:
         one, other = draws.choice([*numbers, *told]), draws.choice([*numbers, *told])
@@ -85,12 +93,14 @@ def _calculates(draws: random.Random, record: Message, seen: list[Message]) -> M
 
 
 def _types(draws: random.Random, record: Message, seen: list[Message]) -> Message:
-    """Type any command, and answer at any time."""
+    """Look for the note in half of the turns, type any command in the others, and answer at any time."""
     told = [each["content"] for each in seen if each["role"] == "tool"]
     found = [each for each in told if each in WORDS]
-    if draws.random() < (0.6 if found else 0.08):
-        return _said(found[-1] if found and draws.random() < 0.7 else draws.choice(WORDS))
-    commands = ["ls", "cat note", "cd ..", *(f"cd {name}" for name in FOLDERS)]
+    if draws.random() < (0.6 if found else 0.04):
+        return _said(found[-1] if found and draws.random() < 0.8 else draws.choice(WORDS))
+    commands = [f"cat {name}/note" for name in FOLDERS]
+    if draws.random() < 0.5:
+        commands += ["ls", "cat note", *(f"cd {name}" for name in FOLDERS)]
     return _call("shell", command=draws.choice(commands))
 
 
@@ -104,9 +114,9 @@ class Task(NamedTuple):
         turns: the maximum number of answers.
         tokens: the maximum number of tokens of an answer.
         length: the tokens of a row.
-        examples, updates: chats of the poor player, and supervised updates.
+        updates: supervised updates.
         rate: the learning rate with rewards.
-        minutes: of training with rewards.
+        played_updates: updates with rewards.
     """
 
     environment: Callable[[], Any]
@@ -117,7 +127,7 @@ class Task(NamedTuple):
     length: int
     updates: int
     rate: float
-    minutes: float
+    played_updates: int
 
 
 def _three_numbers(draws: random.Random) -> dict[str, Any]:
@@ -130,9 +140,9 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 
 
 TASKS = {
-    "guess": Task(Guess, _numbered, _guesses, 4, 8, 95, 150, 5e-4, 2.0),
-    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 191, 300, 5e-4, 3.0),
-    "shell": Task(Shell, _numbered, _types, 8, 24, 255, 300, 5e-4, 3.0),
+    "guess": Task(Guess, _numbered, _guesses, 4, 4, 55, 600, 1e-3, 180),
+    "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 45),
+    "shell": Task(Shell, _numbered, _types, 5, 24, 183, 300, 1e-3, 45),
 }
 
 
@@ -169,7 +179,7 @@ def base(folder: Path, chats: list[dict[str, Any]]) -> None:
         content["added_tokens"].append(entry | {"normalized": False})
     tokenizer = Tokenizer(content, "x")
     config = LlamaConfig(
-        vocab_size=tokenizer.vocab_size, max_position_embeddings=512, intermediate_size=352, **SHAPE
+        vocab_size=tokenizer.vocab_size, max_position_embeddings=512, intermediate_size=176, **SHAPE
     )
     torch.manual_seed(0)
     save_model(Llama(config), folder, tokenizer)
@@ -191,42 +201,48 @@ def supervised(home: Path, name: str, seed: int, updates: int) -> Path:
     task, folder = TASKS[name], home / f"{name}-{seed}"
     folder.mkdir()
     draws = random.Random(seed)
-    chats = [chat(task, draws) for _ in range(4000)]
+    chats = [chat(task, draws) for _ in range(5000)]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     records = [task.record(draws) for _ in range(600)]
     (folder / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
     base(folder / "new", chats)
     harness.command(
         home, "train", str(folder / "chats.jsonl"), *COMMON, f"model.init={folder / 'new'}",
-        f"data.sequence_length={task.length}", "optim.lr=1e-3", "train.tokens_per_update=4096",
+        f"data.sequence_length={task.length}", "optim.lr=2e-3", "train.tokens_per_update=4096",
         f"train.updates={updates}", f"train.seed={seed}", "--out", str(folder / "base"),
     )  # fmt: skip
     return folder
 
 
-def measured(home: Path, folder: Path, name: str, seed: int, length: str) -> dict[str, Any]:
-    """Train with the environment for a length such as "train.minutes=1", and return the figures."""
+def measured(home: Path, folder: Path, name: str, seed: int, updates: int) -> dict[str, Any]:
+    """Train with the environment, and return the figures."""
     task = TASKS[name]
     code = f"{FOLDER / name}.py:{task.environment.__name__}"  # type: ignore[attr-defined]
     found, _ = harness.command(
         home, "train", str(folder / "records.jsonl"), *COMMON, f"model.init={folder / 'base'}",
         f"rl.environment={code}", f"rl.turns={task.turns}", "rl.prompts=16", "rl.group=8",
         f"rl.max_new_tokens={task.tokens}", f"data.sequence_length={task.length}", "data.held_out=0.1",
-        f"optim.lr={task.rate}", "optim.weight_decay=0", length, f"train.seed={seed}", "--out", str(folder / "played"),
+        f"optim.lr={task.rate}", "optim.weight_decay=0", f"train.updates={updates}", f"train.seed={seed}",
+        "--out", str(folder / "played"),
     )  # fmt: skip
     rows = [
         json.loads(line) for line in (folder / "played" / "metrics.jsonl").read_text().splitlines()
     ]
     drawn = [row for row in rows if "reward" in row]
-    held = [row["eval_pass_at_1"] for row in rows if "eval_pass_at_1" in row]
+    held = [solved(row, "eval_") for row in rows if "eval_reward" in row]
     last = drawn[-10:]
     return {
-        "task": name, "seed": seed, "before": drawn[0]["pass_at_1"],
-        "after": statistics.fmean(row["pass_at_1"] for row in last), "unseen": held[-1],
+        "task": name, "seed": seed, "before": solved(drawn[0]),
+        "after": statistics.fmean(map(solved, last)), "unseen": held[-1],
         "turns_before": drawn[0]["turns"], "turns_after": statistics.fmean(row["turns"] for row in last),
         "updates": found["update"], "training_s": found["training_s"], "apart": found["drawn_minus_scored_max"],
-        "curve": [(row["update"], row["wall_s"], row["pass_at_1"], row["turns"]) for row in drawn],
+        "curve": [(row["update"], row["wall_s"], solved(row), row["turns"]) for row in drawn],
     }  # fmt: skip
+
+
+def solved(row: Mapping[str, float], prefix: str = "") -> float:
+    """Return the share of solved episodes of a row of metrics, whose other rewards may be below 0."""
+    return row.get(f"{prefix}reward.right", row[f"{prefix}pass_at_1"])
 
 
 def main() -> None:
@@ -234,9 +250,7 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--updates", type=int, help="of training with rewards; default: the task's own minutes"
-    )
+    parser.add_argument("--updates", type=int, help="with rewards; default: the task's own number")
     options = parser.parse_args()
     if options.smoke:
         options.tasks, options.updates, options.seeds = "guess", 2, 1
@@ -245,12 +259,10 @@ def main() -> None:
     harness.print_machine(found)
     with tempfile.TemporaryDirectory() as home:
         for name, seed in itertools.product(options.tasks.split(","), range(options.seeds)):
-            length = f"train.minutes={TASKS[name].minutes}"
-            if options.updates:
-                length = f"train.updates={options.updates}"
             supervised_updates = 2 if options.smoke else TASKS[name].updates
             folder = supervised(Path(home), name, seed, supervised_updates)
-            found["cases"].append(measured(Path(home), folder, name, seed, length))
+            updates = options.updates or TASKS[name].played_updates
+            found["cases"].append(measured(Path(home), folder, name, seed, updates))
     harness.print_table(
         ["task", "seed", "before", "after", "unseen", "turns before", "after", "updates", "seconds", "apart"],
         [

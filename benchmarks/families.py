@@ -62,6 +62,7 @@ def main() -> None:
         "--configs", type=int, default=CONFIGS, metavar="N", help="random configurations per family"
     )
     parser.add_argument("--seed", type=int, default=0, help="of configurations, weights and tokens")
+    parser.add_argument("--family", choices=FAMILIES, help="measure this family alone")
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     configs = 2 if given.smoke else given.configs
@@ -69,7 +70,10 @@ def main() -> None:
         "families",
         {"configs": configs, "seed": given.seed, "rows": ROWS, "length": LENGTH, "goal": GOAL}
         | {"transformers": transformers.__version__},
-        [measured(family, configs, given.seed) for family in FAMILIES],
+        [
+            measured(family, configs, given.seed)
+            for family in ([given.family] if given.family else FAMILIES)
+        ],
     )
     harness.print_machine(found)
     print(table(found["cases"]))
@@ -115,7 +119,8 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
     )
     windowed = "sliding_window" in keys and draw.random() < 0.7
     linear, others = "linear_num_key_heads" in keys, FAMILIES[family].other_layer_type
-    mixed = "layer_types" in keys and (windowed or linear)
+    recurrent = not FAMILIES[family].other_layers.attends
+    mixed = "layer_types" in keys and (windowed or recurrent)
     kinds = tuple(draw.choice([FULL_ATTENTION, others]) for _ in range(layers)) if mixed else ()
     yarn = YarnScaling(
         4.0,
@@ -142,6 +147,18 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         }
         numbers |= {name: draw.choice(values) for name, values in sizes.items()}
         numbers |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
+    if "mamba_n_heads" in keys:
+        groups, heads_of_group = draw.choice([1, 2]), draw.choice([1, 2, 3])
+        numbers |= {
+            "mamba_n_groups": groups,
+            "mamba_n_heads": groups * heads_of_group,
+            "mamba_d_head": key_value * group * width * draw.choice([1, 2]),
+            "mamba_d_state": draw.choice([8, 17]),
+            "mamba_d_conv": draw.choice([1, 2, 4]),
+            "mamba_conv_bias": draw.random() < 0.5,
+            "mamba_proj_bias": draw.random() < 0.5,
+            "position_embedding_type": draw.choice(["rope", "nope"]),
+        }
     experts, longs = draw.randint(1, 9), LONGROPE in FAMILIES[family].rope_types
     whole = longs or FAMILIES[family].head_dim_is_derived
     part = (width - 2) / width if longs else part
@@ -179,7 +196,7 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         **numbers,
         # With larger weights fp32's own error, in both, is above the goal where a state is
         # corrected again and again, and where gates are steep.
-        initializer_range=0.1 if linear or FAMILIES[family].attention_sinks else 0.3,
+        initializer_range=0.1 if recurrent or FAMILIES[family].attention_sinks else 0.3,
         pad_token_id=draw.choice([None, 0, 5]),
     )
     if not longs or draw.random() < 0.5:

@@ -13,8 +13,8 @@ same document. Times are of datasheets: 65 % of the peak for products, 42 % for 
 bandwidth; a kernel takes no less time than its instructions (those of loops as often as they run, and
 branches that are hardly taken among them).
 
-Two of torch's own kernels move as much as Triton's largest: the norm of the gradients, and the rounding
-of the weights once a window. The MFU is printed without and with their bytes.
+One of torch's own kernels moves as much as Triton's largest: the norm of the gradients. The MFU is printed
+without and with its bytes.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from monograph.graph.rounded_base import round_frozen_weights
 from monograph.model.adapter import install_adapters
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.ops.cross_entropy import chunk_count
+from monograph.ops.logits_gradient import replace_logits_
 from monograph.optim import AdamW
 from monograph.predict.roofline import matmul_parameters, training_flops
 from monograph.resident import Resident
@@ -78,6 +80,8 @@ BANK_NAME = "1b bank"
 ADAPTERS = 8  # in the bank
 # How the linear layers of the bank's base are stored, and the rows of a step.
 BANKED = (("bf16", 8), ("bf16", 64), ("nf4", 8))
+LOSS_NAME = "loss"
+LOSS_KERNEL = "_replace_row"  # replaces a chunk's logits by their gradient
 HYBRID_NAME = "qwen3-next"
 # The layers of Qwen3-Next 80B, of which a few are compiled, with a small vocabulary.
 HYBRID: dict[str, Any] = {
@@ -148,8 +152,10 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
         raise SystemExit(
             "launches.py: the norm of the gradients is not torch's own kernel any more"
         )
-    planes = step.planes
-    rounded = [(plane.param, plane.rounded) for plane in planes if plane.rounded is not None]
+    with pretended.Counted() as rounded:
+        step.parameters.accumulate([])  # a window without micro-batches
+    if rounded.launches:
+        raise SystemExit("launches.py: the update does not round the weights any more")
     times = (
         {f"triton_s {name}": part.triton_s(*rates(name)) for name in CARDS}
         for part in (called, updated)
@@ -162,10 +168,7 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
         | next(times),
         "micro-step replayed": replayed.numbers(),
         "update": updated.numbers()
-        | {
-            "norm_bytes": sum(plane.grad.nbytes for plane in planes),
-            "rounding_bytes": sum(each.nbytes for pair in rounded for each in pair),
-        }
+        | {"norm_bytes": sum(plane.grad.nbytes for plane in step.planes)}
         | next(times),
     }
 
@@ -404,7 +407,7 @@ def rates(name: str) -> tuple[float, float]:
 
 def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float]]:
     """Return by card the milliseconds of a micro-step and its update by cause, and the MFU, without and
-    with the norm of the gradients and the rounding of the weights.
+    with the norm of the gradients.
     """
     shape, micro, update = shape_of(case), found["micro-step called"], found["update"]
     config, tokens = shape.config, case.rows * case.length
@@ -430,7 +433,7 @@ def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float
         times[name] = {part: 1e3 * seconds for part, seconds in parts.items()}
         times[name]["mfu"] = model_flops / sum(parts.values()) / peak
         bytes_per_s, _ = rates(name)
-        of_torch_s = (update["norm_bytes"] + update["rounding_bytes"]) / bytes_per_s
+        of_torch_s = update["norm_bytes"] / bytes_per_s
         times[name]["torch"] = 1e3 * of_torch_s
         times[name]["mfu_with_torch"] = model_flops / (sum(parts.values()) + of_torch_s) / peak
     return times
@@ -465,6 +468,41 @@ def measured_bank() -> dict[str, Any]:
     }
 
 
+def loss_counts(case: Case, rows: int | None = None) -> Numbers:
+    """Return what the loss's own kernel moves in all chunks of a micro-step, and its seconds by card.
+
+    Args:
+        case: a preset and the rows of a micro-batch.
+        rows: the tokens of a chunk, if not those of the micro-step.
+    """
+    vocabulary, tokens = LlamaConfig.preset(case.preset).vocab_size, case.rows * case.length
+    chunks = chunk_count(tokens, vocabulary, "cuda")
+    rows = rows or tokens // chunks
+    logits = torch.empty(rows, vocabulary, dtype=torch.bfloat16, device="cuda")
+    targets = torch.empty(rows, dtype=torch.int64, device="cuda")
+    with pretended.Counted() as called:
+        replace_logits_(logits, targets, torch.empty(rows, device="cuda"))
+    [kernel] = [kernel for kernel in called.kernels if kernel.name == LOSS_KERNEL]
+    found = {
+        "chunks": chunks,
+        "once_bytes": chunks * kernel.once_bytes,
+        "again_bytes": chunks * kernel.again_bytes,
+        "instructions_of_a_logit": 32 * kernel.warp_instructions / logits.numel(),
+    }
+    for name in CARDS:
+        seconds = chunks * called.triton_s(*rates(name))
+        bytes_per_s, _ = rates(name)
+        bytes_s = (found["once_bytes"] + found["again_bytes"]) / bytes_per_s
+        found |= {f"seconds {name}": seconds, f"of its bytes {name}": seconds / bytes_s}
+    return found
+
+
+def measured_loss() -> dict[str, Any]:
+    """Count the loss's own kernel for the models whose vocabulary is large."""
+    counts = {name: loss_counts(CASES[name]) for name in ("124m", "1b")}
+    return {"case": LOSS_NAME, "counts": counts}
+
+
 def measured_hybrid() -> dict[str, Any]:
     """Count the layers of a hybrid, by their kernels and by the model's own forward pass."""
     by_torch = hybrid_layers(1, ["delta net"], impl="reference")
@@ -482,6 +520,8 @@ def measured(name: str, args: Namespace) -> dict[str, Any]:
         return measured_frozen()
     if name == BANK_NAME:
         return measured_bank()
+    if name == LOSS_NAME:
+        return measured_loss()
     case = CASES[name]
     if args.smoke:
         case = case._replace(rows=2, length=64)
@@ -558,6 +598,11 @@ def show(result: dict[str, Any]) -> None:
         harness.print_table(HEADERS, [row(*counted) for counted in result["counts"].items()])
         print(f"launches of a layer: {result['launches_of_a_layer']}")
         return
+    if result["case"] == LOSS_NAME:
+        print("\nthe loss's kernel in a micro-step, bf16, sm_90:")
+        for name, found in result["counts"].items():
+            print(name, ", ".join(f"{key} {number:.4g}" for key, number in found.items()))
+        return
     few, many = result["compiled_layers"]
     kind = "packed" if result["packed"] else "one document a row"
     precision = result["precision"]
@@ -600,8 +645,8 @@ def main() -> None:
     """Count and print; see `--help`."""
     parser = harness.arguments(__doc__)
     names = [*CASES, HYBRID_NAME]
-    # The frozen case and the bank have files of results of their own.
-    choices = [*names, FROZEN_NAME, BANK_NAME]
+    # The frozen case, the bank and the loss have files of results of their own.
+    choices = [*names, FROZEN_NAME, BANK_NAME, LOSS_NAME]
     parser.add_argument("--cases", nargs="+", choices=choices, default=names)
     parser.add_argument(
         "--layers", nargs=2, type=int, metavar="N", help="the two depths that are compiled"

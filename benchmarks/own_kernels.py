@@ -175,11 +175,11 @@ def _layer_products(
 ) -> Calls:
     """Yield calls of a layer's products; `adapter` returns what adapts one, by its columns and inputs."""
     from monograph.ops.decode_kernels import Norm
-    from monograph.ops.layer_kernels import Layer, multiply, multiply_gated
+    from monograph.ops.layer_kernels import StoredLayer, multiply, multiply_gated
 
-    def layer(columns: int, summed: int) -> Layer:
+    def layer(columns: int, summed: int) -> StoredLayer:
         stored = _stored(form, columns, summed, new)
-        return Layer(form, stored, None, adapter(columns, summed))
+        return StoredLayer(form, stored, None, adapter(columns, summed))
 
     width, inner = config.hidden_size, config.intermediate_size
     heads, key_heads, size = _heads(config)

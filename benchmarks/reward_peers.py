@@ -131,17 +131,20 @@ class PeerFailed(Exception):
     """TRL cannot be measured; has the last words of its process, or what else is wrong."""
 
 
-def figures(ends_s: list[float], drawing_s: list[float], right: list[float]) -> dict[str, Any]:
+def figures(
+    ends_s: list[float], drawing_s: list[float], right: list[float], answers: int = PROMPTS * GROUP
+) -> dict[str, Any]:
     """Return the rates, and the curve of right answers, of one training.
 
     Args:
         ends_s: when each update ended, in seconds of training.
         drawing_s: how long its answers took to draw.
         right: the share of them that were right.
+        answers: the number of answers of an update.
     """
     return {
         "updates": len(ends_s),
-        "rollouts_per_s": PROMPTS * GROUP * (len(drawing_s) - 1) / sum(drawing_s[1:]),
+        "rollouts_per_s": answers * (len(drawing_s) - 1) / sum(drawing_s[1:]),
         "updates_per_s": (len(ends_s) - 1) / (ends_s[-1] - ends_s[0]),
         "drawing_share": sum(drawing_s[1:]) / (ends_s[-1] - ends_s[0]),
         "curve": list(zip(ends_s, right, strict=True)),

@@ -19,7 +19,7 @@ from monograph.data.forms import (
     PAIR_FORM,
     PROMPT_FORM,
     SHAREGPT_FORM,
-    Form,
+    RecordForm,
     RecordKind,
 )
 
@@ -33,7 +33,7 @@ LEARNED_ON = {
 }
 
 
-def keys_of(forms: Sequence[Form]) -> str:
+def keys_of(forms: Sequence[RecordForm]) -> str:
     """Return one row per key that a record of these forms may have."""
     lines = ["| key | needed | what stands there, and what it does |", "|---|---|---|"]
     for form in forms:

@@ -16,6 +16,7 @@ from monograph.report.figures import themed
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "rewards.md", DOCS / "figures" / "rewards.svg"
+PICTURE_OF_EPISODES = DOCS / "figures" / "episodes.svg"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 STYLES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 3)))  # of the lines of objectives
 BEGIN, END = "<!-- made by docs/make_rewards.py -->", "<!-- end -->"
@@ -24,6 +25,11 @@ TASKS = {
     "makes": '"57=" -> two numbers that add up to it',
     "sums": '"37+58=" -> the sum, backwards',
     "sorts": "six digits -> in order",
+}
+ENVIRONMENTS = {
+    "guess": "guess a number of 16 in four turns",
+    "calculator": "add three numbers by a tool that adds two",
+    "shell": "find a word in one of three folders by commands",
 }
 PLAIN = {name: name for name in ("before", "chosen texts", "teacher")}  # others are values of a key
 WINDOW = 9  # updates whose mean is drawn
@@ -88,6 +94,50 @@ def beside() -> str:
         right = " | ".join(f"{value:.2f}" for value in values)
         lines.append(
             f"| {case['way']} | {' | '.join(ratios)} | {right} | {case['gradient_error']['median']:.1e} |"
+        )
+    return "\n".join(lines)
+
+
+def beside_episodes() -> str:
+    """Return what TRL does with the same environment."""
+    lines = [
+        "| trainer | episodes sampled a second | updates a second | solved episodes, same time | same updates |",
+        "|---|---|---|---|---|",
+    ]
+    for case in cases("episode_peers"):
+        ratios = [
+            f"{1 / case[f'{key}_per_s_ratio']['median']:.2f} ×" for key in ("rollouts", "updates")
+        ]
+        shares = [f"{case[key]['median']:.2f}" for key in ("pass_at_1", "pass_at_1_same_updates")]
+        lines.append(f"| {case['way']} | {' | '.join([*ratios, *shares])} |")
+    return "\n".join(lines)
+
+
+def episodes_by_task() -> dict[str, list[Case]]:
+    """Return the runs of each environment, in the order in which they were measured."""
+    found: dict[str, list[Case]] = {}
+    for case in cases("episodes"):
+        found.setdefault(case["task"], []).append(case)
+    return found
+
+
+def episodes() -> str:
+    """Return how many episodes of each environment were solved before and after, over seeds."""
+    lines = [
+        "| environment | seeds | solved episodes, before | after | of held-out records | answers of an episode, before "
+        "| after | updates | drawn - scored |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, runs in episodes_by_task().items():
+        cells = [spread([run[key] for run in runs]) for key in ("before", "after", "unseen")]
+        turns = [
+            f"{statistics.fmean(run[f'turns_{when}'] for run in runs):.1f}"
+            for when in ("before", "after")
+        ]
+        apart = max(run["apart"] for run in runs)
+        lines.append(
+            f"| {ENVIRONMENTS[name]} | {len(runs)} | {' | '.join([*cells, *turns])} | {runs[0]['updates']} | "
+            f"{'0' if apart == 0 else f'{apart:.0e}'} |"
         )
     return "\n".join(lines)
 
@@ -188,8 +238,29 @@ def drawn() -> str:
         return themed(figures.svg(figure))
 
 
+def drawn_episodes() -> str:
+    """Draw the solved episodes of each environment over updates: each seed, and their mean."""
+    from matplotlib.figure import Figure
+
+    colours = (figures.ACCENT, figures.WARN, figures.MUTED)
+    with figures.style():
+        figure = Figure(figsize=(5.2, 3.1), layout="constrained")
+        axes = figure.subplots()
+        for (name, runs), colour in zip(episodes_by_task().items(), colours, strict=True):
+            curves = [smooth([row[2] for row in run["curve"]]) for run in runs]
+            for curve in curves:
+                axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=0.7, alpha=0.45)
+            mean = [statistics.fmean(each) for each in zip(*curves, strict=True)]
+            axes.plot(range(1, len(mean) + 1), mean, color=colour, linewidth=1.8, label=name)
+        axes.set_title("Solved episodes")
+        axes.set_xlabel("updates", fontsize=8, loc="right")
+        axes.set_ylim(0, 1)
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        return themed(figures.svg(figure))
+
+
 TABLES = {
-    PAGE: (tasks, ladder, planned, beside),
+    PAGE: (episodes, tasks, ladder, planned, beside, beside_episodes),
     DOCS / "preferences.md": (preferences, beside_dpo),
 }
 
@@ -204,6 +275,7 @@ def main() -> None:
         ]
         page.write_text("".join([before, *made]), encoding="utf-8")
     PICTURE.write_text(drawn(), encoding="utf-8")
+    PICTURE_OF_EPISODES.write_text(drawn_episodes(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,11 @@ VOCABULARY, LENGTH = 61, 24
 
 def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) -> Llama:
     """A two-layer Llama of about 20,000 parameters."""
+    return Llama(tiny_config(**sizes), seed=seed).to(dtype)
+
+
+def tiny_config(**sizes: Any) -> LlamaConfig:
+    """The shape of `tiny_llama`."""
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -28,7 +33,7 @@ def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) 
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
     }
-    return Llama(LlamaConfig(**(shape | sizes)), seed=seed).to(dtype)
+    return LlamaConfig(**(shape | sizes))
 
 
 def captured_to_train(

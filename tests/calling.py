@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,35 @@ TEMPLATES = {
     + "{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]{% else %}{{ m.content or '' }}"
     + "{% for call in m.tool_calls or [] %}[CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}"
     + "{% endfor %}{{ eos_token }}{% endif %}" + _END,
+    # Qwen 3.5, Qwen3-Coder: each argument is a field; texts and Python's words stand there as they are. The
+    # prompt begins thoughts, which an answer without any does not have.
+    "fields": _chatml(
+        "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\\n' }}{% endif %}"
+        "<tool_call>\n<function={{ call.function.name }}>\n"
+        "{% for name, value in call.function.arguments.items() %}<parameter={{ name }}>\n"
+        "{{ value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}"
+        "{{ '\\n' }}</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}"
+    ) + "{% if add_generation_prompt %}<think>\n"
+    + "{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}",
+    # GLM from 4.5 on: names and values in tags, JSON unless the value is a text.
+    "keys": _chatml(
+        "{{ m.content or '' }}{% for call in m.tool_calls or [] %}\n<tool_call>{{ call.function.name }}\n"
+        "{% for name, value in call.function.arguments.items() %}<arg_key>{{ name }}</arg_key>\n"
+        "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}"
+        "</tool_call>{% endfor %}"
+    ),
+    # Gemma 4: a notation of its own, whose quotes are a special token, and sorted names. The content, if there
+    # is any, comes after the calls.
+    "quotes": "{% macro write(value) %}{% if value is string %}<|q|>{{ value }}<|q|>"
+    + "{% elif value is boolean %}{{ 'true' if value else 'false' }}"
+    + "{% elif value is mapping %}{ {%- for k, v in value | dictsort %}{{ k }}:{{ write(v) }}"
+    + "{% if not loop.last %},{% endif %}{% endfor -%} }"
+    + "{% elif value is sequence %}[{% for v in value %}{{ write(v) }}{% if not loop.last %},{% endif %}{% endfor %}]"
+    + "{% elif value is none %}null{% else %}{{ value }}{% endif %}{% endmacro %}"
+    + _SHOWN + _EACH + "<|im_start|>{{ m.role }}\n{% for call in m.tool_calls or [] %}"
+    + "<|call|>call:{{ call.function.name }}{{ write(call.function.arguments) }}<|end|>{% endfor %}"
+    + "{{ m.content or '' }}<|im_end|>\n" + _END + _PROMPT,
     # gpt-oss: the name stands in the head of a message.
     "channels": "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}" + _EACH
     + "{% if m.tool_calls %}"
@@ -88,7 +118,7 @@ TEMPLATES = {
 }  # fmt: skip
 SPECIAL = (
     "<|im_start|>", "<|im_end|>", "<|start|>", "<|header|>", "<|eot|>", "<|channel|>", "<|message|>", "<|end|>",
-    "<|call|>", "<|return|>", "<|constrain|>",
+    "<|call|>", "<|return|>", "<|constrain|>", "<|q|>",
     "[TOOLS]", "[/TOOLS]", "[INST]", "[/INST]", "[CALLS]", "[ARGS]", "[RESULT]", "[/RESULT]",
 )  # fmt: skip
 SPOKEN = ("<tool_call>", "</tool_call>", "<think>", "</think>")  # added tokens that are text
@@ -97,17 +127,28 @@ STOPS = {"channels": ["<|call|>", "<|return|>"], "bare": ["<|eot|>"]}
 SINGLE = {"bare", "channels"}
 ALONE = {"bare"}
 # Families whose template writes no content beside calls.
-CONTENTLESS = {"bare", "list"}
+CONTENTLESS = {"bare", "list", "quotes"}
+# Families whose arguments are fields, and not JSON.
+FIELDS = {"fields", "keys", "quotes"}
 
 
-def speaking(folder: Path, template: str, *, spoken: Sequence[str] = SPOKEN) -> Tokenizer:
+_HEARD = 'the answer is\n\n{"name": "what", "arguments": {"the": "user"}} said\n' * 9
+
+
+def speaking(
+    folder: Path,
+    template: str,
+    *,
+    spoken: Sequence[str] = SPOKEN,
+    text: str = _HEARD,
+    size: int = 300,
+) -> Tokenizer:
     """Write and read the tokenizer files of a folder whose model has that template.
 
-    `template` is the name of one of TEMPLATES, or its text.
+    `template` is the name of one of TEMPLATES, or its text; `text` is what the tokenizer is trained on.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    text = 'the answer is\n\n{"name": "what", "arguments": {"the": "user"}} said\n' * 9
-    content = json.loads(Tokenizer.train_bpe([text], 300).to_json())
+    content = json.loads(Tokenizer.train_bpe([text], size).to_json())
     for token in (*SPECIAL, *spoken):
         index = len(content["model"]["vocab"]) + len(content["added_tokens"]) - 3
         content["added_tokens"].append(
@@ -167,7 +208,10 @@ def answer_ids(tokenizer: Tokenizer, calls: MadeCalls, content: str = "") -> lis
     if made:
         answer["tool_calls"] = made
     chat, variables = with_tools(tokenizer, [QUESTION, answer], TOOLS)
-    ids = chat_ids(tokenizer, chat, **variables)[len(_prompt(tokenizer)) :]
+    ids = chat_ids(tokenizer, chat, **variables)
+    # The prompt may end with the beginning of thoughts, which an answer without any does not have.
+    pairs = zip(ids, _prompt(tokenizer), strict=False)
+    ids = ids[len([*takewhile(lambda pair: pair[0] == pair[1], pairs)]) :]
     stops = stop_ids(tokenizer)
     return ids[: next((place for place, each in enumerate(ids) if each in stops), len(ids))]
 

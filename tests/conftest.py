@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import getpass
-import logging
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # What tests make, such as syntax trees and graphs, is many small objects that live on: by the usual
 # thresholds a tenth of all the seconds would go into looking for garbage among them.
 gc.set_threshold(50_000, 20, 50)
+gc.disable()  # until all tests are collected, which frees nothing
 # A variable of the person who runs the tests must not change what they test.
 for name in [name for name in os.environ if name.startswith("MONOGRAPH_")]:
     del os.environ[name]
@@ -53,6 +54,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Inductor is to believe what the processor says of its vectors: to try each kind takes every process
+# that captures a second, and the first one eight.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # The same examples everywhere, so that red is the change's fault; --hypothesis-profile=explore
 # looks for new ones.
@@ -148,28 +152,23 @@ def _signals_are_handled_as_before() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Keep what torch logs of every graph that it traces out of the reports of failed tests.
-
-    The option `log_level` would do it, too, but sets a level before and after each test, for which
-    Python looks through all loggers: a fiftieth of all the seconds.
-    """
-    logs = session.config.pluginmanager.get_plugin("logging-plugin")
-    for handler in (logs.caplog_handler, logs.report_handler):
-        handler.setLevel(logging.WARNING)
-
-
 def pytest_collection_finish() -> None:
     """Leave all that was imported out of the collections to come, each of which would look through
     it.
 
     And have Dynamo not time its guards, for which it empties the processor's caches after each
-    frame that it compiles.
+    frame that it compiles; and have the seeds of accelerators that are not in use not note from
+    where they were set, for which all that was called is looked up, in a test some sixty frames.
     """
     if (guards := sys.modules.get("torch._dynamo.guards")) is not None:
         guards.profile_guard_manager = lambda *_: 0.0
+    if "torch" in sys.modules:
+        for accelerator in ("cuda", "mtia", "xpu"):
+            module = sys.modules[f"torch.{accelerator}"]
+            module.traceback = SimpleNamespace(format_stack=list)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -41,21 +41,22 @@ def episodes(
     environment: Callable[[], Any] = Echo,
     dtype: torch.dtype = torch.float32,
     opened: Prompts | None = None,
+    shape: Mapping[str, Any] | None = None,
+    device: str = "cpu",
     **engine: Any,
 ) -> Rollouts:
     """Windows of episodes of a model whose distributions are far from even."""
     opened = opened or prompts("2+2=", "a", "the longest of them", "7")
     vocabulary = opened.tokenizer.vocab_size
-    model = tiny_llama(
-        dtype, vocab_size=vocabulary, num_hidden_layers=2, max_position_embeddings=512
-    )
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": 512, **(shape or {})}
+    model = tiny_llama(dtype, vocab_size=vocabulary, **sizes).to(device)
     if options.exact:
         model.use_attention("cached")
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(4.0 if weight.ndim > 1 else 1.0)
     engine.setdefault("optim", AdamW(lr=0.03))
-    engine.setdefault("loss", PolicyLoss(options.temperature))
+    engine.setdefault("loss", PolicyLoss(options.temperature).to(device))
     trained = Resident(model, **engine)
     reward = EnvironmentReward(OwnEnvironments(environment), options.turns, options.discount)
     return Rollouts(EpisodeDrawer(trained, opened, reward, options, lambda: 0))

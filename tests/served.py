@@ -28,11 +28,26 @@ from monograph.serve.versions import LAST, AdapterRoom, Source, Version
 from monograph.text.tokenizer import Tokenizer
 
 ROWS, CONTEXT = 4, 256
+# The addresses whose requests name a model.
+NAMING_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+)
 
 
 def small(tokenizer: Tokenizer, seed: int = 0) -> Llama:
-    """A model with a sharp distribution, so that texts of different seeds have something in common."""
-    model = tiny_llama(seed=seed, vocab_size=tokenizer.vocab_size, max_position_embeddings=CONTEXT)
+    """A model of one layer with a sharp distribution, so that texts of different seeds have something
+    in common.
+    """
+    model = tiny_llama(
+        seed=seed,
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=CONTEXT,
+        num_hidden_layers=1,
+    )
     model.lm_head.weight.data *= 30
     return model
 
@@ -159,9 +174,7 @@ class Served:
             return Answer(answer.status, found, content.decode())
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
-        named = (
-            body if "model" in body or not path.endswith("completions") else {"model": LAST, **body}
-        )
+        named = {"model": LAST, **body} if "model" not in body and path in NAMING_PATHS else body
         headers = {"Content-Type": "application/json"} | {
             k.replace("_", "-"): v for k, v in headers.items()
         }

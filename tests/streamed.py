@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text", "sliding_window": 5, "layer_types": (SLIDING, FULL) * 2, "rope_local_theta": 1e2,
     },
     "qwen3_5": {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", FULL) * 2},
+    "granite4": {"model_type": "granitemoehybrid", "layer_types": ("mamba", FULL) * 2, "mamba_d_state": 8},
 }  # fmt: skip
 WHOLE = frozenset(
     f"{name}{scale}"

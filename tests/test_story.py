@@ -215,10 +215,18 @@ def served(monograph: CommandServer, here: Path) -> str:
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=HANG_S) as answer:
             text: str = json.load(answer)["choices"][0]["text"]
+        # Anthropic's protocol says the same. The model has no chat template, so it goes on with the message.
+        message = {"role": "user", "content": asked.pop("prompt")}
+        request = urllib.request.Request(
+            f"{url}/v1/messages", json.dumps(asked | {"messages": [message]}).encode()
+        )
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+            assert json.load(answer)["content"] == [{"type": "text", "text": text}]
     finally:
         command.signal(signal.SIGTERM)
     done = command.wait()
-    assert done.code == 0 and "1 request answered, 8 tokens written" in done.out, done
+    assert done.code == 0 and "2 requests answered, 16 tokens written" in done.out, done
     return text
 
 

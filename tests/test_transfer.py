@@ -10,13 +10,13 @@ import pytest
 from torch import nn
 
 import monograph
-from batches import tiny_llama
+from batches import tiny_config, tiny_llama
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Group, Muon
 from monograph.step import Step
-from monograph.transfer import Factors, WidthTransfer, narrowed
+from monograph.transfer import WidthFactors, WidthTransfer, narrowed
 
 FAMILIES = {
     "llama": {},
@@ -126,16 +126,18 @@ def test_every_tensor_has_its_row(family):
         pattern = name if "layers" not in name else f"model.layers.*.{name.split('.', 3)[3]}"
         row = found[pattern]
         if "embed" in name:
-            assert row == Factors(2.0, 1.0, 1 / m)
+            assert row == WidthFactors(2.0, 1.0, 1 / m)
         elif name == "lm_head.weight":
-            assert row == Factors(1.0, 1 / m, 1.0)
+            assert row == WidthFactors(1.0, 1 / m, 1.0)
         elif name == "model.norm.weight":
-            assert row == (Factors(1 / m, 1 / m, 1.0) if tied else Factors(1.0, 1.0, 1 / m))
+            assert row == (
+                WidthFactors(1 / m, 1 / m, 1.0) if tied else WidthFactors(1.0, 1.0, 1 / m)
+            )
         elif parameter.ndim == 2:
-            assert row == Factors(1.0, 1 / m, 1 / m)
+            assert row == WidthFactors(1.0, 1 / m, 1 / m)
             row = row._replace(lr=m**-0.5)
         else:
-            assert row == Factors(1.0, 1.0, 1 / m)
+            assert row == WidthFactors(1.0, 1.0, 1 / m)
         assert by_muon[pattern] == row
     for optim in (AdamW(weight_decay=0.1), Muon(weight_decay=0.1)):
         for kind in transfer.optimizer(optim).kinds(model).values():
@@ -166,7 +168,7 @@ def test_initial_weights_have_the_spread_of_the_table():
 
 
 def test_a_parameter_without_a_row_is_an_error():
-    config = tiny_llama().config
+    config = tiny_config()
     transfer, model = WidthTransfer(config, narrowed(config, 16)), tiny_llama()
     model.model.layers[1].mlp.adapter = nn.Linear(4, 4)
     with pytest.raises(

@@ -8,7 +8,7 @@ SHELL = {
     "type": "function",
     "function": {
         "name": "shell",
-        "description": "ls, cd FOLDER, cat FILE",
+        "description": "ls, cd FOLDER, cat FILE; a FILE may be FOLDER/NAME",
         "parameters": {
             "type": "object",
             "properties": {"command": {"type": "string"}},
@@ -16,7 +16,7 @@ SHELL = {
         },
     },
 }
-WORDS = ("sun", "rain", "snow", "wind")
+WORDS = ("sun", "rain", "snow", "wind", "fog", "hail", "storm", "cloud")
 FOLDERS = ("a", "b", "c")
 
 
@@ -41,6 +41,12 @@ class Shell:
         command = arguments.get("command") if isinstance(arguments, dict) else None
         return self._output(str(command).split()), 0.0, False
 
+    def _paths(self) -> set[str]:
+        """Return what the file can be called from the present folder."""
+        if self.here:
+            return {"note"} if self.here == self.folder else set()
+        return {f"{self.folder}/note"}
+
     def _output(self, words: list[str]) -> str:
         match words:
             case ["ls"]:
@@ -52,7 +58,7 @@ class Shell:
             case ["cd", name] if name in FOLDERS:
                 self.here = name
                 return "done"
-            case ["cat", "note"] if self.here == self.folder:
+            case ["cat", path] if path in self._paths():
                 return self.word
             case [("ls" | "cd" | "cat"), *_]:
                 return "there is none"

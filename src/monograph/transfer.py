@@ -76,7 +76,7 @@ _MAY_DIFFER = {
 }
 
 
-class Factors(NamedTuple):
+class WidthFactors(NamedTuple):
     """The factors with which a tensor of the wide model is initialised and updated.
 
     Attributes:
@@ -156,7 +156,7 @@ class WidthTransfer:
         """
         return self.base.initializer_range / self.config.initializer_range
 
-    def factors(self, optim: Optimizer | None = None) -> dict[str, Factors]:
+    def factors(self, optim: Optimizer | None = None) -> dict[str, WidthFactors]:
         """Return the factors by the tensors' names.
 
         A star stands for the number of a block, as in `model.layers.*.mlp.up_proj.weight`.
@@ -184,32 +184,32 @@ class WidthTransfer:
         shape: tuple[int, ...],
         base_shape: tuple[int, ...],
         optim: Optimizer,
-    ) -> Factors:
+    ) -> WidthFactors:
         """Return the factors of a tensor in a block; its name is without the block's prefix."""
         if name in _MATRICES:
             # A matrix is [fan_out, fan_in].
             m = shape[1] / base_shape[1]
-            return Factors(
+            return WidthFactors(
                 init=self._spread_ratio / math.sqrt(m),
                 lr=optim.width_factor(shape, base_shape),
                 eps=1 / m,
             )
         if name in _GAINS | _BIASES:
-            return Factors(init=1.0, lr=1.0, eps=1 / self.width_ratio)
+            return WidthFactors(init=1.0, lr=1.0, eps=1 / self.width_ratio)
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
 
-    def _outer_factors(self, name: str) -> Factors:
+    def _outer_factors(self, name: str) -> WidthFactors:
         """Return the factors of a tensor outside of blocks."""
         m = self.width_ratio
         is_tied = self.config.tie_word_embeddings
         if name == _EMBEDDING:
-            return Factors(init=self._spread_ratio, lr=1.0, eps=1 / m)
+            return WidthFactors(init=self._spread_ratio, lr=1.0, eps=1 / m)
         if name == _HEAD:
-            return Factors(init=self._spread_ratio / math.sqrt(m), lr=1 / m, eps=1.0)
+            return WidthFactors(init=self._spread_ratio / math.sqrt(m), lr=1 / m, eps=1.0)
         if name == _FINAL_GAIN:
             if is_tied:
-                return Factors(init=1 / m, lr=1 / m, eps=1.0)
-            return Factors(init=1.0, lr=1.0, eps=1 / m)
+                return WidthFactors(init=1 / m, lr=1 / m, eps=1.0)
+            return WidthFactors(init=1.0, lr=1.0, eps=1 / m)
         raise UsageError(f"width transfer has no row for {name}: set optim.transfer to none")
 
     @torch.no_grad()
@@ -255,7 +255,7 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
     one key-value head with its query heads. The initial spread is proportional to 1 / sqrt(width), so
     that the products of matrices and activations have the same size in both models. The base's
     `initializer_range` is thus sqrt(m) times that of `config`. For a matrix or an untied head,
-    `Factors.init` is this sqrt(m) times the table's m^-1/2, which is 1: their initial values stay as they
+    `WidthFactors.init` is this sqrt(m) times the table's m^-1/2, which is 1: their initial values stay as they
     are sampled. Only where the feed-forward width was rounded is the factor slightly different.
 
     Args:
@@ -325,7 +325,7 @@ def _described(config: LlamaConfig) -> str:
     )
 
 
-def _pattern(name: str, factors: Mapping[str, Factors]) -> str:
+def _pattern(name: str, factors: Mapping[str, WidthFactors]) -> str:
     """Return the key of `factors` for a parameter's name.
 
     Raises:

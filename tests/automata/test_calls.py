@@ -1,4 +1,4 @@
-"""Run: pytest tests/automata/test_calls.py    (thousands of sets of functions: -m slow)
+"""Run: pytest tests/automata/test_calls.py    (2,000 sets of functions for each template: -m slow)
 
 An answer with calls has no call that is malformed, and none that is valid is excluded.
 """
@@ -11,6 +11,7 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,17 @@ import pytest
 from automata_vocabularies import allowed_ids, state_after
 from calling import ALONE, TEMPLATES, speaking
 from daily import nightly
-from json_schemas import follows, random_schema
-from monograph.automata import Automaton, Calls, call_constraint
-from monograph.automata.calls import calls_expression, pieces_of_calls, text_up_to, text_without
+from json_schemas import follows, random_schema, random_value
+from monograph.automata import Automaton, Calls, argument_types, call_constraint
+from monograph.automata.calls import calls_expression, pieces_of_calls
 from monograph.automata.dfa import ByteAutomaton, compile_expression
+from monograph.automata.search import text_before, text_up_to, text_without
 from monograph.errors import InputRefused
 from monograph.text.call_reader import CallReader
-from monograph.text.calls import SPECIAL, CallFrame, find_frame, spellings
+from monograph.text.calls import SPECIAL, Call, CallFrame, find_frame, spellings
 from monograph.text.chat import stop_ids
+from monograph.text.field_reader import FieldReader
+from monograph.text.notation import Fields, Notation, Quotes
 from monograph.text.tokenizer import Tokenizer
 
 EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
@@ -119,6 +123,92 @@ def test_all_valid_calls_and_no_others_are_accepted() -> None:
         assert not free.accepts(text + b"a") and not free.accepts(text[:-1])
 
 
+@pytest.mark.parametrize("needle", ["a", "ab", "aa", "abab", "aabaa"])
+def test_a_text_before_a_needle_does_not_hide_it(needle: str) -> None:
+    before = compile_expression(text_before(needle.encode()), "x")
+    for size in range(8):
+        for letters in itertools.product("abc", repeat=size):
+            text = "".join(letters)
+            assert before.accepts(text.encode()) == ((text + needle).index(needle) == size)
+
+
+def fields_of(
+    before: str, middle: str, after: str, separator: str, quotes: tuple[str, str], inner: Notation
+) -> Fields:
+    text = Quotes(*quotes, is_escaped=False)
+    words = ("True", "False", "None") if not quotes[0] else inner.words
+    return Fields(before, middle, after, separator, inner.is_sorted, text, words, inner)
+
+
+_JSON_QUOTES = Quotes('"', '"', is_escaped=True)
+_JSON = Notation(
+    _JSON_QUOTES, ("true", "false", "null"), ("[", ", ", "]"), _JSON_QUOTES, ("{", ": ", ", ", "}")
+)
+_MARKED = Quotes(chr(SPECIAL), chr(SPECIAL), is_escaped=False)
+_OWN = Notation(
+    _MARKED,
+    ("true", "false", "null"),
+    ("[", ",", "]"),
+    Quotes("", "", is_escaped=False),
+    ("{", ":", ",", "}"),
+    is_sorted=True,
+)
+# Fields in tags, whose texts have no quotes, and fields in a notation of their own.
+BARE = replace(
+    frame_of("<", "\u0100>\u0101", "/><", "/>", True),
+    fields=fields_of("(", "=", ")", "", ("", ""), _JSON),
+)
+OWN = replace(
+    frame_of("<", "\u0100{\u0101", "}><", "}>", True),
+    fields=fields_of("", ":", "", ",", (chr(SPECIAL), chr(SPECIAL)), _OWN),
+)
+MANY_TYPES = {
+    "type": "object",
+    "properties": {
+        "b": {"enum": [1, "1", "a", "a)", "True", None]},
+        "a": {"type": ["boolean", "string"], "maxLength": 1, "pattern": "^[tf)]?$"},
+    },
+    "required": ["b"],
+}
+
+
+def test_all_valid_calls_with_fields_and_no_others_are_accepted() -> None:
+    """By brute force. A text is left out if it would be read as something else, or has an end in it."""
+    pieces = [b"", *(bytes([byte]) for byte in range(256))]
+    texts = ["", "t", "f", ")"]
+    for frame, left_out in ((BARE, {"1", "a)", ")"}), (OWN, set())):
+        calls = Calls(
+            frame.grammar(), [("f", MANY_TYPES), ("go", EMPTY)], must_call=True, parallel=False
+        )
+        spelled = pieces_of_calls(calls.frame, pieces)
+        automaton = compile_expression(calls_expression(calls, b"ab<>", uses_counters=False), "x")
+        expected = set()
+        for b in [1, "1", "a", "a)", "True", None]:
+            for more in [{}, *({"a": a} for a in (True, False, *texts))]:
+                arguments = {"b": b, **more}
+                if not {each for each in arguments.values() if isinstance(each, str)} & left_out:
+                    written = frame.spelling_of([Call("f", json.dumps(arguments))])
+                    expected.add(written)
+        expected.add(frame.spelling_of([Call("go", "{}")]))
+        special = spelled[0].decode("latin-1")
+        as_bytes = {text.replace(chr(SPECIAL), special).encode("latin-1") for text in expected}
+        assert accepted(automaton, 60) == as_bytes
+
+
+def written_as(frame: CallFrame, name: str, arguments: dict[str, Any], schema: Any) -> str | None:
+    """A call as its frame writes it; None: a text in it cannot be written, or not as a text."""
+    fields = frame.fields
+    if fields is not None and fields.has_bare_texts:
+        for argument, value in arguments.items():
+            reader = FieldReader(fields, argument_types(schema), [frame.closing])
+            written, _ = reader.read(fields.write({argument: value}) + frame.closing)
+            if isinstance(value, str) and json.loads(written) != {argument: value}:
+                return None
+    return frame.spelling_of(
+        [Call(name, json.dumps(arguments, ensure_ascii=False, separators=frame.separators))]
+    )
+
+
 def grown(
     automaton: Automaton,
     ends: Sequence[int],
@@ -149,10 +239,12 @@ def grown(
     return None
 
 
-@pytest.mark.parametrize("sets", nightly([10, 250], {10}))
+@pytest.mark.parametrize("sets", nightly([10, 2000], {10}))
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_no_call_is_malformed(name: str, sets: int, tmp_path: Path) -> None:
-    """Random walks over tokens, for random sets of functions."""
+def test_no_call_is_malformed_and_no_valid_one_excluded(
+    name: str, sets: int, tmp_path: Path
+) -> None:
+    """Random walks over tokens, for random sets of functions; and random valid calls, which are allowed."""
     tokenizer = speaking(tmp_path, name)
     ends = stop_ids(tokenizer)
     frame = find_frame(tokenizer, ends)
@@ -161,8 +253,9 @@ def test_no_call_is_malformed(name: str, sets: int, tmp_path: Path) -> None:
     ending = {
         token for token, piece in enumerate(pieces) if piece in (b'"', b"}", b"]", b"\n", b"e")
     }
+    letters = {spelled: token for token, spelled in enumerate(spelling_V) if len(spelled) == 1}
     draw = random.Random(name)
-    read = 0
+    read, accepted_count = 0, 0
     for _ in range(sets):
         functions = [
             (each, random_arguments(draw)) for each in draw.sample(["f", "go", "go_on", "a-b"], 2)
@@ -170,11 +263,21 @@ def test_no_call_is_malformed(name: str, sets: int, tmp_path: Path) -> None:
         schemas = dict(functions)
         calls = Calls(frame.grammar(), functions, must_call=True, parallel=draw.random() < 0.5)
         automaton = call_constraint(calls, pieces, ends)
+        for called, schema in functions:
+            valid = random_value(draw, schema)
+            if not follows(valid, schema):
+                continue
+            written = written_as(frame, called, valid, schema)
+            if written is not None:
+                state = state_after(automaton, [letters[character] for character in written])
+                assert state >= 0 and set(ends) <= allowed_ids(automaton, state), written
+                accepted_count += 1
         for _ in range(4):
             ids = grown(automaton, ends, draw, 400, ending)
             if ids is None:
                 continue
-            reader = CallReader(frame, spelling_V)
+            types = {each: argument_types(schema) for each, schema in functions}
+            reader = CallReader(frame, spelling_V, types=types)
             pieces_read = [reader.add([token]) for token in ids] + [reader.finish()]
             made = [piece for each in pieces_read for piece in each.calls]
             assert not "".join(each.content for each in pieces_read).strip()
@@ -184,7 +287,7 @@ def test_no_call_is_malformed(name: str, sets: int, tmp_path: Path) -> None:
                 arguments = json.loads("".join(each.arguments for each in own))
                 require_valid(arguments, schemas[own[0].name])
                 read += 1
-    assert read > 2 * sets
+    assert read > 2 * sets and accepted_count > sets / 2
 
 
 def require_valid(arguments: Any, schema: dict[str, Any]) -> None:
@@ -241,7 +344,8 @@ def test_no_call_that_is_read_after_any_text_is_malformed(name: str, tmp_path: P
             state = after
             ids.append(letters.get(character, letters["a"]))
         ids += grown(automaton, ends, draw, 300, ending, state) or []
-        reader = CallReader(frame, spelling_V)
+        types = {each: argument_types(schema) for each, schema in functions}
+        reader = CallReader(frame, spelling_V, types=types)
         made = [piece for each in (reader.add(ids), reader.finish()) for piece in each.calls]
         text_only += not reader.call_count
         for number in range(reader.call_count):
@@ -281,8 +385,8 @@ def test_any_text_may_stand_before_a_call_and_nothing_after_it(name: str, tmp_pa
     assert state > 0 and len(allowed_ids(automaton, state)) < 30
     if name in ALONE:
         assert allowed_ids(automaton, state_after(automaton, [*text, *trigger])) == every
-    whole = tokens(frame.opening.lstrip() + frame.call.replace("\u0100", "add").replace("\u0102", "a" * 9)
-                   .replace("\u0101", json.dumps({"a": 1}, separators=frame.separators)) + frame.closing)  # fmt: skip
+    arguments = json.dumps({"a": 1}, separators=frame.separators)
+    whole = tokens(frame.spelling_of([Call("add", arguments)]).lstrip())
     after = state_after(automaton, [*before, *whole])
     assert after > 0 and set(ends) <= allowed_ids(automaton, after)
     assert not set(tokens("a")) & allowed_ids(automaton, after)
@@ -300,6 +404,7 @@ def test_special_tokens_are_told_apart_from_their_letters_and_from_other_bytes()
         "variants": [],
         "between": None,
         "closing": [],
+        "fields": None,
     }
     spelled = pieces_of_calls(frame, pieces)
     assert spelled[1] != spelled[2] and len(spelled[1]) == len(spelled[2]) == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batches import tiny_llama
+from batches import tiny_config, tiny_llama
 from monograph.decode.generator import Generator
 
 
@@ -54,7 +54,7 @@ def test_launches_counts_a_step_of_the_decoder(without_a_card, monkeypatch) -> N
     launches, made = without_a_card("launches"), noted(monkeypatch)
     monkeypatch.setattr(launches, "PROMPT", 130)
     monkeypatch.setattr(launches, "TOKENS", 6)
-    found = launches.decoding(tiny_llama(vocab_size=300).config, rows=2)
+    found = launches.decoding(tiny_config(vocab_size=300), rows=2)
     assert found.keys() == {"decode step, batch 2", "its sampler, batch 2"}
     assert (
         found["decode step, batch 2"]["product_bytes"] > 0

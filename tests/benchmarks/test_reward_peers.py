@@ -82,7 +82,7 @@ def test_what_is_compared(peers):
     assert found["trl"]["gradient_error"]["median"] == 2e-6
 
 
-@pytest.mark.parametrize("name", ["peer_trl", "peer_trl_dpo"])
+@pytest.mark.parametrize("name", ["peer_trl", "peer_trl_dpo", "peer_trl_episodes"])
 def test_trl_missing(name, script, monkeypatch):
     peer = script(name)
     monkeypatch.setattr(peer, "MISSING", "trl")
@@ -97,6 +97,30 @@ def test_reward_peers(peers, monkeypatch, tmp_path, capsys):
     ours, theirs = found["cases"]
     assert ours["updates_per_s"]["median"] > 0 and ours["rounds"][0]["drawn_minus_scored_max"] == 0
     assert "trl" in capsys.readouterr().out
+    assert theirs["rounds"] or "is not installed" in theirs["error"]
+
+
+@pytest.mark.parametrize(
+    ("last", "score"),
+    [
+        ({"content": "It is 12"}, 1.0),
+        ({"content": "It is 13"}, 0.0),
+        ({"content": "12", "tool_calls": [{}]}, 0.0),
+        ({"role": "tool", "content": "= 12"}, 0.0),
+    ],
+)
+def test_trl_scores_an_episode_as_the_environment_does(last, score, script):
+    messages = [[{"role": "assistant", **last}]]
+    assert script("peer_trl_episodes").solved(messages, [[3, 4, 5]]) == [score]
+
+
+@pytest.mark.slow
+def test_episode_peers(script, monkeypatch, tmp_path):
+    more = ("--peer-python", sys.executable)
+    ours, theirs = smoke(script("episode_peers"), monkeypatch, tmp_path / "found.json", *more)[
+        "cases"
+    ]
+    assert ours["updates_per_s"]["median"] > 0 and ours["rounds"][0]["drawn_minus_scored_max"] == 0
     assert theirs["rounds"] or "is not installed" in theirs["error"]
 
 

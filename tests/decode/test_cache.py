@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batches import tiny_llama
+from batches import tiny_config, tiny_llama
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.prompt_reader import (
     MAX_KNOWN_RECURRENCES,
@@ -23,13 +23,13 @@ from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 
 CPU = torch.device("cpu")
-PLAIN = tiny_llama().config
-HYBRID = tiny_llama(
+PLAIN = tiny_config()
+HYBRID = tiny_config(
     model_type="qwen3_5_text",
     layer_types=(LINEAR_ATTENTION, FULL_ATTENTION),
     linear_num_value_heads=4,
     linear_num_key_heads=2,
-).config
+)
 
 
 def cache_of(config: LlamaConfig, rows: int, slots: int, block: int = 8, seed: int = 0) -> KVCache:

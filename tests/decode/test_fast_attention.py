@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batches import tiny_llama
+from batches import tiny_config, tiny_llama
 from monograph.decode.cache import KVCache
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
@@ -105,7 +105,7 @@ def attended(
 def test_steps_and_chunks_are_as_exact_as_without_kernels(
     dtype: torch.dtype, window: int | None, has_sinks: bool
 ) -> None:
-    config = tiny_llama(**SHAPE).config
+    config = tiny_config(**SHAPE)
 
     def result(kind: torch.dtype, with_kernels: bool) -> tuple[Tensor, list[Tensor]]:
         cache = KVCache.allocate(config, 3, 300, kind, torch.device("cuda"))

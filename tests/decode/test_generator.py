@@ -238,6 +238,72 @@ def test_chunks_that_two_prompts_have_in_common_are_read_once_in_the_same_bits(
     assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
 
 
+# The recurrence takes in what attention has computed before it.
+HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("full_attention", "linear_attention")}
+
+
+def ended(machine: Generator, asked: Request) -> tuple[int, list[int]]:
+    """A request's number and its ids."""
+    number, ids = machine.submit(asked), list[int]()
+    while machine.can_advance:
+        ids += [each for event in machine.advance() for each in event.token_ids]
+    return number, ids
+
+
+@pytest.mark.parametrize("shape", [{}, HYBRID])
+@pytest.mark.parametrize("pace", [4, 3])
+def test_a_row_that_is_kept_goes_on_whatever_ran_beside_it(
+    pace: int, shape: dict[str, Any]
+) -> None:
+    """The steps of a short neighbour read one block, and the kept row stands in the third.
+
+    With blocks of four steps nothing has read its last token yet when its request ends.
+    """
+    model = tiny_llama(max_position_embeddings=256, **shape)
+    model.use_attention("cached")
+    sizes = CacheSizes(64, 16, prompts_at_once=4, pads_products=True, longest_prompt=16)
+
+    def fresh() -> Generator:
+        return generator(model, rows=4, slots=sizes, pace=pace)
+
+    prompt = tuple(range(3, 40))
+    machine = fresh()
+    number, ids = ended(machine, request(*prompt, max_tokens=4, keeps_row=True))
+    assert (
+        ended(machine, request(7, max_tokens=9))[1] == ended(fresh(), request(7, max_tokens=9))[1]
+    )
+    assert machine.running == 0 and len(machine._free_rows) == 3
+    later = (*prompt, *ids, 5, 6)
+    _, gone_on = ended(machine, request(*later, max_tokens=15, continues=number))
+    assert len(machine._free_rows) == 4
+    again = fresh()
+    assert gone_on == ended(again, request(*later, max_tokens=15))[1]
+    row = machine._free_rows[-1]
+    ours, expected = keys_of(machine, row, len(later)), keys_of(again, 0, len(later))
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+
+
+def test_a_row_that_is_kept_is_free_once_nothing_will_continue_it() -> None:
+    machine = generator(pace=2)
+    kept = [ended(machine, request(3, seed=seed, keeps_row=True))[0] for seed in range(2)]
+    waiting = machine.submit(request(4))
+    assert machine.busy and not machine.can_advance and not machine.advance()
+    with pytest.raises(UsageError, match=f"request {waiting} has no row that is kept"):
+        machine.submit(request(3, 4, 5, 6, 7, 8, 9, continues=waiting))
+    with pytest.raises(UsageError, match="the prompt or the adapter is not that of request 0"):
+        machine.submit(request(3, 4, continues=kept[0]))
+    machine.cancel(kept[0])
+    assert machine.can_advance and len(list(machine.run())) == 3
+    going_on = machine.submit(request(*range(3, 12), continues=kept[1], keeps_row=True))
+    machine.cancel(going_on)
+    assert sorted(machine._free_rows) == [0, 1] and not machine.busy
+    number, _ = ended(machine, request(3, keeps_row=True))
+    machine.forget()
+    assert sorted(machine._free_rows) == [0, 1]
+    with pytest.raises(UsageError, match="has no row"):
+        machine.submit(request(*range(3, 12), continues=number))
+
+
 def test_a_pass_over_a_prompt_that_was_interrupted_is_begun_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from batches import captured_to_train
 from monograph.ensemble import Ensemble
 from monograph.laws.comparisons import member_is_alone, outcome
 from monograph.loop import train
@@ -76,7 +77,7 @@ def test_a_member_s_loss_is_that_of_the_member_alone(
     given = Centred()
     engine = Ensemble(members, loss=given, optim=AdamW(lr=0.1), micro_batch=micro_batch, each=each)
     if captured:
-        assert engine.capture(windows(each)[0], "aot_eager") is None
+        captured_to_train(engine, windows(each)[0])
         assert engine._updates_in_one_graph
     updates = list(train(engine, windows(each)))
     for i, model in enumerate(copies):

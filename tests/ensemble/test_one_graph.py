@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import monograph as mono
-from batches import tiny_llama
+from batches import captured_to_train, tiny_llama
 from monograph import compat
 from monograph.ensemble import Ensemble
 from monograph.ensemble.stacked_parameters import StackedParameters
@@ -47,7 +47,7 @@ def test_a_window_of_one_micro_batch_is_one_graph(micro_batch: int | None, graph
     eager = made(micro_batch=micro_batch)
     captured = made(micro_batch=micro_batch)
     captured.announce = pytest.fail
-    assert captured.capture(WINDOWS[0], "aot_eager") is None
+    captured_to_train(captured, WINDOWS[0])
     assert captured._updates_in_one_graph == (graphs == 1)
     for ours, reference in zip(train(captured, WINDOWS), train(eager, WINDOWS), strict=True):
         torch.testing.assert_close(ours.loss, reference.loss, rtol=1e-12, atol=0)
@@ -65,7 +65,7 @@ def test_a_fall_back_to_two_graphs_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(StackedParameters, "_gradient_and_update", cannot_be_traced)
     engine, lines = made(), list[str]()
     engine.announce = lines.append
-    assert engine.capture(WINDOWS[0], "aot_eager") is None
+    captured_to_train(engine, WINDOWS[0], "eager")
     assert not engine._updates_in_one_graph
     [line] = lines
     assert line.startswith("gradient and update are compiled as two graphs: ")
@@ -73,10 +73,11 @@ def test_a_fall_back_to_two_graphs_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_padded_micro_batch_of_each_member_has_the_graph_of_the_others() -> None:
-    engine = Ensemble([tiny_llama(seed=seed) for seed in range(2)], micro_batch=2, each=True)
+    members = [tiny_llama(seed=seed, num_hidden_layers=1) for seed in range(2)]
+    engine = Ensemble(members, micro_batch=2, each=True)
     tokens = torch.randint(32, (2, 5, 8))
     window = {"tokens": tokens, "targets": tokens}
-    assert engine.capture({name: rows[:, :4] for name, rows in window.items()}, "aot_eager") is None
+    captured_to_train(engine, {name: rows[:, :4] for name, rows in window.items()}, "eager")
     graphs = compat.captured_graphs()
     engine.accumulate(window)
     engine.update()

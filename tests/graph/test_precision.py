@@ -109,7 +109,16 @@ def test_the_scale_s_decisions_are_those_of_a_loop(events):
         assert (float(scale), int(good)) == (expected, run)
 
 
-@pytest.mark.parametrize(("place", "backend"), [(0, None), (1, None), (2, None), (1, "aot_eager")])
+@pytest.mark.parametrize(
+    ("place", "backend"),
+    [
+        (0, None),
+        (1, None),
+        (2, None),
+        (1, "eager"),
+        pytest.param(1, "aot_eager", marks=pytest.mark.slow),
+    ],
+)
 def test_an_overflow_anywhere_in_a_window_is_one_decision(place, backend):
     """One of three micro-batches overflows: nothing changes but the scale, once, and later updates
     are the same.

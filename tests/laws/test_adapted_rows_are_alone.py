@@ -58,6 +58,9 @@ PARTS = [
     Lora(rank=2, alpha=6.0, dora=True, tokens=(0, 9)),
     Lora(rank=24, alpha=32.0),
 ]
+# A second layer is generated from as the first one; that each layer has its own slots,
+# `test_a_pass_of_mixed_rows_is_the_passes_of_their_adapters` shows of two.
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
 TIED = {"tie_word_embeddings": True}
 HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}
 SHAPES: list[dict[str, Any]] = [{}, HYBRID, {"model_type": "qwen2"}]
@@ -66,10 +69,10 @@ DAILY_SHAPES = [{}, *(pytest.param(shape, marks=pytest.mark.slow) for shape in S
 KINDS = pytest.mark.parametrize(
     ("loras", "shape"),
     [
-        (LORAS, {}),
+        (LORAS, ONE_LAYER),
         pytest.param(LORAS, HYBRID, marks=pytest.mark.slow),
         pytest.param(LORAS, {"model_type": "qwen2"}, marks=pytest.mark.slow),
-        (PARTS, {"model_type": "qwen2"}),
+        (PARTS, {"model_type": "qwen2"} | ONE_LAYER),
         pytest.param(PARTS, TIED, marks=pytest.mark.slow),
     ],
     ids=["llama", "hybrid", "qwen2", "parts", "parts, tied"],
@@ -187,19 +190,27 @@ def test_a_row_s_text_is_that_of_its_adapter_unmerged(
 
 def test_the_adapters_write_different_texts() -> None:
     """Otherwise a row could read its neighbour's slot, and no test above would fail."""
-    many = Many()
+    many = Many(**ONE_LAYER)
     [(_, first), *_] = requests_of(many, 1)
     asked = [first._replace(adapter=many.bank.slot_of(name), max_tokens=30) for name in many.names]
     texts = [tuple(ids) for ids, _ in outcomes(machine(many.model), asked)]
     assert len(set(texts)) == len(many.names)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("loras", [LORAS, PARTS], ids=["plain", "parts"])
+@pytest.mark.parametrize(
+    ("dtype", "loras"),
+    [
+        (torch.float32, PARTS),
+        (torch.bfloat16, LORAS),
+        pytest.param(torch.float32, LORAS, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, PARTS, marks=pytest.mark.slow),
+    ],
+    ids=["parts-fp32", "plain-bf16", "plain-fp32", "parts-bf16"],
+)
 def test_rows_of_the_base_have_the_bits_of_the_base_without_a_bank(
     dtype: torch.dtype, loras: list[Lora]
 ) -> None:
-    many = Many(dtype, loras=loras)
+    many = Many(dtype, loras=loras, **ONE_LAYER)
     asked = requests_of(many, 15)
     found = outcomes(machine(many.model), [request for _, request in asked])
     only_base = [
@@ -247,7 +258,7 @@ def test_a_pass_of_mixed_rows_is_the_passes_of_their_adapters(
 @pytest.mark.parametrize("base", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 def test_rows_on_a_base_in_few_bits_are_those_of_their_adapters(base: str) -> None:
     """Their products are in fp32 whatever the model's dtype: texts, and law 7's bound of fp32."""
-    many = Many(base=base)
+    many = Many(base=base, **ONE_LAYER)
     asked = requests_of(many, 10)
     found = outcomes(machine(many.model), [request for _, request in asked])
     references = {name: machine(model, rows=4) for name, model in many.alone.items()}
@@ -334,7 +345,7 @@ def coming_and_going(many: Many, requests: int, seed: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("requests", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_requests_have_their_texts_while_adapters_come_and_go(requests: int) -> None:
-    many = Many(capacity=4)
+    many = Many(capacity=4, **ONE_LAYER)
     shapes = {id(buffer): buffer.shape for buffer in many.model.buffers()}
     for _ in coming_and_going(many, requests, seed=requests):
         pass
@@ -398,7 +409,7 @@ def test_adapters_of_experts_are_refused_by_name() -> None:
 
 
 def test_a_bank_that_begins_empty_takes_magnitudes() -> None:
-    many = Many(torch.float64, loras=PARTS)
+    many = Many(torch.float64, loras=PARTS, **ONE_LAYER)
     model = copy.deepcopy(many.base)
     bank = install(model, {}, capacity=1)
     asked = requests_of(many, 1)[0][1]
@@ -484,14 +495,14 @@ def test_a_planted_fault_is_noticed(
 ) -> None:
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        test_a_row_s_text_is_that_of_its_adapter_unmerged(loras, {})
+        test_a_row_s_text_is_that_of_its_adapter_unmerged(loras, ONE_LAYER)
 
 
 def test_a_slot_that_is_written_while_a_row_still_runs_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Generator, "uses_adapter", lambda self, slot: False)
-    many = Many(capacity=4)
+    many = Many(capacity=4, **ONE_LAYER)
     with pytest.raises(AssertionError):
         for _ in coming_and_going(many, 40, seed=40):
             pass
@@ -499,7 +510,7 @@ def test_a_slot_that_is_written_while_a_row_still_runs_is_noticed(
 
 def test_prompts_are_not_shared_after_a_slot_got_another_adapter() -> None:
     """Its rows and the reader still have the prompt's keys and values of the earlier adapter."""
-    many = Many()
+    many = Many(**ONE_LAYER)
     [(_, request), *_] = requests_of(many, 1)
     request = request._replace(adapter=many.bank.slot_of("a0"), max_tokens=12)
     generator = machine(many.model, rows=1)

@@ -17,7 +17,12 @@ from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.prompt_reader import PromptReader, PromptToRead
 from monograph.laws.comparisons import cached_is_full, differing_draws, error_within, greedy_ids
 from monograph.model.hub import save_model
-from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
+from monograph.model.layer_types import (
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
+    MAMBA,
+    SLIDING_ATTENTION,
+)
 from monograph.model.llama import Llama
 from monograph.model.scaling import LinearScaling, Llama3Scaling
 from monograph.text.tokenizer import Tokenizer
@@ -60,6 +65,10 @@ SHAPES = {
     "qwen3_5": {
         "model_type": "qwen3_5_text", "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION), "linear_num_value_heads": 6,
         "linear_num_key_heads": 3, "linear_conv_kernel_dim": 3,
+    },
+    "granite4": {
+        "model_type": "granitemoehybrid", "layer_types": (MAMBA, FULL_ATTENTION), "mamba_n_groups": 2,
+        "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_proj_bias": True, "position_embedding_type": "nope",
     },
 }  # fmt: skip
 

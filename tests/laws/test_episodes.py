@@ -15,14 +15,18 @@ from torch import Tensor
 
 import calling
 from batches import flat_gradient, tiny_llama
+from daily import nightly
+from monograph.decode.prompt_reader import PromptReader
 from monograph.errors import InputRefused
 from monograph.loss import IGNORE
 from monograph.model.llama import Llama
+from monograph.rl import rollouts as room
 from monograph.rl.advantages import ADVANTAGES, ratio_of
 from monograph.rl.arrange import Rollout, arrange_window
 from monograph.rl.episodes import Episode, EpisodeDrawer
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
+from monograph.rl.rollouts import Drawer
 from played import PLAYED, episodes
 from rewarded import OPTIONS, apart
 
@@ -45,6 +49,59 @@ def test_answers_of_all_turns_are_scored_in_the_bits_in_which_they_were_drawn() 
     largest, number = apart(rollouts)
     assert number == rollouts.numbers["drawn_tokens"] > 60
     assert largest == 0
+
+
+HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}
+SHAPES = {
+    "attention": {},
+    "hybrid": HYBRID,
+    "window": {"model_type": "mistral", "sliding_window": 5},
+    "mixture": {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("shape", nightly(SHAPES, {"attention", "hybrid"}))
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_row_that_goes_on_draws_the_bits_of_reading_the_episode_again(
+    shape: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With four rows, half of the episodes wait for a row that another one keeps."""
+    monkeypatch.setattr(room, "MAX_DECODED_ROWS", rows)
+    options = replace(PLAYED, prompts=2)
+    drawer = episodes(options, shape=SHAPES[shape]).drawer
+    prompts = [prompt for prompt in drawer.prompts.train[:2] for _ in range(4)]
+    found = cast(list[Episode], drawer.draw(prompts, range(11, 19)))
+    assert drawer.generator.rows == rows == len(drawer.generator._free_rows)
+    turns = 0
+    for prompt, seed, episode in zip(prompts, range(11, 19), found, strict=True):
+        ids = list(episode.prompt_ids)
+        for turn in episode.turns:
+            [again] = Drawer.draw(drawer, [prompt._replace(ids=tuple(ids))], [seed])
+            assert again == turn.completion
+            ids += [*turn.completion.token_ids, *turn.observed_ids]
+            turns += 1
+    assert turns > 2 * len(found)
+
+
+def test_of_an_episode_only_what_is_new_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[int]()
+    read_pass = PromptReader._read_pass
+
+    def counted(reader: PromptReader, prompts: Any, begins: Any, count: int) -> None:
+        read.extend(
+            len(prompt.ids[begin : begin + count])
+            for prompt, begin in zip(prompts, begins, strict=True)
+        )
+        read_pass(reader, prompts, begins, count)
+
+    monkeypatch.setattr(PromptReader, "_read_pass", counted)
+    drawer = episodes().drawer
+    prompts = [prompt for prompt in drawer.prompts.train[:2] for _ in range(4)]
+    found = cast(list[Episode], drawer.draw(prompts, range(11, 19)))
+    openings = sum({episode.prompt_ids: len(episode.prompt_ids) for episode in found}.values())
+    # An answer's last token is sampled, and read with what the environment says then.
+    new = sum(1 + len(turn.observed_ids) for episode in found for turn in episode.turns[:-1])
+    assert sum(read) == openings + new
 
 
 def test_observations_have_no_target_and_answers_are_never_encoded_again(

@@ -102,6 +102,7 @@ def compared(members: list[Llama], backend: str | None = None, micro_batch: int 
         )
 
 
+ONE_LAYER = {"num_hidden_layers": 1}
 # By night also alone what by day stands beside something else.
 NIGHTLY = ("experts", "int8, rslora")
 
@@ -111,7 +112,10 @@ NIGHTLY = ("experts", "int8, rslora")
     [pytest.param(name, marks=pytest.mark.slow) if name in NIGHTLY else name for name in CASES],
 )
 def test_members_on_one_base_train_as_alone(name):
+    """Two layers have one base; by day what is beside plain LoRA is tried on one."""
     lora, sizes = CASES[name]
+    if name != "lora":
+        sizes = sizes | ONE_LAYER
     compared(members_of(lora, **sizes))
 
 
@@ -125,11 +129,12 @@ DIFFERENT = [
 def test_members_of_other_ranks_scales_and_dropout_train_as_alone(dora):
     lora = replace(SMALL, dropout=0.1, base="int8", dora=dora)
     others = [replace(each, dora=dora) for each in DIFFERENT]
-    compared(members_of(lora, others))
+    compared(members_of(lora, others, **ONE_LAYER))
 
 
-def test_members_on_one_base_train_as_alone_captured():
-    compared(members_of(SMALL, num_hidden_layers=1), "aot_eager")
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_members_on_one_base_train_as_alone_captured(backend):
+    compared(members_of(SMALL, **ONE_LAYER), backend)
 
 
 @pytest.mark.slow
@@ -137,7 +142,7 @@ def test_members_on_one_base_train_as_alone_captured():
 def test_members_of_other_ranks_on_a_base_in_4_bits_train_as_alone_captured(micro_batch):
     lora = replace(SMALL, base="nf4", dora=True)
     others = [replace(lora, rank=7, alpha=20.0), replace(lora, rank=2)]
-    compared(members_of(lora, others, num_hidden_layers=1), "aot_eager", micro_batch)
+    compared(members_of(lora, others, **ONE_LAYER), "aot_eager", micro_batch)
 
 
 def test_the_base_is_in_memory_once():

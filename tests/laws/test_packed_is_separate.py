@@ -17,10 +17,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from monograph.graph.capture import compiled, uncapture
 from monograph.laws.comparisons import equal_in_float64, error_within, relative_error
-from monograph.model import delta_net
+from monograph.model import delta_net, mamba, recurrent
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops import delta_rule
+from monograph.ops import delta_rule, state_space
 from monograph.optim import AdamW
 from monograph.resident import Resident
 
@@ -61,6 +61,10 @@ FAMILIES = {
     "qwen3_next": replace(
         CONFIG, model_type="qwen3_next", layer_types=("linear_attention", "full_attention"), num_experts=4,
         num_experts_per_tok=2,
+    ),
+    "granite4": replace(
+        CONFIG, model_type="granitemoehybrid", layer_types=("mamba", "full_attention"), mamba_n_groups=2,
+        mamba_d_state=6, position_embedding_type="nope",
     ),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
 }  # fmt: skip
@@ -169,28 +173,32 @@ def test_packed_is_separate_in_float64(impl, family, lengths, seed):
     )
 
 
-def _with_small_chunks(monkeypatch):
+def _with_small_chunks(monkeypatch, family):
     monkeypatch.setattr(delta_rule, "CHUNK", 8)
-    return _documents([1, 7, 8, 9, ROW, 16, 15, 17, 1, 1]), Llama(FAMILIES["qwen3_5"]).double()
+    monkeypatch.setattr(state_space, "CHUNK", 8)
+    return _documents([1, 7, 8, 9, ROW, 16, 15, 17, 1, 1]), Llama(FAMILIES[family]).double()
 
 
-def test_a_recurrent_state_ends_with_its_document(monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3_5", "granite4"])
+def test_a_recurrent_state_ends_with_its_document(monkeypatch, family):
     """Documents of one token, of a chunk and one more or less, and one that fills a row."""
-    documents, model = _with_small_chunks(monkeypatch)
+    documents, model = _with_small_chunks(monkeypatch, family)
     packed, alone = _results(model, _packed, documents), _results(model, _alone, documents)
     assert all(equal_in_float64(*pair) for pair in zip(packed, alone, strict=True))
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "granite4"])
 @pytest.mark.parametrize("leak", ["state", "convolution"])
-def test_the_law_notices_what_a_layer_carries_over_a_border(monkeypatch, leak):
-    documents, model = _with_small_chunks(monkeypatch)
+def test_the_law_notices_what_a_layer_carries_over_a_border(monkeypatch, leak, family):
+    documents, model = _with_small_chunks(monkeypatch, family)
     alone = _results(model, _alone, documents)
     if leak == "state":
-        monkeypatch.setattr(delta_net, "document_starts", lambda segments: None)
+        for module in (delta_net, mamba):
+            monkeypatch.setattr(module, "document_starts", lambda segments: None)
     else:
-        whole = delta_net.CausalConv.forward
+        whole = recurrent.CausalConv.forward
         monkeypatch.setattr(
-            delta_net.CausalConv,
+            recurrent.CausalConv,
             "forward",
             lambda self, channels, segments: whole(self, channels, None),
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from batches import packed, ragged, tiny_llama
+from batches import packed, ragged, tiny_config
 from monograph.graph.capture import capture
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
@@ -50,7 +50,7 @@ def measured(monkeypatch):
 
 
 def shape(**sizes):
-    return tiny_llama(hidden_size=64, intermediate_size=160, **sizes).config
+    return tiny_config(hidden_size=64, intermediate_size=160, **sizes)
 
 
 EAGER = {

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from batches import tiny_llama
+from batches import tiny_config
 from monograph.ensemble import Ensemble
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
@@ -45,7 +45,7 @@ def case(*members: Lora | None, own_rows: bool = False, layers: int = 2, **given
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": layers}
     sizes |= given.pop("sizes", {})
     options = {"rows": 4, "length": 48, "optim": AdamW(), "compile": "none", "packed": False}
-    work = Work(tiny_llama(**sizes).config, **options | given, lora=members[0])
+    work = Work(tiny_config(**sizes), **options | given, lora=members[0])
     return Case(work, members, own_rows)
 
 

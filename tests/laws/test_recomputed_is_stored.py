@@ -45,6 +45,7 @@ FAMILIES = {
     "olmo2": {"model_type": "olmo2", "tie_word_embeddings": True},
     "gemma3": {"model_type": "gemma3_text"},
     "qwen3_5": {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")},
+    "granite4": {"model_type": "granitemoehybrid", "layer_types": ("mamba", "full_attention"), "mamba_d_state": 8},
 }  # fmt: skip
 
 

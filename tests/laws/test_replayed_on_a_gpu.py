@@ -18,7 +18,7 @@ from monograph.graph.remat import Remat
 from monograph.graph.replay import CudaGraphs, NotReplayable, Replays
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW
-from monograph.profiling.memory import peak_memory_bytes, reset_peak_memory
+from monograph.profiling.memory import peak_memory_bytes, reset_peak_memory, unused_graph_bytes
 from monograph.resident import Resident
 from waits import no_waits
 
@@ -180,7 +180,7 @@ def test_the_pool_is_part_of_the_peak_and_is_given_back():
     gc.collect()
     torch.cuda.empty_cache()
     # What earlier tests' graphs hold.
-    others = peak_memory_bytes(CARD) - torch.cuda.max_memory_allocated(CARD)
+    others = unused_graph_bytes(CARD)
     made = engine(
         CudaGraphs(CARD), tiny_llama(hidden_size=256, intermediate_size=512), micro_batch=32
     )
@@ -190,9 +190,11 @@ def test_the_pool_is_part_of_the_peak_and_is_given_back():
     made.accumulate(ragged(32))
     held, peak = torch.cuda.memory_reserved(CARD), peak_memory_bytes(CARD)
     assert peak > torch.cuda.max_memory_allocated(CARD) + others
+    assert peak == torch.cuda.max_memory_allocated(CARD) + unused_graph_bytes(CARD)
     assert stop_replaying(made.step)
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved(CARD) < held
     reset_peak_memory(CARD)
+    assert unused_graph_bytes(CARD) == others
     assert peak_memory_bytes(CARD) == torch.cuda.max_memory_allocated(CARD) + others

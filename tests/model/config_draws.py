@@ -35,6 +35,7 @@ IDLE = {
     "attention_chunk_size": [None, 4], "kv_sharing_modes": [None], "number_of_conv_states": [3],
     "distributed_config": [None], "fusion_config": [None], "mtp_hidden_states_first": _FLAG,
     "logits_mup_width_multiplier": [2.0], "unpadded_vocab_size": [9], "mlp_layer_types": [None],
+    "mamba_chunk_size": [32, 256],
     "use_mrope": [False], "quantization_config": [None], "router_aux_loss_coef": [0.0, 0.5],
 }  # fmt: skip
 
@@ -107,7 +108,19 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         "is_causal": [True, True, True, False],
         "per_layer_config": [None, None, {}, {"0": {"rms_norm_eps": 0.5}}],
         "num_experts": [4, 4, 5, 5, 6, 0],
-        "num_local_experts": [4, 6],
+        "num_local_experts": [0] if "mamba_n_heads" in its.optional_keys else [4, 6],
+        "mamba_n_heads": [4],
+        "mamba_d_head": ["auto", "auto", 16, 8],
+        "mamba_n_groups": [1, 2, 4],
+        "mamba_d_state": [5, 16],
+        "mamba_d_conv": [1, 3, 4],
+        "mamba_expand": [2, 2, 1],
+        "mamba_conv_bias": _FLAG,
+        "mamba_proj_bias": _FLAG,
+        "position_embedding_type": [None, "nope", "rope"],
+        "shared_intermediate_size": [24, 40],
+        "time_step_limit": [None, [0.0, {"__float__": "Infinity"}], [0.0, 0.1]],
+        "layers_block_type": [None, ["mamba"] * (layers - 1) + ["attention"]],
         "num_experts_per_tok": [1, 2, 2, 3, 3, 9],
         "norm_topk_prob": _FLAG,
         "moe_intermediate_size": [12, 20],
@@ -174,6 +187,8 @@ def drawn(family: str, draw) -> dict:
         "num_key_value_heads",
     }
     its = FAMILIES[family]
+    if "mamba_n_heads" in its.optional_keys:  # its default is larger than the model
+        always |= {"mamba_n_heads", "num_local_experts"}
     if its.defaults.get("pad_token_id", 0) >= vocabulary:
         always.add("pad_token_id")
     if its.expert_width_key:  # its defaults are large, and choose 8 experts
@@ -198,6 +213,7 @@ def drawn(family: str, draw) -> dict:
 
 
 def _is_odd(family: str, key: str, value) -> bool:
+    its = FAMILIES[family]
     if isinstance(value, dict) and "rope" in key:
         kind = value.get("rope_type", value.get("type"))
         return kind == "dynamic" or value.get("partial_rotary_factor", 1.0) != 1.0
@@ -208,6 +224,8 @@ def _is_odd(family: str, key: str, value) -> bool:
         or (key in ("mlp_bias", "is_causal") and value is (key == "mlp_bias"))
         or (key == "pad_token_id" and value in (30, 37))
         or (key == "per_layer_config" and bool(value))
+        or (key == "time_step_limit" and value == [0.0, 0.1])
+        or (key == "mamba_d_head" and value == 8)
         or (key == "layer_types" and value is not None)
-        and ("layer_types" not in FAMILIES[family].optional_keys or "chunked_attention" in value)
+        and ("layer_types" not in its.optional_keys or "chunked_attention" in value)
     )

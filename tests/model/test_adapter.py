@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapted import KINDS, LINEAR, SMALL, adapted_llama, peft
-from batches import ragged, tiny_llama
+from batches import ragged, tiny_config, tiny_llama
 from monograph.errors import InputRefused
 from monograph.graph.lora import Lora, adapted_layers
 from monograph.model.adapter import (
@@ -216,17 +216,17 @@ def test_an_adapter_that_does_not_fit_is_refused(folder, base, values, words):
 def test_another_base_of_the_same_shape_is_told_by_its_configuration(folder):
     stored = read_adapter(folder)
     with pytest.raises(InputRefused, match="trained on another base"):
-        stored.require_base_shape(tiny_llama(rope_theta=5000.0).config)
+        stored.require_base_shape(tiny_config(rope_theta=5000.0))
     (folder / "monograph_base.json").unlink()  # PEFT writes none
-    stored.require_base_shape(tiny_llama(rope_theta=5000.0).config)
+    stored.require_base_shape(tiny_config(rope_theta=5000.0))
 
 
 def test_an_id_and_a_list_of_it_are_the_same_base():
-    assert config_digest(tiny_llama(eos_token_id=0).config) == config_digest(
-        tiny_llama(eos_token_id=(0,)).config
+    assert config_digest(tiny_config(eos_token_id=0)) == config_digest(
+        tiny_config(eos_token_id=(0,))
     )
-    assert config_digest(tiny_llama(eos_token_id=0).config) != config_digest(
-        tiny_llama(eos_token_id=(0, 1)).config
+    assert config_digest(tiny_config(eos_token_id=0)) != config_digest(
+        tiny_config(eos_token_id=(0, 1))
     )
 
 

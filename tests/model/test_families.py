@@ -20,7 +20,7 @@ from monograph.laws.comparisons import relative_error
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
-from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
+from monograph.model.layer_types import FULL_ATTENTION
 from monograph.model.llama import Llama
 from monograph.model.parameters import axis_keys, parameter_shapes
 from monograph.model.scaling import LONGROPE, LongScaling
@@ -47,8 +47,9 @@ def configs(draw, family, least=2):
         "sliding_window" in keys and draw(st.booleans()),
         "linear_num_key_heads" in keys,
     )
+    recurrent = not FAMILIES[family].other_layers.attends
     kinds = st.lists(
-        st.sampled_from([FULL_ATTENTION, LINEAR_ATTENTION if linear else SLIDING_ATTENTION]),
+        st.sampled_from([FULL_ATTENTION, FAMILIES[family].other_layer_type]),
         min_size=layers,
         max_size=layers,
     )
@@ -84,7 +85,7 @@ def configs(draw, family, least=2):
         tie_word_embeddings=draw(st.booleans()),
         attention_bias="attention_bias" in keys and draw(st.booleans()),
         sliding_window=draw(st.sampled_from([1, 2, 5, 39, 40, 100])) if windowed else None,
-        layer_types=tuple(draw(kinds)) if linear or (windowed and "layer_types" in keys) else (),
+        layer_types=tuple(draw(kinds)) if recurrent or (windowed and "layer_types" in keys) else (),
         **sizes if linear else {},
         no_rope_layers=tuple(draw(st.tuples(*[st.sampled_from([0, 1])] * layers)))
         if "no_rope_layers" in keys
@@ -104,10 +105,23 @@ def configs(draw, family, least=2):
         rope_local_theta=draw(st.sampled_from([1e2, 5e5]))
         if windowed and "rope_local_theta" in keys
         else None,
-        initializer_range=0.1 if linear else 0.3,  # as in benchmarks/families.py
+        initializer_range=0.1 if recurrent else 0.3,  # as in benchmarks/families.py
         attention_dropout=draw(st.sampled_from([0.0, 0.1])),
         pad_token_id=draw(st.sampled_from([None, 0, 2, -1])),
     )
+    if "mamba_n_heads" in keys:
+        groups, per_group = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3]))
+        config = replace(
+            config,
+            mamba_n_groups=groups,
+            mamba_n_heads=groups * per_group,
+            mamba_d_head=config.hidden_size * draw(st.sampled_from([1, 2])),
+            mamba_d_state=draw(st.sampled_from([4, 7])),
+            mamba_d_conv=draw(st.integers(1, 5)),
+            mamba_conv_bias=draw(st.booleans()),
+            mamba_proj_bias=draw(st.booleans()),
+            position_embedding_type=draw(st.sampled_from(["rope", "nope"])),
+        )
     if not longs or draw(st.booleans()):
         return config
     factors = tuple(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import monograph as mono
-from batches import packed, tiny_llama
+from batches import captured_to_train, packed, tiny_config, tiny_llama
 from mean_mixer import Mean
 from monograph.decode.cache import KVCache
 from monograph.decode.completion import generate
@@ -101,7 +101,7 @@ def test_a_new_mixer_trains_streamed_as_resident_and_captured_as_eager() -> None
         mono.Streamed(tiny(torch.float32), optim=AdamW(lr=1e-2)),
         Resident(tiny(torch.float32), optim=AdamW(lr=1e-2)),
     ]
-    assert engines[2].capture(window, backend="aot_eager") is None
+    captured_to_train(engines[2], window, "eager")
     for engine in engines:
         for _ in range(2):
             engine.accumulate(window)
@@ -115,7 +115,7 @@ def test_a_new_mixer_trains_streamed_as_resident_and_captured_as_eager() -> None
 
 def test_plans_know_what_a_new_mixer_costs() -> None:
     config = tiny(num_hidden_layers=2).config
-    plain = tiny_llama(num_hidden_layers=2).config
+    plain = tiny_config(num_hidden_layers=2)
     assert layer_period(config) == 2
     length = 16
     assert flops_per_token(config, length) == (
@@ -149,12 +149,15 @@ def test_only_the_table_and_a_kinds_own_file_know_which_kinds_there_are() -> Non
     """A family's row names the kind of its layers, and a scaling of rotary positions its attention. The
     kernels of decode steps are written for one kind; other kinds take the model's own forward pass.
     """
-    named = re.compile(r"\bLINEAR_ATTENTION\b|\bGatedDeltaNet\b|linear_attn|is_delta_net")
+    named = re.compile(
+        r"\bLINEAR_ATTENTION\b|\bGatedDeltaNet\b|linear_attn|is_delta_net|\bMAMBA\b|\bMamba2\b"
+    )
     files = {
         path.relative_to(SOURCES).as_posix()
         for path in SOURCES.rglob("*.py")
         if named.search(path.read_text())
     }
-    declared = {"model/layer_types.py", "model/delta_net.py", "model/families.py"}
+    kinds = {"model/layer_types.py", "model/delta_net.py", "model/mamba.py"}
+    declared = kinds | {"model/families.py", "model/granite_keys.py"}
     kernels = {"decode/fast_delta_net.py", "decode/fast_forward.py", "ops/delta_net_kernels.py"}
     assert files == declared | kernels

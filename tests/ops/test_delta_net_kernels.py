@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from batches import tiny_llama
 from monograph.graph.siblings import fuse_known
 from monograph.laws.comparisons import error_within
-from monograph.model.delta_net import DeltaNetState
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 from monograph.model.mixer import LayerCache
+from monograph.model.recurrent import RecurrentState
 
 pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -43,10 +43,10 @@ class State(NamedTuple):
 class OneLayer:
     """A cache whose only layer is a delta net."""
 
-    def __init__(self, recurrence: DeltaNetState):
+    def __init__(self, recurrence: RecurrentState):
         self._recurrence = recurrence
 
-    def recurrence(self, layer_index: int) -> DeltaNetState:
+    def recurrence(self, layer_index: int) -> RecurrentState:
         return self._recurrence
 
 
@@ -105,7 +105,7 @@ class Case:
         norm, layer = modules
         fuse_known(modules)
         wide = torch.promote_types(dtype, torch.float32)
-        recurrence = DeltaNetState(
+        recurrence = RecurrentState(
             self.before.inputs_BKC[chosen].to(device, dtype),
             self.before.state_BHEV[chosen].to(device, wide),
             self.before.count_B[chosen].to(device, copy=True),
@@ -123,14 +123,14 @@ class Case:
 
 
 def module_step(
-    layer: Any, norm: Any, token_BD: Tensor, position_B: Tensor, recurrence: DeltaNetState
+    layer: Any, norm: Any, token_BD: Tensor, position_B: Tensor, recurrence: RecurrentState
 ) -> Tensor:
     cache = LayerCache(OneLayer(recurrence), 0, position_B[:, None], None)  # type: ignore[arg-type]
     return token_BD + layer(norm(token_BD)[:, None], None, None, cache)[:, 0]
 
 
 def kernel_step(
-    layer: Any, norm: Any, token_BD: Tensor, position_B: Tensor, recurrence: DeltaNetState
+    layer: Any, norm: Any, token_BD: Tensor, position_B: Tensor, recurrence: RecurrentState
 ) -> Tensor:
     # These import Triton.
     from monograph.decode.fast_delta_net import delta_net_step, obstacle_of_delta_net

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 import monograph.step.on_device
 import monograph.stream.engine
 import monograph.stream.parameters
-from batches import captured_to_train, packed, ragged, tiny_llama
+from batches import captured_to_train, packed, ragged, tiny_config, tiny_llama
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -42,7 +43,7 @@ from monograph.ops.fused_gradients import (
     product,
 )
 from monograph.ops.rotation import rotate_by_operators
-from monograph.optim import vectors_at_once
+from monograph.optim import Plane, vectors_at_once
 from monograph.resident import Resident
 from monograph.stream import Streamed
 from streamed import other_bits
@@ -149,6 +150,60 @@ def test_weights_are_rounded_again_in_each_window():
         made.update()
         separate.step.discard()
         exact.step.discard()
+
+
+def written_in_place(made: Resident) -> None:
+    with torch.no_grad():
+        made.model.lm_head.weight.mul_(2)
+
+
+def written_by_its_plane(made: Resident) -> None:
+    made.step.planes[0].param.mul_(2)
+
+
+def written_by_its_state(made: Resident) -> None:
+    made.state().model["lm_head.weight"].mul_(2)
+
+
+def loaded_by_the_module(made: Resident) -> None:
+    made.model.load_state_dict({name: 2 * t for name, t in made.model.state_dict().items()})
+
+
+def loaded_by_the_engine(made: Resident) -> None:
+    state = made.state()
+    made.load_state(replace(state, model={name: 2 * t for name, t in state.model.items()}))
+
+
+@pytest.mark.parametrize(
+    ("scope", "write"),
+    [
+        ("none", written_in_place),
+        ("none", written_by_its_plane),
+        ("none", written_by_its_state),
+        ("none", loaded_by_the_module),
+        ("none", loaded_by_the_engine),
+        ("blocks", written_in_place),
+    ],
+)
+def test_weights_that_somebody_writes_after_an_update_are_rounded_again(scope, write):
+    """An update rounds the weights that it writes, and a window rounds those that others wrote."""
+    made, window = engine(True, "bf16"), packed(4)
+    if scope != "none":
+        assert made.capture(window, "aot_eager", scope) is None
+    rounded = [plane for plane in made.step.planes if plane.rounded is not None]
+    for _ in range(2):
+        made.accumulate(window)
+        made.update()
+        assert all(torch.equal(plane.rounded, plane.param.bfloat16()) for plane in rounded)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Plane, "round", lambda _: pytest.fail("rounded a second time"))
+        made.evaluate(window)
+        made.accumulate(window)  # nobody has written them
+    made.update()
+    write(made)
+    assert not all(torch.equal(plane.rounded, plane.param.bfloat16()) for plane in rounded)
+    made.accumulate(window)
+    assert all(torch.equal(plane.rounded, plane.param.bfloat16()) for plane in rounded)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +324,7 @@ def test_who_is_fused_on_a_gpu():
     assert fuses() and fuses(precision="fp16")
     assert not any([
         fuses(on_cuda=False), fuses(precision="fp32"), fuses(precision="fp8"), fuses(loss=OwnLoss()),
-        fuses(OwnLlama(tiny_llama().config)), fuses(hooked), fuses(told),
+        fuses(OwnLlama(tiny_config())), fuses(hooked), fuses(told),
     ])  # fmt: skip
 
 

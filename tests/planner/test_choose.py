@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from batches import tiny_llama
+from batches import tiny_config
 from daily import nightly, pairwise
 from monograph.device import card_device
 from monograph.errors import UsageError
@@ -55,7 +55,7 @@ def test_a_way_keeps_every_fact_of_the_training_that_it_does_not_choose():
 
 def tiny(**more):
     return PlanRequest(
-        Work(tiny_llama().config, rows=12, length=32, optim=AdamW(), window_rows=12),
+        Work(tiny_config(), rows=12, length=32, optim=AdamW(), window_rows=12),
         precisions=("bf16",),
         **more,
     )

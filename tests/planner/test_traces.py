@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from batches import tiny_llama
+from batches import tiny_config
 from monograph.optim import AdamW
 from monograph.planner import traces
 from monograph.planner.traces import traced_bytes
 from monograph.predict.fake_memory import ORIGINS
 from monograph.predict.footprint import Footprint, Work
 
-WORK = Work(tiny_llama().config, rows=2, length=32, optim=AdamW())
+WORK = Work(tiny_config(), rows=2, length=32, optim=AdamW())
 
 
 @pytest.fixture

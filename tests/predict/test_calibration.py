@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batches import tiny_llama
+from batches import tiny_config
 from monograph.device import card_device
 from monograph.optim import AdamW
 from monograph.planner import PlanRequest, defaults, plan
@@ -22,8 +22,8 @@ from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import MAX_MEASUREMENTS, Calibration, peak_flops, update_time
 
 CARD = replace(card_device("4090"), free_memory_bytes=2**34)
-STEP = Work(tiny_llama().config, rows=64, length=16, optim=AdamW(), window_rows=64)
-WORK = Work(tiny_llama().config, rows=4, length=16, optim=AdamW(), precision="bf16", window_rows=8)
+STEP = Work(tiny_config(), rows=64, length=16, optim=AdamW(), window_rows=64)
+WORK = Work(tiny_config(), rows=4, length=16, optim=AdamW(), precision="bf16", window_rows=8)
 
 
 def noted(file, *ratios, device=CARD, work=WORK):

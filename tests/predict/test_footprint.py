@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batches import tiny_llama
+from batches import tiny_config
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW, Muon
@@ -108,7 +108,7 @@ def test_the_peak_is_named_by_its_stage():
 @pytest.mark.slow
 def test_inputs_that_wait_on_the_host_are_not_counted():
     full = Work(
-        tiny_llama(num_hidden_layers=9).config,
+        tiny_config(num_hidden_layers=9),
         rows=32,
         length=48,
         optim=AdamW(),
@@ -132,7 +132,7 @@ def test_inputs_that_wait_on_the_host_are_not_counted():
     ],
 )
 def test_a_step_of_any_depth_is_the_one_that_is_traced_whole(scope, remat, precision):
-    config = tiny_llama(num_hidden_layers=4).config
+    config = tiny_config(num_hidden_layers=4)
     work = Work(
         config, rows=4, length=16, optim=AdamW(), compile=scope, remat=remat, precision=precision
     )
@@ -157,7 +157,7 @@ def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
 
     # Few tokens, so that the update is the peak.
     work = Work(
-        tiny_llama(num_hidden_layers=4, hidden_size=64, intermediate_size=192).config,
+        tiny_config(num_hidden_layers=4, hidden_size=64, intermediate_size=192),
         rows=1,
         length=4,
         optim=optim,
@@ -179,7 +179,7 @@ def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
 )
 def test_an_update_that_is_not_traced_could_not_have_been_the_peak(optim):
     """Its temporary values are fewer than the bound says, however few tokens there are."""
-    config = tiny_llama(num_hidden_layers=3, hidden_size=64, intermediate_size=192).config
+    config = tiny_config(num_hidden_layers=3, hidden_size=64, intermediate_size=192)
     curves = footprint_module._curves(
         Work(config, rows=1, length=8, optim=optim, precision="bf16", compile="blocks")
     )
@@ -199,7 +199,7 @@ def test_the_update_is_traced_only_where_it_may_be_the_peak(monkeypatch):
 
     monkeypatch.setattr(footprint_module, "_curves", spy)
     work = Work(
-        tiny_llama(num_hidden_layers=4).config,
+        tiny_config(num_hidden_layers=4),
         rows=32,
         length=64,
         optim=AdamW(),
@@ -220,7 +220,7 @@ def test_the_update_is_traced_only_where_it_may_be_the_peak(monkeypatch):
 )
 def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope, like):
     """As in a model of width 4,096, or in rows of 4,096 tokens, with a vocabulary of 4,096."""
-    config = tiny_llama(num_hidden_layers=3, hidden_size=64, intermediate_size=160).config
+    config = tiny_config(num_hidden_layers=3, hidden_size=64, intermediate_size=160)
     same = {"hidden_size": 64, "intermediate_size": 160, "tokens": 4 * 48}[like]
     chance, plain = (
         footprint(
@@ -248,7 +248,7 @@ def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope,
 )
 def test_the_search_knows_what_an_update_has_alive(make, scope, state, layers):
     """Where the update is the peak: many parameters and few tokens."""
-    config = tiny_llama(num_hidden_layers=layers, hidden_size=64, intermediate_size=256).config
+    config = tiny_config(num_hidden_layers=layers, hidden_size=64, intermediate_size=256)
     work = Work(
         config,
         rows=1,
@@ -268,9 +268,9 @@ def test_on_a_gpu_query_key_and_value_are_one_product_and_attention_s_result_is_
     the product of query, key and value, gate, up and what they give; in fp32 two norms' roots, and
     a sum for each head.
     """
-    config = tiny_llama(
+    config = tiny_config(
         hidden_size=96, num_attention_heads=6, num_key_value_heads=3, intermediate_size=256
-    ).config
+    )
     found = []
     for layers in (1, 2):
         work = Work(

@@ -44,7 +44,10 @@ def test_two_of_the_head_s_three_products_take_the_time_of_fp8(card: str) -> Non
     assert ours._replace(products_s=bf16.products_s) == bf16
 
 
-@pytest.mark.parametrize("scope", [pytest.param("whole", marks=pytest.mark.slow), "blocks"])
+@pytest.mark.parametrize(
+    "scope",
+    ["none", *(pytest.param(each, marks=pytest.mark.slow) for each in ("blocks", "whole"))],
+)
 def test_the_rounded_weight_and_a_chunk_s_gradients_are_counted(scope: str) -> None:
     """In the trace and in the closed form, beside what a head in bf16 takes."""
     weight = SHAPE.vocab_size * SHAPE.hidden_size

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batches import tiny_llama
+from batches import tiny_config
 from monograph.graph.precision import Precision
 from monograph.graph.remat import policy_named
 from monograph.model.llama import Llama
@@ -23,9 +23,7 @@ from monograph.profiling.memory import LiveBytes
 from monograph.stream import Streamed
 
 WORST = 0.05
-SHAPE = tiny_llama(
-    hidden_size=64, intermediate_size=160, num_hidden_layers=8, vocab_size=500
-).config
+SHAPE = tiny_config(hidden_size=64, intermediate_size=160, num_hidden_layers=8, vocab_size=500)
 USUAL = Work(SHAPE, rows=8, length=48, optim=AdamW(), compile="none", window_rows=16, packed=False)
 
 

@@ -33,6 +33,7 @@ from triton.runtime.jit import mangle_type
 
 from pretended_gpu import combine, narrow
 from pretended_gpu.programs import Apart, Numbers, Programs
+from pretended_gpu.untraced import untraced
 
 Work = Callable[[], None]
 
@@ -137,10 +138,12 @@ def _patch() -> None:
         _programs,
         Semantic(_programs),
     )
+    interpreter._patch_attr = _patch_attr
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     for language in (tl, tl.core):
         language.reduce, language.associative_scan = combine.reduce, combine.scan
         language.range = language.static_range = interpreter.interpreter_semantic.range
+    _keep_shapes()
     tl.tensor.__bool__ = _truth
     tl.tensor.__index__ = lambda self: int(self.handle.one())
     tl.tensor.T = property(lambda self: tl.trans(self))
@@ -152,6 +155,46 @@ def _patch() -> None:
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(
         *args, **kwargs
     )
+
+
+_patch_one = interpreter._patch_attr
+
+
+def _patch_attr(owner: Any, name: str, *how: Any) -> None:
+    """Patch a function of the language; only kernels have lines that are to be traced."""
+    _patch_one(owner, name, *how)
+    setattr(owner, name, untraced(getattr(owner, name)))
+
+
+def _keep_shapes() -> None:
+    """Let types and tensors take what they have of their shape from an earlier one of it, as Triton
+    makes both for each operation, with checks that take longer than the numbers.
+    """
+    begin_type, begin_tensor = tl.block_type.__init__, tl.tensor.__init__
+    types: dict[Any, tuple[Any, ...]] = {}
+    tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def begin_kept_type(self: Any, element_ty: tl.dtype, shape: Any) -> None:
+        key = element_ty.name, tuple(getattr(size, "value", size) for size in shape)
+        kept = types.get(key)
+        if kept is None:
+            begin_type(self, element_ty, shape)
+            types[key] = self.shape, self.numel, self.name
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel, self.name = kept
+
+    def begin_kept_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
+        key = tuple(type.shape) if type.is_block() else ()
+        kept = tensors.get(key)
+        if kept is None:
+            begin_tensor(self, handle, type)
+            tensors[key] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = kept
+
+    tl.block_type.__init__, tl.tensor.__init__ = begin_kept_type, begin_kept_tensor
 
 
 def _in_kernels(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -79,4 +79,7 @@ def rounded(data: Array, dtype: tl.dtype) -> Array:
 
 
 def _tensor(data: Array) -> torch.Tensor:
-    return torch.from_numpy(np.array(data))  # a copy, as torch takes no array that is broadcast
+    # torch takes no array that is broadcast, and none that is turned round.
+    if not data.flags.writeable or min(data.strides, default=0) < 0:
+        data = np.array(data)
+    return torch.from_numpy(data)

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from pretended_gpu import attention, order
 from pretended_gpu.memory import on_host
+from pretended_gpu.untraced import untraced
 
 aten = torch.ops.aten
 Operator = Any  # torch._ops.OpOverload
@@ -99,7 +100,11 @@ class Kernel:
         self.by_index = name.startswith(("index.", "index_put"))
         # As of norms that write statistics.
         self.fresh = any(not result.alias_info for result in schema.returns)
+        # By the shapes of the arguments: most calls have those of an earlier one, and the meta
+        # device takes longer than the numbers.
+        self._shapes: dict[Any, Any] = {}
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         called[self.name] += 1
         if self.kernel is None:
@@ -119,25 +124,37 @@ class Kernel:
         targets = [_argument(*which, args, kwargs) for which in self.written]
         if any(isinstance(target, Tensor) and target.numel() == 0 for target in targets):
             self._make_room(targets, of_shapes, args, kwargs)
-        numbers = self._numbers(compute, *tree_map(_as_argument, (args, kwargs)))
+        numbers = self._numbers(compute, *_mapped(_as_argument, (args, kwargs)))
         if targets and not self.fresh:
             order.launch(numbers)
             return self._returned(targets)
         if waits:
             return tree_map(_on_card, numbers())
-        shapes = of_shapes(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
-        results = tree_map(_like, shapes)
+        results = tree_map(_like, self._results(of_shapes, args, kwargs))
         order.launch(partial(_write, numbers, [on_host(result) for result in _tensors(results)]))
         return results
 
     def _numbers(self, compute: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
-        draws = Draws() if self.random else None
+        if not self.random:
+            return partial(compute, *args, **kwargs)
+        draws = Draws()
 
         def numbers() -> Any:
             with seeded(draws):
                 return compute(*args, **kwargs)
 
         return numbers
+
+    def _results(self, of_shapes: Any, args: Any, kwargs: Any) -> Any:
+        """Return the results of a call on the meta device."""
+        try:
+            key = of_shapes is self.operator, torch.get_default_dtype(), _key((args, kwargs))
+        except _Unknown:
+            return of_shapes(*_mapped(_on_meta, args), **_mapped(_on_meta, kwargs))
+        if key not in self._shapes:
+            meta = _mapped(_on_meta, (args, kwargs))
+            self._shapes[key] = of_shapes(*meta[0], **meta[1])
+        return self._shapes[key]
 
     def _require_one_device(self, args: Any, kwargs: Any) -> None:
         """Refuse tensors of the host, as kernels do; they take those of one number, and indices."""
@@ -151,7 +168,7 @@ class Kernel:
 
     def _make_room(self, targets: list[Any], of_shapes: Any, args: Any, kwargs: Any) -> None:
         """Make results as large as the operator will, which was given empty ones."""
-        meta = tree_map(_on_meta, (args, kwargs))
+        meta = _mapped(_on_meta, (args, kwargs))
         of_shapes(*meta[0], **meta[1])
         for target, which in zip(targets, self.written, strict=True):
             shape = _argument(*which, *meta)
@@ -171,8 +188,52 @@ def _write(numbers: Callable[[], Any], results: list[Tensor]) -> None:
             result.copy_(number)
 
 
+class _Unknown(Exception):  # noqa: N818 - no error
+    """An argument's value may matter to the shapes of the results."""
+
+
+def _key(value: Any) -> Any:
+    """Return what the shapes of an operator's results depend on of its arguments."""
+    if isinstance(value, Tensor):
+        # One of the host may stand for a number, which does not say its dtype.
+        if value.device.type != "cuda" or value.is_conj() or value.is_neg():
+            raise _Unknown
+        return value.dtype, value.size(), value.stride()
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(each)) for name, each in value.items())
+    if value is None or isinstance(value, torch.Generator):
+        return None
+    if isinstance(value, _PLAIN):
+        return type(value), value  # as 1, 1.0 and True are equal
+    raise _Unknown
+
+
+_PLAIN = (
+    bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return arguments with a function's results in their places."""
+    if isinstance(value, list):
+        return [_mapped(function, each) for each in value]
+    if isinstance(value, tuple):
+        return tuple(_mapped(function, each) for each in value)
+    if isinstance(value, dict):
+        return {name: _mapped(function, each) for name, each in value.items()}
+    return function(value)
+
+
 def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def _has_mask(indices: Any) -> bool:
@@ -293,13 +354,10 @@ def drawn(count: int) -> tuple[int, int]:
 
 
 @contextmanager
-def seeded(draws: Draws | None) -> Iterator[None]:
+def seeded(draws: Draws) -> Iterator[None]:
     """In the block the CPU's default generator draws what is the operator's, and nothing of its own
     is used up.
     """
-    if draws is None:
-        yield
-        return
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(draws.number())
     try:

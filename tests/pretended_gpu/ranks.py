@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import monograph.cli
-from batches import ragged, tiny_llama
+from batches import ragged, tiny_config, tiny_llama
 from laws import sharded
 from monograph.device import default_device
 from monograph.distributed.world import World, read_place
@@ -91,7 +91,7 @@ def memory() -> None:
     world, device = World(read_place()), default_device()
     sizes: dict[str, Any] = {"vocab_size": 3000, "hidden_size": 64, "intermediate_size": 160}
     work = Work(
-        tiny_llama(**sizes).config,
+        tiny_config(**sizes),
         rows=2,
         length=16,
         optim=AdamW(),

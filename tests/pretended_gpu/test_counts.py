@@ -23,6 +23,18 @@ from monograph.ops.attention import BLOCK
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KEPT = BENCHMARKS / "results" / "launches.json"
+COUNTS = ("launches", "triton_bytes", "again_bytes", "waits", "waiting_copies")
+SECONDS = "triton_s H200"  # by a card's datasheet; instructions are among what takes them
+# Wide enough that the weights are most of what a step reads.
+WIDE = LlamaConfig.preset(
+    "nano",
+    num_hidden_layers=2,
+    hidden_size=768,
+    intermediate_size=2304,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    head_dim=64,
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,51 +60,63 @@ def test_a_step_launches_no_more_and_moves_no_more_bytes_than_was_written_down(c
     grown = [
         f"{part}: {name} {found[name]:,.0f}, {kept['counts'][part][name]:,.0f} in {KEPT.name}"
         for part, found in counted.items()
-        for name in ("launches", "triton_bytes", "again_bytes", "waits", "waiting_copies")
+        for name in (*COUNTS, SECONDS)
         # The kept bytes are on a line through two other depths.
-        if found[name] > kept["counts"][part][name] * 1.005
+        if name in found and found[name] > kept["counts"][part][name] * 1.005
     ]
     assert not grown
 
 
-def test_a_decode_step_is_five_launches_a_layer_and_waits_for_nothing(launches) -> None:
-    config = launches.shape_of(launches.CASES["nano"], layers=2).config
-    step, sampler, chunk = launches.decoding(config, 1).values()
+def test_a_decode_step_is_five_launches_a_layer_and_reads_its_weights_once(launches) -> None:
+    step, sampler, chunk = launches.decoding(WIDE, 1).values()
     # Beside the layer: the embedding, the rotary tables (2), and the last norm with the head.
     assert step["launches"] - sampler["launches"] == 2 * 5 + 4
     # The edits of the logits, the sampler, and the rows' new state.
     assert sampler["launches"] == 3
     assert step["cublas"] == 0
+    assert_weights_are_read_once(launches, step)
     # A layer of a prompt takes ten. The last one computes its keys and values alone, in three, and
     # the table of angles is one launch.
     assert chunk["launches"] == 10 + 3 + 1
     assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler, chunk))
 
 
+def assert_weights_are_read_once(launches: Any, step: dict[str, float]) -> None:
+    """Beside the weights of `WIDE`, a step moves the cache, hidden states of one row, and logits."""
+    moved = step["triton_bytes"] + step["again_bytes"]
+    slots = launches.PROMPT + launches.TOKENS
+    cache_bytes = KVCache.bytes_per_row(WIDE, slots, torch.bfloat16, BLOCK)
+    assert moved - cache_bytes <= 1.02 * step["weight_bytes"]
+
+
+def test_a_decode_step_of_64_rows_is_eight_launches_a_layer(launches) -> None:
+    config = launches.shape_of(launches.CASES["nano"], layers=2).config
+    step, sampler = launches.decoding(config, 64).values()
+    # Four of a layer are products of cuBLAS, and one is the head.
+    assert step["launches"] - sampler["launches"] == 2 * 8 + 4
+    assert step["cublas"] == 2 * 4 + 1
+    assert sampler["launches"] == 4
+    assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler))
+
+
+@pytest.mark.parametrize("preset", ["124m", "1b"])
+def test_the_loss_waits_for_its_bytes(launches, preset: str) -> None:
+    """Its instructions would take no tenth longer than a card's memory."""
+    found = launches.loss_counts(launches.CASES[preset], rows=8)
+    assert 1 <= found["of its bytes H200"] <= 1.1
+    assert found["instructions_of_a_logit"] > 0
+
+
 @pytest.mark.parametrize(("base", "adapts", "of_a_layer"), [("int8", False, 5), ("nf4", True, 9)])
 def test_a_frozen_base_is_read_once_and_adapters_are_a_launch_for_each_product(
     launches, base: str, adapts: bool, of_a_layer: int
 ) -> None:
-    # Wide enough that the weights are most of what a step reads.
-    config = LlamaConfig.preset(
-        "nano",
-        num_hidden_layers=2,
-        hidden_size=768,
-        intermediate_size=2304,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
-    step = launches.frozen_step(config, base, adapts)
+    step = launches.frozen_step(WIDE, base, adapts)
     # Beside the layers: the four launches around them, and the sampler's three.
     assert step["launches"] == 2 * of_a_layer + 4 + 3
     assert step["cublas"] == 0
     assert step["waits"] == step["waiting_copies"] == 0
-    # Beside the weights: the cache, hidden states of one row, and the sampler.
-    moved = step["triton_bytes"] + step["again_bytes"]
-    slots = launches.PROMPT + launches.TOKENS
-    cache_bytes = KVCache.bytes_per_row(config, slots, torch.bfloat16, BLOCK)
-    assert moved - cache_bytes <= 1.02 * step["weight_bytes"]
+    assert_weights_are_read_once(launches, step)
 
 
 @pytest.mark.parametrize("base", ["bf16", "nf4"])

@@ -5,11 +5,15 @@ without a reason is told)
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pretended_gpu import reached
+from pretended_gpu.untraced import untraced
 
 CODE = {
     "kernels": """
@@ -187,3 +191,36 @@ def test_tests_that_a_reason_names_exist() -> None:
     root = Path(__file__).resolve().parents[2]
     named = set(re.findall(r"tests/[\w/]+\.py", " ".join(reached.CANNOT.values())))
     assert [path for path in sorted(named) if not (root / path).exists()] == []
+
+
+def test_a_call_that_is_left_out_shows_no_lines_and_all_around_it_do() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def traced(frame: Any, what: str, argument: Any) -> Any:
+        seen.append((frame.f_code.co_name, what))
+        return traced
+
+    def inside() -> int:
+        return 1
+
+    def after() -> int:
+        return 2
+
+    def fails() -> None:
+        raise ValueError
+
+    def around() -> int:
+        one = untraced(inside)()
+        with suppress(ValueError):
+            untraced(fails)()
+        return one + after()
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        assert around() == 3
+    finally:
+        sys.settrace(before)
+    assert {"inside", "fails"}.isdisjoint(name for name, _ in seen)
+    assert [what for name, what in seen if name == "after"] == ["call", "line", "return"]
+    assert [what for name, what in seen if name == "around"][-2:] == ["line", "return"]

@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from reference import delta_net
+from reference import delta_net, mamba
 
 
 def hidden_states(weights, config, tokens, segments=None, positions=None):
@@ -55,11 +55,15 @@ def _row(weights, config, ids, documents, places):
         kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
         window = config.sliding_window if kinds[layer] == "sliding_attention" else None
         turning = places if (config.no_rope_layers or [1] * (layer + 1))[layer] else None
+        if getattr(config, "position_embedding_type", "rope") == "nope":
+            turning = None
         rope = (config.rope_theta, config.rope_scaling)
         if window and config.rope_local_theta:
             rope = (config.rope_local_theta, None)
         if kinds[layer] == "linear_attention":
             attended = delta_net.mixed(own, config, normed, documents)
+        elif kinds[layer] == "mamba":
+            attended = mamba.mixed(own, config, normed, documents)
         else:
             attended = _attention(
                 own, config, normed, documents, turning, window or len(ids), *rope

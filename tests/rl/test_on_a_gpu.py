@@ -5,6 +5,7 @@ ARGS=tests/rl).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 
 from batches import tiny_llama
 from laws import test_preference_is_its_equation as pairs
+from monograph.decode.cache import KVCache
+from monograph.decode.prompt_reader import Continuation, PromptReader
 from monograph.evaluation import evaluate
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
@@ -21,6 +24,7 @@ from monograph.rl.advantages import ratio_of
 from monograph.rl.form import AnswerForm
 from monograph.rl.loss import Kl, PolicyLoss
 from monograph.rl.rewards import FormName
+from played import PLAYED, episodes
 from rewarded import OPTIONS, apart, prompts, windows
 
 pytestmark = pytest.mark.gpu
@@ -116,6 +120,36 @@ def test_answers_are_drawn_from_what_was_learned(precision: str, captured: bool)
     assert [generator.compiled for _, generator in [rollouts.drawer._cached_generator]] == [
         captured
     ]
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_episodes_go_on_in_their_rows_and_are_scored_as_they_were_drawn(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes over what the environment says are captured, and compiled if the run is long."""
+    continued, continue_rows = [], PromptReader.continue_rows
+
+    def counted(reader: PromptReader, source: KVCache, rows: Sequence[Continuation]) -> None:
+        continued.extend(rows)
+        continue_rows(reader, source, rows)
+
+    monkeypatch.setattr(PromptReader, "continue_rows", counted)
+    options = replace(PLAYED, exact=False, packed=True, length=64, prompts=2)
+    rollouts = episodes(options, device="cuda", micro_batch=2)
+    engine = rollouts.drawer.engine
+    if compiled:
+        rollouts.drawer.updates = lambda: 10**6  # long enough that decoding is compiled, too
+        assert engine.capture(next(rollouts)) is None
+    for _ in range(2):
+        apart(rollouts)
+        continued.clear()
+        engine.accumulate(next(rollouts))
+        largest, number = apart(rollouts)
+        assert number > 10 and largest < 1e-4
+        assert len(continued) == round((rollouts.numbers["turns"] - 1) * 8) > 0
+        assert int(engine.update().skipped) == 0
+    [(mode, _)] = [rollouts.drawer._cached_generator]
+    assert mode == ("compiled" if compiled else "captured")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

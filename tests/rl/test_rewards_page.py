@@ -15,6 +15,8 @@ def test_tables_and_picture_are_the_results_s() -> None:
             for part in page.read_text(encoding="utf-8").split(made.BEGIN)[1:]
         ]
         assert shown == [table() for table in tables], "run: python docs/make_rewards.py"
-    assert made.drawn() == made.PICTURE.read_text(encoding="utf-8"), (
-        "run: python docs/make_rewards.py"
-    )
+    for drawn, picture in (
+        (made.drawn, made.PICTURE),
+        (made.drawn_episodes, made.PICTURE_OF_EPISODES),
+    ):
+        assert drawn() == picture.read_text(encoding="utf-8"), "run: python docs/make_rewards.py"

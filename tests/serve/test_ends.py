@@ -162,7 +162,9 @@ def test_a_text_that_is_not_done_when_the_server_ends_has_an_error_as_its_end(
 ) -> None:
     monkeypatch.setattr(command, "DRAIN_S", 0.3)
     tokenizer = Tokenizer.bytes()
-    with Served(small(tokenizer), tokenizer) as served, ThreadPoolExecutor(2) as pool:
+    said = {"seed": 1, "logit_bias": {"1": -100}, "stream": True}
+    message = [{"role": "user", "content": "abc"}]
+    with Served(small(tokenizer), tokenizer) as served, ThreadPoolExecutor(4) as pool:
         generator = next(iter(served.service.owner._decoders.values())).generator
         step = generator.advance
 
@@ -175,14 +177,22 @@ def test_a_text_that_is_not_done_when_the_server_ends_has_an_error_as_its_end(
             pool.submit(served.post, "/v1/completions", ENDLESS | {"stream": each})
             for each in (True, False)
         ]
-        until(lambda: generator.running == 2)
+        answers.append(pool.submit(served.post, "/v1/responses", said | {"input": message}))
+        in_blocks = said | {"messages": message, "max_tokens": 250}
+        answers.append(pool.submit(served.post, "/v1/messages", in_blocks))
+        until(lambda: generator.running == 4)
         served.loop.call_soon_threadsafe(setattr, served.server, "should_exit", True)
-        stream, whole = (answer.result(HANG_S) for answer in answers)
+        stream, whole, *others = (answer.result(HANG_S) for answer in answers)
         assert whole.status == 503 and whole.body["error"]["message"] == "the server is going down"
         assert (
             json.loads(stream.body.split("data: ")[-1])["error"]["message"]
             == "the server is going down"
         )
+        for other in others:
+            kind, last = other.body.rstrip().split("\n")[-2:]
+            error = json.loads(last.removeprefix("data: "))
+            assert kind == "event: error" and error["type"] == "error"
+            assert error["error"]["message"] == "the server is going down"
 
 
 def test_a_version_that_cannot_be_loaded_ends_nothing_and_is_said_once(

@@ -11,7 +11,7 @@ import pytest
 
 from monograph.serve.app import is_local
 from monograph.text.tokenizer import Tokenizer
-from served import Served, small
+from served import Answer, Served, small
 
 KEY = "a-key-of-more-than-16"
 ASKED = json.dumps({"model": "last", "prompt": "a", "max_tokens": 1}).encode()
@@ -171,7 +171,7 @@ def test_each_address_has_its_method(served: Served, path: str, method: str) -> 
 @pytest.mark.parametrize(
     "path",
     [
-        "/v1/responses",
+        "/v1/embeddings",
         "/v1/embeddings",
         "/v1/audio/speech",
         "/api/chat",
@@ -215,6 +215,21 @@ def test_a_key_opens_and_who_needs_none_has_none(keyed: Served) -> None:
     )
     assert keyed.ask("GET", "/v1/models").headers["www-authenticate"] == "Bearer"
     assert {status(keyed, path, "GET") for path in ("/", "/health", "/openapi.json")} == {200}
+
+
+def test_anthropics_clients_send_the_key_in_a_header_of_its_own(keyed: Served) -> None:
+    message = {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 1,
+    }
+
+    def answered(**headers: str) -> Answer:
+        return keyed.post("/v1/messages", message, **headers)
+
+    assert answered(x_api_key=KEY).status == answered(Authorization=f"Bearer {KEY}").status == 200
+    for headers in ({}, {"x_api_key": KEY + "x"}, {"x_api_key": KEY, "Authorization": "Bearer x"}):
+        refused = answered(**headers)
+        assert refused.status == 401 and refused.body["error"]["type"] == "authentication_error"
 
 
 def test_no_key_learns_what_another_asked(keyed: Served) -> None:

@@ -22,6 +22,7 @@ from monograph.serve import compiling, requests
 from monograph.serve.app import OPEN_PATHS, Guard, application
 from monograph.serve.document import OPERATIONS as DECLARED
 from monograph.serve.document import document
+from monograph.serve.messages_request import CountRequest, MessagesRequest
 from monograph.serve.refused import Refused
 from monograph.serve.requests import (
     ChatRequest,
@@ -30,6 +31,7 @@ from monograph.serve.requests import (
     TokenizeRequest,
     read,
 )
+from monograph.serve.responses_request import ResponsesRequest
 from monograph.serve.service import Service
 from monograph.serve.versions import Source
 from monograph.text.messages import CALLS, THOUGHTS
@@ -38,12 +40,19 @@ from served import Served, small
 
 DOCUMENT = json.loads(json.dumps(document()))
 SCHEMAS = DOCUMENT["components"]["schemas"]
-TEXTS = ("CompletionRequest", "ChatRequest")
+TEXTS = ("CompletionRequest", "ChatRequest", "ResponsesRequest", "MessagesRequest")
 # The least that a request of each kind has.
 LEAST = {
     CompletionRequest: {"model": "m", "prompt": "a"},
     ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "a"}]},
     TokenizeRequest: {"prompt": "a"},
+    ResponsesRequest: {"model": "m", "input": "a"},
+    MessagesRequest: {
+        "model": "m",
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 4,
+    },
+    CountRequest: {"model": "m", "messages": [{"role": "user", "content": "a"}]},
 }
 OPERATIONS = [
     (path, method, each)
@@ -178,7 +187,7 @@ def test_it_is_whole() -> None:
     assert references == made
     assert DOCUMENT["openapi"] == "3.1.0" and DOCUMENT["info"]["version"] == __version__
     names = [each["operationId"] for _, _, each in OPERATIONS]
-    assert len(names) == len(set(names)) == 13
+    assert len(names) == len(set(names)) == 16
     for path, method, each in OPERATIONS:
         expected = {"200", "403", "405", "500", "503"} | (
             {"401"} if path not in OPEN_PATHS else set()
@@ -186,7 +195,8 @@ def test_it_is_whole() -> None:
         expected |= {"400", "408", "413", "415"} if method == "post" else set()
         names_no_model = path in ("/v1/models", "/v1/load_lora_adapter")
         expected |= {"404"} if path.startswith("/v1/") and not names_no_model else set()
-        expected |= {"429"} if path.endswith("completions") else set()
+        writes = ("completions", "/responses", "/messages")
+        expected |= {"429"} if path.endswith(writes) else set()
         assert each["responses"].keys() == expected, path
         assert (each.get("security") == []) == (path in OPEN_PATHS)
         assert all(resolved(answer)["description"] for answer in each["responses"].values())
@@ -334,7 +344,8 @@ def assert_said(path: str, method: str, answer: Any) -> None:
             for line in answer.body.split("\n")
             if line.startswith("data")
         ]
-        assert values[-1] == {"data": "[DONE]"}
+        last = {"/v1/responses": "response.", "/v1/messages": "message_stop"}.get(path, "[DONE]")
+        assert last in values[-1]["data"]
     for value in values:
         assert not (found := fault(value, schema)), (path, found)
     wanted = {
@@ -362,6 +373,30 @@ FURTHER: dict[str, list[dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "a", "mood": "glad"}]},
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]},
         {"messages": [{"role": "assistant", "content": "a", "function_call": {"name": "f"}}]},
+    ],
+    "/v1/responses": [
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "max_output_tokens": 4,
+         "include": ["message.output_text.logprobs"], "top_logprobs": 2, "stream": True},
+        {"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [
+            {"type": "output_text", "text": "b", "annotations": []}]}], "max_output_tokens": 4, "top_k": 3},
+        {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "boolean"}}}},
+        {"input": "a", "previous_response_id": "resp_1"}, {"input": "a", "store": True, "max_output_tokens": 2},
+        {"input": [{"type": "item_reference", "id": "x"}]}, {"input": "a", "instructions": "b"}, {"input": []},
+        {"input": "a", "tools": [{"type": "web_search"}]}, {"input": "a", "truncation": "auto"},
+    ],
+    "/v1/messages": [
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "stream": True, "top_k": 3},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": None}]}],
+         "max_tokens": 9, "stop_sequences": ["e"], "thinking": {"type": "disabled"}, "temperature": 0.5},
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 30,
+         "output_config": {"format": {"type": "json_schema", "schema": {"type": "boolean"}}}},
+        {"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "assistant", "content": "a"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}], "max_tokens": 4},
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "model": "other"},
+    ],
+    "/v1/messages/count_tokens": [
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}, {"messages": []},
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "input_schema": {}}]},
     ],
     "/tokenize": [{"prompt": "a", "add_special_tokens": None}, {"prompt": 1}],
     "/detokenize": [{"tokens": []}, {"tokens": [-1]}],

@@ -142,6 +142,8 @@ class Answers(BaseHTTPRequestHandler):
         make = chat_choices if "messages" in asked else text_choices
         _, said, words = prompt.partition("say:")
         choices = whole_choices(words) if said else make(asked.get("logprobs") not in (None, False))
+        if prompt.startswith("call:"):
+            choices = called_choices()
         more = {"seed": asked.get("seed", SEED), "model": asked["model"], "usage": None}
         try:
             for choice in choices:
@@ -210,6 +212,29 @@ def whole_choices(words: str) -> list[dict[str, Any]]:
         {"index": 0, "logprobs": None} | each
         for each in (*parts, {"delta": {}, "finish_reason": "stop"})
     ]
+
+
+# The calls of an answer: their names and the pieces of their arguments.
+CALLED = [("add", ['{"a": ', f'"{HOSTILE}"', "}"]), ("stop", ["{}"])]
+
+
+def called_choices() -> list[dict[str, Any]]:
+    """An answer that calls two tools after a text, in pieces."""
+    deltas: list[dict[str, Any]] = [
+        {"reasoning_content": "I must "},
+        {"reasoning_content": f"{HOSTILE}."},
+        {"content": "I call."},
+    ]
+    for index, (name, pieces_of_arguments) in enumerate(CALLED):
+        function = {"name": name, "arguments": ""}
+        begin = {"index": index, "id": f"id{index}", "type": "function", "function": function}
+        deltas.append({"tool_calls": [begin]})
+        deltas += [
+            {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+            for piece in pieces_of_arguments
+        ]
+    last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}
+    return [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas] + [last]
 
 
 def text_choices(reported: bool) -> list[dict[str, Any]]:
@@ -429,6 +454,49 @@ def test_an_answer_can_have_a_form(
     person.read(f"document.querySelector('#constraint').value = {json.dumps(typed)}")
     answered(person, "hello")
     assert stand_in.asked[-1][field] == sent
+
+
+def test_calls_are_shown_and_what_they_return_goes_back(person: Visitor, stand_in: StandIn) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    person.read(f"document.querySelector('#tools').value = {json.dumps(json.dumps(tools))}")
+    assert answered(person, "call: now") == "I call."
+    assert stand_in.asked[-1]["tools"] == tools
+    thoughts = "[...document.querySelectorAll('.thoughts')].map((node) => node.textContent)"
+    assert [each for each in person.read(thoughts) if each] == [f"I must {HOSTILE}."]
+    shown = "[...document.querySelectorAll('.calls .code')].map((node) => node.textContent)"
+    calls = [(name, "".join(pieces_of_arguments)) for name, pieces_of_arguments in CALLED]
+    assert person.read(shown) == [f"{name}copy{arguments}" for name, arguments in calls]
+    person.read("document.querySelector('.results input').value = '3 <b>'")
+    person.click("document.querySelector('.results button')")
+    person.wait(f"{ANSWERS}.length === 2 && {IDLE} && !document.querySelector('.results')")
+    assert person.read(ANSWERS)[-1] == SHOWN and person.read(shown)[2:] == [
+        "resultcopy3 <b>",
+        "resultcopy",
+    ]
+    assert stand_in.asked[-1]["messages"][1:] == [
+        {
+            "role": "assistant",
+            "content": "I call.",
+            "reasoning_content": f"I must {HOSTILE}.",
+            "tool_calls": [
+                {
+                    "id": f"id{index}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+                for index, (name, arguments) in enumerate(calls)
+            ],
+        },
+        {"role": "tool", "content": "3 <b>", "tool_call_id": "id0"},
+        {"role": "tool", "content": "", "tool_call_id": "id1"},
+    ]
+    person.read("document.querySelector('#tools').value = '[{'")
+    person.click("document.querySelector('#message')")
+    person.type("hello")
+    person.press("Return")
+    person.wait("document.querySelector('#error').textContent.startsWith('The tools are not JSON')")
+    assert person.read("document.querySelector('#message').value") == "hello"
+    assert person.said() == []
 
 
 # ---- probabilities -------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from monograph.decode import completion
 from monograph.decode.cache import KVCache
 from monograph.errors import OutOfDeviceMemory
 from monograph.serve import owner, service
-from monograph.serve.gate import WAITING_CONTEXTS_PER_ROW
 from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Given, Served, small
@@ -89,23 +88,6 @@ def test_where_fewer_rows_fit_the_memory_the_fingerprint_is_another(
             assert served.service.rows == rows
             found.add(served.service.newest.fingerprint(0))
     assert len(found) == 2
-
-
-def test_as_many_prompts_may_wait_for_a_newer_version_as_its_context_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(service, "POLL_S", 0.01)
-    tokenizer = Tokenizer.bytes()
-    with Served(
-        tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=32), tokenizer
-    ) as served:
-        model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=64)
-        served.source.give(model, tokenizer)
-        end = time.monotonic() + HANG_S
-        while served.service.newest.model is not model:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        assert served.service.gate._max_prompt_tokens == (1 + WAITING_CONTEXTS_PER_ROW) * ROWS * 64
 
 
 def test_a_version_that_did_not_fit_is_tried_again_once_another_has_gone(

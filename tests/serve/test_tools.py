@@ -15,12 +15,11 @@ import pytest
 
 from batches import tiny_llama
 from calling import speaking
-from monograph.serve import texts
+from monograph.serve import prompts, texts
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served
 
-openai = pytest.importorskip("openai", reason="pip install openai")
-FAMILIES = ("tags", "bare", "list", "marks", "channels", "described")
+FAMILIES = ("tags", "bare", "list", "marks", "channels", "described", "fields", "quotes")
 CHAT = "/v1/chat/completions"
 ADD = {
     "type": "object",
@@ -50,7 +49,9 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         @cache
         def serve(name: str) -> Served:
             tokenizer = speaking(tmp_path_factory.mktemp(name), name)
-            model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=1024)
+            model = tiny_llama(
+                vocab_size=tokenizer.vocab_size, max_position_embeddings=1024, num_hidden_layers=1
+            )
             return stack.enter_context(Served(model, tokenizer))
 
         yield serve
@@ -61,8 +62,16 @@ def tags(family: Callable[[str], Served]) -> Served:
     return family("tags")
 
 
+def asked(served: Served, **more: Any) -> dict[str, Any]:
+    """A request, without thoughts if the prompt would begin some: a random model never ends them."""
+    template = served.tokenizer.config.template
+    if template is not None and "enable_thinking" in template.words:
+        more = {"chat_template_kwargs": {"enable_thinking": False}} | more
+    return ASKED | more
+
+
 def choices(served: Served, **more: Any) -> list[dict[str, Any]]:
-    answer = served.post(CHAT, ASKED | more)
+    answer = served.post(CHAT, asked(served, **more))
     assert answer.status == 200, answer.body
     return answer.body["choices"]
 
@@ -81,7 +90,7 @@ def require_valid(message: dict[str, Any]) -> None:
 
 
 # Each family takes a server. How its frame is found and read is tested by day for all, in tests/text.
-BY_DAY = ("tags", "list")
+BY_DAY = ("tags", "list", "fields")
 SERVED = [
     each if each in BY_DAY else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES
 ]
@@ -90,7 +99,7 @@ SERVED = [
 @pytest.mark.parametrize("name", SERVED)
 def test_a_required_call_is_a_call(name: str, family: Callable[[str], Served]) -> None:
     served = family(name)
-    for seed in range(3):
+    for seed in range(2):
         for choice in choices(
             served, tool_choice="required", seed=seed, n=2, parallel_tool_calls=False
         ):
@@ -107,9 +116,9 @@ def test_a_required_call_is_a_call(name: str, family: Callable[[str], Served]) -
 def test_a_call_in_pieces_is_the_same_call(name: str, family: Callable[[str], Served]) -> None:
     served = family(name)
     scored = {"logprobs": True, "tool_choice": ADD_CHOICE}
-    for more in ({"tool_choice": "required"}, {"tool_choice": "auto"}, scored):
+    for more in ({"tool_choice": "required"}, {"tool_choice": "auto", "max_tokens": 30}, scored):
         whole = choices(served, n=2, **more)
-        events = list(served.events(CHAT, ASKED | more | {"n": 2}))
+        events = list(served.events(CHAT, asked(served, **more, n=2)))
         for choice in whole:
             own = [
                 each
@@ -148,7 +157,7 @@ def test_a_strict_call_that_has_begun_is_valid(name: str, family: Callable[[str]
     served = family(name)
     begin = served.tokenizer.special["[CALLS]"]
     ends = {str(stop): -100 for stop in served.tokenizer.config.stops}
-    for seed in range(4):
+    for seed in range(2):
         [choice] = choices(
             served,
             tools=STRICT,
@@ -162,11 +171,42 @@ def test_a_strict_call_that_has_begun_is_valid(name: str, family: Callable[[str]
     assert "tool_calls" not in loose["message"], "without strict, the model would write nonsense"
 
 
+def test_thoughts_are_told_apart_from_the_content_and_come_before_a_call(
+    family: Callable[[str], Served],
+) -> None:
+    """The prompt begins thoughts here, and a random model does not end them by itself."""
+    served = family("fields")
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    for more in ({"tools": None}, {}, {"tool_choice": "required"}):
+        [choice] = choices(served, max_tokens=20, **thinking, **more)
+        message = choice["message"]
+        assert message["reasoning_content"] and not message["content"]
+        assert "tool_calls" not in message and choice["finish_reason"] == "length"
+        events = list(served.events(CHAT, asked(served, max_tokens=20, **thinking, **more)))
+        deltas = [each["delta"] for event in events for each in event["choices"]]
+        streamed = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        assert streamed == message["reasoning_content"]
+    [end] = served.tokenizer.encode_rendered("</think>")
+    [choice] = choices(served, tool_choice="required", logit_bias={str(end): 100}, **thinking)
+    require_valid(choice["message"])
+    assert choice["finish_reason"] == "tool_calls"
+    # The other protocols have them, too.
+    thoughts = choices(served, max_tokens=20, tools=None, **thinking)[0]["message"][
+        "reasoning_content"
+    ]
+    body: dict[str, Any] = {"input": MESSAGES, "max_output_tokens": 20, "seed": 1}
+    [reasoning] = served.post("/v1/responses", body | thinking).body["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": thoughts}]
+    body = {"messages": MESSAGES, "max_tokens": 20, "seed": 1, "thinking": {"type": "adaptive"}}
+    [block] = served.post("/v1/messages", body).body["content"]
+    assert block == {"type": "thinking", "thinking": thoughts, "signature": ""}
+
+
 def test_several_calls_may_follow_each_other(tags: Served) -> None:
     found = 0
-    for seed in range(4):
+    for seed in range(2):
         for choice in choices(
-            tags, tool_choice="required", seed=seed, n=ROWS, tools=[tool("stop")]
+            tags, tool_choice="required", seed=seed, n=ROWS, tools=[tool("stop")], max_tokens=90
         ):
             calls = choice["message"]["tool_calls"]
             assert [call["function"]["name"] for call in calls[:-1]] == ["stop"] * (len(calls) - 1)
@@ -175,7 +215,7 @@ def test_several_calls_may_follow_each_other(tags: Served) -> None:
     assert found
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_a_call_that_the_limit_cuts_ends_with_length(step: int, tags: Served) -> None:
     whole = choices(tags, tool_choice=ADD_CHOICE)[0]["message"]["tool_calls"][0]["function"][
         "arguments"
@@ -196,14 +236,14 @@ def test_tools_are_shown_to_the_model_and_none_are_not(
     tags: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered: list[str] = []
-    original = texts.chat_ids
+    original = prompts.chat_ids
 
     def chat_ids(tokenizer: Tokenizer, *arguments: Any, **variables: Any) -> list[int]:
         ids = original(tokenizer, *arguments, **variables)
         rendered.append(tokenizer.decode(ids))
         return ids
 
-    monkeypatch.setattr(texts, "chat_ids", chat_ids)
+    monkeypatch.setattr(prompts, "chat_ids", chat_ids)
     plain = choices(tags, tools=[])
     for more in ({"tools": None}, {"tool_choice": "none"}):
         [choice] = choices(tags, **more)
@@ -281,7 +321,7 @@ def test_a_model_that_does_not_know_tools_says_so(served: Served) -> None:
     assert served.post("/v1/completions", {"prompt": "a", "tools": TOOLS}).status == 400
 
 
-def test_openais_client_calls_a_tool_whole_and_in_pieces(tags: Served) -> None:
+def test_openais_client_calls_a_tool_whole_and_in_pieces(openai: Any, tags: Served) -> None:
     with openai.OpenAI(base_url=f"{tags.url}/v1", api_key="none", max_retries=0) as client:
         asked = {
             "model": "last", "messages": MESSAGES, "tools": STRICT, "tool_choice": "required", "seed": 2,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from batches import tiny_llama
+from batches import tiny_config
 from monograph.device import card_device
 from monograph.distributed.world import World
 from monograph.graph.remat import Remat
@@ -24,7 +24,7 @@ from monograph.storage.cache_dir import calibration_file
 
 CARD, MIB = card_device("H100"), 2**20
 WORK = Work(
-    tiny_llama().config,
+    tiny_config(),
     rows=4,
     length=16,
     optim=AdamW(),

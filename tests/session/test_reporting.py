@@ -22,7 +22,7 @@ from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.session import reporting
 from monograph.session.objectives.rewards import RewardTask
-from monograph.session.reporting import Reporter, _planned_memory_text
+from monograph.session.reporting import Reporter, _planned_memory_text, _unused_memory_text
 from monograph.session.sample_prompt import SamplePrompt
 from monograph.text.tokenizer import Tokenizer
 from rewarded import OPTIONS
@@ -149,6 +149,17 @@ def test_planned_memory_that_a_formula_estimated_is_marked(
     plan: Any = SimpleNamespace(peak_memory_bytes=2**22, expected=expected)
     assert _planned_memory_text(plan, slots) == said
     assert _planned_memory_text(SimpleNamespace(peak_memory_bytes=None, expected=None), 0) == ""  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("unused, peak, said", [
+    (0, 2**22, ""), (2**22 // 101, 2**22, ""), (0, None, ""),
+    (2**21, 2**22, ", 2.0 MiB of it unused in replayed graphs"),
+])  # fmt: skip
+def test_memory_that_replayed_graphs_hold_unused_is_told_beside_the_peak(
+    unused: int, peak: int | None, said: str
+) -> None:
+    """It is why the plan of a tiny run is less than half of the peak: the allocator's segments."""
+    assert _unused_memory_text(unused, peak) == said
 
 
 @pytest.mark.parametrize("dead, doubted", [([1.0, 1.0], True), ([1.0, 0.9], False), ([], False)])

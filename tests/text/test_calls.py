@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -20,6 +21,7 @@ from calling import (
     ALONE,
     CALLS,
     CONTENTLESS,
+    FIELDS,
     QUESTION,
     SINGLE,
     TEMPLATES,
@@ -34,6 +36,7 @@ from monograph.errors import InputRefused
 from monograph.text.call_reader import CallReader, message_of
 from monograph.text.calls import Call, CallFrame, find_frame, spellings, with_tools
 from monograph.text.chat import chat_ids, stop_ids
+from monograph.text.notation import in_order
 from monograph.text.template import ChatTemplate
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_config import TokenizerConfig
@@ -78,6 +81,8 @@ def test_what_the_template_writes_is_the_frame_and_is_read_again(
     def check(calls: MadeCalls, content: str, cuts: list[int]) -> None:
         made = calls[:1] if frame.between is None else calls
         content = "" if name in CONTENTLESS else content
+        if name in FIELDS:  # not all names and texts can be fields
+            made = [(called, as_fields(frame, arguments)) for called, arguments in made]
         ids = answer_ids(tokenizer, made, content)
         values = [
             json.dumps(arguments, ensure_ascii=False, separators=frame.separators)
@@ -101,6 +106,25 @@ def test_what_the_template_writes_is_the_frame_and_is_read_again(
         assert content in said if is_beside else said == content
 
     check()
+
+
+def as_fields(frame: CallFrame, value: Any, depth: int = 0) -> Any:
+    """Arguments that can be written as fields: without names and texts that have the ends of such, and
+    without texts that are written like something else.
+    """
+    fields = frame.fields
+    assert fields is not None
+    if isinstance(value, list):
+        return [as_fields(frame, item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        members = {
+            name.replace(":", "").replace(fields.middle, ""): as_fields(frame, member, depth + 1)
+            for name, member in value.items()
+        }
+        return dict(in_order(members, fields.is_sorted))
+    if isinstance(value, str) and depth == 1 and fields.has_bare_texts:
+        return "T" + value.replace(fields.after, "")
+    return value
 
 
 @pytest.mark.parametrize("examples", [25, pytest.param(250, marks=pytest.mark.slow)])
@@ -264,21 +288,21 @@ REFUSED = {
         "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
         "<f={{ call.function.name }}>{% for key in call.function.arguments.items() %}{{ key }}{% endfor %}{% endfor %}"
         "{% endfor %}",
-        "does not write a call as a name with its arguments in JSON after it",
+        "does not write a call as a name with its arguments after it, in JSON or one by one",
     ),
     "no name": (
         "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
         "<f={{ call.id }}>{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}",
-        "does not write a call as a name with its arguments in JSON after it",
+        "does not write a call as a name with its arguments after it, in JSON or one by one",
     ),
     "arguments first": (
         "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
         "<f={{ call.function.arguments | tojson }}>{{ call.function.name }}>{% endfor %}{% endfor %}",
-        "does not write a call as a name with its arguments in JSON after it",
+        "does not write a call as a name with its arguments after it, in JSON or one by one",
     ),
     "another prompt": (
-        "{{ tools | tojson }}{% for m in messages %}{{ messages | length }}{{ m.content }}{{ m.tool_calls }}"
-        "{% endfor %}",
+        "{{ tools | tojson }}{% for m in messages %}{{ (messages | last).tool_calls | length }}{{ m.content }}"
+        "{{ m.tool_calls }}{% endfor %}",
         "writes another prompt once there is an answer",
     ),
     "no end of a name": (

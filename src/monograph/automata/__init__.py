@@ -8,6 +8,7 @@ Nothing in this package imports torch, so that a process that only compiles cons
 
 from collections.abc import Collection, Iterable, Sequence
 
+from monograph.automata.argument_types import argument_types, types_of_tools
 from monograph.automata.calls import Calls, calls_expression, pieces_of_calls
 from monograph.automata.counting import Ambiguous
 from monograph.automata.dfa import ByteAutomaton, compile_expression
@@ -23,9 +24,11 @@ __all__ = [
     "ByteAutomaton",
     "Calls",
     "acceptor",
+    "argument_types",
     "call_constraint",
     "constraint",
     "stop_strings",
+    "types_of_tools",
 ]
 KINDS = ("choices", "regex", "json_schema")
 

@@ -22,6 +22,11 @@ and the frame's keys are
                                the text by which a call is recognised
     follows_text               whether the answer may have text before its calls
     separators                 what is between two members of the arguments, and between name and value
+    fields                     None, or how arguments are written that are no JSON: `Fields.grammar` of
+                               `monograph.text.notation`
+    thoughts                   may be left out: what stands before and after thoughts, "begin" and "end", and
+                               the "place" at which an answer begins: "before" thoughts, which it may have,
+                               "inside" them, or "after" them
 
 A *part* is a str, an int or a dict: a str is a text with one character for each byte, an int is the id of
 a special token, and the dict {"hole": "name"}, {"hole": "arguments"} or {"hole": "id"} stands for what
@@ -29,31 +34,33 @@ differs from call to call.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from monograph.automata.expression import (
     Alternation,
     Expression,
     Repetition,
-    StateMachine,
     byte_range,
     concatenation,
     literal,
 )
 from monograph.automata.schema import schema_expression
-from monograph.automata.values import Separators
+from monograph.automata.search import OTHER_SPECIAL, text_up_to, text_without
+from monograph.automata.values import Notation, Quotes, json_notation
 from monograph.errors import InputRefused
 
 # The bytes that UTF-8 never has. They stand for special tokens.
 _FREE_BYTES = (0xC0, 0xC1, *range(0xF5, 0x100))
-_OTHER_SPECIAL = _FREE_BYTES[-1]  # stands for all special tokens that the frame does not have
-# What may come before the calls if the answer may have no text there: white space and special tokens.
-_BLANK = frozenset((*b" \t\n\r\v\f", _OTHER_SPECIAL))
+assert (
+    _FREE_BYTES[-1] == OTHER_SPECIAL
+)  # it stands for all special tokens that the frame does not have
 # The number of letters and digits of a call's id, in the templates that write one.
 _ID_LENGTH = 9
 _ID_CHARACTER = Alternation(
     (byte_range(0x30, 0x39), byte_range(0x41, 0x5A), byte_range(0x61, 0x7A))
 )
+_SPACE = Alternation(tuple(byte_range(byte, byte) for byte in b" \t\r\n"))
 Part = str | int | Mapping[str, str]
 
 
@@ -86,9 +93,9 @@ def pieces_of_calls(frame: Mapping[str, Any], pieces: Sequence[bytes]) -> list[b
     # Vocabularies have ordinary tokens with bytes that UTF-8 never has. Their bytes are replaced, or they
     # would be taken for special tokens of the frame.
     without_free_bytes = bytes(
-        _OTHER_SPECIAL if byte in _FREE_BYTES else byte for byte in range(256)
+        OTHER_SPECIAL if byte in _FREE_BYTES else byte for byte in range(256)
     )
-    other_special = bytes([_OTHER_SPECIAL])
+    other_special = bytes([OTHER_SPECIAL])
     new_pieces = [
         piece.translate(without_free_bytes) if piece else other_special for piece in pieces
     ]
@@ -125,7 +132,8 @@ def calls_expression(
         calls_and_closing.append(Repetition(further_call, 0, None))
     calls_and_closing.append(builder.literal_of(frame["closing"]))
     if calls.must_call:
-        return concatenation(builder.literal_of(frame["opening"]), *calls_and_closing)
+        expression = concatenation(builder.literal_of(frame["opening"]), *calls_and_closing)
+        return builder.after_thoughts(expression, alphabet, may_end_inside=False)
     # After the trigger calls must follow, so an answer without calls has no trigger.
     trigger = builder.bytes_of(frame["trigger"])
     without_calls = text_without(trigger, alphabet, anywhere=frame["follows_text"])
@@ -134,7 +142,8 @@ def calls_expression(
         builder.literal_of(frame["after_trigger"]),
         *calls_and_closing,
     )
-    return Alternation((without_calls, with_calls))
+    any_answer = Alternation((without_calls, with_calls))
+    return builder.after_thoughts(any_answer, alphabet, may_end_inside=True)
 
 
 class _CallBuilder:
@@ -153,16 +162,77 @@ class _CallBuilder:
         self.forms = forms
         self.uses_counters = uses_counters
         self._byte_of = _bytes_of_specials(frame)
+        self._notation = self._notation_of_arguments()
+
+    def _notation_of_arguments(self) -> Notation:
+        fields = self.frame["fields"]
+        if fields is None:
+            item, key = self.frame["separators"]
+            return json_notation(item.encode(), key.encode())
+        grammar = fields["inner"]
+        inner = Notation(
+            text=self._quotes(grammar["text"]),
+            words=self._texts(grammar["words"]),
+            array=self._texts(grammar["array"]),
+            name=self._quotes(grammar["name"]),
+            member=self._texts(grammar["member"]),
+            is_sorted=grammar["is_sorted"],
+        )
+        text = self._quotes(fields["text"])
+        value = replace(inner, text=text, words=self._texts(fields["words"]), inside=inner)
+        before, middle, after, separator = self._texts(
+            [fields[key] for key in ("before", "middle", "after", "separator")]
+        )
+        return Notation(
+            name=Quotes(before, b"", is_escaped=False),
+            member=(b"", middle, separator, b""),
+            after_value=after,
+            is_sorted=fields["is_sorted"],
+            inside=value,
+            has_only_objects=True,
+        )
+
+    def _quotes(self, grammar: Mapping[str, Any]) -> Quotes:
+        opening, closing = self._texts([grammar["opening"], grammar["closing"]])
+        return Quotes(opening, closing, grammar["is_escaped"])
+
+    def _texts(self, part_lists: Sequence[Sequence[Part]]) -> Any:
+        """Return the bytes of each list of parts, as a tuple."""
+        return tuple(self.bytes_of(parts) for parts in part_lists)
+
+    def after_thoughts(
+        self, answer: Expression, alphabet: Collection[int], *, may_end_inside: bool
+    ) -> Expression:
+        """Return an expression for an answer with the thoughts that it may begin with.
+
+        What begins a call does not count inside thoughts.
+
+        Args:
+            answer: what stands after thoughts.
+            alphabet: the bytes that thoughts may have.
+            may_end_inside: whether the answer may end inside thoughts.
+        """
+        thoughts = self.frame.get("thoughts")
+        if thoughts is None or thoughts["place"] == "after":
+            return answer
+        end = self.bytes_of(thoughts["end"])
+        spaces = Repetition(_SPACE, 0, None)
+        options = [
+            concatenation(text_up_to(end, alphabet, anywhere=True), spaces, answer),
+        ]
+        if may_end_inside:
+            options.append(concatenation(text_without(end, alphabet, anywhere=True)))
+        inside = Alternation(tuple(options))
+        if thoughts["place"] == "inside":
+            return inside
+        begin = self.literal_of(thoughts["begin"])
+        return Alternation((answer, concatenation(spaces, begin, inside)))
 
     def call(self, name: str, schema: Any) -> Expression:
         """Return an expression for the calls of a function."""
-        item, key = self.frame["separators"]
         try:
             arguments = schema_expression(
-                schema,
-                self.uses_counters,
-                Separators(item.encode(), key.encode()),
-                is_bounded=False,
+                schema, self.uses_counters, self._notation, is_bounded=False
             )
         except InputRefused as error:
             raise InputRefused(f"the arguments of {name}: {error}") from None
@@ -206,9 +276,10 @@ def _bytes_of_specials(frame: Mapping[str, Any]) -> dict[int, int]:
     keys = ("trigger", "after_trigger", "opening", "call", "between", "closing")
     part_lists = [frame[key] or () for key in keys] + list(frame["variants"])
     parts = [part for part_list in part_lists for part in part_list]
+    parts += _special_parts(frame["fields"]) + _special_parts(frame.get("thoughts"))
     # A dict keeps each token once, in the frame's order, so that equal frames get equal bytes.
     tokens = dict.fromkeys(part for part in parts if isinstance(part, int))
-    free = [byte for byte in _FREE_BYTES if byte != _OTHER_SPECIAL]
+    free = [byte for byte in _FREE_BYTES if byte != OTHER_SPECIAL]
     if len(tokens) > len(free):
         raise InputRefused(
             f"the chat template writes {len(tokens)} special tokens around a call; at most {len(free)} are told apart"
@@ -216,84 +287,11 @@ def _bytes_of_specials(frame: Mapping[str, Any]) -> dict[int, int]:
     return dict(zip(tokens, free, strict=False))
 
 
-# ── texts in which a needle, such as the trigger of calls, is searched for ────────────────────────
-
-
-def text_without(needle: bytes, alphabet: Collection[int], *, anywhere: bool) -> StateMachine:
-    """Return an expression for the texts over an alphabet that do not have the needle.
-
-    Args:
-        needle: the bytes to search for.
-        alphabet: the bytes of the texts.
-        anywhere: True: the needle is nowhere in the text. False: it is not at the text's beginning, where
-            only bytes of _BLANK are before it; it may be later in the text.
-    """
-    rows, symbols_of = _search_automaton(needle, alphabet, anywhere=anywhere)
-    found = len(needle)
-    rows_without_found = [
-        {symbol: state for symbol, state in row.items() if state != found} for row in rows
-    ]
-    accepting = [state != found for state in range(len(rows))]
-    return StateMachine(tuple(rows_without_found), tuple(accepting), symbols_of)
-
-
-def text_up_to(needle: bytes, alphabet: Collection[int], *, anywhere: bool) -> StateMachine:
-    """Return an expression for the texts over an alphabet that end with the needle's first occurrence.
-
-    Args:
-        needle: the bytes to search for.
-        alphabet: the bytes of the texts.
-        anywhere: True: any text may be before the needle. False: only bytes of _BLANK may.
-    """
-    rows, symbols_of = _search_automaton(needle, alphabet, anywhere=anywhere)
-    found = len(needle)
-    accepting = [state == found for state in range(len(rows))]
-    return StateMachine(tuple(rows), tuple(accepting), symbols_of)
-
-
-def _search_automaton(
-    needle: bytes, alphabet: Collection[int], *, anywhere: bool
-) -> tuple[list[dict[int, int]], dict[int, int]]:
-    """Return the transitions of a search for a needle, and a bit mask of the bytes of each class.
-
-    In state s < len(needle) the needle has not occurred, and s is the largest number such that the text
-    ends with the first s bytes of the needle. In state len(needle) it has occurred, and no transition
-    leaves this state. If not `anywhere`, there is one more state: the text began with something else, so
-    the needle cannot be at its beginning any more.
-    """
-    distinct = sorted(set(needle))
-    # Each byte of the needle is a class of its own. All other bytes are in one of two classes.
-    symbols_of = {symbol: 1 << byte for symbol, byte in enumerate(distinct)}
-    blank_class = len(distinct)
-    rest_class = blank_class + 1
-    others = set(alphabet) - set(distinct)
-    symbols_of[blank_class] = sum(1 << byte for byte in others & _BLANK)
-    symbols_of[rest_class] = sum(1 << byte for byte in others - _BLANK)
-    found = len(needle)
-    failed = found + 1
-    rows: list[dict[int, int]] = []
-    for state in range(found):
-        row: dict[int, int]
-        if anywhere:
-            row = {rest_class: 0, blank_class: 0}
-            for symbol, byte in enumerate(distinct):
-                row[symbol] = _longest_beginning(needle, needle[:state] + bytes([byte]))
-        else:
-            # Blank bytes may come before the needle, but not after it has begun.
-            after_blank = 0 if state == 0 else failed
-            row = {rest_class: failed, blank_class: after_blank}
-            for symbol, byte in enumerate(distinct):
-                if byte == needle[state]:
-                    row[symbol] = state + 1
-                else:
-                    row[symbol] = after_blank if byte in _BLANK else failed
-        rows.append(row)
-    rows.append({})
-    if not anywhere:
-        rows.append(dict.fromkeys(symbols_of, failed))
-    return rows, symbols_of
-
-
-def _longest_beginning(needle: bytes, text: bytes) -> int:
-    """Return the largest number of bytes from the needle's beginning with which the text ends."""
-    return next(size for size in range(len(text), -1, -1) if text.endswith(needle[:size]))
+def _special_parts(grammar: Any) -> list[Part]:
+    """Return the special tokens in the grammar of fields."""
+    if isinstance(grammar, Mapping):
+        return [part for value in grammar.values() for part in _special_parts(value)]
+    if isinstance(grammar, list):
+        return [part for value in grammar for part in _special_parts(value)]
+    is_token = isinstance(grammar, int) and not isinstance(grammar, bool)
+    return [grammar] if is_token else []

@@ -203,9 +203,7 @@ class Positions:
         if isinstance(expression, Intersection):
             return _intersection_positions(expression, self, after)
         if isinstance(expression, CounterMark):
-            symbols = self.budget.symbols
-            symbol = symbols.setdefault(expression.operation, BYTES + len(symbols))
-            return self.make_position(1 << symbol, after)
+            return self.make_position(1 << self._symbol_of(expression.operation), after)
         if isinstance(expression, WithSource):
             outer_source = self.budget.source
             self.budget.source = expression.source
@@ -213,11 +211,23 @@ class Positions:
             self.budget.source = outer_source
             return first
         if isinstance(expression, StateMachine):
-            return self.add_automaton(
-                expression.rows, expression.accepting, expression.symbols_of, after
-            )
+            return self._machine_positions(expression, after)
         assert isinstance(expression, Repetition)
         return self._repeated_positions(expression, after)
+
+    def _symbol_of(self, operation: CounterOperation) -> int:
+        symbols = self.budget.symbols
+        return symbols.setdefault(operation, BYTES + len(symbols))
+
+    def _machine_positions(self, machine: StateMachine, after: PositionSet) -> PositionSet:
+        rows = machine.rows
+        symbols_of = dict(machine.symbols_of)
+        if machine.ignored:
+            # One more class has their symbols, and leads from each state to itself.
+            ignored_class = max(symbols_of) + 1
+            symbols_of[ignored_class] = sum(1 << self._symbol_of(each) for each in machine.ignored)
+            rows = tuple({**row, ignored_class: state} for state, row in enumerate(rows))
+        return self.add_automaton(rows, machine.accepting, symbols_of, after)
 
     def _repeated_positions(self, expression: Repetition, after: PositionSet) -> PositionSet:
         first = after
@@ -673,3 +683,21 @@ def _product(
         for left_state, right_state in states
     ]
     return rows, accepting, symbols_of
+
+
+def complement(expression: Expression, budget: Budget) -> StateMachine:
+    """Return an expression for the texts of bytes that an expression without counters does not match."""
+    automaton = byte_automaton(expression, budget)
+    assert automaton is not None and not automaton.has_counters
+    states, byte_classes = automaton.next_SK.shape
+    rows = [
+        {symbol: target if target >= 0 else states for symbol, target in enumerate(row)}
+        for row in automaton.next_SK.tolist()
+    ]
+    rows.append(dict.fromkeys(range(byte_classes), states))
+    symbols_of = {
+        symbol: sum(1 << int(byte) for byte in np.flatnonzero(automaton.class_256 == symbol))
+        for symbol in range(byte_classes)
+    }
+    accepting = [not accepts for accepts in automaton.accepting_S.tolist()]
+    return StateMachine(tuple(rows), (*accepting, True), symbols_of)

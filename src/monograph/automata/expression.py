@@ -81,11 +81,13 @@ class StateMachine:
         rows: for each state {class of bytes: next state}.
         accepting: whether a text may end in each state.
         symbols_of: a bit mask of the bytes of each class.
+        ignored: operations on counters, which may be anywhere in the text.
     """
 
     rows: tuple[Mapping[int, int], ...]
     accepting: tuple[bool, ...]
     symbols_of: Mapping[int, int]
+    ignored: tuple[CounterOperation, ...] = ()
 
 
 Expression: TypeAlias = (

@@ -2,9 +2,10 @@
 
 docs/constraints.md lists the supported keywords.
 
-Every accepted text is JSON that the schema validates. Its only white space is that of the separators, if they
-have any. Conversely, every valid value is accepted in this form, with the members of its objects in the
-schema's order. The exceptions are values with more digits or characters than the defaults allow.
+Every accepted text is JSON that the schema validates, or the same in another notation
+(`monograph.automata.values`). Its only white space is that of the notation, if it has any. Conversely, every
+valid value is accepted in this form, with the members of its objects in the schema's order. The exceptions
+are values with more digits or characters than the defaults allow, and texts that a notation cannot have.
 
 The lengths of strings and arrays are counted by counters (`monograph.automata.counting`). In two
 cases lengths are written out instead, which means that the automaton has a state for each length:
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 from urllib.parse import unquote_to_bytes
 
 from monograph.automata import values
+from monograph.automata.argument_types import allowed_types, read_as_text, with_ignored
 from monograph.automata.counting import COUNTERS, MAX_COUNT, Ambiguous, CounterOperation
 from monograph.automata.dfa import Budget, byte_automaton
 from monograph.automata.expression import (
@@ -33,12 +35,12 @@ from monograph.automata.expression import (
     Repetition,
     WithSource,
     concatenation,
-    in_json,
     literal,
     optional,
 )
 from monograph.automata.pattern import search_expression
-from monograph.automata.values import COMPACT, Separators
+from monograph.automata.search import text_before
+from monograph.automata.values import COMPACT, Notation
 from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
@@ -104,17 +106,16 @@ def parse_schema(text: str) -> Any:
 def schema_expression(
     schema: object,
     uses_counters: bool = True,
-    separators: Separators = COMPACT,
+    notation: Notation = COMPACT,
     *,
     is_bounded: bool = True,
 ) -> Expression:
-    """Return an expression for the JSON texts that a schema validates.
+    """Return an expression for the texts that a schema validates.
 
     Args:
         schema: a JSON schema (draft 2020-12) as `json.loads` returns it.
         uses_counters: whether counters count lengths; False: all lengths are written out.
-        separators: what the texts have between members and after their names; no other white space
-            is accepted.
+        notation: how values are written; no other white space is accepted.
         is_bounded: whether a string without 'maxLength' has a default one, and an array without
             'maxItems' is refused; otherwise both may be of any length.
 
@@ -123,7 +124,7 @@ def schema_expression(
             place and the key.
     """
     counters_in_use = 0 if uses_counters else COUNTERS
-    reader = _SchemaReader(schema, counters_in_use, separators, is_bounded=is_bounded)
+    reader = _SchemaReader(schema, counters_in_use, notation, is_bounded=is_bounded)
     return reader.read(schema, ("#",))
 
 
@@ -134,13 +135,15 @@ class _SchemaReader:
 
     Attributes:
         root: the schema.
-        separators: see `schema_expression`.
+        notation: how the schema now being read is written.
+        types: the types that may stand where the schema now being read stands.
+        terminator: what stands after a text without quotes.
         is_bounded: see `schema_expression`.
         counters_in_use: the number of counters that are used by the arrays around the schema now being
             read. The schema itself uses the next one. If the number is COUNTERS, none is free, and lengths
             are written out.
         expressions: the expressions of the referenced schemas that were read, by (the schema's identity,
-            `counters_in_use`).
+            `counters_in_use`, the notation's identity, `types`).
         being_read: the identities of the referenced schemas that are being read.
         budget: limits the time that reading takes.
     """
@@ -149,15 +152,17 @@ class _SchemaReader:
         self,
         root: object,
         counters_in_use: int,
-        separators: Separators = COMPACT,
+        notation: Notation = COMPACT,
         *,
         is_bounded: bool = True,
     ) -> None:
         self.root = root
-        self.separators = separators
+        self.notation = notation
+        self.types: frozenset[str] = frozenset()
+        self.terminator = b""
         self.is_bounded = is_bounded
         self.counters_in_use = counters_in_use
-        self.expressions: dict[tuple[int, int], Expression] = {}
+        self.expressions: dict[tuple[int, int, int, frozenset[str]], Expression] = {}
         self.being_read: list[int] = []
         self.budget = Budget("the JSON schema")
 
@@ -216,15 +221,18 @@ class _SchemaReader:
         """Return an expression for the schema's texts of one type."""
         if name == "object":
             return self._object(schema, path)
+        if self.notation.has_only_objects:
+            self.refuse(path, "the chat template writes arguments one by one: give the type object")
         if name == "array":
             return self._array(schema, path)
         if name == "string":
             return self._string(schema, path)
         if name in ("integer", "number"):
             return self._number(name, schema, path)
+        true, false, null = self.notation.words
         if name == "boolean":
-            return Alternation((literal(b"true"), literal(b"false")))
-        return literal(b"null")
+            return Alternation((literal(true), literal(false)))
+        return literal(null)
 
     # ── references and choices ────────────────────────────────────────────────────────────────────
 
@@ -251,7 +259,7 @@ class _SchemaReader:
             )
         # Many schemas may refer to the same target. It is read once for each number of counters in use. All
         # references then have the same expression, which the automaton compiles once.
-        key = id(target), self.counters_in_use
+        key = id(target), self.counters_in_use, id(self.notation), self.types
         if key not in self.expressions:
             self.being_read.append(id(target))
             self.expressions[key] = self.read(target, (*path, "$ref"))
@@ -360,10 +368,34 @@ class _SchemaReader:
             allowed = [value for value in allowed if types & values.type_names(value)]
         if not allowed:
             self.refuse(path, "no value of 'enum' and 'const' is valid")
-        return WithSource(
-            Alternation(tuple(values.constant(value, self.separators) for value in allowed)),
-            f"'enum' at {pointer(path)}",
-        )
+        if self.notation.has_only_objects:
+            self.refuse(path, "the chat template writes arguments one by one: give 'properties'")
+        options = tuple(self._constant(value) for value in allowed)
+        return WithSource(Alternation(options), f"'enum' at {pointer(path)}")
+
+    def _constant(self, value: object) -> Expression:
+        expression = values.constant(value, self.notation)
+        if isinstance(value, str) and self.notation.has_bare_texts:
+            return self._read_as_text(expression)
+        return expression
+
+    def _read_as_text(self, expression: Expression, *operations: CounterOperation) -> Expression:
+        """Return an expression for those of its texts that are read as they are meant.
+
+        Texts without quotes end where their terminator begins, and must not look like a value of another
+        type that may stand there.
+
+        Args:
+            expression: the texts.
+            operations: the operations on counters that it has.
+        """
+        machines = [text_before(self.terminator)]
+        only_text = read_as_text(self.types, self.notation)
+        if only_text is not None:
+            machines.append(only_text)
+        for machine in machines:
+            expression = Intersection(expression, with_ignored(machine, *operations))
+        return expression
 
     # ── scalars ───────────────────────────────────────────────────────────────────────────────────
 
@@ -393,35 +425,48 @@ class _SchemaReader:
         if max_length < min_length:
             self.refuse(path, f"maxLength = {max_length} is below minLength = {min_length}")
         # `source` is the keyword that an error blames if the automaton is too large.
+        encoding = self.notation.text.encoding
+        counts = CounterOperation("count", self.counters_in_use)
+        bounds: tuple[int, int] | None = None  # of the counter; None: no length is counted
+        operations: tuple[CounterOperation, ...] = ()
         characters: Expression
         if not has_limit:
             source = "pattern" if "pattern" in schema else "minLength"
-            characters = Repetition(in_json(ANY), min_length, None)
+            characters = Repetition(encoding(ANY), min_length, None)
             if "pattern" in schema:
-                characters = Intersection(self._pattern(schema, path, in_json), characters)
+                characters = Intersection(self._pattern(schema, path, encoding), characters)
         elif self.counters_in_use == COUNTERS:
             # No counter is free, so the length is written out.
             source = "maxLength"
-            characters = Repetition(in_json(ANY), min_length, max_length)
+            characters = Repetition(encoding(ANY), min_length, max_length)
             if "pattern" in schema:
                 # A pattern does not limit the length, so the texts must also have a valid length.
-                characters = Intersection(self._pattern(schema, path, in_json), characters)
+                characters = Intersection(self._pattern(schema, path, encoding), characters)
         elif "pattern" in schema:
             source = "pattern"
-            character = _counting_encoding(CounterOperation("count", self.counters_in_use), in_json)
+            operations = (counts,)
+            character = _counting_encoding(counts, encoding)
             characters = self._pattern(schema, path, character)
             # The counter limits only the maximum. The minimum is written out, because compiling
             # then removes beginnings of texts that the pattern cannot make long enough.
             if min_length:
                 characters = Intersection(characters, Repetition(character(ANY), min_length, None))
-            characters = self._bound_repetitions(characters, 0, max_length)
+            bounds = 0, max_length
         else:
             source = "maxLength"
-            character = _counting_encoding(CounterOperation("count", self.counters_in_use), in_json)
+            operations = (counts,)
+            character = _counting_encoding(counts, encoding)
             characters = Repetition(character(ANY), 0, None)
-            characters = self._bound_repetitions(characters, min_length, max_length)
+            bounds = min_length, max_length
+        if self.notation.has_bare_texts:
+            characters = self._read_as_text(characters, *operations)
+        if bounds is not None:
+            characters = self._bound_repetitions(characters, *bounds)
+        opening, closing, _ = self.notation.text
         return concatenation(
-            literal(b'"'), WithSource(characters, f"{source!r} at {pointer(path)}"), literal(b'"')
+            literal(opening),
+            WithSource(characters, f"{source!r} at {pointer(path)}"),
+            literal(closing),
         )
 
     def _pattern(
@@ -504,8 +549,9 @@ class _SchemaReader:
                 path,
                 f"no array has as many items as minItems = {min_items}: at most {max_items} are valid",
             )
+        opening, separator, closing = self.notation.array
         first_items = [
-            self.read(item, (*path, f"prefixItems/{index}"))
+            self._read_inside(item, (*path, f"prefixItems/{index}"))
             for index, item in enumerate(prefix[:max_items])
         ]
         rest: Expression = concatenation()
@@ -514,11 +560,11 @@ class _SchemaReader:
         # The loop goes from the last item to the first. `rest` is everything that may follow the current
         # item; an item that may be missing is optional together with its rest.
         for index in reversed(range(len(first_items))):
-            comma = literal(self.separators.item) if index else concatenation()
+            comma = literal(separator) if index else concatenation()
             rest = concatenation(comma, first_items[index], rest)
             if index >= min_items:
                 rest = optional(rest)
-        return concatenation(literal(b"["), rest, literal(b"]"))
+        return concatenation(literal(opening), rest, literal(closing))
 
     def _repeated_items(
         self,
@@ -543,20 +589,20 @@ class _SchemaReader:
         """
         # The array's first item has no comma before it, so it is not one of the repeated items.
         if not first_items:
-            first_items = [self.read(items, (*path, "items"))]
+            first_items = [self._read_inside(items, (*path, "items"))]
         minimum = max(min_items - len(first_items), 0)
         maximum = None if max_items is None else max_items - len(first_items)
         if maximum == 0:
             return first_items, concatenation()
-        comma = literal(self.separators.item)
+        comma = literal(self.notation.array[1])
         if maximum is None or self.counters_in_use == COUNTERS:
-            item = concatenation(comma, self.read(items, (*path, "items")))
+            item = concatenation(comma, self._read_inside(items, (*path, "items")))
             repetition = Repetition(item, minimum, maximum)
             source = "minItems" if maximum is None else "maxItems"
             return first_items, WithSource(repetition, f"{source!r} at {pointer(path)}")
         count = CounterMark(CounterOperation("count", self.counters_in_use))
         self.counters_in_use += 1
-        item = concatenation(count, comma, self.read(items, (*path, "items")))
+        item = concatenation(count, comma, self._read_inside(items, (*path, "items")))
         self.counters_in_use -= 1
         # `remove_operations` assumes that a counted part can be repeated until its count is low enough for
         # the end. This is wrong of items that match no text. So one repetition is written out if the array
@@ -583,25 +629,59 @@ class _SchemaReader:
             if not isinstance(name, str) or name not in (properties or {}):
                 self.refuse(path, f"the required member {str(name)[:60]!r} is not in 'properties'")
         required_names = set(required)
+        opening, middle, separator, closing = self.notation.member
         # Each member except the first has a comma before it, and optional members may be left out.
         # So there is an option for each member that may come first, followed by all later members.
         # Members are read from the last to the first. `after` has the members after the current
         # one, with their commas.
         after: list[Expression] = []
         options: list[Expression] = []
-        for name, member in reversed([*(properties or {}).items()]):
-            value = self.read(member, (*path, f"properties/{escape_for_pointer(name)}"))
-            text = concatenation(values.constant(name), literal(self.separators.key), value)
+        for name, member in reversed(self.notation.in_order(properties or {})):
+            self._require_readable(name, path)
+            value = self._read_inside(member, (*path, f"properties/{escape_for_pointer(name)}"))
+            text = concatenation(
+                values.quoted(name, self.notation.name),
+                literal(middle),
+                value,
+                literal(self.notation.after_value),
+            )
             self.budget.spend(len(after))
             # If this member is required, no later member can come first.
             if name in required_names:
                 options = []
             options = [concatenation(text, *after), *options]
-            with_comma = concatenation(literal(self.separators.item), text)
+            with_comma = concatenation(literal(separator), text)
             after = [with_comma if name in required_names else optional(with_comma), *after]
         if not required_names:
             options.append(concatenation())
-        return concatenation(literal(b"{"), Alternation(tuple(options)), literal(b"}"))
+        return concatenation(literal(opening), Alternation(tuple(options)), literal(closing))
+
+    def _read_inside(self, schema: object, path: tuple[str, ...]) -> Expression:
+        """Return an expression for the texts of a schema inside an array or object."""
+        outer = self.notation, self.types, self.terminator
+        self.terminator = self.notation.after_value
+        self.notation = self.notation.inside or self.notation
+        self.types = frozenset()
+        if self.notation.has_bare_texts:
+            self.types = allowed_types(schema, self.root)
+        expression = self.read(schema, path)
+        self.notation, self.types, self.terminator = outer
+        return expression
+
+    def _require_readable(self, name: str, path: tuple[str, ...]) -> None:
+        """Refuse the name of a member of which it could not be told where it ends."""
+        quotes = self.notation.name
+        if quotes.closing or quotes.is_escaped:
+            return
+        _, middle, _, closing = self.notation.member
+        text = name.encode() + middle
+        is_closing = bool(closing) and not quotes.opening and text.startswith(closing)
+        if text.find(middle) != len(text) - len(middle) or is_closing:
+            self.refuse(
+                path,
+                f"the member {name[:60]!r} has {middle.decode(errors='replace')!r}, by which the chat template ends "
+                "a name: give it another one",
+            )
 
 
 def pointer(path: tuple[str, ...]) -> str:

@@ -7,11 +7,13 @@ compares types, constants, and the members of objects.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from monograph.automata.expression import (
     Alternation,
     Concatenation,
+    Encoding,
     Expression,
     Repetition,
     boxes,
@@ -21,6 +23,7 @@ from monograph.automata.expression import (
     literal,
     optional,
     single,
+    utf8,
 )
 
 # A string without 'maxLength' may have up to this number of characters more than 'minLength'.
@@ -31,42 +34,121 @@ DIGITS = 15
 # five zeros.
 FRACTION_DIGITS = 22
 _DIGIT = byte_range(0x30, 0x39)
-_QUOTE = literal(b'"')
 
 
-class Separators(NamedTuple):
-    """What stands between two members or items of JSON, and after the name of a member."""
+class Quotes(NamedTuple):
+    """How a text or a name is written.
 
-    item: bytes = b","
-    key: bytes = b":"
+    Attributes:
+        opening: what stands before it.
+        closing: what stands after it.
+        is_escaped: whether it is spelled as in a JSON string (`in_json`); otherwise it is its UTF-8.
+    """
+
+    opening: bytes
+    closing: bytes
+    is_escaped: bool
+
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding of the characters."""
+        return in_json if self.is_escaped else utf8
 
 
-COMPACT = Separators()
+_JSON_QUOTES = Quotes(b'"', b'"', is_escaped=True)
 
 
-def constant(value: object, separators: Separators = COMPACT) -> Expression:
-    """Return an expression for a JSON value with these separators; `in_json` spells its strings."""
+@dataclass(frozen=True)
+class Notation:
+    """How values are written.
+
+    Attributes:
+        text: how a text is written.
+        words: what is written for true, false and null.
+        array: what stands before the first item of an array, between two items, and after the last one.
+        name: how the name of an object's member is written.
+        member: what stands before the first member of an object, between a name and its value, between two
+            members, and after the last one.
+        after_value: what stands after the value of a member. If texts have no quotes, it ends them, so that
+            they cannot contain it.
+        is_sorted: whether members are in the order of their names; otherwise they are in that of the schema.
+        inside: the notation of the values of members and of items; None: this one.
+        has_only_objects: whether only objects can be written.
+    """
+
+    text: Quotes = _JSON_QUOTES
+    words: tuple[bytes, bytes, bytes] = (b"true", b"false", b"null")
+    array: tuple[bytes, bytes, bytes] = (b"[", b",", b"]")
+    name: Quotes = _JSON_QUOTES
+    member: tuple[bytes, bytes, bytes, bytes] = (b"{", b":", b",", b"}")
+    after_value: bytes = b""
+    is_sorted: bool = False
+    inside: "Notation | None" = None
+    has_only_objects: bool = False
+
+    @property
+    def has_bare_texts(self) -> bool:
+        """Whether texts have no quotes."""
+        return not self.text.opening
+
+    def in_order(self, members: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Return the members of an object in the order in which they are written.
+
+        The order of names is that of Jinja's `dictsort`, which ignores case.
+        """
+        if self.is_sorted:
+            return sorted(members.items(), key=lambda member: member[0].lower())
+        return list(members.items())
+
+
+COMPACT = Notation()
+
+
+def json_notation(item: bytes, key: bytes) -> Notation:
+    """Return the notation of JSON.
+
+    Args:
+        item: what stands between two members or items.
+        key: what stands after the name of a member.
+    """
+    return Notation(array=(b"[", item, b"]"), member=(b"{", key, item, b"}"))
+
+
+def constant(value: object, notation: Notation = COMPACT) -> Expression:
+    """Return an expression for a JSON value in a notation."""
+    inside = notation.inside or notation
     if isinstance(value, str):
-        characters = [in_json(single(ord(character))) for character in value]
-        return concatenation(_QUOTE, *characters, _QUOTE)
+        return quoted(value, notation.text)
+    if isinstance(value, bool) or value is None:
+        return literal(notation.words[(True, False, None).index(value)])
     if isinstance(value, list):
-        items = [constant(item, separators) for item in value]
-        return concatenation(literal(b"["), *_separated(items, separators), literal(b"]"))
+        opening, separator, closing = notation.array
+        items = [constant(item, inside) for item in value]
+        parts = _separated(items, separator)
+        return concatenation(literal(opening), *parts, literal(closing))
     if isinstance(value, Mapping):
+        opening, middle, separator, closing = notation.member
         members = [
-            concatenation(constant(name), literal(separators.key), constant(member, separators))
-            for name, member in value.items()
+            concatenation(quoted(name, notation.name), literal(middle), constant(member, inside))
+            for name, member in notation.in_order(value)
         ]
-        return concatenation(literal(b"{"), *_separated(members, separators), literal(b"}"))
+        parts = _separated(members, separator)
+        return concatenation(literal(opening), *parts, literal(closing))
     return literal(json.dumps(value).encode())
 
 
-def _separated(parts: Sequence[Expression], separators: Separators) -> list[Expression]:
+def quoted(text: str, quotes: Quotes) -> Expression:
+    """Return an expression for a text in quotes."""
+    characters = [quotes.encoding(single(ord(character))) for character in text]
+    return concatenation(literal(quotes.opening), *characters, literal(quotes.closing))
+
+
+def _separated(parts: Sequence[Expression], separator: bytes) -> list[Expression]:
     """Return the parts with a separator between each two."""
     separated: list[Expression] = []
     for part in parts:
         if separated:
-            separated.append(literal(separators.item))
+            separated.append(literal(separator))
         separated.append(part)
     return separated
 

@@ -2,7 +2,7 @@
 do.
 
 A record is a line of a .jsonl file or a row of a table. Its *kind* says what it is trained as
-(`RecordKind`). A *form* is one way to write a record of a kind, and is recognised by its keys (`Form`).
+(`RecordKind`). A *form* is one way to write a record of a kind, and is recognised by its keys (`RecordForm`).
 
 No key is dropped silently. A key of a record is one of these:
 
@@ -59,7 +59,7 @@ class RecordKind(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class RecordForm:
     """A way to write a record of one kind.
 
     Attributes:
@@ -99,19 +99,19 @@ _PROMPT_BEFORE_ANSWERS = {
     PROMPT: "the text, or the list of messages, before the answer. If an answer is a whole chat, it "
     "contains the prompt: then a copy of one of the user's messages"
 }
-MESSAGES_FORM = Form(
+MESSAGES_FORM = RecordForm(
     RecordKind.CONVERSATIONS,
     {MESSAGES: 'a list of `{"role", "content"}`: the messages of the assistant are trained on'},
     CHAT_KEYS | _PROMPT_BESIDE_CHAT,
     "data.text_key=messages",
 )
-SHAREGPT_FORM = Form(
+SHAREGPT_FORM = RecordForm(
     RecordKind.CONVERSATIONS,
     {CONVERSATIONS: 'a list of `{"role", "content"}` or of `{"from", "value"}`'},
     CHAT_KEYS | _PROMPT_BESIDE_CHAT,
     "data.text_key=conversations",
 )
-COMPLETED_FORM = Form(
+COMPLETED_FORM = RecordForm(
     RecordKind.CONVERSATIONS,
     {
         PROMPT: "a text or a list of messages",
@@ -120,7 +120,7 @@ COMPLETED_FORM = Form(
     CHAT_KEYS,
     "data.text_key=prompt",
 )
-PAIR_FORM = Form(
+PAIR_FORM = RecordForm(
     RecordKind.PAIRS,
     {
         CHOSEN: "the better answer: a text, a list of messages, or a whole chat",
@@ -129,7 +129,7 @@ PAIR_FORM = Form(
     _PROMPT_BEFORE_ANSWERS | CHAT_KEYS,
     "prefer.loss=dpo",
 )
-LABELLED_FORM = Form(
+LABELLED_FORM = RecordForm(
     RecordKind.LABELLED,
     {
         COMPLETION: "the answer: a text, a list of messages, or a whole chat",
@@ -138,7 +138,7 @@ LABELLED_FORM = Form(
     _PROMPT_BEFORE_ANSWERS | CHAT_KEYS,
     "prefer.loss=kto",
 )
-PROMPT_FORM = Form(
+PROMPT_FORM = RecordForm(
     RecordKind.PROMPTS,
     {PROMPT: "a text, or a list of messages; `data.text_key` may name another key for it"},
     CHAT_KEYS
@@ -214,7 +214,7 @@ DEFAULT_SETTINGS = RecordSettings()
 IGNORE_KEY = "name it in data.ignore_keys to train without it"
 
 
-def forms_of(keys: Iterable[str], record_settings: RecordSettings) -> list[Form]:
+def forms_of(keys: Iterable[str], record_settings: RecordSettings) -> list[RecordForm]:
     """Return the forms that a record with these keys may have.
 
     Without data.text_key, these are all forms whose needed keys the record has, and the form of texts
@@ -229,7 +229,7 @@ def forms_of(keys: Iterable[str], record_settings: RecordSettings) -> list[Form]
 
 
 @lru_cache(maxsize=256)  # Most records of a file have the same keys.
-def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[Form]:
+def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[RecordForm]:
     text_key = record_settings.text_key or TEXT
     forms = [form for form in FORMS if all(key in keys for key in form.needs)]
     if LABELLED_FORM in forms:
@@ -248,7 +248,7 @@ def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[For
     # nothing but a "prompt" is a text with data.text_key=prompt.
     if text_key not in keys:
         return forms
-    text_form = Form(RecordKind.TEXTS, {text_key: "the text"}, {}, setting)
+    text_form = RecordForm(RecordKind.TEXTS, {text_key: "the text"}, {}, setting)
     if record_settings.text_key is not None:
         return [text_form]
     # The default key "text" does not choose the text, because a record with "text" and "messages",
@@ -256,7 +256,7 @@ def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[For
     return [text_form, *forms]
 
 
-def needed_keys(form: Form) -> str:
+def needed_keys(form: RecordForm) -> str:
     """Return the keys by which a form is recognised, as a phrase for an error message."""
     return " and ".join(quote(key) for key in form.needs)
 
@@ -347,7 +347,7 @@ class RecordKeys:
         counts = ", ".join(f"{quote(key)} in {count:,}" for key, count in self.counts.most_common())
         return (f"ignored keys, which change nothing, by the number of their records: {counts}",)
 
-    def _form_of(self, record: Mapping[str, Any]) -> Form:
+    def _form_of(self, record: Mapping[str, Any]) -> RecordForm:
         """Return the form of a record.
 
         If the kind has only one form, it is that form, even if needed keys are missing.
@@ -393,7 +393,7 @@ def _is_training_key(key: str) -> bool:
     return key == TEXT or any(form.knows(key) for form in (*FORMS, PROMPT_FORM))
 
 
-def describe_choices(forms: Sequence[Form]) -> str:
+def describe_choices(forms: Sequence[RecordForm]) -> str:
     """Return the end of an error message about a record that could have any of these forms.
 
     It says what the record could be read as, and how to choose.
@@ -403,7 +403,7 @@ def describe_choices(forms: Sequence[Form]) -> str:
     return f"{readings}; choose by {choices}, or name the keys to leave out in data.ignore_keys"
 
 
-def _unknown_key_error(key: str, form: Form) -> InputRefused:
+def _unknown_key_error(key: str, form: RecordForm) -> InputRefused:
     remedy = REMEDIES.get(key, "remove it")
     return InputRefused(
         f"unknown key {quote(key)} beside {needed_keys(form)}; {remedy}, or {IGNORE_KEY}"

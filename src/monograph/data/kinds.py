@@ -18,7 +18,7 @@ from monograph.data.forms import (
     FORMS,
     LABELLED_FORM,
     TEXT,
-    Form,
+    RecordForm,
     RecordKind,
     RecordSettings,
     describe_choices,
@@ -121,7 +121,7 @@ def are_completions(paths: Sequence[Path], record_settings: RecordSettings, skip
 
 def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> RecordKind | None:
     """Return the kind of a file's records, or None if no record of the sample has a form."""
-    form_places: dict[Form, str] = {}  # the place of the first record of each form
+    form_places: dict[RecordForm, str] = {}  # the place of the first record of each form
     try:
         for number, record in sample_records(path, record_settings):
             forms = forms_of(record_settings.drop_ignored(record), record_settings)

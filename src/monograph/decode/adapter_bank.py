@@ -50,7 +50,7 @@ MERGE = "give this folder in the place of the model"
 _BEGIN_WITH_IT = "begin with this adapter"
 
 
-class Factors(NamedTuple):
+class AdapterFactors(NamedTuple):
     """The matrices of an adapter of one layer.
 
     Attributes:
@@ -93,7 +93,7 @@ class StoredAdapter(NamedTuple):
     place: str
     rank: int
     scale: float
-    factors: Mapping[str, Factors]
+    factors: Mapping[str, AdapterFactors]
     digest: str
     token_rows: TokenRows | None = None
 
@@ -133,14 +133,14 @@ def stored_adapter(module: Llama, lora: Lora, place: str) -> StoredAdapter:
         InputRefused: a layer has experts, whose adapters a bank cannot hold.
     """
     sha256 = hashlib.sha256(f"{lora.scale}".encode())
-    factors = dict[str, Factors]()
+    factors = dict[str, AdapterFactors]()
     for name, layer in sorted(adapted_layers(module).items()):
         if isinstance(layer, AdaptedExperts):
             raise InputRefused(
                 f"{place}: target_modules: adapters of experts ({name}) can only be merged: {MERGE}"
             )
         magnitude = layer.lora_magnitude_vector
-        factors[name] = Factors(
+        factors[name] = AdapterFactors(
             layer.lora_A.weight.detach(),
             layer.lora_B.weight.detach(),
             None if magnitude is None else magnitude.detach(),

@@ -54,7 +54,7 @@ class _Place(NamedTuple):
 
 
 class AutomatonTables:
-    """Automata over one vocabulary as a few tensors of 6 N + 9 S + 16 E R + 2 A V bytes.
+    """Automata over one vocabulary as a few tensors of 6 N + 10 S + 16 E R + 2 A V bytes.
 
     An automaton has a place while a request uses it, and afterwards until another one needs the
     place. Each row of a batch has one int64: NO_AUTOMATON, or the index of a state in its lowest bits
@@ -69,12 +69,13 @@ class AutomatonTables:
             forbidden.
         effect_N: int16 [N], the index of the effect; NEVER if the token is forbidden.
         classes_C: int32 [C], 0 to C - 1, where C is the maximum number of classes of an automaton.
-        effects_4ER: int32 [4, E, R], the numbers low, high, keep and add of each effect.
+        effects_4RE: int32 [4, R, E], the numbers low, high, keep and add of each effect.
         shifts_R: int64 [R], the position of each counter's bits in a row's state.
         first_cell_S: int32 [S], the index in `next_N` of each state's cell of class 0. The cells of
             its other classes follow.
         automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for NO_AUTOMATON and DEAD.
         stops_S: bool [S], whether the text is over in the state.
+        allows_all_S: bool [S], whether every token is allowed in the state, whatever the counts are.
         class_AV: int16 [A, V], each automaton's class of each token.
     """
 
@@ -108,10 +109,12 @@ class AutomatonTables:
             torch.zeros(size, dtype=torch.int32, device=device) for size in (cells, states, states)
         )
         self.effect_N = torch.zeros(cells, dtype=torch.int16, device=device)
-        self.effects_4ER = torch.zeros(
-            4, _RESERVED + effects, COUNTERS, dtype=torch.int32, device=device
+        self.effects_4RE = torch.zeros(
+            4, COUNTERS, _RESERVED + effects, dtype=torch.int32, device=device
         )
         self.stops_S = torch.zeros(states, dtype=torch.bool, device=device)
+        self.allows_all_S = torch.zeros(states, dtype=torch.bool, device=device)
+        self.allows_all_S[NO_AUTOMATON] = True
         self.class_AV = torch.zeros(1 + automata, vocabulary, dtype=torch.int16, device=device)
         # NO_AUTOMATON and DEAD have one cell each, whose index is that of the state, and lead to
         # themselves. The entries of NO_AUTOMATON are zeros.
@@ -275,14 +278,16 @@ class AutomatonTables:
         self.first_cell_S[states] = torch.from_numpy(first_cell_S.astype(np.int32)).to(device)
         self.automaton_S[states] = place.number
         self.stops_S[states] = torch.from_numpy(automaton.stops_S).to(device)
+        allows_all_S = ((automaton.next_SC >= 0) & (automaton.effect_SC == 0)).all(axis=1)
+        self.allows_all_S[states] = torch.from_numpy(allows_all_S).to(device)
         self.class_AV[place.number] = torch.from_numpy(automaton.class_V).to(device)
 
     def _write_effects(self, first: int, effects: Sequence[Effect]) -> None:
         """Write effects to the indices from `first` on."""
         if effects:
-            effects_4ER = torch.tensor(effects, dtype=torch.int32).transpose(0, 1)
+            effects_4RE = torch.tensor(effects, dtype=torch.int32).permute(1, 2, 0)
             end = first + len(effects)
-            self.effects_4ER[:, first:end] = effects_4ER.to(self.effects_4ER.device)
+            self.effects_4RE[:, :, first:end] = effects_4RE.to(self.effects_4RE.device)
 
 
 def _sizes(automata: Collection[Automaton]) -> tuple[int, int, int]:
@@ -309,30 +314,102 @@ def _find_gap(occupied: list[tuple[int, int]], size: int, capacity: int) -> int 
     return begin if begin + size <= capacity else None
 
 
-def allowed_tokens(tables: AutomatonTables, state_B: Tensor) -> Tensor:
+def allowed_tokens(
+    tables: AutomatonTables, state_B: Tensor, running_B: Tensor | None = None
+) -> Tensor:
     """Return the tokens that may come next, which do not lead to DEAD.
 
     Args:
         tables: the automata.
         state_B: int64 [B].
+        running_B: bool [B], the rows whose result matters; None: all.
 
     Returns:
         bool [B, V]; all true in state NO_AUTOMATON, all false in state DEAD.
     """
+    inputs = (
+        state_B,
+        tables.allows_all_S,
+        tables.first_cell_S,
+        tables.automaton_S,
+        tables.effects_4RE,
+        tables.effect_N,
+        tables.class_AV,
+        tables.classes_C,
+        tables.shifts_R,
+    )
+    if state_B.device.type != "cpu":
+        return _computed_allowed_tokens(*inputs)
+    if running_B is None:
+        running_B = torch.ones_like(state_B, dtype=torch.bool)
+    allowed_BV: Tensor = _allowed_tokens_on_cpu(running_B, *inputs)
+    return allowed_BV
+
+
+def _computed_allowed_tokens(
+    state_B: Tensor,
+    allows_all_S: Tensor,
+    first_cell_S: Tensor,
+    automaton_S: Tensor,
+    effects_4RE: Tensor,
+    effect_N: Tensor,
+    class_AV: Tensor,
+    classes_C: Tensor,
+    shifts_R: Tensor,
+) -> Tensor:
+    """Return what `allowed_tokens` returns, by gathers for all rows; the tensors are those of the tables."""
     index_B = state_B & STATE_MASK
     # Whether the counts allow an effect is computed for each effect and gathered for each class, which
     # takes less time than computing it for each token.
-    counts_B1R = _counts(tables, state_B)[:, None]
-    low_ER = tables.effects_4ER[0]
-    high_ER = tables.effects_4ER[1]
-    is_allowed_BE = ((counts_B1R >= low_ER) & (counts_B1R <= high_ER)).all(-1)
+    counts_BR1 = _counts(shifts_R, state_B).int()[:, :, None]
+    low_RE, high_RE = effects_4RE[0], effects_4RE[1]
+    is_allowed_BE = ((counts_BR1 >= low_RE) & (counts_BR1 <= high_RE)).all(1)
     # An automaton with fewer than C classes is followed by cells of other states. They are read, too,
     # but no token has such a class.
-    first_cell_B1 = tables.first_cell_S[index_B][:, None]
-    cell_BC = (first_cell_B1 + tables.classes_C).clamp(max=tables.cells - 1)
-    is_allowed_BC = is_allowed_BE.gather(1, tables.effect_N[cell_BC].long())
-    class_BV = tables.class_AV[tables.automaton_S[index_B]]
+    first_cell_B1 = first_cell_S[index_B][:, None]
+    cell_BC = (first_cell_B1 + classes_C).clamp(max=len(effect_N) - 1)
+    is_allowed_BC = is_allowed_BE.gather(1, effect_N[cell_BC].long())
+    class_BV = class_AV[automaton_S[index_B]]
     return is_allowed_BC.gather(1, class_BV.long())
+
+
+@torch.library.custom_op("monograph::allowed_tokens", mutates_args=())
+def _allowed_tokens_on_cpu(
+    running_B: Tensor,
+    state_B: Tensor,
+    allows_all_S: Tensor,
+    first_cell_S: Tensor,
+    automaton_S: Tensor,
+    effects_4RE: Tensor,
+    effect_N: Tensor,
+    class_AV: Tensor,
+    classes_C: Tensor,
+    shifts_R: Tensor,
+) -> Tensor:
+    """Return what `_computed_allowed_tokens` returns; in rows that are not running it may be anything.
+
+    It computes nothing while every token is allowed, as long as answers that may call a tool have not begun
+    a call. This needs a branch, so it is a custom operator, which a compiled step calls as it is.
+    """
+    if bool((allows_all_S[state_B & STATE_MASK] | ~running_B).all()):
+        return torch.ones(len(state_B), class_AV.shape[1], dtype=torch.bool)
+    return _computed_allowed_tokens(
+        state_B,
+        allows_all_S,
+        first_cell_S,
+        automaton_S,
+        effects_4RE,
+        effect_N,
+        class_AV,
+        classes_C,
+        shifts_R,
+    )
+
+
+@_allowed_tokens_on_cpu.register_fake
+def _(running_B: Tensor, state_B: Tensor, *tables: Tensor) -> Tensor:
+    class_AV = tables[5]
+    return running_B.new_empty(len(state_B), class_AV.shape[1])
 
 
 def next_states(tables: AutomatonTables, state_B: Tensor, token_B: Tensor) -> Tensor:
@@ -352,8 +429,9 @@ def next_states(tables: AutomatonTables, state_B: Tensor, token_B: Tensor) -> Te
     class_B = tables.class_AV[tables.automaton_S[index_B], token_B]
     cell_B = tables.first_cell_S[index_B] + class_B.int()
     effect_B = tables.effect_N[cell_B]
-    low_BR, high_BR, keep_BR, add_BR = tables.effects_4ER[:, effect_B.int()].long().unbind(0)
-    counts_BR = _counts(tables, state_B)
+    effects_4RB = tables.effects_4RE[:, :, effect_B.int()].long()
+    low_BR, high_BR, keep_BR, add_BR = effects_4RB.transpose(1, 2).unbind(0)
+    counts_BR = _counts(tables.shifts_R, state_B)
     is_allowed_B = ((counts_BR >= low_BR) & (counts_BR <= high_BR)).all(-1)
     next_counts_BR = keep_BR * counts_BR + add_BR
     next_B = tables.next_N[cell_B] + (next_counts_BR << tables.shifts_R).sum(-1)
@@ -375,6 +453,6 @@ def is_over(tables: AutomatonTables, state_B: Tensor) -> Tensor:
     return tables.stops_S[state_B & STATE_MASK]
 
 
-def _counts(tables: AutomatonTables, state_B: Tensor) -> Tensor:
+def _counts(shifts_R: Tensor, state_B: Tensor) -> Tensor:
     """Return the count of each counter in the states of rows, int64 [B, R]."""
-    return (state_B[:, None] >> tables.shifts_R) & MAX_COUNT
+    return (state_B[:, None] >> shifts_R) & MAX_COUNT

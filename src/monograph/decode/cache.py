@@ -108,6 +108,11 @@ class KVCache:
         """The slots of a block, C."""
         return self.keys[0].shape[3]
 
+    @property
+    def slots(self) -> int:
+        """The slots of a row, in whole blocks."""
+        return self.keys[0].shape[0] * self.block
+
     def block_count_for(self, slots: int) -> int:
         """Return how many blocks attention reads if this number of first slots is used.
 
@@ -196,6 +201,10 @@ class KVCache:
         """Reset all recurrences; those of row i take in at most limits[i] tokens."""
         for tensor in self.recurrence_tensors():
             tensor.zero_()
+        self.limit_recurrences(limits)
+
+    def limit_recurrences(self, limits: Sequence[int]) -> None:
+        """Let the recurrences of row i take in at most limits[i] tokens, those before included."""
         for recurrence in self.recurrences.values():
             recurrence.limit_B[: len(limits)] = tensor_on(limits, recurrence.limit_B.device)
 

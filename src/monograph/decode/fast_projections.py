@@ -27,7 +27,14 @@ from monograph.graph.fused_linears import Sibling
 from monograph.graph.lora import Adapted, LoraInt8Linear, LoraLinear, LoraNF4Linear
 from monograph.model.layers import CentredRMSNorm, Linear, RMSNorm
 from monograph.ops.decode_kernels import Norm
-from monograph.ops.layer_kernels import Activation, Form, Layer, LowRank, LowRankBank, fits
+from monograph.ops.layer_kernels import (
+    Activation,
+    LowRank,
+    LowRankBank,
+    StoredLayer,
+    WeightForm,
+    fits,
+)
 from monograph.ops.rms_norm import rms_norm
 
 # Reasons why the kernels cannot compute some layers.
@@ -35,7 +42,7 @@ NOT_SIDE_BY_SIDE = "some projections do not lie side by side, because of adapter
 NOT_PLAIN = "some projections have adapters or hooks"
 SEVERAL_DTYPES = "the weights have several dtypes"
 # How each class of layer that the kernels can compute stores its weight.
-FORMS: dict[type[nn.Module], Form] = {
+FORMS: dict[type[nn.Module], WeightForm] = {
     Linear: "dense",
     nn.Linear: "dense",  # a layer whose adapter was merged
     Sibling: "dense",
@@ -89,7 +96,7 @@ def obstacle_of_product(layers: list[Linear], dtype: torch.dtype) -> str | None:
         return "some projections have hooks or a forward pass of their own"
     if len(forms) > 1:
         return "some projections that read the same tensor are stored in different forms"
-    form = cast(Form, forms.pop())
+    form = cast(WeightForm, forms.pop())
     summed = layers[0].in_features
     if not fits(form, summed):
         multiple = 64 if form == "nf4" else 16
@@ -123,7 +130,7 @@ def joined_tensors(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:
     return family_weights(first)
 
 
-def tensors_of(layer: nn.Linear) -> Layer:
+def tensors_of(layer: nn.Linear) -> StoredLayer:
     """Return the tensors of a layer as the kernels take them."""
     form = FORMS[type(layer)]
     stored = layer.stored_tensors() if isinstance(layer, FrozenWeight) else (layer.weight,)
@@ -137,7 +144,7 @@ def tensors_of(layer: nn.Linear) -> Layer:
             adapter = LowRankBank(
                 layer.bank_A_SRK, layer.bank_B_SRN, scale_S, layer.bank_gain_SN, slot_B
             )
-    return Layer(form, stored, layer.bias, adapter)
+    return StoredLayer(form, stored, layer.bias, adapter)
 
 
 def family_weights(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:

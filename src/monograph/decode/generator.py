@@ -9,6 +9,11 @@ A row gets its next request as soon as the host has read that the previous one e
 tokens do not depend on its row, the other rows, the time at which the request came or the number of
 steps of a block.
 
+A request may keep its row after its end, and a later request continue there, as the turns of a
+conversation do. Only what is new of the later request's prompt is read. If a step rounds otherwise
+than a pass over a prompt (`CacheSizes.pads_products`), the log-probabilities of the continuation differ
+by rounding from those after the same prompt in a fresh row.
+
 Not to be confused: these blocks of steps, and the blocks of slots that a cache consists of
 (`monograph.decode.cache`).
 """
@@ -17,7 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from monograph import compat
 from monograph.automata import Automaton
@@ -28,7 +33,13 @@ from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
-from monograph.decode.prompt_reader import PromptReader, PromptToRead, ReuseKey, Wrap
+from monograph.decode.prompt_reader import (
+    Continuation,
+    PromptReader,
+    PromptToRead,
+    ReuseKey,
+    Wrap,
+)
 from monograph.decode.request import (
     FINISHES,
     Event,
@@ -54,6 +65,20 @@ CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
 # The prompt of a row that has no prompt's keys and values.
 _NO_PROMPT = PromptToRead(())
+
+
+class KeptRow(NamedTuple):
+    """A row whose request has ended, which waits for the request that continues it.
+
+    Attributes:
+        row: the row. It stands at the last token that was sampled, which every step reads again.
+        known: the number of tokens before that one.
+        adapter: the slot of its adapter.
+    """
+
+    row: int
+    known: int
+    adapter: int
 
 
 class Generator:
@@ -204,6 +229,10 @@ class Generator:
             model.config.window(layer) for layer in range(model.config.num_hidden_layers)
         )
         self._queue = RequestQueue()
+        # The rows that are kept, by the numbers of their requests, and the requests that wait to continue
+        # such a row, each with the row.
+        self._kept: dict[int, KeptRow] = {}
+        self._continuing: list[tuple[KeptRow, WaitingRequest]] = []
         self._records: list[RowRecord | None] = [None] * rows
         # The prompt whose keys and values each row has.
         self._prompts = [_NO_PROMPT] * rows
@@ -228,7 +257,7 @@ class Generator:
         Raises:
             InputRefused: the prompt fills a row, or an automaton is too large for the tables.
             UsageError: the request needs a stage that the generator lacks, has too many stop ids, or
-                has an adapter that the model lacks.
+                has an adapter that the model lacks; or it continues a request whose row is not kept.
         """
         if len(request.prompt_ids) >= self.slots:
             raise InputRefused(
@@ -243,14 +272,41 @@ class Generator:
             )
         if not 0 <= request.adapter <= (self.bank.capacity if self.bank else BASE_SLOT):
             raise UsageError(f"the model has no slot {request.adapter} for an adapter")
+        if request.continues is not None:
+            self._require_kept(request.continues, request)
         number = self._submitted
         self._submitted += 1
-        self._queue.add(WaitingRequest(number, request, smallest_chain, knobs))
+        entry = WaitingRequest(number, request, smallest_chain, knobs)
+        if request.continues is None:
+            self._queue.add(entry)
+        else:
+            self._continuing.append((self._kept.pop(request.continues), entry))
         return number
 
+    def _require_kept(self, number: int, request: Request) -> None:
+        """Require that a request can continue the one with this number.
+
+        Raises:
+            UsageError: its row is not kept, or the request has no token more, or another adapter.
+        """
+        kept = self._kept.get(number)
+        if kept is None:
+            raise UsageError(f"request {number} has no row that is kept")
+        if len(request.prompt_ids) <= kept.known or request.adapter != kept.adapter:
+            raise UsageError(
+                f"the prompt or the adapter is not that of request {number}, continued"
+            )
+
     def cancel(self, number: int) -> None:
-        """Remove a request, whether it waits or runs. It has no further events."""
+        """Remove a request, whether it waits, runs or keeps its row. It has no further events."""
         self._queue.remove(number)
+        if number in self._kept:
+            self._free([self._kept.pop(number).row])
+        for kept, entry in self._continuing:
+            if entry.number == number:
+                self._continuing.remove((kept, entry))
+                self._free([kept.row])
+                break
         rows = [
             row
             for row, record in enumerate(self._records)
@@ -259,27 +315,42 @@ class Generator:
         if rows:
             self.state.status_B[rows] = Status.FREE
             self._end_requests(rows)
+            self._free(rows)
 
     def forget(self) -> None:
-        """Forget the keys and values of all prompts, which are invalid after a change of weights."""
+        """Forget the keys and values of all prompts, which are invalid after a change of weights.
+
+        Rows that are kept become free.
+        """
         self.reader.forget()
+        for number in list(self._kept):
+            self.cancel(number)
         self._prompts = [_NO_PROMPT] * self.rows
 
     def uses_adapter(self, slot: int) -> bool:
-        """Return whether a request that waits or runs has the adapter in this slot."""
-        running = [record.request for record in self._records if record is not None]
-        waiting = [entry.request for entry in self._queue]
-        return any(request.adapter == slot for request in [*running, *waiting])
+        """Return whether a request that waits, runs or keeps its row has the adapter in this slot."""
+        adapters = {record.request.adapter for record in self._records if record is not None}
+        adapters |= {entry.request.adapter for entry in self._queue}
+        adapters |= {kept.adapter for kept in self._kept.values()}
+        adapters |= {kept.adapter for kept, _ in self._continuing}
+        return slot in adapters
 
     @property
     def busy(self) -> bool:
         """Whether a request waits or runs."""
-        return self._unread is not None or bool(self._queue) or any(self._records)
+        is_waiting = bool(self._queue or self._continuing)
+        return self._unread is not None or is_waiting or any(self._records)
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether a request runs or can begin; all others wait for rows that are kept."""
+        can_begin = bool(self._continuing or (self._queue and self._free_rows))
+        return self._unread is not None or can_begin or any(self._records)
 
     @property
     def running(self) -> int:
-        """Return the number of rows with a request."""
-        return self.rows - len(self._free_rows)
+        """Return the number of rows with a request that runs."""
+        return sum(record is not None for record in self._records)
 
     def warm_up(self, go_on: Callable[[], None] = lambda: None) -> None:
         """Capture every variant of a pass and a step now, so that no request waits for a capture.
@@ -347,11 +418,12 @@ class Generator:
         return self._last_chain_and_knobs
 
     def _fill_rows(self) -> None:
-        """Put waiting requests into free rows, after their prompts have been read.
+        """Put waiting requests into rows, after their prompts have been read.
 
-        The pace limits the number of chunks that are read.
+        The pace limits the number of chunks that are read for free rows.
         """
         began = clock()
+        self._continue_rows()
         chunks_left = self.pace.max_chunks
         if chunks_left is not None:
             startable = min(len(self._free_rows), len(self._queue))
@@ -424,24 +496,67 @@ class Generator:
         """
         reader_rows = self.reader.rows_of(map(self._prompt_of, self._startable_requests()))
         automaton_states = list[tuple[int, int]]()
-        longest = 0
         for request in itertools.islice(self._startable_requests(), len(reader_rows)):
             states = self._acquire_automata(request)
             if states is None:
                 break
             automaton_states.append(states)
-            longest = max(longest, len(request.prompt_ids))
         count = len(automaton_states)
         rows = self._free_rows[:count]
         del self._free_rows[:count]
-        reader_rows = reader_rows[:count]
+        entries = [self._queue.take() for _ in rows]
+        self._begin_requests(rows, reader_rows[:count], entries, automaton_states)
+
+    def _continue_rows(self) -> None:
+        """Begin the requests that continue rows, as far as the tables have room for their automata."""
+        while self._continuing:
+            automaton_states = list[tuple[int, int]]()
+            for _, entry in self._continuing[: self.reader.rows]:
+                states = self._acquire_automata(entry.request)
+                if states is None:
+                    break
+                automaton_states.append(states)
+            count = len(automaton_states)
+            if not count:
+                break
+            rows = [kept.row for kept, _ in self._continuing[:count]]
+            entries = [entry for _, entry in self._continuing[:count]]
+            continuations = [
+                Continuation(kept.row, kept.known, self._prompt_of(entry.request))
+                for kept, entry in self._continuing[:count]
+            ]
+            try:
+                self.reader.continue_rows(self.cache, continuations)
+            except BaseException:
+                for entry in entries:
+                    self._release_automata(entry.request)
+                raise
+            del self._continuing[:count]
+            self._begin_requests(rows, range(count), entries, automaton_states)
+
+    def _begin_requests(
+        self,
+        rows: Sequence[int],
+        reader_rows: Sequence[int],
+        entries: Sequence[WaitingRequest],
+        automaton_states: Sequence[tuple[int, int]],
+    ) -> None:
+        """Begin requests in rows, with what the reader has read of their prompts.
+
+        Args:
+            rows: the rows.
+            reader_rows: the row of the reader's cache that each request's prompt is in.
+            entries: the requests, which were taken from where they waited.
+            automaton_states: see `_begin_request`, for each request.
+        """
+        longest = max(len(entry.request.prompt_ids) for entry in entries)
         tokens_read = longest if self.reader.reads_last_token else longest - 1
         self.cache.copy_rows(rows, self.reader.cache, reader_rows, tokens_read)
         if self.reader.reads_last_token:
             self._last_BD[rows] = self.reader.last_RD[reader_rows]
         values = [
-            self._begin_request(row, self._queue.take(), states)
-            for row, states in zip(rows, automaton_states, strict=True)
+            self._begin_request(row, entry, states)
+            for row, entry, states in zip(rows, entries, automaton_states, strict=True)
         ]
         # The values of all requests are written together, so that there is one copy for each tensor.
         write_rows(vars(self.state) | self.knobs, rows, values)
@@ -453,7 +568,7 @@ class Generator:
 
         Args:
             row: the row.
-            entry: the request, which was in the queue.
+            entry: the request, which has waited.
             automaton_states: the first states of its constraint and of its stop strings.
 
         Returns:
@@ -465,7 +580,9 @@ class Generator:
         stop_ids = request.stop_ids
         limit = min(request.max_tokens, self.slots - len(prompt))
         self._records[row] = RowRecord(number, request, limit, smallest_chain)
-        self._prompts[row] = self.reader.part_to_read(self._prompt_of(request))
+        # Of the prompt of a request that continues a row, decode steps have read a part, and may round otherwise.
+        if request.continues is None:
+            self._prompts[row] = self.reader.part_to_read(self._prompt_of(request))
         state = self.state
         if state.counts_BV is not None:
             counts_V, prompt_V = first_counts(sampling, prompt, self.vocabulary)
@@ -515,13 +632,17 @@ class Generator:
         self.tables.release(request.stop_automaton)
 
     def _end_requests(self, rows: Sequence[int]) -> None:
-        """Free the rows after their requests have ended or been cancelled."""
+        """Remove the requests of rows, which have ended or been cancelled."""
         for row in rows:
             record = self._records[row]
             self._records[row] = None
             assert record is not None
             self._release_automata(record.request)
-            if not self._keeps_prompts:
+
+    def _free(self, rows: Sequence[int]) -> None:
+        """Free rows without a request."""
+        if not self._keeps_prompts:
+            for row in rows:
                 self._prompts[row] = _NO_PROMPT
         self._free_rows += rows
         # See `_keeps_prompts`.
@@ -548,6 +669,9 @@ class Generator:
             len(record.request.prompt_ids) + min(record.launched + steps, record.limit)
             for record in running
         )
+        # The rows that are kept take part in the steps, too, and recurrences may take in their last tokens now.
+        waiting_rows = [*self._kept.values(), *(kept for kept, _ in self._continuing)]
+        longest = max([longest, *(kept.known + 1 for kept in waiting_rows)])
         # If one row needs the exact search, all rows use it, since it gives the same bits.
         truncation: Truncation = (
             "search" if any(record.needs_search for record in running) else "window"
@@ -589,6 +713,7 @@ class Generator:
         self.blocks_read += 1
         events = list[Event]()
         ended = list[int]()
+        freed = list[int]()
         for row, record in enumerate(block.records):
             # If the row has another record now, the block was launched before the host had read how the
             # request of this record ended, or that it needs "search".
@@ -603,6 +728,11 @@ class Generator:
                 self.state.status_B[row] = Status.RUNNING
             elif finish is not None:
                 ended.append(row)
+                if record.request.keeps_row and finish in ("stop", "length"):
+                    known = len(record.request.prompt_ids) + record.received - 1
+                    self._kept[record.number] = KeptRow(row, known, record.request.adapter)
+                else:
+                    freed.append(row)
             if finish == "not_finite":
                 # A NaN in the cache would reach later requests of this row, because attention multiplies
                 # masked values by 0, and 0 times NaN is NaN. The NaN may come from the prompt, so the
@@ -619,6 +749,8 @@ class Generator:
                 events.append(Event(record.number, tokens, finish, logprobs))
         if ended:
             self._end_requests(ended)
+        if freed:
+            self._free(freed)
         return events
 
 

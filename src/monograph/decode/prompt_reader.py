@@ -7,11 +7,14 @@ If two prompts begin with the same whole chunks, these chunks are read only once
 attention, this needs the recurrence after these chunks. A prompt's last token is read by the first
 decode step, or by the reader if `CacheSizes.pads_products`.
 
+A prompt can also continue a decoder's row, as the next turn of a conversation does. The row is then
+copied to the reader, which reads what is new.
+
 Shapes: R rows of the reader's cache, T positions of a chunk, D hidden size.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +56,21 @@ class PromptToRead(NamedTuple):
 
     ids: Ids
     reuse_key: ReuseKey = ReuseKey()
+
+
+class Continuation(NamedTuple):
+    """A prompt whose beginning a decoder's row has.
+
+    Attributes:
+        row: the row.
+        known: the number of first tokens that the row has. In layers without attention it may also have
+            the next token, if a step has read it after the row's request had ended.
+        prompt: the prompt, with at least one token more.
+    """
+
+    row: int
+    known: int
+    prompt: PromptToRead
 
 
 # A reader keeps the recurrences after the first chunks of prompts, for at most this number of beginnings.
@@ -101,10 +119,9 @@ class PromptReader:
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         # The tensors that a pass reads and writes; a captured pass needs fixed addresses.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
-        self._positions_RT = torch.arange(chunk, device=weight.device).repeat(self.rows, 1)
+        self._positions_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
         self._adapter_R = torch.zeros(self.rows, dtype=torch.int64, device=weight.device)
-        # The position of the first column of the tokens and positions.
-        self._first_position = 0
+        self._columns_T = torch.arange(chunk, device=weight.device)
         self._hidden_RTD = weight.new_zeros(
             self.rows, chunk if self.reads_last_token else 0, model.config.hidden_size
         )
@@ -138,11 +155,15 @@ class PromptReader:
             if len(chosen) >= self.rows:
                 break
         self._prompts = list(chosen)
-        slots = [prompt.reuse_key.adapter for prompt in self._prompts]
-        unused = self.rows - len(slots)
-        self._adapter_R.copy_(tensor_on(slots + [BASE_SLOT] * unused, self.device))
+        self._write_adapters(self._prompts)
         self._begin_reading()
         return True
+
+    def _write_adapters(self, prompts: Sequence[PromptToRead]) -> None:
+        """Give the first rows of the following passes the adapters of these prompts."""
+        slots = [prompt.reuse_key.adapter for prompt in prompts]
+        unused = self.rows - len(slots)
+        self._adapter_R.copy_(tensor_on(slots + [BASE_SLOT] * unused, self.device))
 
     def _begin_reading(self) -> None:
         """Make all chunks of the chosen prompts unread."""
@@ -199,7 +220,7 @@ class PromptReader:
         begins = self._unread_chunks[:chunks]
         for begin in begins:
             self._interrupted = bool(self.cache.recurrences)  # it remains so after an exception
-            self._read_one_chunk(begin)
+            self._read_pass(self._prompts, [begin] * len(self._prompts), self.chunk)
             self._interrupted = False
             # Chunks are removed one by one, because an exception may come before the last one is read.
             self._unread_chunks.remove(begin)
@@ -216,6 +237,32 @@ class PromptReader:
         ]
         if len(self._known_recurrences) > MAX_KNOWN_RECURRENCES:
             self._known_recurrences.popitem(last=False)
+
+    def continue_rows(self, source: KVCache, continuations: Sequence[Continuation]) -> None:
+        """Read what is new of prompts that continue rows of another cache.
+
+        Row i of this cache then has prompt i, and `last_RD` its last token, if that is read.
+
+        Args:
+            source: the other cache.
+            continuations: at most as many as this cache has rows.
+        """
+        self._prompts = []
+        self._unread_chunks = []
+        prompts = [self.part_to_read(each.prompt) for each in continuations]
+        begins = [each.known for each in continuations]
+        sources = [each.row for each in continuations]
+        lengths = [len(prompt.ids) for prompt in prompts]
+        self.cache.copy_rows(range(len(prompts)), source, sources, max(begins))
+        self.cache.limit_recurrences(lengths)
+        self._write_adapters(prompts)
+        if self.cache.recurrences:
+            # The recurrences may have taken in this token. Only a pass of one token may repeat it.
+            self._read_pass(prompts, begins, 1)
+            begins = [begin + 1 for begin in begins]
+        while any(begin < length for length, begin in zip(lengths, begins, strict=True)):
+            self._read_pass(prompts, begins, self.chunk)
+            begins = [begin + self.chunk for begin in begins]
 
     @property
     def is_finished(self) -> bool:
@@ -249,42 +296,53 @@ class PromptReader:
         """Capture every variant of a pass. The cache has no prompt afterwards."""
         if self._passes.is_capturing:
             for blocks in self.cache.block_counts:
-                self._passes.run(WARM_UP, blocks)
+                self._passes.run(WARM_UP, blocks, self.chunk)
             self.forget()
 
-    def _read_one_chunk(self, begin: int) -> None:
-        """Read the chunk that begins at this position, of all prompts."""
-        end = begin + self.chunk
-        parts = [prompt.ids[begin:end] for prompt in self._prompts]
-        parts += [()] * (self.rows - len(self._prompts))
+    def _read_pass(
+        self, prompts: Sequence[PromptToRead], begins: Sequence[int], count: int
+    ) -> None:
+        """Read some tokens of each prompt.
+
+        Args:
+            prompts: the parts to read of the prompts of the first rows.
+            begins: the position of the first token that is read now, for each prompt.
+            count: the number of tokens, a chunk or 1.
+        """
+        parts = [
+            prompt.ids[begin : begin + count] for prompt, begin in zip(prompts, begins, strict=True)
+        ]
+        parts += [()] * (self.rows - len(prompts))
         padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
         self._tokens_RT.copy_(tensor_on(padded, self.device))
-        self._positions_RT += begin - self._first_position
-        self._first_position = begin
-        self._passes.run(1, self.cache.block_count_for(end))
+        first_R = tensor_on([*begins, *[0] * (self.rows - len(prompts))], self.device)
+        # What pads a short part is written behind it, or to the last slot, which no prompt reaches.
+        positions_RT = first_R[:, None] + self._columns_T
+        self._positions_RT.copy_(positions_RT.clamp(max=self.cache.slots - 1))
+        self._passes.run(1, self.cache.block_count_for(max(begins) + count), count)
         if self.reads_last_token:
-            # The rows whose prompts end in this chunk, and the columns of their last tokens.
+            # The rows whose prompts end in this pass, and the columns of their last tokens.
             rows = list[int]()
             columns = list[int]()
-            for row, prompt in enumerate(self._prompts):
+            for row, (prompt, begin) in enumerate(zip(prompts, begins, strict=True)):
                 column = len(prompt.ids) - 1 - begin
-                if 0 <= column < self.chunk:
+                if 0 <= column < count:
                     rows.append(row)
                     columns.append(column)
             self.last_RD[rows] = self._hidden_RTD[rows, columns]
 
     @torch.no_grad()
-    def _run_pass(self, blocks: int) -> None:
+    def _run_pass(self, blocks: int, count: int) -> None:
         with rows_with_adapters(self.bank, self._adapter_R):
             hidden_RTD = self.model(
-                self._tokens_RT,
-                positions=self._positions_RT,
+                self._tokens_RT[:, :count],
+                positions=self._positions_RT[:, :count],
                 cache=self.cache.with_first_blocks(blocks),
             )
         # If the hidden states are not used, a compiled pass computes nothing after the last layer's keys
         # and values.
         if self.reads_last_token:
-            self._hidden_RTD.copy_(hidden_RTD)
+            self._hidden_RTD[:, :count].copy_(hidden_RTD)
 
 
 def _beginning(prompt: PromptToRead, tokens: int) -> PromptToRead:

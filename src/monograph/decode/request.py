@@ -36,6 +36,11 @@ class Request(NamedTuple):
         owner: the owner of the request. Keys and values of a prompt are reused only for requests of
             the same owner.
         adapter: the slot of its adapter in the model's bank (`monograph.decode.adapter_bank`); 0: none.
+        keeps_row: whether no other request gets the row when this one has ended, so that a later
+            request can continue it, until `Generator.cancel`.
+        continues: the number of the ended request, with `keeps_row` and the same adapter, whose row this
+            one continues. Its prompt begins with the prompt and the tokens of that request, of which only
+            the last token is read again. None: it begins in a free row.
     """
 
     prompt_ids: tuple[int, ...]
@@ -48,6 +53,8 @@ class Request(NamedTuple):
     seed: int | None = None
     owner: str = ""
     adapter: int = 0
+    keeps_row: bool = False
+    continues: int | None = None
 
 
 class LogProbability(NamedTuple):

@@ -19,6 +19,7 @@ class Transcript:
             or the beginning of a stop string. After `finish` it ends before the first stop string.
         size: the number of bytes of `text` and of an incomplete character after it, before errors
             are replaced.
+        stopped_by: after `finish`, the stop string before which the text ends; "" if there is none.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Transcript:
         self.token_ids: list[int] = []
         self.text = ""
         self.size = 0
+        self.stopped_by = ""
 
     def add(self, ids: Iterable[int]) -> str:
         """Add ids, and return the text that has become certain."""
@@ -52,8 +54,12 @@ class Transcript:
 
     def finish(self) -> str:
         """End the text, and return its rest up to the first stop string."""
-        begins = [self._pending_bytes.find(stop) for stop in self._stop]
-        end = min((begin for begin in begins if begin >= 0), default=len(self._pending_bytes))
+        end = len(self._pending_bytes)
+        for stop in self._stop:
+            begin = self._pending_bytes.find(stop)
+            if 0 <= begin < end:
+                end = begin
+                self.stopped_by = stop.decode()
         return self._append(end, final=True)
 
     def _count_certain_bytes(self) -> int:

@@ -17,8 +17,8 @@ from monograph.graph.inspect import running_modules
 OUTSIDE = "outside of the module"
 
 
-class Layer(NamedTuple):
-    """A part of the members' module.
+class LayerReport(NamedTuple):
+    """How a part of the members' module runs.
 
     Attributes:
         name: its path and class.
@@ -31,7 +31,7 @@ class Layer(NamedTuple):
     looped: tuple[str, ...]
 
 
-class Layers(list[Layer]):
+class Layers(list[LayerReport]):
     """The parts in the module's order. `str(layers)` is a table with one line for each part."""
 
     def __str__(self) -> str:
@@ -88,10 +88,10 @@ class PassObserver:
                 how = "batched, step by step in time"
             else:
                 how = "batched"
-            layers.append(Layer(name, how, tuple(looped)))
+            layers.append(LayerReport(name, how, tuple(looped)))
         looped_outside = self._looped_operators.get(OUTSIDE)
         if looped_outside:
-            layers.append(Layer(OUTSIDE, _looped_text(looped_outside), tuple(looped_outside)))
+            layers.append(LayerReport(OUTSIDE, _looped_text(looped_outside), tuple(looped_outside)))
         return layers
 
     def warn(self) -> None:

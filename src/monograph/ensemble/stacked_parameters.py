@@ -55,6 +55,9 @@ class StackedParameters(OnDevice):
     differentiable = False  # a gradient inside vmap is not a gradient of the stack
     # Members are small, so launching the kernels of an update takes longer than running them.
     replays_update = True
+    # Members' parameters are views of the stack, and torch does not count what is written to them as
+    # writes to the stack.
+    rounds_in_update = False
 
     def __init__(
         self,
@@ -274,8 +277,7 @@ class StackedParameters(OnDevice):
         step = self.step
         self.caller.stack.require_views(step.index)
         step.link()
-        for plane in step.planes:
-            plane.round()
+        self.round_weights()
         for batch in batches:
             step.micro_step(batch)
             self.caller.draw += 1  # dropout drops other elements in the next micro-batch

@@ -65,8 +65,8 @@ class LlamaConfig:
         sliding_window: number of positions that a query sees in layers with a window: its own and
             the ones directly before it. None: no layer has a window.
         layer_types: for each layer, "full_attention" (no window), "sliding_attention" (with a window)
-            or "linear_attention" (a gated delta net). (): all layers have attention, with a window
-            if sliding_window is set.
+            "linear_attention" (a gated delta net) or "mamba" (a layer of Mamba 2). (): all layers
+            have attention, with a window if sliding_window is set.
         linear_num_key_heads: number of key heads of a delta net; must divide
             linear_num_value_heads. 0: half of linear_num_value_heads if that is even, or else all of
             it.
@@ -74,6 +74,17 @@ class LlamaConfig:
         linear_key_head_dim: width of a delta net's key head. 0: head_dim.
         linear_value_head_dim: width of a delta net's value head. 0: head_dim.
         linear_conv_kernel_dim: number of positions that a delta net's convolution sees. 0: 4.
+        mamba_n_heads: number of heads of a layer of Mamba 2. mamba_n_heads * mamba_d_head must be a
+            multiple of hidden_size. 0: so many that it is twice hidden_size.
+        mamba_d_head: width of a head of Mamba 2. 0: head_dim if that fits, or else as wide as
+            mamba_n_heads asks for.
+        mamba_n_groups: number of groups of heads that have the same keys and queries; must divide
+            mamba_n_heads. 0: 1.
+        mamba_d_state: width of a key of Mamba 2. 0: 128.
+        mamba_d_conv: number of positions that the convolution of Mamba 2 sees. 0: 4.
+        mamba_conv_bias: whether this convolution has a bias.
+        mamba_proj_bias: whether the two projections of Mamba 2 have biases.
+        position_embedding_type: "rope", or "nope" if no layer rotates queries and keys.
         no_rope_layers: 1 for each layer that rotates queries and keys, 0 for each layer that does
             not, which is the reverse of what the name says. (): all layers rotate.
         embedding_multiplier: factor of the embedded tokens.
@@ -132,6 +143,14 @@ class LlamaConfig:
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
+    mamba_n_heads: int = 0
+    mamba_d_head: int = 0
+    mamba_n_groups: int = 0
+    mamba_d_state: int = 0
+    mamba_d_conv: int = 0
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    position_embedding_type: str = "rope"
     no_rope_layers: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -166,7 +185,7 @@ class LlamaConfig:
         self._check_fields_of_family()
         self._check_layers()
         self._unify_equal_values()
-        # The fields of mixtures and of delta nets, with their defaults in place of zeros.
+        # The fields of mixtures and of recurrent layers, with their defaults in place of zeros.
         derived = {
             **mixture_keys.check_and_derive(self),
             **self.family.other_layers.checked_sizes(self),
@@ -227,6 +246,8 @@ class LlamaConfig:
             "attention_bias",
             "norm_topk_prob",
             "output_router_logits",
+            "mamba_conv_bias",
+            "mamba_proj_bias",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
@@ -424,6 +445,8 @@ class LlamaConfig:
                 )
         family = families.find_family(values["model_type"])
         families.check_supported(values)
+        if family.own_keys is not None:
+            values = family.own_keys.from_hf({**family.defaults, **values})
         # In transformers, rope_parameters = null means the default, as if the key were left out.
         in_file = {
             key: value
@@ -487,6 +510,8 @@ class LlamaConfig:
                 has_windows.index(True) if any(has_windows) else self.num_hidden_layers
             )
         values |= mixture_keys.to_hf(self)
+        if family.own_keys is not None:
+            values |= family.own_keys.to_hf(self)
         if "no_rope_layers" in family.optional_keys:
             values["no_rope_layers"] = [int(self.rotates(layer)) for layer in layers]
         activation_key, activation = family.activation
@@ -539,7 +564,7 @@ class LlamaConfig:
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates queries and keys by their positions."""
-        if not self.layer_type(layer).attends:
+        if not self.layer_type(layer).attends or self.position_embedding_type == "nope":
             return False
         return not self.no_rope_layers or self.no_rope_layers[layer] == 1
 

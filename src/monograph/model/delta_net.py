@@ -25,6 +25,14 @@ from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, L2_NORM_EPS, LINEAR_ATTENTION
 from monograph.model.layers import Linear, RMSNorm
 from monograph.model.mixer import USE_HF, LayerCache, Mixer, VisiblePositions, mixer_of
+from monograph.model.recurrent import (
+    CausalConv,
+    RecurrentState,
+    document_starts,
+    empty_state,
+    heads_first,
+    without_middle_axis,
+)
 from monograph.model.rope import CosSin
 from monograph.ops import delta_rule
 from monograph.ops.attention import Impl, Mask
@@ -48,26 +56,6 @@ _LLAMA_CPP_NAMES = {
 }
 # Tensors of a delta net whose first rows belong to queries and keys.
 _WITH_QUERIES_AND_KEYS = ("in_proj_qkv.weight", "conv1d.weight")
-
-
-class DeltaNetState(NamedTuple):
-    """The state of a delta net after some tokens of each row.
-
-    Attributes:
-        inputs_BKC: the last K inputs of the convolution, the newest last.
-        state_BHEV: the state of the delta rule.
-        count_B: number of tokens that the state includes, int64.
-        limit_B: largest number of tokens that it may include, int64.
-    """
-
-    inputs_BKC: Tensor
-    state_BHEV: Tensor
-    count_B: Tensor
-    limit_B: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors except the limit."""
-        return [self.inputs_BKC, self.state_BHEV, self.count_B]
 
 
 class _KeptMultiples(NamedTuple):
@@ -183,8 +171,8 @@ class GatedDeltaNet(Mixer):
             with torch.autocast(hidden_BTD.device.type, enabled=False):
                 out_BHTV, _ = self._rule(
                     *self._heads(mixed_BTC, wide),
-                    _heads_first(decay_BTH),
-                    _heads_first(beta_BTH),
+                    heads_first(decay_BTH),
+                    heads_first(beta_BTH),
                     starts_BT,
                 )
         else:
@@ -228,14 +216,14 @@ class GatedDeltaNet(Mixer):
         query_BTX, key_BTX, value_BTX = mixed_BTC.to(wide).split(self.qkv_widths, dim=-1)
         queries_and_keys = []
         for channels_BTX in (query_BTX, key_BTX):
-            heads_BGTE = _heads_first(channels_BTX.unflatten(-1, (-1, self.key_dim)))
+            heads_BGTE = heads_first(channels_BTX.unflatten(-1, (-1, self.key_dim)))
             squared_length_BGT1 = heads_BGTE.square().sum(dim=-1, keepdim=True)
             unit_BGTE = heads_BGTE * (squared_length_BGT1 + L2_NORM_EPS).rsqrt()
             queries_and_keys.append(
                 unit_BGTE.repeat_interleave(self.value_heads_per_key_head, dim=1)
             )
         query_BHTE, key_BHTE = queries_and_keys
-        value_BHTV = _heads_first(value_BTX.unflatten(-1, (-1, self.value_dim)))
+        value_BHTV = heads_first(value_BTX.unflatten(-1, (-1, self.value_dim)))
         return query_BHTE / math.sqrt(self.key_dim), key_BHTE, value_BHTV
 
     def _cached(
@@ -247,27 +235,14 @@ class GatedDeltaNet(Mixer):
         includes does not change the state, and gets the same output again. In a pass of several tokens,
         all must be new. A token whose position is at or beyond the row's limit is not added.
         """
-        recurrence = cast(DeltaNetState, cache.cache.recurrence(cache.layer_index))
-        is_new_BT = (cache.positions_BT >= recurrence.count_B[:, None]) & (
-            cache.positions_BT < recurrence.limit_B[:, None]
-        )
-        inputs_BSC = torch.cat(
-            [recurrence.inputs_BKC, channels_BTC.to(recurrence.inputs_BKC.dtype)], dim=1
-        )
-        # For each row, the last K inputs up to its last new token. In `inputs_BSC`, K old inputs come first.
-        index_BK = is_new_BT.sum(dim=1)[:, None] + torch.arange(
-            recurrence.inputs_BKC.shape[1], device=is_new_BT.device
-        )
-        inputs_BKC = inputs_BSC.gather(1, index_BK[..., None].expand(-1, -1, inputs_BSC.shape[-1]))
+        recurrence = cast(RecurrentState, cache.cache.recurrence(cache.layer_index))
+        new = recurrence.with_inputs(channels_BTC, cache.positions_BT)
         is_one_token = channels_BTC.shape[1] == 1
-        # Each output needs K inputs, its own and K - 1 earlier ones. So T outputs do not need the oldest of
-        # the K old inputs. A repeated token is in the old inputs already, and `inputs_BKC` ends with it.
-        convolved_BSC = inputs_BKC if is_one_token else inputs_BSC[:, 1:]
-        mixed_BTC = self.conv1d.convolve_inputs(convolved_BSC)
+        mixed_BTC = self.conv1d.convolve_inputs(new.convolved_BSC)
         query_BHTE, key_BHTE, value_BHTV = self._heads(mixed_BTC, recurrence.state_BHEV.dtype)
         # A token with g = 0 (no decay) and beta = 0 does not change the state.
         decay_BHT, beta_BHT = (
-            _heads_first(torch.where(is_new_BT[..., None], numbers_BTH, 0.0))
+            heads_first(torch.where(new.is_new_BT[..., None], numbers_BTH, 0.0))
             for numbers_BTH in (decay_BTH, beta_BTH)
         )
         if is_one_token:
@@ -278,9 +253,7 @@ class GatedDeltaNet(Mixer):
             out_BHTV, state_BHEV = self._rule(
                 query_BHTE, key_BHTE, value_BHTV, decay_BHT, beta_BHT, None, recurrence.state_BHEV
             )
-        recurrence.inputs_BKC.copy_(inputs_BKC)
-        recurrence.state_BHEV.copy_(state_BHEV)
-        recurrence.count_B.add_(is_new_BT.sum(dim=1))
+        recurrence.store(new, state_BHEV)
         return out_BHTV
 
     @classmethod
@@ -309,20 +282,17 @@ class GatedDeltaNet(Mixer):
     @classmethod
     def recurrence(
         cls, config: LlamaConfig, rows: int, dtype: torch.dtype, device: torch.device
-    ) -> DeltaNetState:
+    ) -> RecurrentState:
         """Return a state that includes no token and has no limit."""
         key_size = config.linear_key_head_dim
         value_size = config.linear_value_head_dim
         heads = config.linear_num_value_heads
         channels = 2 * config.linear_num_key_heads * key_size + heads * value_size
-        inputs_shape = (rows, config.linear_conv_kernel_dim, channels)
-        # The state is at least in fp32.
-        state_dtype = torch.promote_types(dtype, torch.float32)
-        return DeltaNetState(
-            torch.zeros(inputs_shape, dtype=dtype, device=device),
-            torch.zeros(rows, heads, key_size, value_size, dtype=state_dtype, device=device),
-            torch.zeros(rows, dtype=torch.int64, device=device),
-            torch.full((rows,), torch.iinfo(torch.int64).max, device=device),
+        return empty_state(
+            inputs_shape=(rows, config.linear_conv_kernel_dim, channels),
+            state_shape=(rows, heads, key_size, value_size),
+            dtype=dtype,
+            device=device,
         )
 
     @classmethod
@@ -446,65 +416,6 @@ class GatedDeltaNet(Mixer):
 
         return UnreadTensor(
             _LLAMA_CPP_NAMES[name],
-            _without_middle_axis(like),
-            lambda: _without_middle_axis(change(read())),
+            without_middle_axis(like),
+            lambda: without_middle_axis(change(read())),
         )
-
-
-class CausalConv(nn.Module):
-    """A causal convolution over positions, for each channel alone, and then silu."""
-
-    def __init__(self, channels: int, taps: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, taps))  # the shape of a Conv1d
-
-    def forward(self, channels_BTC: Tensor, segments_BT: Tensor | None) -> Tensor:
-        """Return silu(sum_j w[j] x[t - K + 1 + j]) over the positions of t's document, [B, T, C]."""
-        total_BTC = channels_BTC * self.weight[:, 0, -1]
-        indices_T = torch.arange(channels_BTC.shape[1], device=channels_BTC.device)
-        for back in range(1, self.weight.shape[-1]):
-            # Whether the position that is `back` positions earlier is in the same document.
-            is_same_BT = (indices_T >= back)[None]
-            if segments_BT is not None:
-                is_same_BT = is_same_BT & (segments_BT.roll(back, dims=1) == segments_BT)
-            # A compiler fuses `roll` into loops without branches, forward and backward, but not
-            # `pad`.
-            earlier_BTC = torch.where(is_same_BT[..., None], channels_BTC.roll(back, dims=1), 0.0)
-            total_BTC = total_BTC + earlier_BTC * self.weight[:, 0, -1 - back]
-        return F.silu(total_BTC)
-
-    def convolve_inputs(self, inputs_BSC: Tensor) -> Tensor:
-        """Return the outputs at the last S - K + 1 positions, which are those with all K inputs.
-
-        Args:
-            inputs_BSC: consecutive inputs of one document.
-        """
-        taps = self.weight.shape[-1]
-        length = inputs_BSC.shape[1] - taps + 1
-        total_BTC = inputs_BSC[:, taps - 1 :] * self.weight[:, 0, -1]
-        for back in range(1, taps):
-            begin = taps - 1 - back
-            total_BTC = (
-                total_BTC + inputs_BSC[:, begin : begin + length] * self.weight[:, 0, -1 - back]
-            )
-        return F.silu(total_BTC)
-
-
-def document_starts(segments_BT: Tensor | None) -> Tensor | None:
-    """Return whether each position begins a document, bool [B, T]; None without segments.
-
-    The first position of a row is False, because no state comes before it that must be dropped.
-    """
-    if segments_BT is None:
-        return None
-    return F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0))
-
-
-def _heads_first(tensor: Tensor) -> Tensor:
-    """Swap positions and heads, [B, T, H, ...] to [B, H, T, ...]."""
-    return tensor.transpose(1, 2)
-
-
-def _without_middle_axis(tensor: Tensor) -> Tensor:
-    """Return a convolution's weight [C, 1, K] as [C, K], and any other tensor unchanged."""
-    return tensor.squeeze(1) if tensor.ndim == 3 else tensor

@@ -7,13 +7,17 @@ optional keys of config.json they have, and transformers' defaults for keys that
 """
 
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
+from monograph.model import granite_keys
 from monograph.model.layer_types import (
     DELTA_NET_SIZES,
     LAYER_TYPES,
     LINEAR_ATTENTION,
+    MAMBA,
+    MAMBA_SIZES,
     SLIDING_ATTENTION,
     LayerType,
 )
@@ -82,7 +86,7 @@ class Family(NamedTuple):
             in the decoder}.
         rope_types: the supported scalings of rotary positions, by transformers' names.
         other_layer_type: the type of the layers that are not full attention, by its word in
-            `LAYER_TYPES`: layers with a window, or gated delta nets.
+            `LAYER_TYPES`: layers with a window, gated delta nets, or layers of Mamba 2.
         full_attention_every: n, if every n-th layer is full attention and the layers between are of
             `other_layer_type`. It is used only if a file has no layer_types. 0: the family has no
             such rule, and `layer_keys.windows_from_hf` says which layers have a window.
@@ -115,8 +119,9 @@ class Family(NamedTuple):
         new_norm_topk_prob: norm_topk_prob of a new model with mixtures.
         may_have_mtp_layers: whether files may have layers for multi-token prediction, which neither
             transformers nor this package reads.
-        llama_cpp: how llama.cpp computes an exported model; None: llama.cpp does not know the family,
-            and no file for it is written.
+        own_keys: the module that translates keys of config.json which only this family has, with
+            the functions `from_hf` and `to_hf`; None: all keys are those of `LlamaConfig`.
+        llama_cpp: how llama.cpp computes an exported model; None: no file for llama.cpp is written.
     """
 
     architecture: str
@@ -146,6 +151,7 @@ class Family(NamedTuple):
     heads_divide_hidden_size: bool = False
     new_norm_topk_prob: bool = True
     may_have_mtp_layers: bool = False
+    own_keys: ModuleType | None = None
     llama_cpp: LlamaCppSupport | None = None
 
     @property
@@ -175,6 +181,9 @@ FIELDS_OF_SOME_FAMILIES = {
     "sliding_window",
     "layer_types",
     "no_rope_layers",
+    "position_embedding_type",
+    "mamba_conv_bias",
+    "mamba_proj_bias",
     "rope_local_theta",
     "partial_rotary_factor",
     "query_pre_attn_scalar",
@@ -530,6 +539,35 @@ FAMILIES: dict[str, Family] = {
             computes_attention_bias=True,
             norm_before_mlp=_POST_ATTENTION_NORM,
         ),
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        (
+            "attention_bias",
+            "layer_types",
+            "position_embedding_type",
+            *MAMBA_SIZES,
+            "mamba_conv_bias",
+            "mamba_proj_bias",
+            *MULTIPLIERS,
+        ),
+        {
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+            "position_embedding_type": "nope",
+            **dict(zip(MAMBA_SIZES, (128, "auto", 1, 256, 4), strict=True)),
+            "mamba_expand": 2,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+            **_LLAMA_BOS_AND_EOS,
+        },
+        joined_layers={
+            "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+            "shared_mlp.output_linear": ("mlp.down_proj",),
+        },
+        other_layer_type=MAMBA,
+        full_attention_every=10,
+        own_keys=granite_keys,
     ),
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it

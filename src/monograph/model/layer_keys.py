@@ -178,6 +178,7 @@ def new_model_keys(model_type: str, layers: int) -> dict[str, Any]:
         "rope_local_theta": local_theta,
         "partial_rotary_factor": family.defaults.get("partial_rotary_factor", 1.0),
         "attention_bias": family.defaults.get("attention_bias", False),
+        "position_embedding_type": family.defaults.get("position_embedding_type", "rope"),
     }
     if family.other_layers.new_norm_eps is not None:
         keys["rms_norm_eps"] = family.other_layers.new_norm_eps

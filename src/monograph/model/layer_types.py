@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"  # attention with a window
 LINEAR_ATTENTION = "linear_attention"  # a gated delta net
+MAMBA = "mamba"  # a layer of Mamba 2
 # The keys of a delta net's sizes.
 DELTA_NET_SIZES = (
     "linear_num_key_heads",
@@ -30,6 +31,8 @@ DELTA_NET_SIZES = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+# The keys of the sizes of a layer of Mamba 2.
+MAMBA_SIZES = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 # A delta net divides each query and key by sqrt(its squared length + this number), as in transformers.
 L2_NORM_EPS = 1e-6
 
@@ -82,6 +85,44 @@ def _delta_net_sizes(config: LlamaConfig) -> dict[str, int]:
     return sizes
 
 
+def _mamba_sizes(config: LlamaConfig) -> dict[str, int]:
+    """Check the sizes of layers of Mamba 2, and return them by their keys with defaults in place of
+    zeros.
+    """
+    for name in MAMBA_SIZES:
+        if getattr(config, name) != 0:
+            check_positive_integer(name, getattr(config, name))
+    # By default all heads together are twice as wide as the residual stream.
+    default_width = 2 * config.hidden_size
+    head_dim = config.mamba_d_head
+    if head_dim == 0 and config.mamba_n_heads:
+        head_dim = max(1, default_width // config.mamba_n_heads)
+    elif head_dim == 0 and default_width % config.head_dim == 0:
+        head_dim = config.head_dim
+    elif head_dim == 0:
+        head_dim = config.hidden_size
+    sizes = {
+        "mamba_n_heads": config.mamba_n_heads or max(1, default_width // head_dim),
+        "mamba_d_head": head_dim,
+        "mamba_n_groups": config.mamba_n_groups or 1,
+        "mamba_d_state": config.mamba_d_state or 128,
+        "mamba_d_conv": config.mamba_d_conv or 4,
+    }
+    heads = sizes["mamba_n_heads"]
+    groups = sizes["mamba_n_groups"]
+    if heads % groups:
+        raise InputRefused(
+            f"mamba_n_heads = {heads} is not a multiple of mamba_n_groups = {groups}; change one"
+        )
+    width = heads * head_dim
+    if width % config.hidden_size:
+        raise InputRefused(
+            f"mamba_n_heads * mamba_d_head = {width} is not a multiple of hidden_size = {config.hidden_size}, as "
+            "transformers wants it; change one"
+        )
+    return sizes
+
+
 LAYER_TYPES = {
     FULL_ATTENTION: LayerType("monograph.model.layers:Attention", attends=True),
     SLIDING_ATTENTION: LayerType("monograph.model.layers:Attention", attends=True),
@@ -92,5 +133,10 @@ LAYER_TYPES = {
         # llama.cpp uses one number both as the norms' epsilon and as L2_NORM_EPS. So a new model with
         # another epsilon could not be exported.
         new_norm_eps=L2_NORM_EPS,
+    ),
+    MAMBA: LayerType(
+        "monograph.model.mamba:Mamba2",
+        size_keys=MAMBA_SIZES,
+        checked_sizes=_mamba_sizes,
     ),
 }

@@ -67,7 +67,7 @@ from monograph.ops.decode_kernels import (
 
 Activation = Literal["silu", "gelu"]
 # How a weight is stored: dense, as an `Int8Weight` or as an `NF4Weight`.
-Form = Literal["dense", "int8", "nf4"]
+WeightForm = Literal["dense", "int8", "nf4"]
 # The number of tensors that store a weight: the weight; codes and scales; or codes, levels, steps, mean
 # and table.
 _STORED_TENSORS = {"dense": 1, "int8": 2, "nf4": 5}
@@ -743,7 +743,7 @@ class LowRankBank(NamedTuple):
     slot_B: Tensor
 
 
-class Layer(NamedTuple):
+class StoredLayer(NamedTuple):
     """The tensors of a linear layer.
 
     Attributes:
@@ -754,7 +754,7 @@ class Layer(NamedTuple):
         adapter: the adapter, the bank of adapters, or None.
     """
 
-    form: Form
+    form: WeightForm
     stored: tuple[Tensor, ...]
     bias_N: Tensor | None = None
     adapter: LowRank | LowRankBank | None = None
@@ -780,7 +780,7 @@ def project(
         [B, N] in the same dtype; products are summed in fp32 and rounded once before the residual is
         added, as a linear layer does.
     """
-    layer = Layer("dense", (weight_NK,), bias_N)
+    layer = StoredLayer("dense", (weight_NK,), bias_N)
     return multiply(x_BK, [layer], [len(weight_NK)], norm, residual_BN)
 
 
@@ -797,14 +797,14 @@ def project_gated(x_BK: Tensor, weight_NK: Tensor, norm: Norm, activation: Activ
         [B, M] in the same dtype.
     """
     gate_MK, up_MK = weight_NK.chunk(2)
-    gate = Layer("dense", (gate_MK,))
-    up = Layer("dense", (up_MK,))
+    gate = StoredLayer("dense", (gate_MK,))
+    up = StoredLayer("dense", (up_MK,))
     return multiply_gated(x_BK, gate, up, len(gate_MK), norm, activation)
 
 
 def multiply(
     x_BK: Tensor,
-    layers: Sequence[Layer],
+    layers: Sequence[StoredLayer],
     columns: Sequence[int],
     norm: Norm | None = None,
     residual_BN: Tensor | None = None,
@@ -833,8 +833,8 @@ def multiply(
 
 def multiply_gated(
     x_BK: Tensor,
-    gate: Layer,
-    up: Layer,
+    gate: StoredLayer,
+    up: StoredLayer,
     columns: int,
     norm: Norm,
     activation: Activation,
@@ -846,7 +846,7 @@ def multiply_gated(
 
 def _multiply_layers(
     x_BK: Tensor,
-    layers: Sequence[Layer],
+    layers: Sequence[StoredLayer],
     columns: Sequence[int],
     norm: Norm | None,
     residual_BN: Tensor | None,

@@ -22,7 +22,7 @@ from monograph.report.charts import (
     lines_of,
 )
 from monograph.report.metrics import metric_keys, shown_metrics
-from monograph.report.page import Cell, Drawings, number, page, section, table
+from monograph.report.page import Drawings, TableCell, number, page, section, table
 from monograph.report.quantities import count
 
 SHADES = 4  # the page has this many colours that can be told apart
@@ -123,7 +123,7 @@ def _drawings(sides: Sequence[Compared]) -> Drawings:
 
 def _scores_table(sides: Sequence[Compared], unit: str) -> str:
     """Return a table of the sides: their scores, and how each compares with the first side."""
-    rows: list[list[Cell]] = []
+    rows: list[list[TableCell]] = []
     for side in sides:
         rows.append(
             [
@@ -157,7 +157,7 @@ def _settings_table(sides: Sequence[Compared]) -> str:
     names = [side.name for side in sides if side.config]
     configs = [_flat_config(side.config) for side in sides if side.config]
     keys = list(dict.fromkeys(key for config in configs for key in config))
-    rows: list[list[Cell]] = []
+    rows: list[list[TableCell]] = []
     for key in keys:
         values = [config.get(key) for config in configs]
         # A set of texts, since a list cannot be in a set, and since a set takes 1 and True for equal.

@@ -19,7 +19,7 @@ from monograph.storage.reading import contents
 
 # A cell of a table that sorts: a text to sort by, or (text, number to sort by). The number None
 # means unknown, and is last in each order.
-Cell = str | tuple[str, float | None]
+TableCell = str | tuple[str, float | None]
 
 # A table's last column may wrap if it has a longer text than this many characters.
 _MAX_ONE_LINE = 24
@@ -149,7 +149,7 @@ def section(heading: str, *parts: str, full_width: bool = False) -> str:
     return f"<section{css_class}><h2>{escaped(heading)}</h2>\n{body}\n</section>" if body else ""
 
 
-def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[TableCell]]) -> str:
     """Return a table that can be sorted by each column; "" if there are no rows.
 
     Args:
@@ -178,7 +178,7 @@ def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> st
     )
 
 
-def number(value: float | None, number_format: str) -> Cell:
+def number(value: float | None, number_format: str) -> TableCell:
     """Return the cell of a number in a format such as "{:.3f}"; an empty cell for None."""
     if value is None:
         return "", None
@@ -190,7 +190,7 @@ def _class_attribute(css_class: str) -> str:
     return f' class="{css_class}"' if css_class else ""
 
 
-def _cell_markup(cell: Cell, css_class: str) -> str:
+def _cell_markup(cell: TableCell, css_class: str) -> str:
     if isinstance(cell, tuple):
         text, value = cell
     else:

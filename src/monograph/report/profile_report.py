@@ -24,8 +24,8 @@ from monograph.report.figures import ACCENT, INK, MUTED, style, svg
 from monograph.report.page import (
     Bar,
     BarRow,
-    Cell,
     Drawings,
+    TableCell,
     bars,
     folded,
     number,
@@ -154,7 +154,7 @@ def _part_bars(verdict: Verdict) -> str:
 
 def _parts_table(verdict: Verdict) -> str:
     """Return a table of the parts: share, time, best time, and what limits most of the part."""
-    rows: list[list[Cell]] = []
+    rows: list[list[TableCell]] = []
     for part in PARTS:
         rows.append(
             [
@@ -171,7 +171,7 @@ def _parts_table(verdict: Verdict) -> str:
 
 def _changes_table(verdict: Verdict) -> str:
     """Return a table of the changes to try, with their predicted speedups."""
-    rows: list[list[Cell]] = []
+    rows: list[list[TableCell]] = []
     for change in verdict.changes:
         rows.append(
             [
@@ -333,12 +333,12 @@ LADDER_HEADS = (
 )
 
 
-def ladder_cells(rungs: Sequence[Values]) -> list[list[Cell]]:
+def ladder_cells(rungs: Sequence[Values]) -> list[list[TableCell]]:
     """Return a row of cells for each rung, under `LADDER_HEADS`.
 
     The row of a rung that could not run has its name and the reason alone.
     """
-    rows: list[list[Cell]] = []
+    rows: list[list[TableCell]] = []
     for rung in rungs:
         update_s = rung["update_s"]
         size = rung["peak_memory_bytes"]

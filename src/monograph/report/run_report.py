@@ -14,7 +14,7 @@ from monograph.report.figures import Picture
 from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.metrics import LOSS, held_out_metrics, shown_metrics
-from monograph.report.page import Cell, column, config_of, number, page, pairs, section, table
+from monograph.report.page import TableCell, column, config_of, number, page, pairs, section, table
 from monograph.report.run_charts import run_drawings
 from monograph.report.run_figures import draw
 
@@ -263,7 +263,7 @@ def _scores_table(rows: Sequence[MetricsRow]) -> str:
     score_keys = [metric.held_out for metric in held_out_metrics()]
     scored = [row for row in rows if any(row.get(key) is not None for key in score_keys)]
     heads = list[str]()
-    cells: list[list[Cell]] = [[] for _ in scored]
+    cells: list[list[TableCell]] = [[] for _ in scored]
     for key, (head, number_format) in _score_columns().items():
         values = [row.get(key) for row in scored]
         if all(value is None for value in values):

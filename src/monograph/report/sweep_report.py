@@ -28,7 +28,16 @@ from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, si
 from monograph.report.in_progress import refresh_s
 from monograph.report.knobs import knobs_text, short_key, value_text
 from monograph.report.markup import escaped
-from monograph.report.page import Cell, Drawings, config_of, number, page, pairs, section, table
+from monograph.report.page import (
+    Drawings,
+    TableCell,
+    config_of,
+    number,
+    page,
+    pairs,
+    section,
+    table,
+)
 from monograph.report.run_report import write_pages
 from monograph.report.sweep_charts import (
     MemberCurve,
@@ -318,7 +327,7 @@ def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _settings_table(settings: Sequence[SettingSummary], unit: str) -> str:
     """Return a table of the settings' means over seeds, and how each compares with the best."""
-    rows: list[list[Cell]] = []
+    rows: list[list[TableCell]] = []
     for setting in settings:
         diverged = setting["values"].count(None)
         rows.append(
@@ -347,7 +356,7 @@ def _members_table(members: JsonObjects, score: SweepScore) -> str:
     heads_of_scores = {score.key: f"held-out {score.unit}"}
     if score.key in _SCORES_OF_TEXTS:
         heads_of_scores = _SCORES_OF_TEXTS
-    rows: list[list[Cell]] = []
+    rows: list[list[TableCell]] = []
     for member in members:
         rows.append(
             [
@@ -363,7 +372,7 @@ def _members_table(members: JsonObjects, score: SweepScore) -> str:
 
 
 def _table_with_knobs(
-    name: str, knobs: JsonObjects, heads: Sequence[str], rows: Sequence[Sequence[Cell]]
+    name: str, knobs: JsonObjects, heads: Sequence[str], rows: Sequence[Sequence[TableCell]]
 ) -> str:
     """Return a table whose first columns are the knobs, and whose other columns are `rows`."""
     keys = list(dict.fromkeys(key for values_by_key in knobs for key in values_by_key))
@@ -374,7 +383,7 @@ def _table_with_knobs(
     return table(name, [*map(short_key, keys), *heads], full_rows)
 
 
-def _knob_cell(value: object) -> Cell:
+def _knob_cell(value: object) -> TableCell:
     if value is None:
         return ""
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -12,6 +12,11 @@ episodes of the same record, and all ids of the episode's answers get the weight
 The noise of sampling depends on the episode's seed and on the position of an id alone. So an episode
 does not depend on which others are sampled at the same time, nor on how long environments take.
 
+An episode keeps its row of the decoder to its end, also while it waits for its environment. So the
+decoder reads the opening, and then only what the environment says: the row has the keys and values of all
+ids before. If rows were lent to other episodes, how long environments take would decide which episodes are
+read again, and on a GPU such an episode would have other rounding.
+
 An answer that is cut at the maximum number of tokens is given to the environment as it is, and the
 episode goes on. In a chat, the end of such an answer's turn is the template's and has no gradient.
 """
@@ -27,6 +32,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from monograph.automata import types_of_tools
 from monograph.data.conversations import require_question, with_chat_keys
 from monograph.data.forms import TOOLS
 from monograph.data.loss_mask import TEMPLATE_DATE
@@ -56,6 +62,9 @@ from monograph.text.chat import require_variables_read
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.turns import ChatTurns, TextTurns
 
+# How long others are waited for after a first reply, if the decoder has nothing to do. A step takes as long
+# for one row as for all, so rows that go on together take fewer steps.
+TOGETHER_S = 0.05
 # The roles of messages that may follow an answer.
 OBSERVED_ROLES = ("user", "tool")
 
@@ -167,6 +176,7 @@ class _Unfinished:
         number: the environment's number of the episode.
         start: what it began with.
         turns: the turns that are over.
+        request: the decoder's number of the last answer's request; None: there was none.
         chat: the ids between answers.
         ids: all ids so far.
         transcript: the text of the answer that is being sampled.
@@ -178,6 +188,7 @@ class _Unfinished:
         self.number = number
         self.start = start
         self.turns: list[Turn] = []
+        self.request: int | None = None
         self.chat: ChatTurns | TextTurns
         self.prompt_ids: tuple[int, ...] = ()
         self.ids: list[int] = []
@@ -209,6 +220,7 @@ class EpisodeSampler:
             except InputRefused as error:
                 raise InputRefused(f"the tools of {KEY}: {error}") from None
             self._spelling_V = spellings(tokenizer)
+            self._types = types_of_tools(environments.tools)
 
     def sample(self, generator: Generator, starts: Sequence[Start]) -> list[Episode]:
         """Sample an episode from each start.
@@ -220,6 +232,7 @@ class EpisodeSampler:
             Diverged: the model's logits are not finite.
         """
         finished: dict[int, Episode] = {}
+        unfinished: dict[int, _Unfinished] = {}
         # The episodes whose answer is being sampled, by the decoder's number of the request; and those
         # that wait for their environment.
         answering: dict[int, _Unfinished] = {}
@@ -229,12 +242,18 @@ class EpisodeSampler:
         def begin(count: int) -> None:
             for number, start in itertools.islice(upcoming, count):
                 episode = _Unfinished(number, start)
+                unfinished[number] = episode
                 record, where = start.prompt.record, start.prompt.where
                 opening = self._environments.reset(number, start.environment_seed, record, where)
                 waiting[opening] = episode
 
         def go_on(episode: _Unfinished) -> None:
-            answering[generator.submit(self._request(episode, generator))] = episode
+            episode.request = generator.submit(self._request(episode, generator))
+            answering[episode.request] = episode
+
+        def release(episode: _Unfinished) -> None:
+            if episode.request is not None:
+                generator.cancel(episode.request)
 
         try:
             # One episode runs and one waits for each row, so that a row that becomes free finds a request.
@@ -248,9 +267,10 @@ class EpisodeSampler:
                         if event.finish is not None:
                             del answering[event.number]
                             waiting[self._answered(episode, event.finish)] = episode
-                replies = wait(
-                    waiting, timeout=0 if answering else None, return_when=FIRST_COMPLETED
-                ).done
+                if not generator.can_advance:
+                    wait(waiting, return_when=FIRST_COMPLETED)
+                    wait(waiting, TOGETHER_S)
+                replies = wait(waiting, timeout=0).done
                 for reply in replies:
                     episode = waiting.pop(reply)
                     said = reply.result()
@@ -266,10 +286,11 @@ class EpisodeSampler:
                         episode.prompt_ids, episode.turns, self._options.discount, finish
                     )
                     self._environments.end(episode.number)
+                    release(unfinished.pop(episode.number))
                     begin(1)
         except BaseException:
-            for number in answering:
-                generator.cancel(number)
+            for episode in unfinished.values():
+                release(episode)
             # The objects of the other episodes would stay in the processes.
             self._environments.close()
             raise
@@ -287,6 +308,8 @@ class EpisodeSampler:
             min(self._options.max_new_tokens, room),
             self._end_ids,
             seed=episode.start.seed,
+            keeps_row=len(episode.turns) + 1 < self._options.turns,
+            continues=episode.request,
         )
 
     def _opened(self, episode: _Unfinished, opening: Said, slots: int) -> None:
@@ -332,7 +355,7 @@ class EpisodeSampler:
         if answer_ids[-1] in self._end_ids:
             answer_ids = answer_ids[:-1]
         lead = bytes(self._tokenizer.inserted_space(episode.ids[:begin]))
-        return message_of(answer_ids, self._frame, self._spelling_V, lead)
+        return message_of(answer_ids, self._frame, self._spelling_V, lead, self._types)
 
     def _observed(
         self, episode: _Unfinished, observation: Observation, slots: int

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from monograph.decode.adapter_bank import Factors, StoredAdapter, install
+from monograph.decode.adapter_bank import AdapterFactors, StoredAdapter, install
 from monograph.decode.completion import Completion, Generation
 from monograph.decode.generator import Generator, Mode
 from monograph.device import clock
@@ -146,7 +146,7 @@ def _adapter_of(member: nn.Module) -> StoredAdapter:
     factors = {}
     for name, layer in layers.items():
         magnitude = layer.lora_magnitude_vector
-        factors[name] = Factors(
+        factors[name] = AdapterFactors(
             layer.lora_A.weight.detach(),
             layer.lora_B.weight.detach(),
             None if magnitude is None else magnitude.detach(),

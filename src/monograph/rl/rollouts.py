@@ -258,10 +258,14 @@ class Drawer:
             OutOfDeviceMemory: see `generator`.
         """
         options = self.options
+        prompts_at_once = min(prompts, MAX_PREFILL_PROMPTS)
+        if options.exact and options.turns > 1:
+            # A pass of one token for each prompt (`PromptReader.continue_rows`) needs no padding then, too.
+            prompts_at_once = padded_count(prompts_at_once)
         slots = CacheSizes(
             self.slots,
             slots_per_block(self.slots),
-            min(prompts, MAX_PREFILL_PROMPTS),
+            prompts_at_once,
             options.exact,
             self.prompts.longest,
         )

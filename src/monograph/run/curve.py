@@ -14,7 +14,7 @@ from typing import NamedTuple
 from monograph.report import quantities
 
 Dot = tuple[int, int]  # (column, row) of a dot in the plot, or in its cell
-Cell = tuple[int, int]  # (column, row) of a cell in the plot
+PlotCell = tuple[int, int]  # (column, row) of a cell in the plot
 StyledText = tuple[str, str]  # (role, text)
 
 SCALE_WIDTH = 6  # characters before the plot, such as "4.0 "
@@ -157,9 +157,9 @@ class _Grid:
         """Return the row of cells that a value is in."""
         return self.dot(0, y)[1] // self.cells.down
 
-    def by_cell(self, dots: Iterable[Dot]) -> dict[Cell, set[Dot]]:
+    def by_cell(self, dots: Iterable[Dot]) -> dict[PlotCell, set[Dot]]:
         """Return {cell: its lit dots}, each dot relative to its cell."""
-        cells: dict[Cell, set[Dot]] = {}
+        cells: dict[PlotCell, set[Dot]] = {}
         for column, row in dots:
             cell_column, inner_column = divmod(column, self.cells.across)
             cell_row, inner_row = divmod(row, self.cells.down)

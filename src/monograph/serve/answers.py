@@ -1,7 +1,8 @@
-"""Writes answers in the form of OpenAI's protocol and sends them, whole or as a stream of events.
+"""Writes answers in the form of OpenAI's completions and chats, and sends answers of any form.
 
 An answer has several *texts*, which the protocol calls choices. A *piece* is what is new in one text
 since its last piece. A stream sends the pieces one by one; a whole answer joins those of each text.
+`monograph.serve.responses_answer` and `monograph.serve.messages_answer` write answers in other forms.
 """
 
 import codecs
@@ -10,10 +11,11 @@ import secrets
 import string
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from starlette.types import Send
+from starlette.types import Scope, Send
 
 from monograph.decode.request import Event, LogProbability
 from monograph.decode.transcript import Transcript
@@ -21,17 +23,19 @@ from monograph.evaluation.choices import TokenScore
 from monograph.serve import shapes
 from monograph.serve.owner import ServedText
 from monograph.serve.refused import Refused, error_body
+from monograph.serve.requests import AnyTextRequest
 from monograph.serve.versions import ServedModel
-from monograph.text.call_reader import CallPiece, CallReader
+from monograph.text.call_reader import CallPiece, Thought
 from monograph.text.calls import ID_LENGTH
+from monograph.text.thoughts import AnswerReader
 from monograph.text.tokenizer import Tokenizer
 
 _COMMON_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
-async def send_error(send: Send, refused: Refused) -> None:
-    """Answer with an error."""
-    body = as_json(error_body(refused))
+async def send_error(scope: Scope, send: Send, refused: Refused) -> None:
+    """Answer with an error, in the form of the address."""
+    body = as_json(error_body(refused, scope["path"]))
     await send_body(send, body, status=refused.status, headers=refused.headers)
 
 
@@ -61,26 +65,26 @@ class EventStream:
         headers = {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"}
         await _send_start(self._send, 200, headers)
 
-    async def send(self, *values: bytes) -> None:
-        """Send an event for each JSON value."""
-        await self._send_chunk(b"".join(b"data: " + value + b"\n\n" for value in values))
+    async def send(self, events: Sequence[bytes]) -> None:
+        """Send events, each as `event` has made it."""
+        await self._send_chunk(b"".join(events))
 
     async def ping(self) -> None:
         """Send a comment, so that no proxy closes the connection as dead."""
         await self._send_chunk(b": ping\n\n")
 
-    async def end(self, *, is_done: bool = True) -> None:
-        """End the stream.
-
-        Args:
-            is_done: whether all texts are sent, which a last event, [DONE], tells the client. Otherwise
-                an error has ended the stream, and the caller has sent it as an event.
-        """
-        last_event = b"data: [DONE]\n\n" if is_done else b""
-        await self._send({"type": "http.response.body", "body": last_event})
+    async def end(self, events: Sequence[bytes]) -> None:
+        """Send the last events, and end the stream."""
+        await self._send({"type": "http.response.body", "body": b"".join(events)})
 
     async def _send_chunk(self, body: bytes) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def event(value: bytes, kind: str = "") -> bytes:
+    """Return the server-sent event with this JSON value, and perhaps with the name of its kind."""
+    name = f"event: {kind}\n".encode() if kind else b""
+    return name + b"data: " + value + b"\n\n"
 
 
 async def _send_start(send: Send, status: int, headers: dict[str, str]) -> None:
@@ -115,19 +119,43 @@ class TextPiece(NamedTuple):
 
     Attributes:
         text_index: the text's number in the answer.
-        text: the new characters, without those of calls.
+        parts: new characters, new thoughts, and new pieces of calls of tools, in the order in which they
+            were written.
         entries: an entry for each new token, if the answer has log-probabilities, else empty.
         finish: how the text ended; None if it has not ended.
-        calls: new pieces of calls of tools.
         calls_tools: whether the text has called a tool, in this piece or in an earlier one.
+        stopped_by: the stop string that has ended the text; "" if none has.
     """
 
     text_index: int
-    text: str
+    parts: Sequence[str | CallPiece | Thought]
     entries: list[ScoredToken]
     finish: shapes.ServedFinish | None
-    calls: Sequence[CallPiece] = ()
     calls_tools: bool = False
+    stopped_by: str = ""
+
+    @property
+    def text(self) -> str:
+        """The new characters, without those of calls and thoughts."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def thoughts(self) -> str:
+        """The new characters of thoughts."""
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        """The new pieces of calls."""
+        return [part for part in self.parts if isinstance(part, CallPiece)]
+
+
+def joined(pieces: Sequence[TextPiece]) -> TextPiece:
+    """Return all pieces of a text as one; the last one has ended it."""
+    return pieces[-1]._replace(
+        parts=[part for piece in pieces for part in piece.parts],
+        entries=[entry for piece in pieces for entry in piece.entries],
+    )
 
 
 class TextBuilder:
@@ -148,7 +176,7 @@ class TextBuilder:
         *,
         reports_end: bool = True,
         echo: str = "",
-        call_reader: CallReader | None = None,
+        reader: AnswerReader | None = None,
     ):
         """Begin an empty text.
 
@@ -159,13 +187,13 @@ class TextBuilder:
                 None: the answer has no log-probabilities.
             reports_end: whether a stop id (a token that ends the text) has an entry, too.
             echo: the prompt's characters, if the answer repeats them before the text.
-            call_reader: reads the calls of tools in the text; None: there are none.
+            reader: reads the thoughts and calls in the text; None: there are none.
         """
         prompt_ids = text.request.prompt_ids
         self._tokenizer = text.version.tokenizer
         self._unreported_ids = () if reports_end else text.request.stop_ids
         self._transcript = Transcript(self._tokenizer, stop, prompt_ids)
-        self._call_reader = call_reader
+        self._reader = reader
         self._stop_ids = text.request.stop_ids
         self._index = text.index
         self._likeliest_count = likeliest_count
@@ -181,19 +209,18 @@ class TextBuilder:
         new_text = self._transcript.add(event.token_ids)
         if event.finish is not None:
             new_text += self._transcript.finish()
-        calls = list[CallPiece]()
+        parts: list[str | CallPiece | Thought] = [new_text] if new_text else []
         calls_tools = False
-        if self._call_reader is not None:
+        if self._reader is not None:
             # The reader's text takes the place of the transcript's, which would also have the calls. The
             # transcript is still needed: its size decides which entries are held back.
-            new_text, calls = self._read_calls(self._call_reader, event)
-            calls_tools = self._call_reader.call_count > 0
+            parts = self._read_parts(self._reader, event)
+            calls_tools = self._reader.call_count > 0
         if self._likeliest_count is not None:
             for token, logprobs in zip(event.token_ids, event.logprobs, strict=True):
                 self._add_entry(token, logprobs, self._likeliest_count)
         if event.finish is None:
-            entries = self._take_certain_entries()
-            return TextPiece(self._index, new_text, entries, None, calls, calls_tools)
+            return TextPiece(self._index, parts, self._take_certain_entries(), None, calls_tools)
         # The decoder has further finishes, which are errors. They do not come here: the request fails.
         finish: shapes.ServedFinish = "stop" if event.finish == "stop" else "length"
         if finish == "stop" and self._uncertain_entries:
@@ -202,19 +229,18 @@ class TextBuilder:
             if last.token in self._unreported_ids:
                 self._uncertain_entries.pop()
         entries = self._take_certain_entries()
-        return TextPiece(self._index, new_text, entries, finish, calls, calls_tools)
+        stopped_by = self._transcript.stopped_by
+        return TextPiece(self._index, parts, entries, finish, calls_tools, stopped_by)
 
-    def _read_calls(self, reader: CallReader, event: Event) -> tuple[str, list[CallPiece]]:
-        """Return the new characters outside of calls, and the new pieces of calls."""
+    def _read_parts(self, reader: AnswerReader, event: Event) -> list[str | CallPiece | Thought]:
+        """Return the new characters, thoughts and pieces of calls, in their order."""
         ids = event.token_ids
         if ids and ids[-1] in self._stop_ids:  # a stop id is not part of the text
             ids = ids[:-1]
-        content, calls = reader.add(ids)
+        parts = reader.add(ids).parts
         if event.finish is not None:
-            rest = reader.finish()
-            content += rest.content
-            calls = calls + rest.calls
-        return content, calls
+            parts = parts + reader.finish().parts
+        return parts
 
     def _add_entry(self, token: int, logprobs: LogProbability, likeliest_count: int) -> None:
         token_bytes = self._tokenizer.pieces[token]
@@ -309,8 +335,42 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
-class AnswerBuilder:
-    """Makes the JSON of the answer to one request for completions."""
+class AnswerBuilder(ABC):
+    """Makes the JSON of the answer to one request, or the events of a stream."""
+
+    @abstractmethod
+    def whole_json(self, texts: Sequence[Sequence[TextPiece]], usage: shapes.Usage) -> bytes:
+        """Return the whole answer.
+
+        Args:
+            texts: all pieces of each text.
+            usage: the tokens of the request.
+        """
+
+    @abstractmethod
+    def first_events(self, text_count: int, prompt_tokens: int) -> list[bytes]:
+        """Return the events before the first token of any text.
+
+        Args:
+            text_count: how many texts the answer has.
+            prompt_tokens: how many tokens the prompts have.
+        """
+
+    @abstractmethod
+    def piece_events(self, piece: TextPiece) -> list[bytes]:
+        """Return the events of a piece."""
+
+    @abstractmethod
+    def last_events(self, usage: shapes.Usage) -> list[bytes]:
+        """Return the events after the last piece, which tell the client that the answer is complete."""
+
+    @abstractmethod
+    def error_event(self, refused: Refused) -> bytes:
+        """Return the event of an error that has ended the stream."""
+
+
+class CompletionAnswerBuilder(AnswerBuilder):
+    """Makes the answer to one request for completions."""
 
     # How the protocol names the object of a whole answer and that of an event, and the prefix of the
     # answer's id.
@@ -318,17 +378,11 @@ class AnswerBuilder:
     event_name = "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(self, model: ServedModel, seed: int, likeliest_count: int | None) -> None:
-        """Begin an answer.
-
-        Args:
-            model: the model that writes.
-            seed: the seed of the request.
-            likeliest_count: how many of the likeliest tokens are reported at the position of each token;
-                None: the answer has no log-probabilities.
-        """
+    def __init__(self, model: ServedModel, request: AnyTextRequest) -> None:
+        """Begin an answer of a model to a request."""
         self._tokenizer = model.version.tokenizer
-        self._likeliest_count = likeliest_count
+        self._likeliest_count = request.likeliest_count
+        self._wants_usage = request.wants_usage
         # An event's JSON up to the value of "choices", which is the same in all events of a stream.
         self._event_head = b""
         self._fields: dict[str, Any] = {
@@ -337,46 +391,47 @@ class AnswerBuilder:
             "created": int(time.time()),
             "model": model.id,
             "system_fingerprint": model.fingerprint,
-            "seed": seed,
+            "seed": request.sampling.seed,
         }
 
-    def whole_json(self, pieces: Sequence[TextPiece], usage: shapes.Usage) -> bytes:
-        """Return the whole answer; each piece is a whole text."""
+    def whole_json(self, texts: Sequence[Sequence[TextPiece]], usage: shapes.Usage) -> bytes:
+        """Return the whole answer; see the base class."""
         # The choices are serialised one by one: no other thread can run during a call of `json`, and it
         # would take long for all of them.
-        choices = b",".join([as_json(self._choice(piece)) for piece in pieces])
+        choices = b",".join([as_json(self._choice(joined(pieces))) for pieces in texts])
         head = as_json(self._fields)[:-1]  # without the closing brace
         return head + b',"choices":[' + choices + b'],"usage":' + as_json(usage) + b"}"
 
-    def piece_json(self, piece: TextPiece, *, wants_usage: bool) -> bytes:
-        """Return the event of a piece.
-
-        Args:
-            piece: the piece.
-            wants_usage: whether the client wants the usage. The stream's last event has it, and in all
-                other events the field is then null.
-        """
-        usage = b',"usage":null' if wants_usage else b""
-        return self._event_json(as_json([self._event_choice(piece)]), usage)
-
-    def usage_json(self, usage: shapes.Usage) -> bytes:
-        """Return the event that has the usage and no choices: the last one before [DONE]."""
-        return self._event_json(b"[]", b',"usage":' + as_json(usage))
-
-    def split_by_event(self, piece: TextPiece) -> list[TextPiece]:
-        """Return a piece as the pieces that a stream sends, each in an event of its own."""
-        return [piece]
-
-    def first_pieces(self, index: int) -> list[TextPiece]:
-        """Return the pieces that a stream sends before the first token of text number `index`."""
+    def first_events(self, text_count: int, prompt_tokens: int) -> list[bytes]:
+        """Return no events."""
         return []
 
-    def _event_json(self, choices: bytes, usage: bytes) -> bytes:
+    def piece_events(self, piece: TextPiece) -> list[bytes]:
+        """Return one event."""
+        return [self._piece_event(piece)]
+
+    def last_events(self, usage: shapes.Usage) -> list[bytes]:
+        """Return an event that has the usage and no choices, if the client wants it, and [DONE]."""
+        events = [event(b"[DONE]")]
+        if self._wants_usage:
+            events.insert(0, self._event(b"[]", b',"usage":' + as_json(usage)))
+        return events
+
+    def error_event(self, refused: Refused) -> bytes:
+        """Return the event of an error."""
+        return event(as_json(error_body(refused)))
+
+    def _piece_event(self, piece: TextPiece) -> bytes:
+        # The event before [DONE] has the usage. In all other events it is null if the client wants it.
+        usage = b',"usage":null' if self._wants_usage else b""
+        return self._event(as_json([self._event_choice(piece)]), usage)
+
+    def _event(self, choices: bytes, usage: bytes) -> bytes:
         if not self._event_head:
             fields = self._fields | {"object": self.event_name}
             head = as_json(fields)[:-1]  # without the closing brace
             self._event_head = head + b',"choices":'
-        return self._event_head + choices + usage + b"}"
+        return event(self._event_head + choices + usage + b"}")
 
     def _choice(self, piece: TextPiece) -> Mapping[str, Any]:
         return self._completion_choice(piece)
@@ -426,44 +481,48 @@ class AnswerBuilder:
         return token_text(self._tokenizer, token)
 
 
-class ChatAnswerBuilder(AnswerBuilder):
-    """Makes the JSON of the answer to one request of a chat."""
+class ChatAnswerBuilder(CompletionAnswerBuilder):
+    """Makes the answer to one request of a chat."""
 
     whole_name = "chat.completion"
     event_name = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def first_pieces(self, index: int) -> list[TextPiece]:
-        """Return one empty piece. `_event_choice` turns it into the event with the speaker's role."""
-        return [TextPiece(index, "", [], None)]
+    def first_events(self, text_count: int, prompt_tokens: int) -> list[bytes]:
+        """Return an event for each text, with the speaker's role."""
+        # `_event_choice` makes the role of an empty piece.
+        return [self._piece_event(TextPiece(index, [], [], None)) for index in range(text_count)]
 
-    def split_by_event(self, piece: TextPiece) -> list[TextPiece]:
-        """Return a piece for the new text, and then one for each piece of a call.
+    def piece_events(self, piece: TextPiece) -> list[bytes]:
+        """Return events for the new thoughts and the new text, and then one for each piece of a call.
 
-        If nothing is new, none is returned, because an empty one would be sent as the role. The last
-        one has the finish.
+        If nothing is new there is none, because an empty piece would be sent as the role. The last one
+        has the finish.
         """
-        split = [
-            TextPiece(piece.text_index, "", [], None, [call], piece.calls_tools)
-            for call in piece.calls
-        ]
+        split = [piece._replace(parts=[call], entries=[], finish=None) for call in piece.calls]
+        thoughts = piece.thoughts
         # A finish alone is sent, too: with an empty text.
-        is_finish_alone = piece.finish is not None and not split
-        if piece.text or piece.entries or is_finish_alone:
-            split.insert(0, piece._replace(calls=(), finish=None))
+        is_finish_alone = piece.finish is not None and not split and not thoughts
+        if piece.text or (piece.entries and not thoughts) or is_finish_alone:
+            split.insert(0, piece._replace(parts=[piece.text], finish=None))
+        if thoughts:
+            entries = [] if piece.text else piece.entries
+            split.insert(0, piece._replace(parts=[Thought(thoughts)], entries=entries, finish=None))
         if split:
             split[-1] = split[-1]._replace(finish=piece.finish)
-        return split
+        return [self._piece_event(each) for each in split]
 
     def _choice(self, piece: TextPiece) -> Mapping[str, Any]:
         message: shapes.ChatMessage = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.thoughts:
+            message["reasoning_content"] = piece.thoughts
         calls: list[shapes.AnsweredCall] = []
         for call in piece.calls:
             if (
                 call.name is not None
             ):  # the first piece of a call; the others continue its arguments
                 function: shapes.CalledTool = {"name": call.name, "arguments": ""}
-                calls.append({"id": _new_call_id(), "type": "function", "function": function})
+                calls.append({"id": new_call_id(), "type": "function", "function": function})
             calls[-1]["function"]["arguments"] += call.arguments
         if calls:
             message["tool_calls"] = calls
@@ -474,6 +533,8 @@ class ChatAnswerBuilder(AnswerBuilder):
         delta: shapes.ChatDelta = {}
         if piece.calls:
             delta = {"tool_calls": [_call_delta(call) for call in piece.calls]}
+        elif piece.thoughts:
+            delta = {"reasoning_content": piece.thoughts}
         elif piece.text:
             delta = {"content": piece.text}
         elif not piece.entries and piece.finish is None:  # the empty piece of `first_pieces`
@@ -483,26 +544,29 @@ class ChatAnswerBuilder(AnswerBuilder):
     def _logprobs_and_finish(self, piece: TextPiece) -> dict[str, Any]:
         logprobs: shapes.ChatLogprobs | None = None
         if self._likeliest_count is not None:
-            content = [self._sampled_token(entry) for entry in piece.entries]
+            content = [sampled_token(self._tokenizer, entry) for entry in piece.entries]
             logprobs = {"content": content, "refusal": None}
         finish: shapes.ChatFinish | None = piece.finish
         if piece.finish == "stop" and piece.calls_tools:
             finish = "tool_calls"
         return {"logprobs": logprobs, "finish_reason": finish}
 
-    def _sampled_token(self, entry: ScoredToken) -> shapes.ChatDrawnToken:
-        likeliest = [self._chat_token(token, logprob) for token, logprob in entry.likeliest]
-        # `or` only for the type: the log-probability is None only for the first token of a prompt, and
-        # an answer in a chat does not repeat its prompt.
-        sampled = self._chat_token(entry.token, entry.logprob or 0.0)
-        return {**sampled, "top_logprobs": likeliest}
 
-    def _chat_token(self, token: int, logprob: float) -> shapes.ChatToken:
-        return {
-            "token": self._token_text(token),
-            "logprob": _finite(logprob),
-            "bytes": list(self._tokenizer.pieces[token]),
-        }
+def sampled_token(tokenizer: Tokenizer, entry: ScoredToken) -> shapes.ChatDrawnToken:
+    """Return an entry of the log-probabilities of an answer in a chat."""
+    likeliest = [_chat_token(tokenizer, token, logprob) for token, logprob in entry.likeliest]
+    # `or` only for the type: the log-probability is None only for the first token of a prompt, and an
+    # answer in a chat does not repeat its prompt.
+    sampled = _chat_token(tokenizer, entry.token, entry.logprob or 0.0)
+    return {**sampled, "top_logprobs": likeliest}
+
+
+def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> shapes.ChatToken:
+    return {
+        "token": token_text(tokenizer, token),
+        "logprob": _finite(logprob),
+        "bytes": list(tokenizer.pieces[token]),
+    }
 
 
 def _call_delta(call: CallPiece) -> shapes.CallPiece:
@@ -511,13 +575,13 @@ def _call_delta(call: CallPiece) -> shapes.CallPiece:
         return {"index": call.number, "function": {"arguments": call.arguments}}
     return {
         "index": call.number,
-        "id": _new_call_id(),
+        "id": new_call_id(),
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
 
 
-def _new_call_id() -> str:
+def new_call_id() -> str:
     """Return an id for a call, in the form that all chat templates accept."""
     characters = string.ascii_letters + string.digits
     return "".join(secrets.choice(characters) for _ in range(ID_LENGTH))

@@ -31,7 +31,11 @@ from monograph.serve import shapes
 from monograph.serve.answers import send_error, send_json
 from monograph.serve.body import ClientGone, parse_body, read_body
 from monograph.serve.document import OPERATIONS, document
+from monograph.serve.messages_answer import CountedTokens
+from monograph.serve.messages_request import read_count_request
 from monograph.serve.metrics import RequestCounts
+from monograph.serve.prompts import encode_prompts, find_call_frame
+from monograph.serve.protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.requests import (
     DetokenizeRequest,
@@ -85,7 +89,7 @@ class Guard:
         try:
             scope["client_name"] = self._require_allowed(scope)
         except Refused as refused:
-            return await send_error(send, refused)
+            return await send_error(scope, send, refused)
         return await self._app(scope, receive, send)
 
     def _require_allowed(self, scope: Scope) -> str:
@@ -103,7 +107,7 @@ class Guard:
             raise Refused(403, f"pages of {origin!r:.80} may not use this server")
         client_name = ""
         if self._key_digests and scope["path"] not in OPEN_PATHS:
-            client_name = self._require_key(headers.getlist("authorization"))
+            client_name = self._require_key(headers)
         media_type, _, parameters = headers.get("content-type", "").partition(";")
         if scope["method"] == "POST" and media_type.strip().lower() != "application/json":
             raise Refused(415, "expected a body with the header Content-Type: application/json")
@@ -121,18 +125,21 @@ class Guard:
             advice = "ask it by the name that it was started with"
             raise Refused(403, f"this server is not {host!r:.80}: {advice}")
 
-    def _require_key(self, authorizations: list[str]) -> str:
+    def _require_key(self, headers: Headers) -> str:
+        authorizations = headers.getlist("authorization")
+        # Anthropic's clients send the key in a header of its own.
+        api_keys = headers.getlist("x-api-key")
         scheme = key = ""
         if len(authorizations) == 1:
             scheme, _, key = authorizations[0].partition(" ")
+        elif not authorizations and len(api_keys) == 1:
+            scheme, key = "bearer", api_keys[0]
         # Starlette has decoded the header's bytes as Latin-1.
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         # All keys are compared, each in constant time, so that the time tells nothing about a key.
         are_equal = [hmac.compare_digest(digest, known) for known in self._key_digests]
         if scheme.lower() != "bearer" or not any(are_equal):
-            message = (
-                "expected the header Authorization: Bearer KEY, with a key of the server's file"
-            )
+            message = "expected the header Authorization: Bearer KEY or x-api-key: KEY, with a key of the server's file"
             raise Refused(401, message, code="invalid_api_key", WWW_Authenticate="Bearer")
         return str(are_equal.index(True))
 
@@ -190,8 +197,11 @@ def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
         "describeTokenizer": information.tokenizer,
         "tokenize": _JsonEndpoint(_in_worker_thread(information.tokenize)),
         "detokenize": _JsonEndpoint(_in_worker_thread(information.detokenize)),
-        "complete": TextEndpoint(service, is_chat=False),
-        "chat": TextEndpoint(service, is_chat=True),
+        "complete": TextEndpoint(service, COMPLETIONS),
+        "chat": TextEndpoint(service, CHAT),
+        "respond": TextEndpoint(service, RESPONSES),
+        "message": TextEndpoint(service, MESSAGES),
+        "countTokens": _JsonEndpoint(information.count_tokens),
         "loadAdapter": _JsonEndpoint(adapters.load),
         "unloadAdapter": _JsonEndpoint(adapters.unload),
     }
@@ -274,6 +284,14 @@ class _Information:
             ids = [version.tokenizer.special[text]]
         return {"tokens": ids, "count": len(ids), "max_model_len": version.context}
 
+    async def count_tokens(self, body: dict[str, Any]) -> CountedTokens:
+        request = read_count_request(body)
+        async with self._service.use_model(request.model) as model:
+            # In a worker thread, because templates and the tokenizer may take a while.
+            await asyncio.to_thread(find_call_frame, request, model.version)
+            [ids] = await asyncio.to_thread(encode_prompts, request, model.version)
+        return {"input_tokens": len(ids)}
+
     def detokenize(self, body: dict[str, Any]) -> shapes.Decoded:
         tokenizer = self._service.newest.tokenizer
         request = read(DetokenizeRequest, body, vocabulary=tokenizer.vocab_size)
@@ -331,7 +349,7 @@ class _JsonEndpoint:
             # In a worker thread, because a large body takes time.
             answer = await self._answer(await asyncio.to_thread(parse_body, body))
         except Refused as refused:
-            return await send_error(send, refused)
+            return await send_error(scope, send, refused)
         except ClientGone:
             return None
         return await send_json(send, answer)
@@ -342,7 +360,7 @@ class _JsonEndpoint:
 
 async def _answer_refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    return JSONResponse(error_body(error), error.status, error.headers)
+    return JSONResponse(error_body(error, request.scope["path"]), error.status, error.headers)
 
 
 async def _answer_missing(request: Request, error: Exception) -> Response:
@@ -353,13 +371,14 @@ async def _answer_missing(request: Request, error: Exception) -> Response:
         fault = f"{request.method} is not for"
     path = request.scope["path"]
     message = f"{fault} {path!r:.80}: GET /openapi.json lists the addresses"
-    body = error_body(Refused(error.status_code, message))
+    body = error_body(Refused(error.status_code, message), path)
     return JSONResponse(body, error.status_code, error.headers)
 
 
 def _bug_handler(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def report_and_answer(request: Request, error: Exception) -> Response:
         service.report_bug(error)
-        return JSONResponse(error_body(Refused(500, "a bug: the server's terminal says more")), 500)
+        refused = Refused(500, "a bug: the server's terminal says more")
+        return JSONResponse(error_body(refused, request.scope["path"]), 500)
 
     return report_and_answer

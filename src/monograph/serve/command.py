@@ -151,21 +151,28 @@ def read_keys(path: Path) -> list[str]:
     return keys
 
 
-@contextmanager
-def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a socket that listens at an address."""
+def _listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address.
+
+    Raises:
+        InputRefused: there is no such address, or another program listens there.
+    """
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, socket_type, protocol, _, address = infos[0]
         # The protocol is given because asyncio turns Nagle's delay off only for sockets that name TCP.
-        with socket.socket(family, socket_type, protocol) as listener:
+        listener = socket.socket(family, socket_type, protocol)
+        try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             # Clients can connect from now on, and are told that the model is being loaded.
             listener.listen(BACKLOG)
-            yield listener
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         raise InputRefused(f"--host {host} --port {port}: {error.strerror}") from None
+    return listener
 
 
 async def _serve(service: Service, host: str, keys: list[str], listener: socket.socket) -> None:

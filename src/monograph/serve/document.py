@@ -18,7 +18,9 @@ from pydantic.json_schema import (
 from pydantic_core.core_schema import CoreSchema, TypedDictSchema
 
 from monograph import __version__
-from monograph.serve import shapes
+from monograph.serve import messages_answer, responses_answer, shapes
+from monograph.serve.messages_request import CountRequest, MessagesRequest
+from monograph.serve.refused import MESSAGES_PATH
 from monograph.serve.requests import (
     ChatRequest,
     CompletionRequest,
@@ -27,11 +29,36 @@ from monograph.serve.requests import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
+from monograph.serve.responses_request import ResponsesRequest
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _SCHEMA_REFERENCE = "#/components/schemas/{model}"
 _TEXT_ANSWER = "The texts: whole, or event by event if stream is true."
+# Objects of these types may have further fields: every server-sent event may also have the fields `event`,
+# which is its kind, and `id`.
+_EVENT_TYPES = (
+    shapes.CompletionEvent,
+    shapes.ChatEvent,
+    responses_answer.ResponseEvent,
+    messages_answer.MessageEvent,
+)
+
+
+class _ErrorForm(NamedTuple):
+    """A form of errors.
+
+    Attributes:
+        error_type: the type of an error.
+        prefix: what the names of the document's answers with such errors begin with.
+    """
+
+    error_type: type
+    prefix: str = ""
+
+
+_OPENAI = _ErrorForm(shapes.Error)
+_ANTHROPIC = _ErrorForm(messages_answer.MessageError, "Message")
 
 
 class Operation(NamedTuple):
@@ -50,6 +77,7 @@ class Operation(NamedTuple):
             and, if it has a body, `_ERRORS_OF_POST`.
         is_open: whether the operation needs no key.
         description: a sentence with more about the operation, or "".
+        error_form: the form of its errors.
     """
 
     path: str
@@ -63,6 +91,7 @@ class Operation(NamedTuple):
     errors: tuple[int, ...] = ()
     is_open: bool = False
     description: str = ""
+    error_form: _ErrorForm = _OPENAI
 
     @property
     def method(self) -> str:
@@ -135,6 +164,80 @@ OPERATIONS = (
         },
         errors=(404, 429),
         description="Writes n answers to the messages.",
+    ),
+    Operation(
+        path="/v1/responses",
+        name="respond",
+        tag="texts",
+        summary="Answer in a dialogue, as OpenAI's Responses",
+        answer=_TEXT_ANSWER,
+        answer_types={
+            _JSON: responses_answer.ResponseAnswer,
+            _EVENTS: responses_answer.ResponseEvent,
+        },
+        request_type=ResponsesRequest,
+        examples={
+            "an answer": {
+                "model": "last",
+                "input": "Who are you?",
+                "max_output_tokens": 20,
+                "seed": 1,
+            },
+            "in pieces": {
+                "model": "last",
+                "input": [{"role": "user", "content": "Yes or no?"}],
+                "max_output_tokens": 4,
+                "stream": True,
+            },
+        },
+        errors=(404, 429),
+        description="The same answer as a chat's, in another form. Nothing is stored.",
+    ),
+    Operation(
+        path=MESSAGES_PATH,
+        name="message",
+        tag="texts",
+        summary="Answer in a dialogue, as Anthropic's Messages",
+        answer=_TEXT_ANSWER,
+        answer_types={
+            _JSON: messages_answer.MessageAnswer,
+            _EVENTS: messages_answer.MessageEvent,
+        },
+        request_type=MessagesRequest,
+        examples={
+            "an answer": {
+                "model": "last",
+                "messages": [{"role": "user", "content": "Who are you?"}],
+                "max_tokens": 20,
+                "seed": 1,
+            },
+            "in pieces": {
+                "model": "last",
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "Yes?"}]}],
+                "max_tokens": 4,
+                "stream": True,
+            },
+        },
+        errors=(404, 429),
+        description="The same answer as a chat's, in another form.",
+        error_form=_ANTHROPIC,
+    ),
+    Operation(
+        path=f"{MESSAGES_PATH}/count_tokens",
+        name="countTokens",
+        tag="tokens",
+        summary="Count the tokens of a dialogue",
+        answer="Their number.",
+        answer_types={_JSON: messages_answer.CountedTokens},
+        request_type=CountRequest,
+        examples={
+            "a message": {
+                "model": "last",
+                "messages": [{"role": "user", "content": "Who are you?"}],
+            }
+        },
+        errors=(404,),
+        error_form=_ANTHROPIC,
     ),
     Operation(
         path="/v1/models",
@@ -308,18 +411,18 @@ _ERRORS_OF_ALL = (403, 405, 500, 503)
 _ERRORS_OF_POST = (400, 408, 413, 415)
 _KEY = "A key of the server's file (--api-key-file), if the server was started with one."
 _ABOUT = (
-    "A model of `monograph serve`, through an OpenAI-compatible API. A request with a seed always gets the same text, "
-    "however busy the server is. A field that is missing or null has its default. A field that is not listed is "
-    "refused, and so is a field that is not supported and would change the text. In addition to OpenAI's fields, a "
-    "request may have the options of `monograph.Sampling` (docs/generate.md), and a constraint: regex, choice or "
-    "response_format."
+    "A model of `monograph serve`, through APIs that are compatible with OpenAI's and Anthropic's. A request with a "
+    "seed always gets the same text, however busy the server is. A field that is missing or null has its default. A "
+    "field that is not listed is refused, and so is a field that is not supported and would change the text. In "
+    "addition to the protocol's fields, a request may have the options of `monograph.Sampling` (docs/generate.md), and "
+    "one for completions or a chat a constraint: regex, choice or response_format."
 )
 
 
 @cache
 def document() -> dict[str, Any]:
     """Return the OpenAPI document as a JSON object."""
-    types: set[type] = {shapes.Error}
+    types: set[type] = {form.error_type for form in (_OPENAI, _ANTHROPIC)}
     for operation in OPERATIONS:
         types.update(operation.answer_types.values())
         if operation.request_type is not None:
@@ -351,8 +454,9 @@ def document() -> dict[str, Any]:
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": _KEY}},
             "responses": {
-                each.name: _failure_entry(each, schema_by_type[shapes.Error])
-                for each in _FAILURES.values()
+                form.prefix + failure.name: _failure_entry(failure, schema_by_type[form.error_type])
+                for form in (_OPENAI, _ANTHROPIC)
+                for failure in _FAILURES.values()
             },
             "schemas": definitions["$defs"],
         },
@@ -364,7 +468,7 @@ class _SchemaGenerator(GenerateJsonSchema):
 
     def typed_dict_schema(self, schema: TypedDictSchema) -> dict[str, Any]:
         json_schema = super().typed_dict_schema(schema)
-        if schema.get("cls") in shapes.EVENTS:  # an event may have further fields
+        if schema.get("cls") in _EVENT_TYPES:  # an event may have further fields
             return json_schema
         return json_schema | {"additionalProperties": False}
 
@@ -431,7 +535,8 @@ def _operation_entry(operation: Operation, schemas: Mapping[Any, Any]) -> dict[s
     }
     responses: dict[str, Any] = {"200": {"description": operation.answer, "content": content}}
     for status in sorted(statuses):
-        reference = f"#/components/responses/{_FAILURES[status].name}"
+        name = operation.error_form.prefix + _FAILURES[status].name
+        reference = f"#/components/responses/{name}"
         responses[str(status)] = {"$ref": reference}
     return entry | {"responses": responses}
 

@@ -1,6 +1,7 @@
-"""Limits on what clients may ask for at once: texts, tokens of prompts, log-probabilities.
+"""Limits on what clients may ask for at once: texts and log-probabilities.
 
-The decoder writes one text at a time in each of its rows; other texts wait for a row.
+The decoder writes one text at a time in each of its rows; other texts wait for a row. A prompt is
+never longer than a row's context, so the limit on texts also bounds the memory of their prompts.
 """
 
 import math
@@ -14,9 +15,6 @@ from monograph.serve.refused import Refused
 
 # The maximum number of texts that wait, for each row of the decoder.
 WAITING_TEXTS_PER_ROW = 4
-# The maximum number of tokens of all waiting prompts, for each row, in units of the context (the maximum
-# number of tokens of a prompt and its text).
-WAITING_CONTEXTS_PER_ROW = 4
 # The maximum number of log-probabilities of a request. Each takes about 200 bytes until it is sent.
 MAX_REQUEST_LOGPROBS = 1 << 21
 # The maximum number of log-probabilities of all present requests that only score prompts.
@@ -46,25 +44,22 @@ class Gate:
         cancelled: the number of texts that were cancelled, since their clients had gone.
     """
 
-    def __init__(self, owner: Owner, rows: int, context: int) -> None:
-        """Make the gate of an owner whose decoder has `rows` rows of `context` tokens each."""
+    def __init__(self, owner: Owner, rows: int) -> None:
+        """Make the gate of an owner whose decoder has `rows` rows."""
         self._owner = owner
-        self.set_sizes(rows, context)
+        self.set_rows(rows)
         # All texts that run or wait.
         self._entrances: dict[ServedText, _Entrance] = {}
-        self._prompt_tokens = 0  # the tokens of all their prompts
         # A running mean of the time that a text takes in its row; 1 s is a guess before the first one.
         self._mean_text_s = 1.0
         self.refused = 0
         self.cancelled = 0
         self._reserved_logprobs = 0
 
-    def set_sizes(self, rows: int, context: int) -> None:
-        """Set the sizes of the decoder that writes new texts."""
+    def set_rows(self, rows: int) -> None:
+        """Set the number of rows of the decoder that writes new texts."""
         self._rows = rows
         self.max_waiting = WAITING_TEXTS_PER_ROW * rows
-        # One context for the text that runs in the row, and the rest for those that wait for it.
-        self._max_prompt_tokens = (1 + WAITING_CONTEXTS_PER_ROW) * rows * context
 
     @property
     def waiting(self) -> int:
@@ -82,13 +77,8 @@ class Gate:
         Raises:
             Refused: too many texts wait.
         """
-        new_prompt_tokens = sum(len(text.request.prompt_ids) for text in texts)
-        prompt_tokens = self._prompt_tokens + new_prompt_tokens
         count = len(self._entrances) + len(texts)
-        has_too_many_texts = count > self.max_texts
-        # If no text waits, prompts of any length are let in: each row can hold the longest one.
-        has_too_many_tokens = self.waiting > 0 and prompt_tokens > self._max_prompt_tokens
-        if has_too_many_texts or has_too_many_tokens:
+        if count > self.max_texts:
             self.refused += 1
             expected_s = math.ceil(self._mean_text_s * count / self._rows)
             raise Refused(
@@ -97,7 +87,6 @@ class Gate:
                 code="rate_limit_exceeded",
                 Retry_After=str(min(60, max(1, expected_s))),
             )
-        self._prompt_tokens = prompt_tokens
         for text in texts:
             texts_per_row = max(1.0, len(self._entrances) / self._rows)
             self._entrances[text] = _Entrance(clock(), texts_per_row)
@@ -128,7 +117,6 @@ class Gate:
         entrance = self._entrances.pop(text, None)
         if entrance is None:
             return
-        self._prompt_tokens -= len(text.request.prompt_ids)
         if cancelled:
             self.cancelled += 1
             self._owner.cancel(text)

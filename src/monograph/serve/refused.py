@@ -1,5 +1,8 @@
-"""A request that is answered with an error, and the error in OpenAI's form."""
+"""A request that is answered with an error, and the error in the form of OpenAI or of Anthropic."""
 
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -29,18 +32,65 @@ class Refused(Exception):
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-# OpenAI's type of an error, by the HTTP status; see `error_body` for the others.
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+@contextmanager
+def field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Let refusals inside the block name fields as the client knows them.
+
+    Args:
+        names: the client's name of each field that has another one for it.
+    """
+    try:
+        yield
+    except Refused as refused:
+        if refused.param is None or refused.param not in names:
+            raise
+        name = names[refused.param]
+        # A message about a field begins with its name.
+        message = re.sub(rf"^{refused.param}\b", name, str(refused))
+        raise Refused(refused.status, message, name, refused.code, **refused.headers) from None
 
 
-def error_body(refused: Refused) -> dict[str, Any]:
-    """Return an error in the protocol's form."""
+# Addresses whose errors have Anthropic's form begin with this.
+MESSAGES_PATH = "/v1/messages"
+# Anthropic's name of the error for a request that refers to stored messages. Its clients send the messages
+# themselves when they get it.
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+# OpenAI's type of an error, by the HTTP status; see `_openai_body` for the others.
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# Anthropic's type of an error, by the HTTP status; see `_anthropic_body` for the others.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(refused: Refused, path: str = "") -> dict[str, Any]:
+    """Return an error in the form that the address `path` has."""
+    is_anthropic = path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+    return _anthropic_body(refused) if is_anthropic else _openai_body(refused)
+
+
+def _openai_body(refused: Refused) -> dict[str, Any]:
     other_type = "invalid_request_error" if refused.status < 500 else "server_error"
     return {
         "error": {
             "message": str(refused),
-            "type": _TYPES.get(refused.status, other_type),
+            "type": _OPENAI_TYPES.get(refused.status, other_type),
             "param": refused.param,
             "code": refused.code,
         }
     }
+
+
+def _anthropic_body(refused: Refused) -> dict[str, Any]:
+    other_type = "invalid_request_error" if refused.status < 500 else "api_error"
+    error_type = _ANTHROPIC_TYPES.get(refused.status, other_type)
+    error: dict[str, Any] = {"type": error_type, "message": str(refused)}
+    if refused.code == THREAD_UNSUPPORTED:
+        error["details"] = {"error_code": refused.code, "unsupported": []}
+    return {"type": "error", "error": error}

@@ -13,7 +13,6 @@ pydantic's own check, `json_schema_input_type` says what the document shows inst
 import math
 import re
 import secrets
-from collections.abc import Mapping
 from dataclasses import Field as DataclassField
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -34,8 +33,9 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, ErrorDetails
 
+from monograph.automata import argument_types
 from monograph.automata.pattern import MAX_PATTERN_LENGTH
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
@@ -45,6 +45,7 @@ from monograph.errors import did_you_mean
 from monograph.ranges import Range, whole
 from monograph.serve.compiling import MAX_CHOICES, MAX_CONSTRAINT_BYTES
 from monograph.serve.refused import Refused
+from monograph.text.field_reader import ArgumentTypes
 
 # Limits on a request.
 MAX_LOGPROBS = 20  # likeliest tokens that are reported at the position of each token
@@ -110,20 +111,21 @@ _NotSupported = Annotated[
 ]
 
 
-def not_supported(advice: str) -> PlainValidator:
+def not_supported(advice: str, code: str = "unsupported_parameter") -> PlainValidator:
     """Return a validator of a field that is not supported and would change the text.
 
     It accepts only values that turn the field off, and returns None for them.
 
     Args:
         advice: what to do instead.
+        code: the protocol's name of the error.
     """
 
     def check(value: object, info: ValidationInfo) -> None:
         name = str(info.field_name)
         is_off = not value or value == "none"
         if not is_off:
-            raise Refused(400, f"{name} is not supported: {advice}", name, "unsupported_parameter")
+            raise Refused(400, f"{name} is not supported: {advice}", name, code)
 
     return PlainValidator(check, json_schema_input_type=_NotSupported)
 
@@ -247,8 +249,9 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
         message = message_of(value, name, get_args(Role))
     except Unusable as unusable:
         raise Refused(400, str(unusable), "messages") from None
-    assert isinstance(value, Mapping)  # `message_of` refuses anything else
-    unknown_keys = value.keys() - RequestMessage.model_fields
+    # OpenAI's client adds the object that it has made of the content to a message that is sent back.
+    message.pop("parsed", None)
+    unknown_keys = message.keys() - RequestMessage.model_fields
     if unknown_keys:
         key = min(unknown_keys)
         hint = did_you_mean(key, RequestMessage.model_fields)
@@ -315,11 +318,17 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
 
 # The following models of a message only describe it in the OpenAPI document. `_read_message` reads
 # messages, with the function that also reads those of training data.
-class TextPart(Body):
+class AnyTextPart(Body):
+    """A part of a content that has a text. Each class below this one says which types it may have."""
+
+    type: str
+    text: str
+
+
+class TextPart(AnyTextPart):
     """A part of a message's content."""
 
     type: Literal["text"]
-    text: str
 
 
 class CalledFunction(BaseModel):
@@ -369,6 +378,7 @@ class RequestMessage(Body):
     annotations: MustBeEmpty = None
     audio: MustBeEmpty = None
     function_call: MustBeEmpty = None
+    parsed: Ignored = None
 
 
 class StreamOptions(Body):
@@ -424,13 +434,15 @@ class BaseRequest(Body):
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
-    parallel_tool_calls: Ignored = None
+
+
+FunctionNameText = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class FunctionDefinition(Body):
     """A function that the model may call."""
 
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    name: FunctionNameText
     description: str | None = Field(None, description="What it does, for the model.")
     parameters: dict[str, Any] | None = Field(
         None,
@@ -480,26 +492,44 @@ class ToolUse(NamedTuple):
     is_strict: bool
     parallel: bool
 
+    @property
+    def argument_types(self) -> dict[str, ArgumentTypes]:
+        """For each function the types that its arguments may have."""
+        return {function.name: argument_types(function.parameters) for function in self.functions}
 
-_ToolChoice = Literal["none", "auto", "required"]
+
+ToolChoiceWord = Literal["none", "auto", "required"]
 
 
 def _check_tools(value: object, info: ValidationInfo) -> list[Tool]:
-    name = str(info.field_name)
-    if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        raise Refused(400, f"{name}: expected a list of up to {MAX_TOOLS} tools", name)
-    return [_read_object(Tool, each, f"{name}[{index}]", name) for index, each in enumerate(value)]
+    return read_list(Tool, value, str(info.field_name), MAX_TOOLS, "tools")
 
 
 def _check_tool_choice(value: object, info: ValidationInfo) -> str | NamedTool:
-    name = str(info.field_name)
-    if isinstance(value, str) and value in get_args(_ToolChoice):
+    form = '{"type": "function", "function": {"name": ...}}'
+    return check_tool_choice(value, str(info.field_name), NamedTool, form)
+
+
+def check_tool_choice(
+    value: object, field: str, named_type: type[_Model], form: str
+) -> str | _Model:
+    """Return the value of a field that is one of `ToolChoiceWord`, or names a tool.
+
+    Args:
+        value: the value.
+        field: the field.
+        named_type: the type of an object that names a tool.
+        form: the form of such an object, for the error.
+
+    Raises:
+        Refused: the value is neither.
+    """
+    if isinstance(value, str) and value in get_args(ToolChoiceWord):
         return value
     if isinstance(value, dict):
-        return _read_object(NamedTool, value, name, name)
-    words = ", ".join(get_args(_ToolChoice))
-    named = '{"type": "function", "function": {"name": ...}}'
-    raise Refused(400, f"{name} = {value!r:.80}: expected {words} or {named}", name)
+        return read_object(named_type, value, field, field)
+    words = ", ".join(get_args(ToolChoiceWord))
+    raise Refused(400, f"{field} = {value!r:.80}: expected {words} or {form}", field)
 
 
 class TokenizeRequest(BaseRequest):
@@ -565,16 +595,31 @@ def _check_n(value: Any, info: ValidationInfo) -> int:
     return value
 
 
-class TextRequest(BaseRequest):
-    """The fields that requests for texts have in common."""
+ModelName = Annotated[
+    str,
+    Field(
+        description="The name of a model or an adapter, one of GET /v1/models. RUN@UPDATE is exactly these weights; "
+        "RUN and last are the newest."
+    ),
+]
 
-    model: Annotated[
-        str,
-        Field(
-            description="The name of a model or an adapter, one of GET /v1/models. RUN@UPDATE is exactly these "
-            "weights; RUN and last are the newest."
-        ),
-    ]
+
+class SampledRequest(BaseRequest):
+    """The fields that requests for texts in all protocols have."""
+
+    model: ModelName
+    seed: Annotated[int | None, number_within(RANGES["seed"])] = Field(
+        None,
+        description="Decides the sampling: an equal request with an equal seed gets an equal text, whatever else the "
+        "server does. If it is missing, the server chooses one, which the answer has.",
+    )
+    stream: bool = Field(False, description="Sends the text in pieces, as server-sent events.")
+
+
+class TextRequest(SampledRequest):
+    """The fields that requests for completions and chats have in common."""
+
+    parallel_tool_calls: Ignored = None
     n: Annotated[
         int,
         PlainValidator(
@@ -584,11 +629,6 @@ class TextRequest(BaseRequest):
         1,
         description="The number of texts for each prompt, at most as many as the server writes at once (--rows). The "
         "seed of text i follows from seed and i.",
-    )
-    seed: Annotated[int | None, number_within(RANGES["seed"])] = Field(
-        None,
-        description="Decides the sampling: an equal request with an equal seed gets an equal text, whatever else the "
-        "server does. If it is missing, the server chooses one, which the answer has.",
     )
     stop: Annotated[
         list[ShortText],
@@ -601,7 +641,6 @@ class TextRequest(BaseRequest):
         ),
         Expected(f"up to {MAX_STOPS} texts of 1 to {MAX_STOP_BYTES} bytes"),
     ] = Field([], description="The text ends before the first of these texts.")
-    stream: bool = Field(False, description="Sends the text in pieces, as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Is allowed only with stream.")
     regex: str | None = Field(
         None,
@@ -858,7 +897,7 @@ class ChatRequest(TextRequest):
     )
     tool_choice: Annotated[
         str | NamedTool | None,
-        PlainValidator(_check_tool_choice, json_schema_input_type=_ToolChoice | NamedTool),
+        PlainValidator(_check_tool_choice, json_schema_input_type=ToolChoiceWord | NamedTool),
     ] = Field(
         None,
         description="none: the model does not see the tools. auto, which is the default: it may call them. required: "
@@ -957,6 +996,8 @@ _MISSING_WORDS = {
     "model": "GET /v1/models says which there are",
     "prompt": "expected a text, a list of texts, or lists of token ids",
     "messages": "expected a list of messages",
+    "input": "expected a text or a list of items",
+    "max_tokens": "expected the maximum number of tokens of the answer",
     "tokens": "expected a list of token ids",
     "lora_name": "expected the adapter's name",
     "lora_path": "expected the name of a folder in --adapter-dir",
@@ -989,7 +1030,7 @@ def read(model: type[_Model], body: dict[str, Any], **context: int) -> _Model:
         raise _refusal(model, error) from None
 
 
-def _read_object(model: type[_Model], value: object, place: str, field: str) -> _Model:
+def read_object(model: type[_Model], value: object, place: str, field: str) -> _Model:
     """Return a JSON object that is in the value of a field, as an object of type `model`.
 
     Args:
@@ -1011,8 +1052,70 @@ def _read_object(model: type[_Model], value: object, place: str, field: str) -> 
         inner = place + "".join(steps)
         if fault["type"] == "missing":
             raise Refused(400, f"{inner} is missing", field) from None
-        words = _TYPE_WORDS.get(fault["type"], fault["msg"])
+        words = _expected_words(fault)
         raise Refused(400, f"{inner} = {fault['input']!r:.80}: expected {words}", field) from None
+
+
+def read_as(model: type[BaseModel]) -> PlainValidator:
+    """Return a validator of a field that is an object of type `model`.
+
+    Its errors name the place inside the object, unlike pydantic's own, of which `_refusal` shows the end.
+    """
+
+    def check(value: object, info: ValidationInfo) -> BaseModel:
+        name = str(info.field_name)
+        return read_object(model, value, name, name)
+
+    return PlainValidator(check, json_schema_input_type=model)
+
+
+def read_list(
+    model: type[_Model], value: object, field: str, max_count: int, what: str
+) -> list[_Model]:
+    """Return the value of a field that is a list of objects of type `model`.
+
+    Args:
+        model: the type.
+        value: the list as JSON has it.
+        field: the request's field.
+        max_count: how many objects the list may have.
+        what: what they are, for the error.
+
+    Raises:
+        Refused: the value is no list, or too long, or an object is wrong.
+    """
+    if not isinstance(value, list) or len(value) > max_count:
+        raise Refused(400, f"{field}: expected a list of up to {max_count} {what}", field)
+    return [
+        read_object(model, each, f"{field}[{index}]", field) for index, each in enumerate(value)
+    ]
+
+
+def text_of_parts(value: object, field: str, part_type: type[AnyTextPart]) -> str:
+    """Return a content as one text. If it is a list of parts, their texts are joined.
+
+    Args:
+        value: the content as JSON has it.
+        field: the name of the key that has it, for the error.
+        part_type: the type of a part.
+
+    Raises:
+        Refused: it is neither a text nor a list of such parts.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise Refused(400, f"{field} = {value!r:.80}: expected a text or a list of parts", field)
+    texts = []
+    kinds = get_args(part_type.model_fields["type"].annotation)
+    for index, part in enumerate(value):
+        # A part of another type has other fields, too, so its type is looked at first.
+        if isinstance(part, dict) and part.get("type") not in kinds:
+            known = " or ".join(kinds)
+            message = f"{field}[{index}].type = {part.get('type')!r:.80}: expected {known}"
+            raise Refused(400, message, field)
+        texts.append(read_object(part_type, part, f"{field}[{index}]", field).text)
+    return "".join(texts)
 
 
 def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
@@ -1034,5 +1137,12 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
             if isinstance(expected, Expected):
                 shown = f" = {fault['input']!r:.80}" if expected.shows_value else ""
                 return Refused(400, f"{outer}{shown}: expected {expected.words}", outer)
-    words = _TYPE_WORDS.get(fault["type"], fault["msg"])
+    words = _expected_words(fault)
     return Refused(400, f"{inner} = {fault['input']!r:.80}: expected {words}", inner)
+
+
+def _expected_words(fault: ErrorDetails) -> str:
+    """Return what the error for a wrong value says was expected."""
+    if fault["type"] == "literal_error":
+        return str(fault["ctx"]["expected"])
+    return _TYPE_WORDS.get(fault["type"], fault["msg"])

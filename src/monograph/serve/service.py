@@ -109,7 +109,7 @@ class Service:
         self.owner = Owner(self.source.rows, record_crash)
         self._has_owner = True
         await self.owner.add(version)
-        self.gate = Gate(self.owner, version.rows, version.context)
+        self.gate = Gate(self.owner, version.rows)
         self._newest = version
         return version
 
@@ -132,7 +132,7 @@ class Service:
                     version = await asyncio.to_thread(self.source.load)
                     previous = self._newest
                     await self.owner.add(version)
-                    self.gate.set_sizes(version.rows, version.context)
+                    self.gate.set_rows(version.rows)
                     self._newest = version
             except (MonographError, OSError) as error:
                 if str(error) != last_fault:

@@ -213,6 +213,11 @@ class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: Annotated[str | None, Field(description="Is null if the answer only calls tools.")]
     refusal: None
+    reasoning_content: NotRequired[
+        Annotated[
+            str, Field(description="What the model thought before, if its template has thoughts.")
+        ]
+    ]
     tool_calls: NotRequired[Annotated[list[AnsweredCall], Field(min_length=1)]]
 
 
@@ -221,6 +226,7 @@ class ChatDelta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
     tool_calls: NotRequired[Annotated[list[CallPiece], Field(min_length=1)]]
 
 
@@ -311,11 +317,6 @@ class ChatEvent(TypedDict):
     """
 
     data: Literal["[DONE]"] | Json[ChatPiece | Error]
-
-
-# In the document, objects of these types may have further fields (`monograph.serve.document`): every
-# server-sent event may also have the fields `event`, which is its kind, and `id`.
-EVENTS = (CompletionEvent, ChatEvent)
 
 
 class Model(TypedDict):

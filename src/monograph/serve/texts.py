@@ -25,11 +25,9 @@ from monograph.errors import MonographError
 from monograph.serve import shapes
 from monograph.serve.answers import (
     AnswerBuilder,
-    ChatAnswerBuilder,
     EventStream,
     TextBuilder,
     TextPiece,
-    as_json,
     prompt_entries,
     send_body,
     send_error,
@@ -39,24 +37,22 @@ from monograph.serve.body import ClientGone, parse_body, read_body, wait_until_g
 from monograph.serve.compiling import Busy
 from monograph.serve.gate import MAX_REQUEST_LOGPROBS
 from monograph.serve.owner import Inbox, OwnerEnded, ServedText
-from monograph.serve.refused import Refused, error_body
-from monograph.serve.requests import (
-    AnyTextRequest,
-    ChatRequest,
-    CompletionRequest,
-    ToolUse,
-    read,
-)
+from monograph.serve.prompts import PromptIds, find_call_frame, prompt_ids
+from monograph.serve.protocol import AskedTexts, TextProtocol
+from monograph.serve.refused import Refused, field_names
+from monograph.serve.requests import AnyTextRequest, ChatRequest, CompletionRequest, ToolUse
 from monograph.serve.service import Service
 from monograph.serve.versions import ServedModel, Version
 from monograph.text.call_reader import CallReader
-from monograph.text.calls import CallFrame, with_tools
-from monograph.text.chat import chat_ids
+from monograph.text.calls import CallFrame
+from monograph.text.thoughts import AnswerReader, Place, Thoughts
 from monograph.text.tokenizer import Tokenizer
 
-PromptIds = Sequence[Sequence[int]]  # the ids of each prompt
 EventBatch = list[tuple[ServedText, Event]]  # events that came at the same time, each with its text
 REQUEST_TIMEOUT_S = 600.0  # from the arrival of the request's body to the end of its answer
+_PROMPT_END = (
+    256  # how many of a prompt's last tokens tell whether the answer begins inside thoughts
+)
 PING_INTERVAL_S = 15.0  # a stream without new text sends a comment this often
 # The HTTP status and the message of the error, for each finish of a text that is an error.
 _FAILED_FINISHES = {
@@ -66,21 +62,22 @@ _FAILED_FINISHES = {
 
 
 class TextEndpoint:
-    """An ASGI application that answers requests for texts: /v1/completions or the chat's."""
+    """An ASGI application that answers requests for texts, in the form of one protocol."""
 
-    def __init__(self, service: Service, is_chat: bool) -> None:
+    def __init__(self, service: Service, protocol: TextProtocol) -> None:
         self._service = service
-        self._is_chat = is_chat
+        self._protocol = protocol
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; cancel its texts as soon as the client has gone."""
         try:
             body = await read_body(scope, receive)
         except Refused as refused:
-            return await send_error(send, refused)
+            return await send_error(scope, send, refused)
         except ClientGone:
             return None
-        response = asyncio.create_task(self._respond(body, scope, send))
+        reply = _Reply(scope, send)
+        response = asyncio.create_task(self._respond(body, scope, reply))
         client_gone = asyncio.create_task(wait_until_gone(receive))
         owner_crashed = asyncio.create_task(self._service.crashed.wait())
         tasks = (response, client_gone, owner_crashed)
@@ -101,65 +98,65 @@ class TextEndpoint:
             with suppress(asyncio.CancelledError):
                 await task
         if response.cancelled() and interruption is not None:
-            await _send_failure(scope, send, interruption)
+            await reply.fail(interruption)
 
-    async def _respond(self, body: bytes, scope: Scope, send: Send) -> None:
+    async def _respond(self, body: bytes, scope: Scope, reply: "_Reply") -> None:
         """Answer a request whose body has been read, with an error if it is refused or fails."""
         try:
             # In a worker thread, because a large body takes a while.
-            request = await asyncio.to_thread(self._read, body)
-            async with self._service.use_model(request.model) as model:
+            asked = await asyncio.to_thread(self._read, body)
+            async with self._service.use_model(asked.request.model) as model:
                 # The guard (`monograph.serve.app`) has put the client's name there.
-                await self._answer(request, model, scope["client_name"], send)
+                with field_names(self._protocol.field_names):
+                    await self._answer(asked, model, scope["client_name"], reply)
         except Refused as refused:
-            await _send_failure(scope, send, refused)
+            await reply.fail(refused)
         except OwnerEnded:
-            await _send_failure(scope, send, self._service.end_refusal)
+            await reply.fail(self._service.end_refusal)
         except Exception as error:
             self._service.report_bug(error)
-            failure = Refused(500, "a bug: the server's terminal says more")
-            await _send_failure(scope, send, failure)
+            await reply.fail(Refused(500, "a bug: the server's terminal says more"))
 
     async def _answer(
-        self, request: AnyTextRequest, model: ServedModel, client: str, send: Send
+        self, asked: AskedTexts, model: ServedModel, client: str, reply: "_Reply"
     ) -> None:
         """Answer a valid request: score its prompts, or let the decoder write its texts.
 
         Args:
-            request: the request.
+            asked: the request, and how its answer is written.
             model: the model that answers it.
             client: the client's name, by which the decoder lets clients take turns.
-            send: sends the answer.
+            reply: sends the answer.
         """
         began_s = clock()
+        request = asked.request
         version = model.version
         scores_only = request.token_limit == 0
         # A chat cannot ask for too many: it has one prompt, and n is at most the number of rows.
         if isinstance(request, CompletionRequest) and not scores_only:
             self._require_few_texts(request)
         # In a worker thread, because templates and the tokenizer may take a while.
-        call_frame = await asyncio.to_thread(self._call_frame, request, version)
-        prompts = await asyncio.to_thread(self._prompt_ids, request, version)
+        call_frame = await asyncio.to_thread(find_call_frame, request, version)
+        prompts = await asyncio.to_thread(prompt_ids, request, version)
         logprob_count = 0
         if request.likeliest_count is not None:
             logprob_count = _count_logprobs(request, version, prompts)
         if isinstance(request, CompletionRequest) and scores_only:
             with self._service.gate.reserve_logprobs(logprob_count):
-                return await self._send_scored(request, model, prompts, send)
+                return await self._send_scored(request, asked.answer(model), model, prompts, reply)
         inbox: Inbox = asyncio.Queue()
         decoder_requests = await self._decoder_requests(request, model, prompts, call_frame, client)
         texts = [
             ServedText(decoder_request, version, index, inbox, request.stream)
             for index, decoder_request in enumerate(decoder_requests)
         ]
-        answer_class = ChatAnswerBuilder if self._is_chat else AnswerBuilder
-        answer = answer_class(model, request.sampling.seed, request.likeliest_count)
+        answer = asked.answer(model)
         async with self._write(texts, began_s) as batches:
             if request.stream:
-                await self._send_stream(request, texts, call_frame, answer, batches, prompts, send)
+                await self._send_stream(request, texts, call_frame, answer, batches, prompts, reply)
             else:
                 await self._send_whole(
-                    request, model, texts, call_frame, answer, batches, prompts, send
+                    request, model, texts, call_frame, answer, batches, prompts, reply
                 )
         return None
 
@@ -172,82 +169,15 @@ class TextEndpoint:
             message = f"prompt: {product}; a request may ask for {limit:,} in all"
             raise Refused(400, message, "prompt")
 
-    def _read(self, body: bytes) -> AnyTextRequest:
+    def _read(self, body: bytes) -> AskedTexts:
         """Return a body as a request to this endpoint.
 
         Raises:
             Refused: the body is not JSON, or not a valid request.
         """
-        fields = parse_body(body)
-        rows = self._service.rows
-        if self._is_chat:
-            return read(ChatRequest, fields, rows=rows)
-        return read(CompletionRequest, fields, rows=rows)
+        return self._protocol.read(parse_body(body), self._service.rows)
 
     # ── from a client's request to those of the decoder ───────────────────────────────────────
-
-    @staticmethod
-    def _call_frame(request: AnyTextRequest, version: Version) -> CallFrame | None:
-        """Return what the chat template writes around calls; None: the request has no tools.
-
-        Raises:
-            Refused: the model has no chat template, or its template writes no calls that can be read.
-        """
-        if not isinstance(request, ChatRequest) or request.tool_use is None:
-            return None
-        try:
-            return version.call_frame
-        except MonographError as error:
-            raise Refused(400, f"tools: {error}", "tools") from None
-
-    def _prompt_ids(self, request: AnyTextRequest, version: Version) -> list[list[int]]:
-        """Return the ids of each prompt.
-
-        Raises:
-            Refused: a prompt is too long for the model's context, or cannot be encoded, or has an id
-                that the model does not have.
-        """
-        field = "messages" if self._is_chat else "prompt"
-        if isinstance(request, CompletionRequest):
-            # A character has at least one byte. So a prompt of more characters than this does not fit the
-            # context, even if each of its tokens is the longest one. It is refused before it is encoded,
-            # which would take time.
-            max_characters = version.context * version.longest_token_bytes
-            for prompt in request.prompt:
-                if isinstance(prompt, str) and len(prompt) > max_characters:
-                    raise _too_long(f"more than {version.context:,}", version, field)
-        try:
-            prompts = self._encode_prompts(request, version)
-        except MonographError as error:
-            raise Refused(400, f"{field}: {error}", field) from None
-        max_ids = version.context - 1
-        if request.token_limit == 0:  # only scores the prompt, so needs no place for a new token
-            max_ids = version.context
-        for ids in prompts:
-            if len(ids) > max_ids:
-                raise _too_long(f"{len(ids):,}", version, field)
-        return prompts
-
-    def _encode_prompts(self, request: AnyTextRequest, version: Version) -> list[list[int]]:
-        if isinstance(request, CompletionRequest):
-            return [self._encode(version, prompt) for prompt in request.prompt]
-        if not version.has_template:
-            return [self._encode(version, joined_messages(request))]
-        shown_tools = None if request.tool_use is None else request.tool_use.shown
-        messages, variables = with_tools(version.tokenizer, request.messages, shown_tools)
-        variables |= request.template_variables
-        ids = chat_ids(version.tokenizer, messages, add_generation_prompt=True, **variables)
-        return [ids]
-
-    @staticmethod
-    def _encode(version: Version, prompt: str | list[int]) -> list[int]:
-        tokenizer = version.tokenizer
-        if isinstance(prompt, str):
-            return [tokenizer.bos_id, *tokenizer.encode(prompt)]
-        last = tokenizer.vocab_size - 1
-        if any(not 0 <= token <= last for token in prompt):
-            raise Refused(400, f"prompt: expected token ids from 0 to {last}", "prompt")
-        return prompt
 
     async def _decoder_requests(
         self,
@@ -274,10 +204,10 @@ class TextEndpoint:
             raise Refused(400, str(error), "logit_bias") from None
         breaker_V = await self._breaker_V(sampling, version)
         stop_ids: Sequence[int] = (tokenizer.eos_id,)
-        if self._is_chat and version.has_template:
+        if isinstance(request, ChatRequest) and version.has_template:
             stop_ids = version.chat_stop_ids
         constraint, stop_automaton = await self._automata(
-            request, version, call_frame, stop_ids, lead
+            request, version, prompts, call_frame, stop_ids, lead
         )
         max_tokens = version.context if request.token_limit is None else request.token_limit
         seeds = [continuation_seed(sampling.seed, index) for index in range(request.n)]
@@ -321,6 +251,7 @@ class TextEndpoint:
         self,
         request: AnyTextRequest,
         version: Version,
+        prompts: PromptIds,
         call_frame: CallFrame | None,
         stop_ids: Sequence[int],
         lead: bytes,
@@ -347,7 +278,9 @@ class TextEndpoint:
             tool_use = request.tool_use if isinstance(request, ChatRequest) else None
             if call_frame is not None and tool_use is not None and tool_use.is_strict:
                 field = "tools"
-                constraint = await compiler.calls(_calls(tool_use, call_frame))
+                thoughts = _thoughts(request, version)
+                calls = _calls(tool_use, call_frame, thoughts, prompts[0], version)
+                constraint = await compiler.calls(calls)
         except MonographError as error:
             raise Refused(400, f"{field}: {error}", field) from None
         except Busy:
@@ -409,37 +342,28 @@ class TextEndpoint:
         answer: AnswerBuilder,
         batches: AsyncIterator[EventBatch],
         prompts: PromptIds,
-        send: Send,
+        reply: "_Reply",
     ) -> None:
         """Send an answer event by event, as the texts are written."""
         builders = {text: self._builder(text, request, call_frame) for text in texts}
-        stream = EventStream(send)
-        has_begun = False
+        prompt_tokens = _count_tokens(prompts)
+        stream = None
         async for batch in batches:
-            pieces: list[TextPiece] = []
-            for text, event in batch:
-                pieces += answer.split_by_event(builders[text].add(event))
-            if not has_begun:
+            events: list[bytes] = []
+            if stream is None:
                 # The stream, and with it status 200, does not begin before there is a token or a
                 # ping is due. So most errors are sent with their own status.
-                has_begun = True
-                await stream.begin()
-                first_pieces: list[TextPiece] = []
-                for text in texts:
-                    first_pieces += answer.first_pieces(text.index)
-                pieces = first_pieces + pieces
-            if pieces:
-                events = [
-                    answer.piece_json(piece, wants_usage=request.wants_usage) for piece in pieces
-                ]
-                await stream.send(*events)
+                stream = await reply.begin_stream(answer)
+                events = answer.first_events(len(texts), prompt_tokens)
+            for text, event in batch:
+                events += answer.piece_events(builders[text].add(event))
+            if events:
+                await stream.send(events)
             elif not batch:  # no event came within PING_INTERVAL_S
                 await stream.ping()
-        if request.wants_usage:
-            sampled_tokens = sum(builder.token_count for builder in builders.values())
-            usage = token_usage(_count_tokens(prompts), sampled_tokens)
-            await stream.send(answer.usage_json(usage))
-        await stream.end()
+        assert stream is not None  # there is at least one batch
+        sampled_tokens = sum(builder.token_count for builder in builders.values())
+        await stream.end(answer.last_events(token_usage(prompt_tokens, sampled_tokens)))
 
     async def _send_whole(
         self,
@@ -450,34 +374,25 @@ class TextEndpoint:
         answer: AnswerBuilder,
         batches: AsyncIterator[EventBatch],
         prompts: PromptIds,
-        send: Send,
+        reply: "_Reply",
     ) -> None:
         """Send an answer when all of its texts have ended."""
         # What the texts after each prompt begin with: the prompt, if it is echoed, or nothing.
-        echoes = [TextPiece(0, "", [], None)] * len(prompts)
+        echoes = [TextPiece(0, [], [], None)] * len(prompts)
         if isinstance(request, CompletionRequest) and request.echo:
             echoes = await self._echoes(request, model, prompts)
         builders = []
-        whole_texts = []  # each is one piece, to which the pieces of the text are added
+        pieces_of_texts: list[list[TextPiece]] = []
         for text in texts:
             echo = echoes[text.index // request.n]  # each prompt has n texts, one after another
             builders.append(self._builder(text, request, call_frame, echo.text))
-            whole_texts.append(TextPiece(text.index, echo.text, [*echo.entries], None))
+            pieces_of_texts.append([echo])
         async for batch in batches:
             for text, event in batch:
-                earlier = whole_texts[text.index]
-                added = builders[text.index].add(event)
-                whole_texts[text.index] = TextPiece(
-                    text.index,
-                    earlier.text + added.text,
-                    earlier.entries + added.entries,
-                    added.finish,
-                    [*earlier.calls, *added.calls],
-                    added.calls_tools,
-                )
+                pieces_of_texts[text.index].append(builders[text.index].add(event))
         sampled_tokens = sum(builder.token_count for builder in builders)
         usage = token_usage(_count_tokens(prompts), sampled_tokens)
-        await _send_answer(answer, whole_texts, usage, send)
+        await _send_answer(answer, pieces_of_texts, usage, reply)
 
     def _builder(
         self,
@@ -487,34 +402,46 @@ class TextEndpoint:
         echo: str = "",
     ) -> TextBuilder:
         """Return the builder of a text, which comes after `echo` in the answer."""
-        call_reader = None
-        if call_frame is not None:
-            version = text.version
-            lead = version.tokenizer.inserted_space(text.request.prompt_ids)
-            call_reader = CallReader(call_frame, version.spelling_V, lead)
+        version = text.version
+        prompt_ids = text.request.prompt_ids
+        thoughts = _thoughts(request, version)
+        reader = None
+        if call_frame is not None or thoughts is not None:
+            lead = version.tokenizer.inserted_space(prompt_ids)
+            call_reader = None
+            if call_frame is not None and isinstance(request, ChatRequest):
+                types = {} if request.tool_use is None else request.tool_use.argument_types
+                call_reader = CallReader(call_frame, version.spelling_V, types=types)
+            place = Place.AFTER if thoughts is None else _place(thoughts, prompt_ids, version)
+            reader = AnswerReader(version.spelling_V, lead, thoughts, place, call_reader)
         # lm-evaluation-harness expects an entry for each token of a completion, including the one that
         # ends the text. In a chat the protocol has no entry for that one.
         return TextBuilder(
             text,
             request.stop,
             request.likeliest_count,
-            reports_end=not self._is_chat,
+            reports_end=isinstance(request, CompletionRequest),
             echo=echo,
-            call_reader=call_reader,
+            reader=reader,
         )
 
     async def _send_scored(
-        self, request: CompletionRequest, model: ServedModel, prompts: PromptIds, send: Send
+        self,
+        request: CompletionRequest,
+        answer: AnswerBuilder,
+        model: ServedModel,
+        prompts: PromptIds,
+        reply: "_Reply",
     ) -> None:
         """Answer with each prompt and its scores n times, without new text."""
         echoes = await self._echoes(request, model, prompts)
         repeated = [echo for echo in echoes for _ in range(request.n)]
-        pieces = [
-            echo._replace(text_index=index, finish="length") for index, echo in enumerate(repeated)
+        pieces_of_texts = [
+            [echo._replace(text_index=index, finish="length")]
+            for index, echo in enumerate(repeated)
         ]
-        answer = AnswerBuilder(model, request.sampling.seed, request.likeliest_count)
         usage = token_usage(_count_tokens(prompts), sampled_tokens=0)
-        await _send_answer(answer, pieces, usage, send)
+        await _send_answer(answer, pieces_of_texts, usage, reply)
 
     async def _echoes(
         self, request: CompletionRequest, model: ServedModel, prompts: PromptIds
@@ -534,7 +461,7 @@ class TextEndpoint:
                     count = min(request.likeliest_count, version.tokenizer.vocab_size)
                     scores = await self._service.owner.score(model, ids, count)
                 entries = prompt_entries(version.tokenizer, ids, scores)
-            echoes.append(TextPiece(0, text, entries, None))
+            echoes.append(TextPiece(0, [text], entries, None))
         return echoes
 
 
@@ -556,44 +483,85 @@ def _lead(request: AnyTextRequest, tokenizer: Tokenizer, prompts: PromptIds) -> 
     return leads.pop()  # without a constraint it is not used, so any of them will do
 
 
-def _calls(tools: ToolUse, call_frame: CallFrame) -> Calls:
+def _thoughts(request: AnyTextRequest, version: Version) -> Thoughts | None:
+    """Return how the answer's thoughts are written; None: they are not told apart from its content.
+
+    A constraint is on the whole text, and so are stop strings.
+    """
+    if not isinstance(request, ChatRequest) or request.constraint is not None or request.stop:
+        return None
+    return version.thoughts
+
+
+def _place(thoughts: Thoughts, prompt_ids: Sequence[int], version: Version) -> Place:
+    """Return where a prompt leaves the answer."""
+    last_ids = prompt_ids[-_PROMPT_END:]
+    return thoughts.place_after("".join(version.spelling_V[token_id] for token_id in last_ids))
+
+
+def _calls(
+    tools: ToolUse,
+    call_frame: CallFrame,
+    thoughts: Thoughts | None,
+    prompt_ids: Sequence[int],
+    version: Version,
+) -> Calls:
     """Return which calls an answer may have, as the compiler of automata takes it."""
+    frame = call_frame.grammar()
+    if thoughts is not None:
+        frame["thoughts"] = thoughts.grammar(_place(thoughts, prompt_ids, version))
     no_arguments: dict[str, Any] = {"type": "object", "properties": {}}
     functions = [
         (function.name, no_arguments if function.parameters is None else function.parameters)
         for function in tools.functions
     ]
-    return Calls(call_frame.grammar(), functions, tools.must_call, tools.parallel)
+    return Calls(frame, functions, tools.must_call, tools.parallel)
+
+
+class _Reply:
+    """Sends the answer to one request, or an error instead of it or at its end."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        # A stream that has begun, and what makes its events.
+        self._stream: EventStream | None = None
+        self._answer: AnswerBuilder | None = None
+
+    async def send_whole(self, body: bytes) -> None:
+        """Send a whole answer."""
+        await send_body(self._send, body)
+
+    async def begin_stream(self, answer: AnswerBuilder) -> EventStream:
+        """Begin the stream of an answer, and return it."""
+        self._answer = answer
+        self._stream = EventStream(self._send)
+        await self._stream.begin()
+        return self._stream
+
+    async def fail(self, refused: Refused) -> None:
+        """Send an error. If the answer is a stream that has begun, the error is its last event."""
+        has_begun = self._scope["answered"]  # from `RequestCounts.counting_send`
+        if not has_begun:
+            return await send_error(self._scope, self._send, refused)
+        # A whole answer that is being sent can only be broken off.
+        if self._stream is None or self._answer is None:
+            return None
+        return await self._stream.end([self._answer.error_event(refused)])
 
 
 async def _send_answer(
-    answer: AnswerBuilder, pieces: Sequence[TextPiece], usage: shapes.Usage, send: Send
+    answer: AnswerBuilder,
+    texts: Sequence[Sequence[TextPiece]],
+    usage: shapes.Usage,
+    reply: _Reply,
 ) -> None:
-    if any(piece.entries for piece in pieces):
+    if any(piece.entries for pieces in texts for piece in pieces):
         # In a worker thread, because log-probabilities are thousands of numbers to serialise.
-        body = await asyncio.to_thread(answer.whole_json, pieces, usage)
+        body = await asyncio.to_thread(answer.whole_json, texts, usage)
     else:
-        body = answer.whole_json(pieces, usage)
-    await send_body(send, body)
-
-
-def joined_messages(request: ChatRequest) -> str:
-    """Return the prompt for a model without a chat template: the messages' texts, joined.
-
-    Raises:
-        Refused: a message has another role than user and assistant, or a key that only a template
-            would read.
-    """
-    keys = {key for message in request.messages for key in message}
-    unread_keys = keys - {"role", "content", "name"}
-    why = "messages: the model has no chat template, so"
-    if unread_keys:
-        raise Refused(400, f"{why} nothing reads {min(unread_keys)}: leave it out", "messages")
-    for message in request.messages:
-        if message["role"] not in ("user", "assistant"):
-            advice = f"change the role {message['role']}"
-            raise Refused(400, f"{why} it knows user and assistant only: {advice}", "messages")
-    return "".join(message["content"] for message in request.messages)
+        body = answer.whole_json(texts, usage)
+    await reply.send_whole(body)
 
 
 def _count_tokens(prompts: PromptIds) -> int:
@@ -642,21 +610,3 @@ async def _next_batch(inbox: Inbox) -> EventBatch:
             raise Refused(400, str(event)) from event
         batch.append((text, event))
     return batch
-
-
-def _too_long(token_count: str, version: Version, field: str) -> Refused:
-    message = (
-        f"{field}: it has {token_count} tokens, and the model's context is {version.context:,}: "
-        "shorten it"
-    )
-    return Refused(400, message, field, "context_length_exceeded")
-
-
-async def _send_failure(scope: Scope, send: Send, refused: Refused) -> None:
-    """Send an error. If the answer has begun, it is a stream, and the error is its last event."""
-    has_begun = scope["answered"]  # from `RequestCounts.counting_send`
-    if not has_begun:
-        return await send_error(send, refused)
-    stream = EventStream(send)
-    await stream.send(as_json(error_body(refused)))
-    return await stream.end(is_done=False)

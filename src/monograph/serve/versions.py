@@ -32,6 +32,7 @@ from monograph.session.recorded import run_settings
 from monograph.storage.reading import without_links
 from monograph.text.calls import CallFrame, find_frame, spellings
 from monograph.text.chat import stop_ids
+from monograph.text.thoughts import Thoughts, find_thoughts
 from monograph.text.tokenizer import Tokenizer
 
 LAST = "last"  # a name by which requests can always ask for the model
@@ -136,6 +137,11 @@ class Version:
             InputRefused: the template does not write calls, or in a form that cannot be read again.
         """
         return find_frame(self.tokenizer, self.chat_stop_ids)
+
+    @cached_property
+    def thoughts(self) -> Thoughts | None:
+        """What the chat template writes around thoughts; None: nothing that is known."""
+        return find_thoughts(self.tokenizer) if self.has_template else None
 
     @cached_property
     def spelling_V(self) -> list[str]:

@@ -27,7 +27,7 @@ from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.planner.defaults import updates_in_time
 from monograph.predict.roofline import flops_per_token, mfu
-from monograph.profiling.memory import reset_peak_memory
+from monograph.profiling.memory import reset_peak_memory, unused_graph_bytes
 from monograph.report.in_progress import PageInProgress
 from monograph.report.quantities import count, counted, duration, memory
 from monograph.report.run_report import About, write_report, write_run_page
@@ -414,10 +414,12 @@ class Reporter:
         peak_bytes = summary["peak_memory_bytes"]
         peak = "not measured" if peak_bytes is None else memory(peak_bytes)
         planned_peak = _planned_memory_text(session.plan, session.task.slots(session.plan))
+        in_graphs = _unused_memory_text(unused_graph_bytes(session.engine.step.device), peak_bytes)
         recompiles = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line(
-            "", f"peak memory {peak}{planned_peak}{recompiles}   {skipped}   {session.run.folder}"
+            "",
+            f"peak memory {peak}{in_graphs}{planned_peak}{recompiles}   {skipped}   {session.run.folder}",
         )
         held_out_rows = session.task.held_out_rows
         if 0 < self.scored_rows < held_out_rows:
@@ -614,6 +616,21 @@ def _planned_memory_text(plan: RunPlan, slots: int) -> str:
     # Sampled answers may be shorter than planned.
     at_most = "at most " if slots else ""
     return f" ({at_most}{memory(plan.peak_memory_bytes)} planned)"
+
+
+def _unused_memory_text(unused_bytes: int, peak_bytes: int | None) -> str:
+    """Return how much of the measured peak no tensor occupied, to be printed after it.
+
+    Args:
+        unused_bytes: see `unused_graph_bytes`.
+        peak_bytes: the measured peak; None: it was not measured.
+
+    Returns:
+        "" for less than a hundredth of the peak.
+    """
+    if peak_bytes is None or unused_bytes < peak_bytes / 100:
+        return ""
+    return f", {memory(unused_bytes)} of it unused in replayed graphs"
 
 
 def _free_folder() -> str:

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 
 
 class OnDevice(Parameters):
-    """The parameters of one module on one device; a step's default."""
+    """The parameters of one module on one device; a step's default.
+
+    Attributes:
+        rounds_in_update: whether an update rounds the weights that it writes for the products of the next
+            window. Otherwise each window begins with that.
+    """
+
+    rounds_in_update = True
 
     def __init__(self, *, fused: bool | None = None):
         """Choose how weight gradients reach the planes.
@@ -34,6 +41,8 @@ class OnDevice(Parameters):
         super().__init__()
         self._asked_to_fuse = fused
         self._fuses_gradients = False  # the choice, known from `place` on
+        # What `_weight_versions` returned when `Plane.rounded` was last written; (): never, or unknown.
+        self._rounded_versions: tuple[int, ...] = ()
 
     def place(self, step: Step) -> list[Plane]:
         """Move the trainable parameters into planes on their own device."""
@@ -61,7 +70,7 @@ class OnDevice(Parameters):
             step.prepare_plane(plane)
         if self._fuses_gradients:
             # Without recomputation, autograd keeps all rounded weights for the backward pass anyway.
-            # So rounding each weight once a window, into `plane.rounded`, takes no more memory.
+            # So rounding each weight once an update, into `plane.rounded`, takes no more memory.
             can_round_once = isinstance(step.remat, Remat.Off)
             for plane in new_planes:
                 needs_rounding = (
@@ -83,10 +92,28 @@ class OnDevice(Parameters):
         # `link` makes each `.grad` a view of a plane. It is called for each window, because a
         # caller's `zero_grad()` may have set `.grad` to None since the last one.
         self.step.link()
-        for plane in self.step.planes:
-            plane.round()
+        self.round_weights()
         for batch in batches:
             self.step.micro_step(batch)
+
+    def round_weights(self) -> None:
+        """Write each `Plane.rounded`, unless the last update wrote it and no weight was written since."""
+        if not self.rounds_in_update or self._weight_versions() != self._rounded_versions:
+            for plane in self.step.planes:
+                plane.round()
+            self._rounded_versions = self._weight_versions()
+
+    def _weight_versions(self) -> tuple[int, ...]:
+        """Return torch's counts of writes in place to the weights of which there are rounded copies.
+
+        Writes through `.data` are not counted.
+        """
+        rounded_planes = [plane for plane in self.step.planes if plane.rounded is not None]
+        # A parameter and its plane share memory, but have counts of their own.
+        of_parameters = [
+            placed.parameter._version for plane in rounded_planes for placed in plane.placed
+        ]
+        return (*(plane.param._version for plane in rounded_planes), *of_parameters)
 
     def score(self, batches: Iterable[object]) -> list[Sums]:
         """Return the sums of each micro-batch, without gradients."""
@@ -102,8 +129,17 @@ class OnDevice(Parameters):
     def apply(self) -> Tensor:
         """Clip and apply the planes' gradients, and reset them; return the norm before clipping."""
         grad_norm = self.step.clip_and_apply([plane.grad for plane in self.step.planes])
+        if self.rounds_in_update:
+            # A compiled update rounds the new weights in the kernel that computes them.
+            for plane in self.step.planes:
+                plane.round()
         self.discard()
         return grad_norm
+
+    def applied(self) -> None:
+        """Note that the update has rounded the weights that it wrote."""
+        if self.rounds_in_update:
+            self._rounded_versions = self._weight_versions()
 
 
 @contextmanager

@@ -133,6 +133,9 @@ class Parameters(ABC):
     def apply(self) -> Tensor:
         """Clip, apply and reset the accumulated gradient; return its norm before clipping."""
 
+    def applied(self) -> None:
+        """Note on the host that `apply` has been called, or replayed, for a window."""
+
     def add_squares(self, squares: Sequence[Tensor]) -> Tensor:
         """Return the sum of all parts' sums of squares."""
         # They are added one by one: the bits of `torch.sum` depend on the kernel that computes it.

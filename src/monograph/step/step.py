@@ -601,6 +601,7 @@ def update(step: Step) -> Update:
         step.parameters.complete()
         lr = step.set_lr()
         grad_norm = step.apply()
+        step.parameters.applied()
         return finish_update(step, lr, grad_norm)
 
 

@@ -53,7 +53,7 @@ MAX_HOST_CHUNK_ELEMENTS = 2**22
 DECISION_SIZE = 4
 
 
-class Decision(NamedTuple):
+class StreamedDecision(NamedTuple):
     """The decision about an update, on the device.
 
     Attributes:
@@ -109,7 +109,7 @@ class HostUpdate:
         self.split = Compilable(split_)
         self.update_part = Compilable(self._update_part)
 
-    def send(self, index: int, decision: Decision) -> DecisionBuffers:
+    def send(self, index: int, decision: StreamedDecision) -> DecisionBuffers:
         """Copy a decision to the host.
 
         Args:
@@ -310,7 +310,7 @@ class Updates:
         self.update_part = Compilable(passes.update_part)
         # Sums of squares of gradients.
         self._squares: dict[SquaresKey, list[Tensor]] = {}
-        self._decision: Decision | None = None
+        self._decision: StreamedDecision | None = None
         self._current: UpdateUnderWay | None = None
 
     @property
@@ -364,7 +364,7 @@ class Updates:
             # `decide_by_losses` has counted the update already, and `step.decide` counts it again.
             self.step.applied.copy_(applied_before)
             return grad_norm
-        self._decision = Decision(scale, accepted)
+        self._decision = StreamedDecision(scale, accepted)
         self._update_on_host(self.store.stages, self._decision)
         self.waiting = [stage for stage in self.store.stages if any(chunks(stage))]
         if self.placement.when == "sweep":
@@ -401,7 +401,7 @@ class Updates:
         unknown_norm = torch.zeros_like(scale)
         accepted = step.accepts(unknown_norm)
         step.applied.add_(accepted)
-        self._decision = Decision(scale, accepted)
+        self._decision = StreamedDecision(scale, accepted)
         self.repeatable = False
 
     def update_in_backward(self, stage_on_device: StageOnDevice) -> None:
@@ -418,7 +418,9 @@ class Updates:
         # The norm over all stages is not known yet, so each stage's update depends on the norm of
         # its own gradient. The comparison is false for NaN, so such a gradient is not applied.
         stage_norm = torch.stack(stage_squares).sum().sqrt() * scale
-        decision_for_stage = Decision(scale, accepted & (stage_norm <= self.step.largest_norm))
+        decision_for_stage = StreamedDecision(
+            scale, accepted & (stage_norm <= self.step.largest_norm)
+        )
         self._update_on_host([stage], decision_for_stage)
         if any(chunks(stage)):
             update = ChunkedUpdate(stage, self.staging_buffers, gradient_source=stage_on_device)
@@ -426,7 +428,7 @@ class Updates:
 
     # ── on the host ─────────────────────────────────────────────────────────────────────────────
 
-    def _update_on_host(self, stages: list[Stage], decision: Decision) -> None:
+    def _update_on_host(self, stages: list[Stage], decision: StreamedDecision) -> None:
         """Update the planes of stages that are updated on the host."""
         # Copying a decision takes time, so it is copied only if the host updates something.
         if any(stored.on_host for stage in stages for stored in stage.stored_planes):
@@ -439,7 +441,7 @@ class Updates:
     def _begin(
         self,
         update: ChunkedUpdate,
-        decision: Decision,
+        decision: StreamedDecision,
         in_slot: StageOnDevice | None = None,
     ) -> None:
         """Begin an update, after finishing the update that is under way.

@@ -5,8 +5,9 @@ Shapes: V tokens of the vocabulary.
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from monograph.storage.reading import parse_json
@@ -19,6 +20,7 @@ from monograph.text.calls import (
     WHITESPACE,
     CallFrame,
 )
+from monograph.text.field_reader import ArgumentTypes, FieldReader
 
 _ID_CHARACTERS = re.compile(r"[A-Za-z0-9]*")
 
@@ -37,11 +39,31 @@ class CallPiece(NamedTuple):
     arguments: str
 
 
-class AnswerPiece(NamedTuple):
-    """A new piece of an answer: further characters of its content, and pieces of its calls."""
+class Thought(NamedTuple):
+    """Further characters of an answer's thoughts."""
 
-    content: str
-    calls: list[CallPiece]
+    text: str
+
+
+class AnswerPiece(NamedTuple):
+    """A new piece of an answer.
+
+    Attributes:
+        parts: further characters of the content, pieces of calls, and thoughts, in the order in which they
+            stand.
+    """
+
+    parts: list[str | CallPiece | Thought]
+
+    @property
+    def content(self) -> str:
+        """The further characters of the content."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        """The pieces of calls."""
+        return [part for part in self.parts if isinstance(part, CallPiece)]
 
 
 class _Match(NamedTuple):
@@ -95,7 +117,11 @@ def _end_of_run(characters: re.Pattern[str], text: str, begin: int) -> int:
 
 
 def message_of(
-    ids: Sequence[int], frame: CallFrame, spelling_V: Sequence[str], lead: bytes = b""
+    ids: Sequence[int],
+    frame: CallFrame,
+    spelling_V: Sequence[str],
+    lead: bytes = b"",
+    types: Mapping[str, ArgumentTypes] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return an answer as a message of a chat, with its calls.
 
@@ -104,12 +130,13 @@ def message_of(
         frame: how calls are written.
         spelling_V: the spelling of each token (`spellings`).
         lead: see `CallReader`.
+        types: see `CallReader`.
 
     Returns:
         {"role": "assistant", "content": ..., "tool_calls": [{"name": ..., "arguments": ...}, ...]}. The
         arguments are an object, or what is written if that is no JSON. "tool_calls" may be empty.
     """
-    reader = CallReader(frame, spelling_V, lead)
+    reader = CallReader(frame, spelling_V, lead, types)
     answer_pieces = [reader.add(ids), reader.finish()]
     calls: list[dict[str, Any]] = []
     for answer_piece in answer_pieces:
@@ -135,13 +162,21 @@ class CallReader:
         call_count: how many calls have begun.
     """
 
-    def __init__(self, frame: CallFrame, spelling_V: Sequence[str], lead: bytes = b"") -> None:
+    def __init__(
+        self,
+        frame: CallFrame,
+        spelling_V: Sequence[str],
+        lead: bytes = b"",
+        types: Mapping[str, ArgumentTypes] = MappingProxyType({}),
+    ) -> None:
         """Begin an empty answer.
 
         Args:
             frame: how calls are written.
             spelling_V: the spelling of each token (`spellings`).
             lead: the space that the tokenizer inserts before the answer, which is not part of it.
+            types: for each tool the types that its arguments may have. They matter only if the frame has
+                fields.
         """
         self.call_count = 0
         self._frame = frame
@@ -151,15 +186,22 @@ class CallReader:
         # A call before and after its arguments.
         self._heads = [form.split(ARGUMENTS)[0] for form in (frame.call, *frame.variants)]
         self._tail = frame.call.split(ARGUMENTS)[1]
+        # What may stand after the arguments, as far as the name of another call.
+        self._ends = [self._tail + frame.closing]
+        if frame.between is not None:
+            self._ends.append(self._tail + frame.between)
+        # What the arguments begin with; without any, their end follows at once.
+        self._begins = ["{"] if frame.fields is None else [frame.fields.before, *self._ends]
+        self._types = types
+        self._field_reader: FieldReader | None = None
         self._pending = ""  # the spelling that is not read yet
         # What `_read` has found, for its result.
-        self._content = ""
-        self._calls: list[CallPiece] = []
+        self._parts: list[str | CallPiece | Thought] = []
         self._has_begun = False  # whether there was any text but white space
         self._is_after_call = False  # whether there was nothing but white space since a call
-        # The method that reads the pending text: `_read_content`, `_read_arguments` or `_read_end`. It puts
-        # another of these methods here when that one must go on. It returns True if reading can go on at
-        # once, and False if it has to wait for more ids.
+        # The method that reads the pending text: `_read_content`, `_read_arguments`, `_read_fields` or
+        # `_read_end`. It puts another of these methods here when that one must go on. It returns True if
+        # reading can go on at once, and False if it has to wait for more ids.
         self._state = self._read_content
         self._decoder = _decoder()
         # Within arguments: the number of open brackets and braces, whether a string is open, and whether the
@@ -174,6 +216,10 @@ class CallReader:
         if spelled and self._lead:
             spelled = spelled.removeprefix(self._lead)
             self._lead = ""
+        return self.add_spelled(spelled)
+
+    def add_spelled(self, spelled: str) -> AnswerPiece:
+        """Add the spelling of ids, and return the pieces of the answer that are certain now."""
         self._pending += spelled
         return self._read(is_final=False)
 
@@ -182,14 +228,13 @@ class CallReader:
         return self._read(is_final=True)
 
     def _read(self, *, is_final: bool) -> AnswerPiece:
-        self._content = ""
-        self._calls = []
+        self._parts = []
         while self._state(is_final):
             pass
         if is_final:
             self._take_content(len(self._pending))
             self._flush_decoder()
-        return AnswerPiece(self._content, self._calls)
+        return AnswerPiece(self._parts)
 
     def _read_content(self, is_final: bool) -> bool:
         """Read up to the next call; see `_state`."""
@@ -223,14 +268,18 @@ class CallReader:
     def _match_head(self, before: str, begin: int) -> _Match:
         """Return whether the pending text has, from `begin` on, `before` and a call up to its arguments.
 
-        The call may be written in any form. The match ends after the brace that begins the arguments.
+        The call may be written in any form. The match ends where the arguments begin.
         """
         is_possible = False
         for head in self._heads:
-            match = _match(before + head + "{", self._pending, begin)
+            match = _match(before + head, self._pending, begin)
             if match.end is not None:
-                return match
-            is_possible = is_possible or match.is_possible
+                begun = [_match(text, self._pending, match.end) for text in self._begins]
+                if any(each.end is not None for each in begun):
+                    return match
+                is_possible = is_possible or any(each.is_possible for each in begun)
+            else:
+                is_possible = is_possible or match.is_possible
         return _Match(is_possible)
 
     def _kept_size(self) -> int:
@@ -246,13 +295,18 @@ class CallReader:
         return size + len(before) - len(before.rstrip(WHITESPACE))
 
     def _begin_call(self, name: str, end: int) -> None:
-        """Begin a call, whose arguments begin with the brace before `end`."""
+        """Begin a call, whose arguments begin at `end`."""
         self._flush_decoder()
-        self._calls.append(CallPiece(self.call_count, name, ""))
+        self._parts.append(CallPiece(self.call_count, name, ""))
         self.call_count += 1
-        self._pending = self._pending[end - 1 :]
-        self._depth = 0
-        self._state = self._read_arguments
+        self._pending = self._pending[end:]
+        fields = self._frame.fields
+        if fields is None:
+            self._depth = 0
+            self._state = self._read_arguments
+        else:
+            self._field_reader = FieldReader(fields, self._types.get(name, {}), self._ends)
+            self._state = self._read_fields
 
     def _read_arguments(self, is_final: bool) -> bool:
         """Read the arguments of a call, up to the brace that closes them; see `_state`."""
@@ -273,6 +327,20 @@ class CallReader:
                     self._state = self._read_end
                     return True
         self._take_arguments(len(self._pending))
+        return False
+
+    def _read_fields(self, is_final: bool) -> bool:
+        """Read the arguments of a call that are fields; see `_state`."""
+        assert self._field_reader is not None
+        arguments, size = self._field_reader.read(self._pending)
+        self._pending = self._pending[size:]
+        if arguments:
+            self._parts.append(CallPiece(self.call_count - 1, None, arguments))
+        if self._field_reader.is_done:
+            self._state = self._read_end
+            return True
+        if is_final:  # the answer was cut off within a field
+            self._pending = ""
         return False
 
     def _read_end(self, is_final: bool) -> bool:
@@ -304,22 +372,26 @@ class CallReader:
 
     def _add_content(self, spelled: str) -> None:
         self._has_begun = self._has_begun or _has_text(spelled)
-        self._content += self._decoder.decode(_bytes_of(spelled))
+        self._add_text(self._decoder.decode(bytes_of(spelled)))
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
 
     def _take_arguments(self, size: int) -> None:
         """Move the first characters of the pending text to the arguments of the last call."""
-        text = self._decoder.decode(_bytes_of(self._pending[:size]))
+        text = self._decoder.decode(bytes_of(self._pending[:size]))
         self._pending = self._pending[size:]
         if text:
-            self._calls.append(CallPiece(self.call_count - 1, None, text))
+            self._parts.append(CallPiece(self.call_count - 1, None, text))
 
     def _flush_decoder(self) -> None:
         """Add a character whose bytes were cut off, as U+FFFD, to the arguments or to the content."""
         text = self._decoder.decode(b"", final=True)
         if text and self._state == self._read_arguments:
-            self._calls.append(CallPiece(self.call_count - 1, None, text))
+            self._parts.append(CallPiece(self.call_count - 1, None, text))
         else:
-            self._content += text
+            self._add_text(text)
         self._decoder = _decoder()
 
 
@@ -329,9 +401,9 @@ def _decoder() -> codecs.IncrementalDecoder:
 
 def _has_text(spelled: str) -> bool:
     """Return whether a spelling has more than white space and special tokens."""
-    return bool(_bytes_of(spelled).strip())
+    return bool(bytes_of(spelled).strip())
 
 
-def _bytes_of(spelled: str) -> bytes:
+def bytes_of(spelled: str) -> bytes:
     """Return the bytes of a spelling; special tokens have none."""
     return "".join(character for character in spelled if ord(character) < 256).encode("latin-1")

@@ -5,8 +5,9 @@ model, and `monograph.automata.calls` makes the model write calls.
 
 A frame is found by trying the template: a chat with known calls is rendered, and the names, arguments and
 ids of these calls are searched for in the result. So a new family of models needs no code of its own, as
-long as its template writes each call's name and then its arguments as JSON. Some templates write no calls,
-but tell the model in words how to write them. Their frames are in the table `_DESCRIBED`.
+long as its template writes each call's name and then its arguments, as JSON or as fields
+(`monograph.text.notation`). Some templates write no calls, but tell the model in words how to write them.
+Their frames are in the table `_DESCRIBED`.
 
 Ids are compared by their *spelling*: a string that has one character below 256 for each byte of a
 token, and one character from `SPECIAL` on for a special token. So a special token is never the same as
@@ -20,11 +21,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from monograph.errors import InputRefused
 from monograph.text.chat import template_of
 from monograph.text.messages import CALLS, UnreadKey, for_template
+from monograph.text.notation import Fields, NotFound, find_fields
 from monograph.text.template import Message
 from monograph.text.tokenizer import Tokenizer
 
@@ -40,7 +43,7 @@ WHITESPACE = " \t\r\n"
 
 
 class Call(NamedTuple):
-    """A call of a tool: its name, and its arguments as the JSON that the model wrote."""
+    """A call of a tool: its name, and its arguments as JSON."""
 
     name: str
     arguments: str
@@ -66,6 +69,7 @@ class CallFrame:
         separators: what the template writes between the members of arguments, and after their names.
         variants: other ways to write `call`, which models of the family use although the template does
             not.
+        fields: how arguments are written that are not JSON; None: they are JSON.
     """
 
     opening: str
@@ -75,16 +79,17 @@ class CallFrame:
     follows_text: bool
     separators: tuple[str, str]
     variants: tuple[str, ...] = ()
+    fields: Fields | None = None
 
     @property
     def trigger(self) -> str:
         """The beginning of `opening`, by which a call is recognised.
 
-        It is the text before the first bracket or brace of the opening, such as <tool_call>. If there is
-        no such text, it is the whole opening.
+        It is the text before the first bracket, brace or line end of the opening, such as <tool_call>. If
+        there is no such text, it is the whole opening.
         """
         opening = self.opening.lstrip(WHITESPACE)
-        before_json = re.split(r"[{\[]", opening, maxsplit=1)[0].rstrip(WHITESPACE)
+        before_json = re.split(r"[{\[\n]", opening, maxsplit=1)[0].rstrip(WHITESPACE)
         return before_json or opening
 
     def spelling_of(self, calls: Sequence[Call]) -> str:
@@ -93,21 +98,26 @@ class CallFrame:
         for name, arguments in calls:
             text = self.call.replace(NAME, _bytes_as_characters(name))
             text = text.replace(ID, "0" * ID_LENGTH)
-            texts.append(text.replace(ARGUMENTS, _bytes_as_characters(arguments)))
+            if self.fields is None:
+                written = _bytes_as_characters(arguments)
+            else:
+                written = self.fields.write(json.loads(arguments))
+            texts.append(text.replace(ARGUMENTS, written))
         return self.opening + (self.between or "").join(texts) + self.closing
 
     def grammar(self) -> dict[str, Any]:
         """Return the frame as JSON for `monograph.automata.calls`."""
         return {
-            "trigger": _parts(self.trigger),
-            "after_trigger": _parts(self.opening.lstrip(WHITESPACE)[len(self.trigger) :]),
-            "opening": _parts(self.opening),
-            "call": _parts(self.call),
-            "variants": [_parts(variant) for variant in self.variants],
-            "between": None if self.between is None else _parts(self.between),
-            "closing": _parts(self.closing),
+            "trigger": parts_of(self.trigger),
+            "after_trigger": parts_of(self.opening.lstrip(WHITESPACE)[len(self.trigger) :]),
+            "opening": parts_of(self.opening),
+            "call": parts_of(self.call),
+            "variants": [parts_of(variant) for variant in self.variants],
+            "between": None if self.between is None else parts_of(self.between),
+            "closing": parts_of(self.closing),
             "follows_text": self.follows_text,
             "separators": list(self.separators),
+            "fields": None if self.fields is None else self.fields.grammar(parts_of),
         }
 
 
@@ -116,8 +126,8 @@ def _bytes_as_characters(text: str) -> str:
     return text.encode().decode("latin-1")
 
 
-def _parts(text: str) -> list[str | int | dict[str, Any]]:
-    """Return the parts of a spelling: texts, ids of special tokens, and holes."""
+def parts_of(text: str) -> list[str | int | dict[str, Any]]:
+    """Return the parts of a spelling as JSON: texts, ids of special tokens, and holes."""
     parts: list[str | int | dict[str, Any]] = []
     for run in re.findall("[\0-\xff]+|.", text, re.DOTALL):
         if run in _HOLES:
@@ -244,9 +254,7 @@ _ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"zqj": "zqk", "zql": [3, 4]},
 )
 _SEPARATORS = ((", ", ": "), (",", ":"), (",", ": "), (", ", ":"))
-_UNREADABLE = (
-    "the chat template does not write a call as a name with its arguments in JSON after it"
-)
+_UNREADABLE = "the chat template does not write a call as a name with its arguments after it, in JSON or one by one"
 
 
 def find_frame(tokenizer: Tokenizer, stop_ids: Iterable[int]) -> CallFrame:
@@ -258,7 +266,7 @@ def find_frame(tokenizer: Tokenizer, stop_ids: Iterable[int]) -> CallFrame:
 
     Raises:
         InputRefused: there is no template, it does not write tools or calls, or a call is not written as
-            a name with its arguments in JSON after it.
+            a name with its arguments after it.
     """
     described = _described_calls(tokenizer)
     if described is not None:
@@ -284,6 +292,9 @@ class _FrameFinder:
             for name in _NAMES
         ]
         self._prompt = self._spelled([_QUESTION], add_generation_prompt=True)
+        # How the known arguments are written: as fields, or as JSON with these separators.
+        self._fields: Fields | None = None
+        self._separators = _SEPARATORS[0]
 
     def find(self) -> CallFrame:
         """Return the frame; see `find_frame`."""
@@ -292,21 +303,24 @@ class _FrameFinder:
         one_call = self._answer(count=1)
         separators = next((each for each in _SEPARATORS if _json_of(0, each) in one_call), None)
         if separators is None:
-            raise InputRefused(_UNREADABLE)
-        before, call, closing = _split_at_call(_with_holes(one_call, separators))
-        opening, follows_text = self._opening(before, separators)
+            self._fields = self._find_fields()
+        else:
+            self._separators = separators
+        before, call, closing = _split_at_call(self._with_holes(one_call))
+        opening, follows_text = self._opening(before)
         frame = CallFrame(
             opening=opening,
             call=call,
-            between=self._between(before, call, closing, separators),
+            between=self._between(before, call, closing),
             closing=closing,
             follows_text=follows_text,
-            separators=separators,
+            separators=self._separators,
+            fields=self._fields,
         )
         _require_readable(frame)
         # Some templates leave out text before calls. The model may write such text all the same, if a text
-        # of its own, such as <tool_call>, marks where the calls begin.
-        is_marked = frame.trigger != frame.opening.lstrip(WHITESPACE)
+        # that is no JSON, such as <tool_call>, marks where the calls begin.
+        is_marked = frame.trigger[0] not in "{["
         variants = _variants(frame, self._tokenizer)
         return replace(frame, follows_text=follows_text or is_marked, variants=variants)
 
@@ -322,13 +336,18 @@ class _FrameFinder:
         text = template.render(chat, add_generation_prompt, tools=self._tools)
         return "".join(self._spellings[index] for index in self._tokenizer.encode_rendered(text))
 
-    def _answer(self, count: int, content: str = "") -> str:
+    def _answer(
+        self,
+        count: int,
+        content: str = "",
+        arguments: Sequence[Mapping[str, Any]] = _ARGUMENTS,
+    ) -> str:
         """Return the spelling of an answer with known calls, up to the id that ends it."""
         calls = [
             {
                 "id": _IDS[number],
                 "type": "function",
-                "function": {"name": _NAMES[number], "arguments": json.dumps(_ARGUMENTS[number])},
+                "function": {"name": _NAMES[number], "arguments": json.dumps(arguments[number])},
             }
             for number in range(count)
         ]
@@ -336,11 +355,44 @@ class _FrameFinder:
         if content:
             answer["content"] = content
         chat = self._spelled([_QUESTION, answer])
-        if not chat.startswith(self._prompt):
+        begin = next((text for text in (self._prompt, self._header) if chat.startswith(text)), None)
+        if begin is None:
             raise InputRefused("the chat template writes another prompt once there is an answer")
-        return self._stop_pattern.split(chat[len(self._prompt) :], maxsplit=1)[0]
+        return self._stop_pattern.split(chat[len(begin) :], maxsplit=1)[0]
 
-    def _opening(self, before: str, separators: tuple[str, str]) -> tuple[str, bool]:
+    @cached_property
+    def _header(self) -> str:
+        """What the template writes before the content of an answer without calls.
+
+        The prompt may end with the beginning of thoughts, or with empty ones, which are not there once
+        there is an answer.
+        """
+        chat = self._spelled([_QUESTION, {"role": "assistant", "content": _CONTENT}])
+        return chat.partition(_CONTENT)[0]
+
+    def _find_fields(self) -> Fields:
+        """Return how the template writes arguments that are not JSON."""
+
+        def render(arguments: Mapping[str, Any]) -> str:
+            return self._answer(1, arguments=[arguments])
+
+        try:
+            return find_fields(render)
+        except (NotFound, InputRefused):
+            raise InputRefused(_UNREADABLE) from None
+
+    def _with_holes(self, answer: str) -> str:
+        """Return an answer with holes in the place of the names, arguments and ids."""
+        for number, (name, call_id) in enumerate(zip(_NAMES, _IDS, strict=True)):
+            if self._fields is None:
+                arguments = _json_of(number, self._separators)
+            else:
+                arguments = self._fields.write(_ARGUMENTS[number])
+            answer = answer.replace(arguments, ARGUMENTS)
+            answer = answer.replace(name, NAME).replace(call_id, ID)
+        return answer
+
+    def _opening(self, before: str) -> tuple[str, bool]:
         """Return what begins the calls, and whether text may stand before it.
 
         The same call is rendered after a text. What the template writes between this text and the call
@@ -349,14 +401,15 @@ class _FrameFinder:
 
         Args:
             before: what the template writes before a call that is the whole answer.
-            separators: see `CallFrame`.
         """
         try:
-            answer = _with_holes(self._answer(count=1, content=_CONTENT), separators)
+            answer = self._with_holes(self._answer(count=1, content=_CONTENT))
         except InputRefused:  # some templates refuse a call beside a content
             return before, False
         after_content = answer.partition(_CONTENT)[2]
-        if not after_content:  # the template leaves the content out
+        if (
+            NAME not in after_content
+        ):  # the template leaves the content out, or writes it after the call
             return before, False
         between_content_and_call = re.split(f"[{NAME}{ARGUMENTS}{ID}]", after_content, maxsplit=1)[
             0
@@ -374,12 +427,10 @@ class _FrameFinder:
             opening = before
         return opening, True
 
-    def _between(
-        self, before: str, call: str, closing: str, separators: tuple[str, str]
-    ) -> str | None:
+    def _between(self, before: str, call: str, closing: str) -> str | None:
         """Return what stands between two calls; None: the template writes only one."""
         try:
-            answer = _with_holes(self._answer(count=2), separators)
+            answer = self._with_holes(self._answer(count=2))
         except InputRefused:
             return None
         begin, end = before + call, call + closing
@@ -406,14 +457,6 @@ def _variants(frame: CallFrame, tokenizer: Tokenizer) -> tuple[str, ...]:
 def _json_of(number: int, separators: tuple[str, str]) -> str:
     """Return the arguments of a known call as JSON."""
     return json.dumps(_ARGUMENTS[number], separators=separators)
-
-
-def _with_holes(answer: str, separators: tuple[str, str]) -> str:
-    """Return an answer with holes in the place of the names, arguments and ids."""
-    for number, (name, call_id) in enumerate(zip(_NAMES, _IDS, strict=True)):
-        answer = answer.replace(_json_of(number, separators), ARGUMENTS)
-        answer = answer.replace(name, NAME).replace(call_id, ID)
-    return answer
 
 
 def _split_at_call(answer: str) -> tuple[str, str, str]:

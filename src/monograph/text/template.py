@@ -110,14 +110,20 @@ class ChatTemplate:
 
         To find out, a call is rendered with its arguments in both forms. Some templates write
         arguments as JSON. Such a template would escape the quotes of a text a second time, so it
-        needs an object. Others write the text unchanged, so they need a text.
+        needs an object. Others write the text unchanged, so they need a text, unless they write an
+        object in a notation of their own.
         """
         probe_json = json.dumps(_PROBE_ARGUMENTS)
         rendered_with_text = self._render_call(probe_json)
         rendered_with_object = self._render_call(_PROBE_ARGUMENTS)
-        [needle] = _PROBE_ARGUMENTS.values()
-        # A template that needs an object writes its value, and changes the text by escaping it.
-        return needle in rendered_with_object and probe_json not in rendered_with_text
+        [(name, needle)] = _PROBE_ARGUMENTS.items()
+        if needle not in rendered_with_object:
+            return False
+        if probe_json not in rendered_with_text:
+            return True
+        # Jinja writes an object as Python does.
+        json_or_python = rf"""["']{name}["']\s*:\s*["']{needle}["']"""
+        return re.search(json_or_python, rendered_with_object) is None
 
     def _render_call(self, arguments: object) -> str:
         """Return a chat with a tool call with these arguments as text; "" if it is refused."""

@@ -1,0 +1,117 @@
+"""Read and write the keys that only the config.json of a Granite 4 has (granitemoehybrid).
+
+The module needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from monograph.errors import InputRefused
+from monograph.model.checks import check_positive_integer
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, MAMBA, MAMBA_SIZES
+
+if TYPE_CHECKING:
+    from monograph.model.config import LlamaConfig
+
+# The words that files have for the kinds of layers. transformers writes "linear_attention" and
+# "full_attention" since its version 5, and wrote "mamba" and "attention" before.
+_LAYER_TYPES = {
+    MAMBA: MAMBA,
+    LINEAR_ATTENTION: MAMBA,
+    "attention": FULL_ATTENTION,
+    FULL_ATTENTION: FULL_ATTENTION,
+}
+# The words that all versions of transformers read.
+_WORDS_IN_FILES = {MAMBA: MAMBA, FULL_ATTENTION: "attention"}
+
+
+def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json with the keys and values that `LlamaConfig` has.
+
+    Args:
+        values: the content of the config.json, with its family's defaults filled in.
+
+    Raises:
+        InputRefused: a wrong value, or one that the decoder does not compute.
+    """
+    experts = values["num_local_experts"]
+    if experts != 0:
+        raise InputRefused(
+            f"num_local_experts = {experts!r} is not supported: only 0 is, models without experts"
+        )
+    low, high = _time_step_limit(values)
+    if low > 0 or high != float("inf"):
+        raise InputRefused(
+            f"time_step_limit = {[low, high]} is not supported: only from 0 to infinity is"
+        )
+    for key in ("hidden_size", "num_hidden_layers", "mamba_expand", "shared_intermediate_size"):
+        check_positive_integer(key, values[key])
+    for key in MAMBA_SIZES:
+        if not (key == "mamba_d_head" and values[key] == "auto"):
+            check_positive_integer(key, values[key])
+    width = values["mamba_expand"] * values["hidden_size"]
+    heads = values["mamba_n_heads"]
+    head_dim = values["mamba_d_head"]
+    if head_dim == "auto":
+        head_dim = width // heads
+    if heads * head_dim != width:
+        raise InputRefused(
+            f"mamba_n_heads * mamba_d_head = {heads * head_dim}: expected mamba_expand * hidden_size = {width}"
+        )
+    position_type = values.get("position_embedding_type")
+    if position_type not in (None, "nope", "rope"):
+        raise InputRefused(
+            f"position_embedding_type = {position_type!r} is not supported: only 'rope' and 'nope' are"
+        )
+    return {
+        **values,
+        "intermediate_size": values["shared_intermediate_size"],
+        "mamba_d_head": head_dim,
+        "position_embedding_type": position_type or "nope",
+        "layer_types": _layer_types(values),
+    }
+
+
+def _time_step_limit(values: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the limits between which time steps are clamped."""
+    limit = values.get("time_step_limit")
+    if limit is None:
+        return 0.0, float("inf")
+    if not isinstance(limit, list) or len(limit) != 2:
+        raise InputRefused(f"time_step_limit = {limit!r}: expected two numbers")
+    # transformers writes infinity as this object, because JSON has no number for it.
+    low, high = (float("inf") if each == {"__float__": "Infinity"} else each for each in limit)
+    for each in (low, high):
+        if isinstance(each, bool) or not isinstance(each, int | float):
+            raise InputRefused(f"time_step_limit = {limit!r}: expected two numbers")
+    return low, high
+
+
+def _layer_types(values: Mapping[str, Any]) -> list[str]:
+    """Return the kind of each layer. Without the key, all layers are of Mamba 2, as in transformers."""
+    # `layers_block_type` is an older name of the key.
+    words = values.get("layer_types") or values.get("layers_block_type")
+    if words is None:
+        return [MAMBA] * int(values["num_hidden_layers"])
+    if not isinstance(words, list):
+        raise InputRefused(f"layer_types = {words!r}: expected a list")
+    for word in words:
+        if not isinstance(word, str) or word not in _LAYER_TYPES:
+            raise InputRefused(f"layer_types: {word!r}: expected 'mamba' or 'attention'")
+    return [_LAYER_TYPES[word] for word in words]
+
+
+def to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """Return the keys of a config.json that differ in name or form from fields of a `LlamaConfig`."""
+    layers = range(config.num_hidden_layers)
+    types = config.layer_types or (FULL_ATTENTION,) * len(layers)
+    return {
+        "shared_intermediate_size": config.intermediate_size,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "mamba_expand": config.mamba_n_heads * config.mamba_d_head // config.hidden_size,
+        "mamba_chunk_size": 256,
+        "layer_types": [_WORDS_IN_FILES[each] for each in types],
+    }

@@ -1,0 +1,251 @@
+"""A layer of Mamba 2, which takes the place of attention and mixes positions by a scan.
+
+Each head keeps a matrix, the state. A token lets the state decay, adds its own input to it, and reads it
+(`monograph.ops.state_space` has the equations). So the state has the same size for texts of every
+length, while attention keeps a key and a value for each token.
+
+Shape suffixes: B batch, T positions, D hidden size, C channels of the convolution, H heads, G groups
+of heads, E width of a key, V width of a head, X any number of channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monograph.model.config import LlamaConfig
+from monograph.model.layers import Linear
+from monograph.model.mixer import LayerCache, Mixer, VisiblePositions
+from monograph.model.recurrent import (
+    CausalConv,
+    RecurrentState,
+    document_starts,
+    empty_state,
+    heads_first,
+)
+from monograph.model.rope import CosSin
+from monograph.ops import state_space
+from monograph.ops.attention import Impl, Mask
+
+
+class _Projections(NamedTuple):
+    """The parts of the input projection.
+
+    Attributes:
+        gate_BTX: z, as wide as all heads.
+        channels_BTC: the inputs of the convolution: those of all heads, keys and queries.
+        step_BTH: the time step of each head, before its bias and softplus.
+    """
+
+    gate_BTX: Tensor
+    channels_BTC: Tensor
+    step_BTH: Tensor
+
+
+class Mamba2(Mixer):
+    """A layer of three steps: a short convolution over positions, the scan of each head, and a gated
+    norm.
+
+    In the names of the paper, keys are B, queries are C, and the values are the inputs x times their
+    time steps.
+
+    Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060.
+    """
+
+    name = "mamba"
+    reads_segments = True
+    siblings = ()
+
+    def __init__(self, config: LlamaConfig, impl: Impl) -> None:
+        super().__init__(config, impl)
+        self.head_dim = config.mamba_d_head
+        self.key_dim = config.mamba_d_state
+        heads_width = config.mamba_n_heads * config.mamba_d_head
+        keys_width = config.mamba_n_groups * config.mamba_d_state
+        # The widths of the inputs of all heads, of all keys and of all queries.
+        self.channel_widths = heads_width, keys_width, keys_width
+        self.projection_widths = heads_width, sum(self.channel_widths), config.mamba_n_heads
+        # Modules are added in the order of the computation, so that parameters have this order, too.
+        self.in_proj = Linear(
+            config.hidden_size, sum(self.projection_widths), bias=config.mamba_proj_bias
+        )
+        self.conv1d = CausalConv(
+            sum(self.channel_widths), config.mamba_d_conv, bias=config.mamba_conv_bias
+        )
+        self.dt_bias = nn.Parameter(torch.empty(config.mamba_n_heads))
+        self.A_log = nn.Parameter(torch.empty(config.mamba_n_heads))
+        self.D = nn.Parameter(torch.empty(config.mamba_n_heads))
+        self.norm = GatedNorm(heads_width, config.mamba_n_groups, config.rms_norm_eps)
+        self.out_proj = Linear(heads_width, config.hidden_size, bias=config.mamba_proj_bias)
+
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        cos_sin_B1TF: CosSin | None,
+        mask: Mask,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Return out_proj(norm((scan(dt x, B, C, dt A) + D x) * silu(z))).
+
+        z, dt and the convolution's inputs are projections of the hidden states. x, B and C are the
+        convolution's outputs, dt = softplus(dt + dt_bias), and A = -exp(A_log). With `impl` "cached"
+        the scan is computed token by token, with the same bits as in decoding.
+
+        Args:
+            hidden_BTD: the hidden states.
+            cos_sin_B1TF: not used, because this layer does not rotate.
+            mask: the document number of each position, [B, T]; None: each row is one document.
+            cache: the block's view of a cache; None: the pass has no cache.
+        """
+        segments_BT = cast(Tensor | None, mask)
+        gate_BTX, channels_BTC, step_BTH = _Projections(
+            *self.in_proj(hidden_BTD).split(self.projection_widths, dim=-1)
+        )
+        # The decay is computed in float64 for two reasons. Sums of it are subtracted from each other,
+        # which magnifies their errors. And in fp32, torch's functions may give the last numbers of a
+        # tensor other bits than the same numbers elsewhere in it.
+        step_BTH = F.softplus(step_BTH.double() + self.dt_bias)
+        decay_BTH = -self.A_log.double().exp() * step_BTH
+        if cache is None:
+            mixed_BTC = self.conv1d(channels_BTC, segments_BT)
+            starts_BT = document_starts(segments_BT)
+            wide = torch.float64 if hidden_BTD.dtype == torch.float64 else torch.float32
+            input_BTHV, key_BGTE, query_BGTE = self._heads(mixed_BTC, wide)
+            value_BTHV = input_BTHV * step_BTH.to(wide)[..., None]
+            # Autocast would round the scan's products to 16 bits, and each chunk of the text would pass
+            # its errors on to the next.
+            with torch.autocast(hidden_BTD.device.type, enabled=False):
+                out_BHTV, _ = self._scan(
+                    query_BGTE, key_BGTE, heads_first(value_BTHV), heads_first(decay_BTH), starts_BT
+                )
+        else:
+            input_BTHV, out_BHTV = self._cached(channels_BTC, decay_BTH, step_BTH, cache)
+        out_BTHV = heads_first(out_BHTV) + input_BTHV * self.D[:, None]
+        return self.out_proj(self.norm(out_BTHV.flatten(2), gate_BTX).to(hidden_BTD.dtype))
+
+    @property
+    def _scan(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return the implementation of the scan for several tokens."""
+        return state_space.recurrent if self.impl == "cached" else state_space.chunked
+
+    def _heads(self, mixed_BTC: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of each head, and the keys and queries of each group, in the dtype `wide`.
+
+        Returns:
+            Inputs [B, T, H, V], keys [B, G, T, E] and queries [B, G, T, E].
+        """
+        input_BTX, key_BTX, query_BTX = mixed_BTC.to(wide).split(self.channel_widths, dim=-1)
+        return (
+            input_BTX.unflatten(-1, (-1, self.head_dim)),
+            heads_first(key_BTX.unflatten(-1, (-1, self.key_dim))),
+            heads_first(query_BTX.unflatten(-1, (-1, self.key_dim))),
+        )
+
+    def _cached(
+        self, channels_BTC: Tensor, decay_BTH: Tensor, step_BTH: Tensor, cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
+        """Add the pass's tokens to the cached state.
+
+        `RecurrentState.with_inputs` says which tokens change the state.
+
+        Returns:
+            The inputs of each head, [B, T, H, V], and the scan's outputs, [B, H, T, V].
+        """
+        recurrence = cast(RecurrentState, cache.cache.recurrence(cache.layer_index))
+        wide = recurrence.state_BHEV.dtype
+        new = recurrence.with_inputs(channels_BTC, cache.positions_BT)
+        mixed_BTC = self.conv1d.convolve_inputs(new.convolved_BSC)
+        input_BTHV, key_BGTE, query_BGTE = self._heads(mixed_BTC, wide)
+        # A token with a decay and a step of 0 does not change the state.
+        decay_BTH = torch.where(new.is_new_BT[..., None], decay_BTH, 0.0)
+        step_BTH = torch.where(new.is_new_BT[..., None], step_BTH, 0.0)
+        value_BHTV = heads_first(input_BTHV * step_BTH.to(wide)[..., None])
+        decay_BHT = heads_first(decay_BTH)
+        if channels_BTC.shape[1] == 1:
+            state_BHEV = state_space.step(
+                key_BGTE[:, :, 0], value_BHTV[:, :, 0], decay_BHT[..., 0], recurrence.state_BHEV
+            )
+            out_BHTV = state_space.read(query_BGTE[:, :, 0], state_BHEV)[:, :, None]
+        else:
+            out_BHTV, state_BHEV = self._scan(
+                query_BGTE, key_BGTE, value_BHTV, decay_BHT, None, recurrence.state_BHEV
+            )
+        recurrence.store(new, state_BHEV)
+        return input_BTHV, out_BHTV
+
+    @classmethod
+    def initial_values(
+        cls, name: str, shape: torch.Size, generator: torch.Generator
+    ) -> Tensor | None:
+        """Return the initial values of a parameter that is not a matrix or a bias of one.
+
+        A is uniform in [1, 16). The steps softplus(dt_bias) are between 0.001 and 0.1, and their
+        logarithms are uniform. So some heads remember a few tokens, and others up to a thousand.
+        """
+        if len(shape) == 2 or name.endswith(".bias"):
+            return None
+        uniform = torch.rand(shape, generator=generator, device="cpu")
+        if name.endswith("A_log"):
+            return (1 + 15 * uniform).log()
+        if name.endswith("dt_bias"):
+            step = (math.log(0.001) + uniform * math.log(100)).exp()
+            # The inverse of softplus, so that softplus(dt_bias) is the step.
+            return step + (-(-step).expm1()).log()
+        if name.endswith("conv1d.weight"):
+            return (2 * uniform - 1) / math.sqrt(uniform.shape[-1])
+        return torch.ones_like(uniform)  # D, and the factors of the norm
+
+    @classmethod
+    def recurrence(
+        cls, config: LlamaConfig, rows: int, dtype: torch.dtype, device: torch.device
+    ) -> RecurrentState:
+        """Return a state that includes no token and has no limit."""
+        heads = config.mamba_n_heads
+        channels = heads * config.mamba_d_head + 2 * config.mamba_n_groups * config.mamba_d_state
+        return empty_state(
+            inputs_shape=(rows, config.mamba_d_conv, channels),
+            state_shape=(rows, heads, config.mamba_d_state, config.mamba_d_head),
+            dtype=dtype,
+            device=device,
+        )
+
+    @classmethod
+    def training_flops(
+        cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
+    ) -> float:
+        """Return 12 · H · E · V FLOPs per token: each head writes and reads a matrix of E key times V
+        value channels.
+        """
+        return 12 * config.mamba_n_heads * config.mamba_d_state * config.mamba_d_head
+
+    @classmethod
+    def decode_flops(cls, config: LlamaConfig, context: float) -> float:
+        """Return 4 · H · E · V FLOPs: a token's write and its read."""
+        return 4 * config.mamba_n_heads * config.mamba_d_state * config.mamba_d_head
+
+
+class GatedNorm(nn.Module):
+    """The root-mean-square norm over each group of channels, of x * silu(z)."""
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.groups = groups
+        self.eps = eps
+
+    def forward(self, x_BTX: Tensor, gate_BTX: Tensor) -> Tensor:
+        """Return x silu(z) / sqrt(mean((x silu(z))^2) + eps) * weight, in the dtype of x.
+
+        Args:
+            x_BTX: x, in fp32 or float64.
+            gate_BTX: z.
+        """
+        gated_BTX = x_BTX * F.silu(gate_BTX.to(x_BTX.dtype))
+        by_group = gated_BTX.unflatten(-1, (self.groups, -1))
+        scale = torch.rsqrt(by_group.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (by_group * scale).flatten(-2) * self.weight

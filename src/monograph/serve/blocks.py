@@ -1,0 +1,126 @@
+"""An answer as a list of blocks, each of which is a text, a call of a tool, or thoughts.
+
+/v1/responses and /v1/messages answer with such a list. In a stream, a block begins, grows and ends before
+the next one begins.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from monograph.serve.answers import ScoredToken, TextPiece, new_call_id
+from monograph.text.call_reader import CallPiece, Thought
+
+BlockKind = Literal["text", "call", "thoughts"]
+
+
+@dataclass
+class Block:
+    """A part of an answer.
+
+    Attributes:
+        index: its number in the answer.
+        kind: what it is.
+        name: the tool that a call calls; "" for other blocks.
+        call_id: the id of a call.
+        text: the text, the thoughts, or the call's arguments, as far as they are written.
+        entries: the entries of a text, if the answer has log-probabilities.
+    """
+
+    index: int
+    kind: BlockKind
+    name: str = ""
+    call_id: str = field(default_factory=new_call_id)
+    text: str = ""
+    entries: list[ScoredToken] = field(default_factory=list)
+
+
+class Step(NamedTuple):
+    """What happens to a block of a stream.
+
+    Attributes:
+        kind: "begin", "grow" or "end".
+        block: the block, after the step.
+        text: what the block's text has grown by.
+        entries: what its entries have grown by.
+    """
+
+    kind: Literal["begin", "grow", "end"]
+    block: Block
+    text: str = ""
+    entries: Sequence[ScoredToken] = ()
+
+
+class BlockBuilder:
+    """Makes the blocks of one answer from its pieces.
+
+    Attributes:
+        blocks: the blocks so far; the last one may be unfinished.
+        finish: how the answer has ended: "stop", "length", or None if it has not.
+        stopped_by: the stop string that has ended it; "" if none has.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.finish: Literal["stop", "length"] | None = None
+        self.stopped_by = ""
+        # Entries that are in no block yet. As in a chat, the text has those of all tokens, also of the
+        # thoughts before it.
+        self._entries: list[ScoredToken] = []
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there is a call."""
+        return any(block.kind == "call" for block in self.blocks)
+
+    def add(self, piece: TextPiece) -> list[Step]:
+        """Add a piece; return what happens to the blocks. After the last piece, every block has ended."""
+        steps: list[Step] = []
+        for part in piece.parts:
+            steps += self._add_part(part)
+        if piece.finish is not None and not self.blocks:  # an answer without text is an empty one
+            steps += self._begin_unless_open("text")
+        self._entries += piece.entries
+        if self._entries and self.blocks and self.blocks[-1].kind == "text":
+            # The entries come together with the new text, if there is some.
+            text = steps.pop().text if steps and steps[-1].kind == "grow" else ""
+            self.blocks[-1].entries += self._entries
+            steps.append(Step("grow", self.blocks[-1], text, self._entries))
+            self._entries = []
+        if piece.finish is not None:
+            self.finish = piece.finish
+            self.stopped_by = piece.stopped_by
+            steps.append(Step("end", self.blocks[-1]))
+        return steps
+
+    def _add_part(self, part: str | CallPiece | Thought) -> list[Step]:
+        steps: list[Step] = []
+        if isinstance(part, CallPiece):
+            if part.name is not None:
+                steps += self._begin(Block(len(self.blocks), "call", part.name))
+            text = part.arguments
+        elif isinstance(part, Thought):
+            steps += self._begin_unless_open("thoughts")
+            text = part.text
+        else:
+            text = part
+            steps += self._begin_unless_open("text") if text else []
+        if text:
+            steps.append(self._grow(text))
+        return steps
+
+    def _begin_unless_open(self, kind: BlockKind) -> list[Step]:
+        """Return the steps that begin a block, if the last one is of another kind."""
+        if self.blocks and self.blocks[-1].kind == kind:
+            return []
+        return self._begin(Block(len(self.blocks), kind))
+
+    def _begin(self, block: Block) -> list[Step]:
+        steps = [Step("end", self.blocks[-1])] if self.blocks else []
+        self.blocks.append(block)
+        return [*steps, Step("begin", block)]
+
+    def _grow(self, text: str) -> Step:
+        block = self.blocks[-1]
+        block.text += text
+        return Step("grow", block, text)
