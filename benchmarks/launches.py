@@ -117,6 +117,7 @@ def engine_of(shape: Shape, precision: str = "bf16") -> Resident:
         clip=1.0,
         precision=Precision(precision),
         micro_batch=shape.rows,
+        rounds_in_update=True,
     )
 
 

@@ -203,4 +203,5 @@ def engine_of(
         schedule=schedule_of(recipe),
         precision=mono.Precision(precision),
         micro_batch=micro_batch,
+        rounds_in_update=True,
     )

@@ -11,6 +11,7 @@ from monograph.loss import Loss, token_loss
 from monograph.optim import Optimizer
 from monograph.schedule import Schedule
 from monograph.step import Clip, Step
+from monograph.step.on_device import OnDevice
 from monograph.step.retries import Retries
 
 
@@ -29,6 +30,7 @@ class Resident(Engine):
         precision: Precision | None = None,
         remat: Policy | None = None,
         micro_batch: int | None = None,
+        rounds_in_update: bool = False,
     ):
         """Build the step on the module's device; `monograph.Step` describes the arguments in full.
 
@@ -41,6 +43,9 @@ class Resident(Engine):
             precision: the compute dtype.
             remat: which activations the backward pass recomputes.
             micro_batch: rows per micro-batch; None: the whole window at once.
+            rounds_in_update: on a GPU in 16 bits, whether an update rounds the weights that it writes.
+                Otherwise each window begins with a pass over all weights. With True, do not write
+                weights through `.data`: the next window would not see it.
         """
         step = Step(
             model,
@@ -50,5 +55,6 @@ class Resident(Engine):
             clip=clip,
             precision=precision,
             remat=remat,
+            parameters=OnDevice(rounds_in_update=rounds_in_update),
         )
         super().__init__(lambda: step, Retries(micro_batch))

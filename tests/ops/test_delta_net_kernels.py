@@ -19,7 +19,7 @@ from monograph.graph.siblings import fuse_known
 from monograph.laws.comparisons import error_within
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 from monograph.model.mixer import LayerCache
-from monograph.model.recurrent import RecurrentState
+from monograph.model.recurrent import LayerState
 
 pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -43,10 +43,10 @@ class State(NamedTuple):
 class OneLayer:
     """A cache whose only layer is a delta net."""
 
-    def __init__(self, recurrence: RecurrentState):
+    def __init__(self, recurrence: LayerState):
         self._recurrence = recurrence
 
-    def recurrence(self, layer_index: int) -> RecurrentState:
+    def recurrence(self, layer_index: int) -> LayerState:
         return self._recurrence
 
 
@@ -105,7 +105,7 @@ class Case:
         norm, layer = modules
         fuse_known(modules)
         wide = torch.promote_types(dtype, torch.float32)
-        recurrence = RecurrentState(
+        recurrence = LayerState(
             self.before.inputs_BKC[chosen].to(device, dtype),
             self.before.state_BHEV[chosen].to(device, wide),
             self.before.count_B[chosen].to(device, copy=True),
@@ -123,14 +123,14 @@ class Case:
 
 
 def module_step(
-    layer: Any, norm: Any, token_BD: Tensor, position_B: Tensor, recurrence: RecurrentState
+    layer: Any, norm: Any, token_BD: Tensor, position_B: Tensor, recurrence: LayerState
 ) -> Tensor:
     cache = LayerCache(OneLayer(recurrence), 0, position_B[:, None], None)  # type: ignore[arg-type]
     return token_BD + layer(norm(token_BD)[:, None], None, None, cache)[:, 0]
 
 
 def kernel_step(
-    layer: Any, norm: Any, token_BD: Tensor, position_B: Tensor, recurrence: RecurrentState
+    layer: Any, norm: Any, token_BD: Tensor, position_B: Tensor, recurrence: LayerState
 ) -> Tensor:
     # These import Triton.
     from monograph.decode.fast_delta_net import delta_net_step, obstacle_of_delta_net

@@ -5,6 +5,7 @@ Products that add the gradients of weights to a step's planes: they are those th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -47,6 +48,8 @@ from monograph.optim import Plane, vectors_at_once
 from monograph.resident import Resident
 from monograph.stream import Streamed
 from streamed import other_bits
+
+ROUNDS_IN_UPDATE = functools.partial(Resident, rounds_in_update=True)
 
 
 def engine(
@@ -187,7 +190,7 @@ def loaded_by_the_engine(made: Resident) -> None:
 )
 def test_weights_that_somebody_writes_after_an_update_are_rounded_again(scope, write):
     """An update rounds the weights that it writes, and a window rounds those that others wrote."""
-    made, window = engine(True, "bf16"), packed(4)
+    made, window = engine(True, "bf16", kind=ROUNDS_IN_UPDATE), packed(4)
     if scope != "none":
         assert made.capture(window, "aot_eager", scope) is None
     rounded = [plane for plane in made.step.planes if plane.rounded is not None]
@@ -206,6 +209,17 @@ def test_weights_that_somebody_writes_after_an_update_are_rounded_again(scope, w
     assert all(torch.equal(plane.rounded, plane.param.bfloat16()) for plane in rounded)
 
 
+def test_an_engine_in_python_sees_weights_that_are_written_through_data():
+    """torch does not count such writes, so each window rounds all weights unless the caller forgoes them."""
+    made, window = engine(True, "bf16"), packed(4)
+    made.accumulate(window)
+    made.update()
+    made.model.lm_head.weight.data.mul_(2)
+    made.accumulate(window)
+    rounded = [plane for plane in made.step.planes if plane.rounded is not None]
+    assert all(torch.equal(plane.rounded, plane.param.bfloat16()) for plane in rounded)
+
+
 @pytest.mark.parametrize(
     ("scope", "precision", "tied"),
     crossed(
@@ -219,7 +233,7 @@ def test_fused_is_streamed_in_bits(scope, precision, tied):
     # Two stages add to a tied gradient, in another order if there are several micro-batches.
     rows = 2 if tied else 5
     left = []
-    for kind in (Resident, Streamed):
+    for kind in (ROUNDS_IN_UPDATE, Streamed):
         made = engine(True, precision, kind=kind, tie_word_embeddings=tied)
         assert families(made.model) and not isinstance(
             made.step.parameters.fused_gradients(), nullcontext

@@ -133,7 +133,7 @@ FAULTS = [
     Fault("step/step.py", "self.recorder = CudaGraphs(self.device)", "pass", LAUNCHED),
     Fault("step/step.py", "self.loss_factor.copy_(reciprocal(total)",
           "self.loss_factor.fill_(float(total)) or self.loss_factor.copy_(reciprocal(total)", LAUNCHED),
-    Fault("profiling/memory.py", "return torch.cuda.max_memory_allocated(device) + free_in_graphs",
+    Fault("profiling/memory.py", "return torch.cuda.max_memory_allocated(device) + unused_graph_bytes(device)",
           "return torch.cuda.max_memory_allocated(device)", f"{REPLAYED} -k pool"),
     # Numbers that only a card computes.
     Fault("ops/fused_gradients.py", "add.dtype_out(total, left.mT", "add.dtype_out(total * 0, left.mT",

@@ -239,6 +239,23 @@ VALUES: list[Any] = [
     [{"type": "function", "function": {"name": "f", "parameters": {}, "strict": None}}], [{"type": "function"}],
     [{"type": "function", "function": {"name": "f g"}}], [{"type": "x", "function": {"name": "f"}}], [1], [None],
     [{"type": "function", "function": {"name": "f", "mood": 1}}], {"type": "function", "function": {"name": 1}},
+    # Items of Responses and blocks of Messages.
+    [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}], [{"type": "function_call"}],
+    [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "b"}]}],
+    [{"type": "reasoning", "summary": [], "encrypted_content": "x"}], [{"type": "item_reference", "id": "a"}],
+    [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "b"}], "id": "a"}],
+    [{"role": "user", "content": [{"type": "input_image", "text": "b"}]}], [{"type": "function", "name": "f"}],
+    [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "b", "is_error": True}]}],
+    [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}],
+    [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+     {"role": "user", "content": []}],
+    [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": "{}"}]},
+     {"role": "user", "content": "a"}],
+    [{"name": "f", "input_schema": {}}], [{"name": "f", "input_schema": {}, "type": "custom", "strict": 1}],
+    {"type": "auto"}, {"type": "any", "disable_parallel_tool_use": True}, {"type": "enabled", "budget_tokens": 9},
+    {"type": "adaptive"}, {"format": {"type": "json_schema", "schema": {}}}, {"effort": "low"},
+    {"format": {"type": "json_schema", "schema": {}, "name": "a"}}, {"format": {"type": "text"}}, {"verbosity": "low"},
+    ["message.output_text.logprobs"], ["file_search_call.results"], "auto", "disabled",
 ]  # fmt: skip
 # Allowed by itself, and refused beside the other fields of the least request, or by this server's
 # number of rows.

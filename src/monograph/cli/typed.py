@@ -635,6 +635,14 @@ def generate(
     json_schema: JsonSchemaOption = None,
     adapter: AdapterOption = None,
     use: UseOption = None,
+    tools: Annotated[
+        Path | None,
+        _path_option("FILE", "tools that an answer may call, a JSON array", "--tools"),
+    ] = None,
+    tool_choice: Annotated[
+        str | None,
+        _option("CHOICE", "auto, required, or the name of the tool to call; default: auto"),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
@@ -658,6 +666,8 @@ def generate(
         json=json,
         adapters=adapter or [],
         use=use,
+        tools=tools,
+        tool_choice=tool_choice,
     )
     if chat and not prompts and file is None:
         if json or n > 1:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from monograph.automata import Automaton, constraint
+from monograph.commands.generate_tools import AUTO, AnswerTools, answer_tools
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
 from monograph.decode import Completion, Generation, Sampling
@@ -35,7 +36,7 @@ PromptContent = str | list[Message]
 # Flags of the command that are not options of `Sampling`. --sampler refuses them with a hint.
 _FLAGS = (
     *("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json"),
-    *("adapter", "use"),
+    *("adapter", "use", "tools", "tool_choice"),
 )
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
 # The types whose values a user writes as they are, with the words for them in messages. Values of all
@@ -47,6 +48,7 @@ _OPTION_TYPES = {
 }
 LARGEST_SCHEMA_BYTES = 1 << 20
 LARGEST_PROMPTS_BYTES = 1 << 28
+LARGEST_TOOLS_BYTES = 1 << 20
 _PIPES = Path("/dev/fd")  # the folder of the pipes that a shell makes for <(command)
 
 
@@ -307,6 +309,8 @@ class GenerateOptions(NamedTuple):
         json: whether to print one JSON object.
         adapters: NAME=FOLDER for each adapter.
         use: the name of the adapter that writes; None: the first one, if there are any.
+        tools: a file with the tools that an answer may call; None: there are none.
+        tool_choice: which tools an answer calls; see `answer_tools`. None: "auto".
     """
 
     flag_values: dict[str, Any]
@@ -319,6 +323,8 @@ class GenerateOptions(NamedTuple):
     json: bool
     adapters: Sequence[str] = ()
     use: str | None = None
+    tools: Path | None = None
+    tool_choice: str | None = None
 
 
 class ReadyModel(NamedTuple):
@@ -333,6 +339,7 @@ class ReadyModel(NamedTuple):
             allowed.
         options: the command line's options.
         adapter: the name of the adapter that writes, unless a prompt names another one.
+        tools: the tools that an answer may call; None: there are none.
     """
 
     model: Llama
@@ -342,6 +349,7 @@ class ReadyModel(NamedTuple):
     constraint: Automaton | None
     options: GenerateOptions
     adapter: str = BASE
+    tools: AnswerTools | None = None
 
     def generate(
         self,
@@ -370,6 +378,8 @@ class ReadyModel(NamedTuple):
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a chat's messages, up to where the model's answer begins."""
+        if self.tools is not None:
+            return self.tools.prompt_ids(messages)
         return chat_ids(self.tokenizer, messages, add_generation_prompt=True)
 
 
@@ -388,6 +398,7 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
     sampling = parse_sampling(options.flag_values, options.pairs)
     if sum(value is not None for value in options.constraints.values()) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
+    _check_tool_flags(options)
     folders = named_folders("--adapter", options.adapters)
     if options.use is not None and options.use not in [*folders, BASE]:
         raise UsageError(
@@ -405,7 +416,28 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
     first_adapter = next(iter(stored_adapters), BASE)
     adapter = options.use or first_adapter
     stop: list[str | int] = [*options.stop, *end_ids]
-    return ReadyModel(model, tokenizer, sampling, stop, None, options, adapter)
+    tools = None
+    if options.tools is not None:
+        text = _read_text(options.tools, "--tools", LARGEST_TOOLS_BYTES)
+        choice = options.tool_choice or AUTO
+        tools = answer_tools(text, options.tools, choice, tokenizer, end_ids)
+    return ReadyModel(model, tokenizer, sampling, stop, None, options, adapter, tools)
+
+
+def _check_tool_flags(options: GenerateOptions) -> None:
+    """Refuse --tools and --tool-choice where they cannot be used.
+
+    Raises:
+        UsageError: there is no chat, another constraint, or no tools to choose from.
+    """
+    if options.tools is None:
+        if options.tool_choice is not None:
+            raise UsageError("--tool-choice: there are no tools: give --tools, too")
+        return
+    if not options.chat:
+        raise UsageError("--tools: only answers in a chat call tools: give --chat, too")
+    if any(value is not None for value in options.constraints.values()):
+        raise UsageError("--tools and --choice, --regex or --json-schema: one of them at a time")
 
 
 def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> ReadyModel:
@@ -420,6 +452,9 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
         InputRefused: the constraint cannot be used.
         UsageError: the constraint would differ from prompt to prompt.
     """
+    if model.tools is not None:
+        prompts_ids = (_chat_ids(model, request) for request in prompts)
+        return model._replace(constraint=model.tools.constraint(prompts_ids))
     for kind, value in model.options.constraints.items():
         if value is None:  # all but one are None
             continue
@@ -466,7 +501,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
             file=sys.stderr,
         )
     if options.json:
-        _print_json(generation)
+        _print_json(generation, model.tools)
         return
 
     def text_before(number: int) -> str:
@@ -518,6 +553,15 @@ def _text_or_ids(model: ReadyModel, request: PromptRequest) -> str | list[int]:
     """
     if not model.options.chat:
         return str(request.prompt)
+    return _chat_ids(model, request)
+
+
+def _chat_ids(model: ReadyModel, request: PromptRequest) -> list[int]:
+    """Return the ids of a chat's messages, or of a prompt that a user says.
+
+    Raises:
+        InputRefused: the messages cannot be encoded; the message names the prompt's file and line.
+    """
     messages = request.prompt
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
@@ -555,8 +599,13 @@ def _print_text(
                 warn("cut before it was whole: give more --max-tokens")
 
 
-def _print_json(generation: Generation) -> None:
-    """Write all completions, and print them with measurements as one JSON object."""
+def _print_json(generation: Generation, tools: AnswerTools | None) -> None:
+    """Write all completions, and print them with measurements as one JSON object.
+
+    Args:
+        generation: the completions that are being written.
+        tools: the tools whose calls are read; None: there are none.
+    """
     began = clock()
     completions = list[Completion]()
     with Progress().stage("generate", counted(generation.count, "completion")) as stage:
@@ -569,7 +618,7 @@ def _print_json(generation: Generation) -> None:
     generator = generation.generator
     result = {
         "schema": "monograph.generate/1",
-        "completions": [_completion_values(completion) for completion in completions],
+        "completions": [_completion_values(completion, tools) for completion in completions],
         "tokens_per_s": generation.tokens / max(seconds, 1e-9),
         "prefill_s": generator.prefill_s,
         "graphs": generator.replays.variant_count,
@@ -579,11 +628,15 @@ def _print_json(generation: Generation) -> None:
     print(jsonlib.dumps(result))
 
 
-def _completion_values(completion: Completion) -> dict[str, Any]:
-    """Return a completion as JSON values, with log-probabilities if they were asked for."""
+def _completion_values(completion: Completion, tools: AnswerTools | None) -> dict[str, Any]:
+    """Return a completion as JSON values, with log-probabilities if they were asked for, and with its
+    calls if there are tools.
+    """
     values = {key: getattr(completion, key) for key in ("text", "token_ids", "finish_reason")}
     if completion.logprobs is not None:
         values["logprobs"] = [logprob._asdict() for logprob in completion.logprobs]
+    if tools is not None:
+        values["tool_calls"] = tools.calls_in(completion.token_ids)
     return values
 
 

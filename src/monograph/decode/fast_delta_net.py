@@ -25,7 +25,7 @@ from monograph.decode.fast_projections import (
 from monograph.model.delta_net import GatedDeltaNet
 from monograph.model.layer_types import L2_NORM_EPS
 from monograph.model.layers import Linear
-from monograph.model.recurrent import RecurrentState
+from monograph.model.recurrent import LayerState
 from monograph.ops.decode_kernels import Norm, channels_at_once
 from monograph.ops.delta_net_kernels import (
     MAX_HEAD,
@@ -64,7 +64,7 @@ def delta_net_step(
     hidden_BD: Tensor,
     norm: Norm,
     position_B: Tensor,
-    recurrence: RecurrentState,
+    recurrence: LayerState,
     project: Callable[..., Tensor],
 ) -> Tensor:
     """Return hidden + delta_net(norm(hidden)) for one token per row.

@@ -59,7 +59,7 @@ from monograph.model.families import NormNames
 from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, RMSNorm
 from monograph.model.llama import Block, Llama
 from monograph.model.mixture import Mixture
-from monograph.model.recurrent import RecurrentState
+from monograph.model.recurrent import LayerState
 from monograph.model.rope import cos_sin
 from monograph.ops.attention import BLOCK
 from monograph.ops.decode_kernels import ROWS, Norm, attend, attend_fits, channels_at_once
@@ -343,7 +343,7 @@ class FastForward:
         mixer, mlp, norm_before_mixer, norm_before_mlp = _modules_of(block)
         norm = norm_of(norm_before_mixer)
         if isinstance(mixer, GatedDeltaNet):
-            recurrence = cast(RecurrentState, cache.recurrence(index))
+            recurrence = cast(LayerState, cache.recurrence(index))
             hidden_BD = delta_net_step(
                 mixer, hidden_BD, norm, position_B, recurrence, self._project
             )

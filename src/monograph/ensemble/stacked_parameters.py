@@ -55,9 +55,6 @@ class StackedParameters(OnDevice):
     differentiable = False  # a gradient inside vmap is not a gradient of the stack
     # Members are small, so launching the kernels of an update takes longer than running them.
     replays_update = True
-    # Members' parameters are views of the stack, and torch does not count what is written to them as
-    # writes to the stack.
-    rounds_in_update = False
 
     def __init__(
         self,

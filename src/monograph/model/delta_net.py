@@ -27,7 +27,7 @@ from monograph.model.layers import Linear, RMSNorm
 from monograph.model.mixer import USE_HF, LayerCache, Mixer, VisiblePositions, mixer_of
 from monograph.model.recurrent import (
     CausalConv,
-    RecurrentState,
+    LayerState,
     document_starts,
     empty_state,
     heads_first,
@@ -235,7 +235,7 @@ class GatedDeltaNet(Mixer):
         includes does not change the state, and gets the same output again. In a pass of several tokens,
         all must be new. A token whose position is at or beyond the row's limit is not added.
         """
-        recurrence = cast(RecurrentState, cache.cache.recurrence(cache.layer_index))
+        recurrence = cast(LayerState, cache.cache.recurrence(cache.layer_index))
         new = recurrence.with_inputs(channels_BTC, cache.positions_BT)
         is_one_token = channels_BTC.shape[1] == 1
         mixed_BTC = self.conv1d.convolve_inputs(new.convolved_BSC)
@@ -282,7 +282,7 @@ class GatedDeltaNet(Mixer):
     @classmethod
     def recurrence(
         cls, config: LlamaConfig, rows: int, dtype: torch.dtype, device: torch.device
-    ) -> RecurrentState:
+    ) -> LayerState:
         """Return a state that includes no token and has no limit."""
         key_size = config.linear_key_head_dim
         value_size = config.linear_value_head_dim

@@ -23,7 +23,7 @@ from monograph.model.layers import Linear
 from monograph.model.mixer import LayerCache, Mixer, VisiblePositions
 from monograph.model.recurrent import (
     CausalConv,
-    RecurrentState,
+    LayerState,
     document_starts,
     empty_state,
     heads_first,
@@ -151,12 +151,12 @@ class Mamba2(Mixer):
     ) -> tuple[Tensor, Tensor]:
         """Add the pass's tokens to the cached state.
 
-        `RecurrentState.with_inputs` says which tokens change the state.
+        `LayerState.with_inputs` says which tokens change the state.
 
         Returns:
             The inputs of each head, [B, T, H, V], and the scan's outputs, [B, H, T, V].
         """
-        recurrence = cast(RecurrentState, cache.cache.recurrence(cache.layer_index))
+        recurrence = cast(LayerState, cache.cache.recurrence(cache.layer_index))
         wide = recurrence.state_BHEV.dtype
         new = recurrence.with_inputs(channels_BTC, cache.positions_BT)
         mixed_BTC = self.conv1d.convolve_inputs(new.convolved_BSC)
@@ -203,7 +203,7 @@ class Mamba2(Mixer):
     @classmethod
     def recurrence(
         cls, config: LlamaConfig, rows: int, dtype: torch.dtype, device: torch.device
-    ) -> RecurrentState:
+    ) -> LayerState:
         """Return a state that includes no token and has no limit."""
         heads = config.mamba_n_heads
         channels = heads * config.mamba_d_head + 2 * config.mamba_n_groups * config.mamba_d_state

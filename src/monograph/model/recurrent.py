@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class NewTokens(NamedTuple):
+class PassInputs(NamedTuple):
     """What a pass adds to the inputs of a row's convolution.
 
     Attributes:
@@ -31,7 +31,7 @@ class NewTokens(NamedTuple):
     convolved_BSC: Tensor
 
 
-class RecurrentState(NamedTuple):
+class LayerState(NamedTuple):
     """The state of a recurrent layer after some tokens of each row.
 
     Attributes:
@@ -50,7 +50,7 @@ class RecurrentState(NamedTuple):
         """Return all tensors except the limit."""
         return [self.inputs_BKC, self.state_BHEV, self.count_B]
 
-    def with_inputs(self, channels_BTC: Tensor, positions_BT: Tensor) -> NewTokens:
+    def with_inputs(self, channels_BTC: Tensor, positions_BT: Tensor) -> PassInputs:
         """Return what a pass adds to the inputs, and from which inputs it computes its outputs.
 
         A pass of one token, such as a decode step, may be repeated: a token that the state already
@@ -69,9 +69,9 @@ class RecurrentState(NamedTuple):
         # Each output needs K inputs, its own and K - 1 earlier ones. So T outputs do not need the oldest of
         # the K old inputs. A repeated token is in the old inputs already, and `inputs_BKC` ends with it.
         convolved_BSC = inputs_BKC if is_one_token else inputs_BSC[:, 1:]
-        return NewTokens(is_new_BT, inputs_BKC, convolved_BSC)
+        return PassInputs(is_new_BT, inputs_BKC, convolved_BSC)
 
-    def store(self, new: NewTokens, state_BHEV: Tensor) -> None:
+    def store(self, new: PassInputs, state_BHEV: Tensor) -> None:
         """Replace the state by the one after a pass."""
         self.inputs_BKC.copy_(new.inputs_BKC)
         self.state_BHEV.copy_(state_BHEV)
@@ -83,7 +83,7 @@ def empty_state(
     state_shape: tuple[int, int, int, int],
     dtype: torch.dtype,
     device: torch.device,
-) -> RecurrentState:
+) -> LayerState:
     """Return a state that includes no token and has no limit.
 
     Args:
@@ -95,7 +95,7 @@ def empty_state(
     rows = inputs_shape[0]
     # The matrices are at least in fp32.
     state_dtype = torch.promote_types(dtype, torch.float32)
-    return RecurrentState(
+    return LayerState(
         torch.zeros(inputs_shape, dtype=dtype, device=device),
         torch.zeros(state_shape, dtype=state_dtype, device=device),
         torch.zeros(rows, dtype=torch.int64, device=device),

@@ -559,7 +559,7 @@ def _step(model: nn.Module, work: Work) -> Step:
         precision=Precision(work.precision),
         remat=policy_named(work.remat),
         loss=work.loss,
-        parameters=OnDevice(fused=work.fused),
+        parameters=OnDevice(fused=work.fused, rounds_in_update=True),
     )
 
 

@@ -376,7 +376,13 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         # second copy in memory. On a GPU all are copied to the device first.
         copies_trained = device.type != "cpu"
         model = materialize_(model, device, trained=copies_trained).to(device)
-        return Resident(model, micro_batch=micro_batch, **step_options)
+        # Code of the user's own module could write weights in a way that torch does not count.
+        return Resident(
+            model,
+            micro_batch=micro_batch,
+            rounds_in_update=isinstance(model, Llama),
+            **step_options,
+        )
     if is_sharded(plan.job.parallel):
         return Sharded(
             model,

@@ -29,16 +29,18 @@ class OnDevice(Parameters):
             window. Otherwise each window begins with that.
     """
 
-    rounds_in_update = True
-
-    def __init__(self, *, fused: bool | None = None):
-        """Choose how weight gradients reach the planes.
+    def __init__(self, *, fused: bool | None = None, rounds_in_update: bool = False):
+        """Choose how weight gradients reach the planes, and when weights are rounded.
 
         Args:
             fused: whether matrix products add them directly (see `monograph.ops.fused_gradients`);
                 None: if that saves work.
+            rounds_in_update: as the attribute. Then no weight may be written through `.data` between
+                an update and the next window, because torch does not count such writes, and the
+                window would use weights that were rounded before.
         """
         super().__init__()
+        self.rounds_in_update = rounds_in_update
         self._asked_to_fuse = fused
         self._fuses_gradients = False  # the choice, known from `place` on
         # What `_weight_versions` returned when `Plane.rounded` was last written; (): never, or unknown.
