@@ -89,10 +89,12 @@ def _calculates(draws: random.Random, record: Message, seen: list[Message]) -> M
 
 
 def _types(draws: random.Random, record: Message, seen: list[Message]) -> Message:
-    """Look for the note in half of the turns, type any command in the others, and answer at any time."""
+    """Look for the note in half of the turns, type any command in the others, and say what it says, or at
+    times another word.
+    """
     told = [each["content"] for each in seen if each["role"] == "tool"]
     found = [each for each in told if each.startswith("note: ")]
-    if draws.random() < (0.6 if found else 0.04):
+    if found or draws.random() < 0.04:
         return _said(
             found[-1] if found and draws.random() < 0.8 else f"note: {draws.choice(WORDS)}"
         )
@@ -140,7 +142,7 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 TASKS = {
     "guess": Task(Guess, _numbered, _guesses, 4, 4, 63, 600, 1e-3, 180),
     "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 45),
-    "shell": Task(Shell, _numbered, _types, 5, 24, 191, 400, 1e-3, 45),
+    "shell": Task(Shell, _numbered, _types, 5, 24, 191, 600, 1e-3, 45),
 }
 
 

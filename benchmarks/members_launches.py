@@ -53,6 +53,7 @@ class Case(NamedTuple):
 CASES = {
     "1b": Case(LlamaConfig.preset("1b"), "auto"),
     "1b int8": Case(LlamaConfig.preset("1b"), "int8"),
+    "7b": Case(SEVEN_B, "auto"),
     "7b nf4": Case(SEVEN_B, "nf4"),
 }
 SMOKE = {"nano nf4": Case(LlamaConfig.preset("nano"), "nf4")}

@@ -246,7 +246,7 @@ def drawn_episodes() -> str:
     with figures.style():
         figure = Figure(figsize=(5.2, 3.1), layout="constrained")
         axes = figure.subplots()
-        for (name, runs), colour in zip(episodes_by_task().items(), colours, strict=True):
+        for (name, runs), colour in zip(episodes_by_task().items(), colours, strict=False):
             curves = [smooth([row[2] for row in run["curve"]]) for run in runs]
             for curve in curves:
                 axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=0.7, alpha=0.45)

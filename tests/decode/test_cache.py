@@ -12,7 +12,13 @@ from torch import Tensor
 
 from batches import tiny_config, tiny_llama
 from monograph.decode.cache import CacheSizes, KVCache
-from monograph.decode.prompt_reader import MAX_KNOWN_RECURRENCES, Ids, PromptReader, ReuseKey
+from monograph.decode.prompt_reader import (
+    MAX_KNOWN_RECURRENCES,
+    Ids,
+    PromptReader,
+    PromptToRead,
+    ReuseKey,
+)
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION
 
@@ -131,8 +137,12 @@ def reader_of(
 
 
 def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
-    reader, prompt = reader_of(), tuple(range(1, 30))
-    assert reader.choose_prompts([prompt], reuse_key=ReuseKey("a")) and not reader.is_finished
+    reader, ids = reader_of(), tuple(range(1, 30))
+
+    def chooses(ids: Ids, owner: str) -> bool:
+        return reader.choose_prompts([PromptToRead(ids, ReuseKey(owner))])
+
+    assert chooses(ids, "a") and not reader.is_finished
     assert [
         reader.read_chunks(1),
         reader.read_chunks(2),
@@ -146,30 +156,39 @@ def test_a_prompt_that_is_held_is_not_read_again_for_its_owner() -> None:
         1,
         True,
     ]
-    assert not reader.choose_prompts(
-        [prompt], reuse_key=ReuseKey("a")
-    ) and not reader.choose_prompts([(*prompt[:-1], 60)], reuse_key=ReuseKey("a"))
+    assert not chooses(ids, "a") and not chooses((*ids[:-1], 60), "a")
     assert reader.is_finished, "the last token is read by the first step"
-    assert reader.choose_prompts([prompt], reuse_key=ReuseKey("b")) and not reader.is_finished
+    assert chooses(ids, "b") and not reader.is_finished
     reader.forget()
-    assert reader.choose_prompts([prompt], reuse_key=ReuseKey("b")) and not any(
-        tensor.any() for tensor in all_of(reader.cache)
-    )
+    assert chooses(ids, "b") and not any(tensor.any() for tensor in all_of(reader.cache))
 
 
 def test_prompts_are_read_with_those_that_follow_as_far_as_there_are_rows() -> None:
     reader = reader_of(3)
-    first, second, third, fourth = ((token,) * (10 * token) for token in (1, 2, 3, 4))
-    assert reader.choose_prompts([first, first, second], [second, third, fourth])
+    first, second, third, fourth = (PromptToRead((token,) * (10 * token)) for token in (1, 2, 3, 4))
+    assert reader.choose_prompts([first, first, second, second, third, fourth])
     assert reader.rows_of([second, first, third, first]) == [1, 0, 2, 0]
     assert reader.rows_of([second, fourth, first]) == [1], "up to the first that is not held"
     assert reader.read_chunks() == -(-(30 - 1) // 8), "chunks of the longest"
 
 
+def test_prompts_that_may_not_share_keys_are_read_together_in_rows_of_their_own() -> None:
+    reader, ids = reader_of(3), (1, 2, 3)
+    prompts = [
+        PromptToRead(ids, key) for key in (ReuseKey("a"), ReuseKey("b"), ReuseKey("a", 2, 7))
+    ]
+    assert reader.choose_prompts(prompts)
+    assert reader.rows_of(prompts) == [0, 1, 2]
+    assert reader._adapter_R.tolist() == [0, 0, 2]
+    assert not reader.choose_prompts([prompts[2]])
+    assert reader.choose_prompts([PromptToRead(ids, ReuseKey("a", 2, 8))]), "a slot's other write"
+    assert reader._adapter_R.tolist() == [2, 0, 0]
+
+
 def test_whole_prompts_leave_the_hidden_states_of_their_last_tokens() -> None:
     reader = reader_of(3, whole=True)
     prompts = [tuple(range(1, 1 + length)) for length in (1, 8, 13)]
-    reader.choose_prompts(prompts)
+    reader.choose_prompts(map(PromptToRead, prompts))
     reader.read_chunks()
     with torch.no_grad():
         last_RD = torch.stack([reader.model(torch.tensor([prompt]))[0, -1] for prompt in prompts])
@@ -181,7 +200,7 @@ def test_the_recurrences_that_were_used_last_are_kept() -> None:
     reader = reader_of(**types)
 
     def kept() -> list[Ids]:
-        return [ids for _, ids in reader._known_recurrences]
+        return [prompt.ids for prompt in reader._known_recurrences]
 
     prompts = [
         tuple(60 - token for token in range(17)),
@@ -189,15 +208,15 @@ def test_the_recurrences_that_were_used_last_are_kept() -> None:
     ]
     known = list(itertools.chain.from_iterable((prompt[:8], prompt[:16]) for prompt in prompts))
     for prompt in prompts[:-1]:
-        reader.choose_prompts([prompt])
+        reader.choose_prompts([PromptToRead(prompt)])
         reader.read_chunks()
     assert kept() == known[:MAX_KNOWN_RECURRENCES]
-    reader.choose_prompts([prompts[0]])
+    reader.choose_prompts([PromptToRead(prompts[0])])
     assert reader.copy_first_chunks(reader.cache, 0, 16) == 16 and reader.is_finished
     assert kept() == [known[0], *known[2:MAX_KNOWN_RECURRENCES], known[1]], (
         "what was used comes last"
     )
-    reader.choose_prompts([prompts[-1]])
+    reader.choose_prompts([PromptToRead(prompts[-1])])
     reader.read_chunks()
     assert kept() == [*known[3:MAX_KNOWN_RECURRENCES], known[1], *known[MAX_KNOWN_RECURRENCES:]]
 
@@ -205,7 +224,7 @@ def test_the_recurrences_that_were_used_last_are_kept() -> None:
 def test_only_what_is_known_to_be_the_same_is_skipped() -> None:
     reader, prompt = reader_of(), tuple(range(1, 40))
     source = cache_of(PLAIN, 2, 256, block=16)
-    reader.choose_prompts([prompt])
+    reader.choose_prompts([PromptToRead(prompt)])
     assert reader.copy_first_chunks(source, 1, 7) == 0 and reader._unread_chunks == [
         0,
         8,

@@ -15,6 +15,7 @@ from monograph.decode.cache import CacheSizes
 from monograph.decode.chain import UNDECIDED, SampledTokens
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.prompt_reader import PromptToRead, ReuseKey
 from monograph.decode.request import Finish, Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.errors import InputRefused, UsageError
@@ -197,15 +198,14 @@ def keys_of(machine: Generator, row: int, slots: int) -> list[torch.Tensor]:
     return [*keys, *(tensor[row].clone() for tensor in machine.cache.recurrence_tensors())]
 
 
-@pytest.mark.parametrize(("owner", "is_read"), [("a", True), ("b", False)])
-def test_the_prompt_of_another_owner_is_not_read_ahead(owner: str, is_read: bool) -> None:
-    """What is read ahead can be reused by the owner of the first prompt alone."""
+def test_the_prompts_of_all_owners_are_read_ahead_each_for_its_own() -> None:
     sizes = CacheSizes(24, longest_prompt=8, prompts_at_once=2)
     machine = generator(rows=1, slots=sizes)
     machine.submit(request(1, 2, 3, owner="a"))
-    machine.submit(request(4, 5, 6, owner=owner))
+    machine.submit(request(4, 5, 6, owner="b"))
     machine.advance()
-    assert bool(machine.reader.rows_of([(4, 5, 6)])) == is_read
+    held = [machine.reader.rows_of([PromptToRead((4, 5, 6), ReuseKey(owner))]) for owner in "ab"]
+    assert held == [[], [1]]
 
 
 @pytest.mark.parametrize(

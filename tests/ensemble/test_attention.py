@@ -40,7 +40,9 @@ def test_attention_folds_members_into_rows(rows, shared, masked):
     axes[1] = None if axes[1] is None else -1
 
     def attend(query, key, value, mask):
-        return torch.ops.monograph.folded_attention(query, key, value, mask, False, 0.3, True)
+        return torch.ops.monograph.attention_folding_members(
+            query, key, value, mask, False, 0.3, True
+        )
 
     found = torch.vmap(attend, in_dims=tuple(axes))(*given)
     for member in range(MEMBERS):

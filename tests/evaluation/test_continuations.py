@@ -10,7 +10,7 @@ import torch
 from batches import VOCABULARY, tiny_llama
 from monograph.errors import InputRefused
 from monograph.evaluation import choices
-from monograph.evaluation.choices import Continuation, score
+from monograph.evaluation.choices import TextContinuation, score
 from monograph.graph.precision import Precision
 from monograph.laws.comparisons import error_within
 from monograph.model.llama import Llama
@@ -18,7 +18,7 @@ from monograph.model.llama import Llama
 FP32 = Precision("fp32")
 
 
-def pairs(count: int = 17, seed: int = 0) -> list[Continuation]:
+def pairs(count: int = 17, seed: int = 0) -> list[TextContinuation]:
     """Contexts and continuations of very different lengths, some with one id."""
     draws = random.Random(seed)
 
@@ -27,12 +27,12 @@ def pairs(count: int = 17, seed: int = 0) -> list[Continuation]:
             draws.randrange(VOCABULARY) for _ in range(draws.choice([1, 2, draws.randint(1, most)]))
         ]
 
-    return [Continuation(ids(30), ids(20)) for _ in range(count)]
+    return [TextContinuation(ids(30), ids(20)) for _ in range(count)]
 
 
 @torch.no_grad()
 def one_by_one(
-    model: Llama, asked: list[Continuation], precision: Precision = FP32
+    model: Llama, asked: list[TextContinuation], precision: Precision = FP32
 ) -> torch.Tensor:
     """The obvious way: the whole text through the model, all its log-probabilities, those of the
     continuation added.
@@ -89,8 +89,8 @@ def test_a_continuation_is_greedy_if_each_of_its_ids_is_the_likeliest() -> None:
     model, ids = tiny_llama(initializer_range=0.3), [7, 8]
     for _ in range(5):
         ids.append(int(model.logits(model(torch.tensor([ids])))[0, -1].argmax()))
-    greedy = Continuation(ids[:2], ids[2:])
-    last_off = Continuation(ids[:2], [*ids[2:-1], (ids[-1] + 1) % VOCABULARY])
+    greedy = TextContinuation(ids[:2], ids[2:])
+    last_off = TextContinuation(ids[:2], [*ids[2:-1], (ids[-1] + 1) % VOCABULARY])
     assert [each.greedy for each in score(model, [last_off, greedy], FP32)] == [False, True]
 
 
@@ -101,20 +101,20 @@ def test_what_has_no_room_is_left_out_at_the_beginning() -> None:
         [draws.randrange(VOCABULARY) for _ in range(30)],
         [draws.randrange(VOCABULARY) for _ in range(5)],
     )
-    cut = Continuation(context[-12:], ids)  # 16 inputs: the last id is only predicted
-    assert score(model, [Continuation(context, ids)], FP32) == score(model, [cut], FP32)
-    assert score(model, [Continuation(context, ids)], FP32) != score(
-        model, [Continuation(context[-11:], ids)], FP32
+    cut = TextContinuation(context[-12:], ids)  # 16 inputs: the last id is only predicted
+    assert score(model, [TextContinuation(context, ids)], FP32) == score(model, [cut], FP32)
+    assert score(model, [TextContinuation(context, ids)], FP32) != score(
+        model, [TextContinuation(context[-11:], ids)], FP32
     )
 
 
 def test_a_continuation_without_room_is_refused() -> None:
     model = tiny_llama(max_position_embeddings=16)
-    assert len(score(model, [Continuation([1], [2] * 16)], FP32)) == 1
+    assert len(score(model, [TextContinuation([1], [2] * 16)], FP32)) == 1
     with pytest.raises(
         InputRefused, match="a continuation of 17 tokens has no room in the model's 16 positions"
     ):
-        score(model, [Continuation([1], [2] * 17)], FP32)
+        score(model, [TextContinuation([1], [2] * 17)], FP32)
 
 
 def test_nothing_asked_nothing_scored() -> None:

@@ -35,6 +35,7 @@ from monograph.decode.banked_layers import Banked, BankedEmbedding, BankedHead
 from monograph.decode.cache import KVCache
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.prompt_reader import PromptToRead
 from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
@@ -435,12 +436,14 @@ def read_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def share_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Generator._reuse_key_of
-    monkeypatch.setattr(
-        Generator,
-        "_reuse_key_of",
-        lambda self, request: own(self, request)._replace(adapter=0, slot_write=0),
-    )
+    own = Generator._prompt_of
+
+    def without_write(self: Generator, request: Request) -> PromptToRead:
+        prompt = own(self, request)
+        key = prompt.reuse_key._replace(adapter=0, slot_write=0)
+        return prompt._replace(reuse_key=key)
+
+    monkeypatch.setattr(Generator, "_prompt_of", without_write)
 
 
 def forget_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:

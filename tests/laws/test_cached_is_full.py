@@ -14,7 +14,7 @@ from torch import Tensor
 from batches import tiny_llama
 from monograph.decode import Sampling, generate
 from monograph.decode.cache import CacheSizes, KVCache
-from monograph.decode.prompt_reader import PromptReader
+from monograph.decode.prompt_reader import PromptReader, PromptToRead
 from monograph.laws.comparisons import cached_is_full, differing_draws, error_within, greedy_ids
 from monograph.model.hub import save_model
 from monograph.model.layer_types import (
@@ -89,7 +89,7 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
     )
     reader = PromptReader(model, CacheSizes(slots), 4, lambda function: function)
     for row, first in enumerate(firsts):
-        prompt = [tuple(tokens_BT[row, :first].tolist())]
+        prompt = [PromptToRead(tuple(tokens_BT[row, :first].tolist()))]
         reader.choose_prompts(prompt)
         reader.read_chunks()
         cache.copy_rows([row], reader.cache, reader.rows_of(prompt), first)

@@ -97,7 +97,8 @@ def test_of_an_episode_only_what_is_new_is_read(monkeypatch: pytest.MonkeyPatch)
 
     def counted(reader: PromptReader, prompts: Any, begins: Any, count: int) -> None:
         read.extend(
-            len(ids[begin : begin + count]) for ids, begin in zip(prompts, begins, strict=True)
+            len(prompt.ids[begin : begin + count])
+            for prompt, begin in zip(prompts, begins, strict=True)
         )
         read_pass(reader, prompts, begins, count)
 

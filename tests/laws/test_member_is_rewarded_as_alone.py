@@ -17,6 +17,7 @@ from adapted import SMALL, trained
 from batches import captured_to_train, tiny_llama
 from monograph import member_rollouts, policy_loss, rollouts
 from monograph.decode.completion import Completion
+from monograph.decode.prompt_reader import PromptReader
 from monograph.ensemble import Ensemble
 from monograph.errors import Diverged, UsageError
 from monograph.graph.lora import Lora, adapt
@@ -102,6 +103,20 @@ def alone(
     assert isinstance(engine.model, Llama)
     engine.model.use_attention("auto")
     return engine, windows
+
+
+def test_the_prompts_of_all_members_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts_of_passes = list[int]()
+    read_pass = PromptReader._read_pass
+
+    def counted(reader: PromptReader, prompts: Any, begins: Any, count: int) -> None:
+        prompts_of_passes.append(len(prompts))
+        read_pass(reader, prompts, begins, count)
+
+    monkeypatch.setattr(PromptReader, "_read_pass", counted)
+    _, windows = together(members_of())
+    next(windows)
+    assert set(prompts_of_passes) == {N * OPTIONS["prompts"]}, "each chunk of all at once"
 
 
 class Sampled:

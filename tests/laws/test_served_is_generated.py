@@ -28,7 +28,7 @@ from monograph.automata import constraint
 from monograph.decode import completion, generate
 from monograph.decode.completion import prompt_ids
 from monograph.decode.sampling import Sampling
-from monograph.evaluation.choices import Continuation, score
+from monograph.evaluation.choices import TextContinuation, score
 from monograph.graph.precision import Precision
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND, log_probabilities_agree
 from monograph.ops.attention import BLOCK
@@ -257,7 +257,9 @@ def test_an_echo_is_scored_as_evaluate_scores() -> None:
         alone = served.post("/v1/completions", body | {"max_tokens": 0}).body
         [text] = served.texts([context + ids], max_tokens=1, temperature=0)
         [expected] = score(
-            served.model, [Continuation(context, ids), Continuation([9], [8])], Precision("fp32")
+            served.model,
+            [TextContinuation(context, ids), TextContinuation([9], [8])],
+            Precision("fp32"),
         )[:1]
     assert (
         len(choice["tokens"]) == 8

@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -249,55 +249,68 @@ def test_an_adapter_may_not_have_a_name_of_the_model(folders: Path, name: str) -
         asyncio.run(begin())
 
 
-def requests_with_changes(served: Served, folders: Path, count: int) -> int:
+CLIENTS = 8
+
+
+def requests_with_changes(served: Served, folders: Path, count: int, pool: Executor) -> int:
     """Requests of random adapters by eight clients, while another one removes and adds them; how
-    many it added.
+    many it added. The pool has a thread for each client.
     """
     names = ["a0", "a1", "a2", "last"]
     expected = {name: written(folders, name, "abc ") for name in names}
     ended = threading.Event()
-    added = list[str]()
+    # All clients take numbers from one iterator. A future for each request would take 2 KB of each.
+    numbers = iter(range(count))
 
-    def change_adapters() -> None:
+    def change_adapters() -> int:
         draw = random.Random(0)
+        added = 0
         while not ended.is_set():
             name = draw.choice(names[:3])
             change(served, "unload", lora_name=name)
             if change(served, "load", lora_name=name, lora_path=name).status == 200:
-                added.append(name)
+                added += 1
+        return added
 
-    def one(number: int) -> None:
-        name = names[number % len(names)]
-        body = {"model": name, "prompt": "abc ", **OPTIONS}
-        answer = served.post("/v1/completions", body, **WITH_KEY)
-        if answer.status == 200:
-            assert own(answer.body) == expected[name], name
-        else:
-            assert answer.status in (404, 429), answer.body
-            assert name != "last" or answer.status == 429
+    def ask_in_turn() -> None:
+        for number in numbers:
+            name = names[number % len(names)]
+            body = {"model": name, "prompt": "abc ", **OPTIONS}
+            answer = served.post("/v1/completions", body, **WITH_KEY)
+            if answer.status == 200:
+                assert own(answer.body) == expected[name], name
+            else:
+                assert answer.status in (404, 429), answer.body
+                assert name != "last" or answer.status == 429
 
-    changing = threading.Thread(target=change_adapters)
-    changing.start()
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(one, range(count)))
-    finally:
-        ended.set()
-        changing.join()
-    return len(added)
+    changing = pool.submit(change_adapters)
+    clients = [pool.submit(ask_in_turn) for _ in range(CLIENTS)]
+    wait(clients)
+    ended.set()
+    for client in clients:
+        client.result()
+    return changing.result()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("requests", [24, 10_000])
-def test_memory_is_what_it_was_after_adapters_came_and_went(folders: Path, requests: int) -> None:
-    with serving(folders, slots=4) as served:
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("warm_up", "requests"), [(40, 24), (1000, 10_000)])
+def test_memory_is_what_it_was_after_adapters_came_and_went(
+    folders: Path, warm_up: int, requests: int
+) -> None:
+    """The warm-up is for the heaps of 18 threads and Python's own. They grow until their holes hold what
+    requests need that happen to coincide: by 2.8 MiB in the first 1,000 requests, and by 1.5 MiB in
+    the 8,000 after them.
+    """
+    with serving(folders, slots=4) as served, ThreadPoolExecutor(CLIENTS + 1) as pool:
         bank = served.service.newest.bank
         assert bank is not None
-        requests_with_changes(served, folders, 40)
+        requests_with_changes(served, folders, warm_up, pool)
         tensors = {tensor.data_ptr() for tensor in served.service.newest.model.buffers()}
         before = resident_bytes()
-        added = requests_with_changes(served, folders, requests)
+        added = requests_with_changes(served, folders, requests, pool)
         assert added > requests / 100
+        served.said.clear()  # the server itself keeps no line of each adapter
         # A kilobyte of each adapter that came would be several of these, and so would one of each
         # request.
         assert resident_bytes() - before < 4 * 2**20

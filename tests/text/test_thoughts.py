@@ -18,7 +18,7 @@ from monograph.automata import Calls, call_constraint
 from monograph.text.call_reader import CallPiece, CallReader, Thought
 from monograph.text.calls import find_frame, spellings
 from monograph.text.chat import chat_ids, stop_ids
-from monograph.text.thoughts import AnswerReader, Place, Thoughts, find_thoughts
+from monograph.text.thoughts import AnswerPlace, AnswerReader, Thoughts, find_thoughts
 from monograph.text.tokenizer import Tokenizer
 
 # Thoughts are in a message of their own, before that of the content, as those of gpt-oss.
@@ -31,14 +31,14 @@ MESSAGES = (
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 FAMILIES = {
-    "thoughts": Place.BEFORE,
-    "fields": Place.INSIDE,
-    MESSAGES: Place.BEFORE,
+    "thoughts": AnswerPlace.BEFORE,
+    "fields": AnswerPlace.INSIDE,
+    MESSAGES: AnswerPlace.BEFORE,
 }
 GO = {"type": "object", "properties": {}}
 
 
-def found(folder: Path, template: str) -> tuple[Tokenizer, Thoughts, Place]:
+def found(folder: Path, template: str) -> tuple[Tokenizer, Thoughts, AnswerPlace]:
     tokenizer = speaking(folder, template)
     thoughts = find_thoughts(tokenizer)
     assert thoughts is not None
@@ -50,7 +50,7 @@ def found(folder: Path, template: str) -> tuple[Tokenizer, Thoughts, Place]:
 def read(
     tokenizer: Tokenizer,
     thoughts: Thoughts | None,
-    place: Place,
+    place: AnswerPlace,
     ids: list[int],
     sizes: Iterable[int] = (),
 ) -> tuple[str, str, list[str]]:
@@ -101,9 +101,9 @@ def test_thoughts_are_read_apart_as_the_template_writes_them(template: str, tmp_
 
 def test_a_prompt_with_empty_thoughts_leaves_an_answer_after_them(tmp_path: Path) -> None:
     _, thoughts, _ = found(tmp_path, "thoughts")
-    assert thoughts.place_after("assistant\n<think>\n\n</think>\n\n") is Place.AFTER
-    assert thoughts.place_after("assistant\n<think>\n") is Place.INSIDE
-    assert thoughts.place_after("<think>\nHm.</think>\n\n") is Place.BEFORE
+    assert thoughts.place_after("assistant\n<think>\n\n</think>\n\n") is AnswerPlace.AFTER
+    assert thoughts.place_after("assistant\n<think>\n") is AnswerPlace.INSIDE
+    assert thoughts.place_after("<think>\nHm.</think>\n\n") is AnswerPlace.BEFORE
 
 
 def test_an_answer_without_thoughts_is_content(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_an_answer_without_thoughts_is_content(tmp_path: Path) -> None:
     for text in (" \n It is <think>so</think>.", "<thin", "\n", ""):
         ids = tokenizer.encode(text)
         for sizes in ((), range(len(ids))):
-            assert read(tokenizer, thoughts, Place.BEFORE, ids, sizes) == ("", text, [])
+            assert read(tokenizer, thoughts, AnswerPlace.BEFORE, ids, sizes) == ("", text, [])
 
 
 @pytest.mark.parametrize("must_call", [True, False])

@@ -21,7 +21,7 @@ from monograph.automata.expression import (
     literal,
 )
 from monograph.automata.pattern import fullmatch_expression
-from monograph.automata.values import Notation, type_names
+from monograph.automata.values import ByteNotation, type_names
 
 TYPES = frozenset(("array", "object", "string", "integer", "number", "boolean", "null"))
 _INTEGER = "-?(0|[1-9][0-9]*)"
@@ -152,7 +152,7 @@ def _target(reference: object, root: object) -> object:
     return target
 
 
-def read_as_text(types: Collection[str], notation: Notation) -> StateMachine | None:
+def read_as_text(types: Collection[str], notation: ByteNotation) -> StateMachine | None:
     """Return an expression for the texts that are read as nothing but texts; None: all of them are.
 
     Args:

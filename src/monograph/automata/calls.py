@@ -47,7 +47,7 @@ from monograph.automata.expression import (
 )
 from monograph.automata.schema import schema_expression
 from monograph.automata.search import OTHER_SPECIAL, text_up_to, text_without
-from monograph.automata.values import Notation, Quotes, json_notation
+from monograph.automata.values import ByteNotation, ByteQuotes, json_notation
 from monograph.errors import InputRefused
 
 # The bytes that UTF-8 never has. They stand for special tokens.
@@ -61,7 +61,7 @@ _ID_CHARACTER = Alternation(
     (byte_range(0x30, 0x39), byte_range(0x41, 0x5A), byte_range(0x61, 0x7A))
 )
 _SPACE = Alternation(tuple(byte_range(byte, byte) for byte in b" \t\r\n"))
-Part = str | int | Mapping[str, str]
+SpellingPart = str | int | Mapping[str, str]
 
 
 class Calls(NamedTuple):
@@ -156,7 +156,7 @@ class _CallBuilder:
     """
 
     def __init__(
-        self, frame: Mapping[str, Any], forms: Sequence[Sequence[Part]], uses_counters: bool
+        self, frame: Mapping[str, Any], forms: Sequence[Sequence[SpellingPart]], uses_counters: bool
     ) -> None:
         self.frame = frame
         self.forms = forms
@@ -164,13 +164,13 @@ class _CallBuilder:
         self._byte_of = _bytes_of_specials(frame)
         self._notation = self._notation_of_arguments()
 
-    def _notation_of_arguments(self) -> Notation:
+    def _notation_of_arguments(self) -> ByteNotation:
         fields = self.frame["fields"]
         if fields is None:
             item, key = self.frame["separators"]
             return json_notation(item.encode(), key.encode())
         grammar = fields["inner"]
-        inner = Notation(
+        inner = ByteNotation(
             text=self._quotes(grammar["text"]),
             words=self._texts(grammar["words"]),
             array=self._texts(grammar["array"]),
@@ -183,8 +183,8 @@ class _CallBuilder:
         before, middle, after, separator = self._texts(
             [fields[key] for key in ("before", "middle", "after", "separator")]
         )
-        return Notation(
-            name=Quotes(before, b"", is_escaped=False),
+        return ByteNotation(
+            name=ByteQuotes(before, b"", is_escaped=False),
             member=(b"", middle, separator, b""),
             after_value=after,
             is_sorted=fields["is_sorted"],
@@ -192,11 +192,11 @@ class _CallBuilder:
             has_only_objects=True,
         )
 
-    def _quotes(self, grammar: Mapping[str, Any]) -> Quotes:
+    def _quotes(self, grammar: Mapping[str, Any]) -> ByteQuotes:
         opening, closing = self._texts([grammar["opening"], grammar["closing"]])
-        return Quotes(opening, closing, grammar["is_escaped"])
+        return ByteQuotes(opening, closing, grammar["is_escaped"])
 
-    def _texts(self, part_lists: Sequence[Sequence[Part]]) -> Any:
+    def _texts(self, part_lists: Sequence[Sequence[SpellingPart]]) -> Any:
         """Return the bytes of each list of parts, as a tuple."""
         return tuple(self.bytes_of(parts) for parts in part_lists)
 
@@ -244,7 +244,7 @@ class _CallBuilder:
         return Alternation(tuple(self._form(form, expression_of_hole) for form in self.forms))
 
     def _form(
-        self, form: Sequence[Part], expression_of_hole: Mapping[str, Expression]
+        self, form: Sequence[SpellingPart], expression_of_hole: Mapping[str, Expression]
     ) -> Expression:
         """Return an expression for the parts of a form, with these expressions in its holes."""
         expressions: list[Expression] = []
@@ -255,11 +255,11 @@ class _CallBuilder:
                 expressions.append(self.literal_of([part]))
         return concatenation(*expressions)
 
-    def literal_of(self, parts: Sequence[Part]) -> Expression:
+    def literal_of(self, parts: Sequence[SpellingPart]) -> Expression:
         """Return an expression for parts without holes."""
         return literal(self.bytes_of(parts))
 
-    def bytes_of(self, parts: Sequence[Part]) -> bytes:
+    def bytes_of(self, parts: Sequence[SpellingPart]) -> bytes:
         """Return the bytes of parts without holes."""
         texts = []
         for part in parts:
@@ -287,7 +287,7 @@ def _bytes_of_specials(frame: Mapping[str, Any]) -> dict[int, int]:
     return dict(zip(tokens, free, strict=False))
 
 
-def _special_parts(grammar: Any) -> list[Part]:
+def _special_parts(grammar: Any) -> list[SpellingPart]:
     """Return the special tokens in the grammar of fields."""
     if isinstance(grammar, Mapping):
         return [part for value in grammar.values() for part in _special_parts(value)]

@@ -40,7 +40,7 @@ from monograph.automata.expression import (
 )
 from monograph.automata.pattern import search_expression
 from monograph.automata.search import text_before
-from monograph.automata.values import COMPACT, Notation
+from monograph.automata.values import COMPACT, ByteNotation
 from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
@@ -106,7 +106,7 @@ def parse_schema(text: str) -> Any:
 def schema_expression(
     schema: object,
     uses_counters: bool = True,
-    notation: Notation = COMPACT,
+    notation: ByteNotation = COMPACT,
     *,
     is_bounded: bool = True,
 ) -> Expression:
@@ -152,7 +152,7 @@ class _SchemaReader:
         self,
         root: object,
         counters_in_use: int,
-        notation: Notation = COMPACT,
+        notation: ByteNotation = COMPACT,
         *,
         is_bounded: bool = True,
     ) -> None:

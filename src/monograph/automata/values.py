@@ -36,7 +36,7 @@ FRACTION_DIGITS = 22
 _DIGIT = byte_range(0x30, 0x39)
 
 
-class Quotes(NamedTuple):
+class ByteQuotes(NamedTuple):
     """How a text or a name is written.
 
     Attributes:
@@ -55,11 +55,11 @@ class Quotes(NamedTuple):
         return in_json if self.is_escaped else utf8
 
 
-_JSON_QUOTES = Quotes(b'"', b'"', is_escaped=True)
+_JSON_QUOTES = ByteQuotes(b'"', b'"', is_escaped=True)
 
 
 @dataclass(frozen=True)
-class Notation:
+class ByteNotation:
     """How values are written.
 
     Attributes:
@@ -76,14 +76,14 @@ class Notation:
         has_only_objects: whether only objects can be written.
     """
 
-    text: Quotes = _JSON_QUOTES
+    text: ByteQuotes = _JSON_QUOTES
     words: tuple[bytes, bytes, bytes] = (b"true", b"false", b"null")
     array: tuple[bytes, bytes, bytes] = (b"[", b",", b"]")
-    name: Quotes = _JSON_QUOTES
+    name: ByteQuotes = _JSON_QUOTES
     member: tuple[bytes, bytes, bytes, bytes] = (b"{", b":", b",", b"}")
     after_value: bytes = b""
     is_sorted: bool = False
-    inside: "Notation | None" = None
+    inside: "ByteNotation | None" = None
     has_only_objects: bool = False
 
     @property
@@ -101,20 +101,20 @@ class Notation:
         return list(members.items())
 
 
-COMPACT = Notation()
+COMPACT = ByteNotation()
 
 
-def json_notation(item: bytes, key: bytes) -> Notation:
+def json_notation(item: bytes, key: bytes) -> ByteNotation:
     """Return the notation of JSON.
 
     Args:
         item: what stands between two members or items.
         key: what stands after the name of a member.
     """
-    return Notation(array=(b"[", item, b"]"), member=(b"{", key, item, b"}"))
+    return ByteNotation(array=(b"[", item, b"]"), member=(b"{", key, item, b"}"))
 
 
-def constant(value: object, notation: Notation = COMPACT) -> Expression:
+def constant(value: object, notation: ByteNotation = COMPACT) -> Expression:
     """Return an expression for a JSON value in a notation."""
     inside = notation.inside or notation
     if isinstance(value, str):
@@ -137,7 +137,7 @@ def constant(value: object, notation: Notation = COMPACT) -> Expression:
     return literal(json.dumps(value).encode())
 
 
-def quoted(text: str, quotes: Quotes) -> Expression:
+def quoted(text: str, quotes: ByteQuotes) -> Expression:
     """Return an expression for a text in quotes."""
     characters = [quotes.encoding(single(ord(character))) for character in text]
     return concatenation(literal(quotes.opening), *characters, literal(quotes.closing))

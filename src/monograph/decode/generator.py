@@ -33,7 +33,13 @@ from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
-from monograph.decode.prompt_reader import Continuation, PromptReader, ReuseKey, Wrap
+from monograph.decode.prompt_reader import (
+    Continuation,
+    PromptReader,
+    PromptToRead,
+    ReuseKey,
+    Wrap,
+)
 from monograph.decode.request import (
     FINISHES,
     Event,
@@ -57,8 +63,8 @@ from monograph.ops.padded_rows import padded_count
 # The maximum number of tokens of a prompt in one pass, by type of device.
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}
 Mode = Literal["eager", "captured", "compiled"]
-# The reuse key and the prompt of a row that has no prompt's keys and values.
-_NO_PROMPT: tuple[ReuseKey, tuple[int, ...]] = ReuseKey(), ()
+# The prompt of a row that has no prompt's keys and values.
+_NO_PROMPT = PromptToRead(())
 
 
 class KeptRow(NamedTuple):
@@ -228,7 +234,7 @@ class Generator:
         self._kept: dict[int, KeptRow] = {}
         self._continuing: list[tuple[KeptRow, WaitingRequest]] = []
         self._records: list[RowRecord | None] = [None] * rows
-        # The reuse key and the prompt whose keys and values each row has.
+        # The prompt whose keys and values each row has.
         self._prompts = [_NO_PROMPT] * rows
         # The rows without a request; the row that has been free longest comes first.
         self._free_rows: list[int] = list(range(rows))
@@ -453,43 +459,34 @@ class Generator:
 
     def _choose_prompts(self) -> None:
         """Let the reader choose prompts of waiting requests, the first of which is needed now."""
-        request = self._queue.first.request
-        reuse_key = self._reuse_key_of(request)
-        prompts = (request.prompt_ids for request in self._startable_requests())
-        further = (
-            entry.request.prompt_ids
-            for entry in itertools.islice(self._queue, len(self._free_rows), None)
-            if self._reuse_key_of(entry.request) == reuse_key
-        )
-        is_new = self.reader.choose_prompts(prompts, further, reuse_key)
+        is_new = self.reader.choose_prompts(self._prompt_of(entry.request) for entry in self._queue)
         # If the reader reads one prompt at a time, it can skip tokens that a row already has.
         if is_new and self.reader.rows == 1:
+            prompt = self._prompt_of(self._queue.first.request)
             tokens, row = max(
-                (self._count_common_tokens(row, request), row) for row in range(self.rows)
+                (self._count_common_tokens(row, prompt), row) for row in range(self.rows)
             )
             self.reused += self.reader.copy_first_chunks(self.cache, row, tokens)
 
     def _startable_requests(self) -> Iterator[Request]:
-        """Yield the first waiting requests, all of one owner and one adapter, at most as many as there
-        are free rows.
-        """
-        first = self._reuse_key_of(self._queue.first.request)
-        requests = (entry.request for entry in itertools.islice(self._queue, len(self._free_rows)))
-        return itertools.takewhile(lambda request: self._reuse_key_of(request) == first, requests)
+        """Yield the first waiting requests, at most as many as there are free rows."""
+        entries = itertools.islice(self._queue, len(self._free_rows))
+        return (entry.request for entry in entries)
 
-    def _reuse_key_of(self, request: Request) -> ReuseKey:
+    def _prompt_of(self, request: Request) -> PromptToRead:
         slot_write = self.bank.last_writes[request.adapter] if self.bank else 0
-        return ReuseKey(request.owner, request.adapter, slot_write)
+        reuse_key = ReuseKey(request.owner, request.adapter, slot_write)
+        return PromptToRead(request.prompt_ids, reuse_key)
 
-    def _count_common_tokens(self, row: int, request: Request) -> int:
-        """Return how many first tokens of a request's prompt are also the first of a row's prompt.
+    def _count_common_tokens(self, row: int, prompt: PromptToRead) -> int:
+        """Return how many first tokens of a prompt are also the first of a row's prompt.
 
         It is 0 if the row's prompt has another owner or another adapter.
         """
-        reuse_key, row_tokens = self._prompts[row]
-        if reuse_key != self._reuse_key_of(request):
+        of_row = self._prompts[row]
+        if of_row.reuse_key != prompt.reuse_key:
             return 0
-        pairs = zip(row_tokens, self.reader.tokens_to_read(request.prompt_ids), strict=False)
+        pairs = zip(of_row.ids, self.reader.part_to_read(prompt).ids, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def _place_requests(self) -> None:
@@ -497,9 +494,7 @@ class Generator:
 
         It stops at the first request whose automata have no room.
         """
-        reader_rows = self.reader.rows_of(
-            request.prompt_ids for request in self._startable_requests()
-        )
+        reader_rows = self.reader.rows_of(map(self._prompt_of, self._startable_requests()))
         automaton_states = list[tuple[int, int]]()
         for request in itertools.islice(self._startable_requests(), len(reader_rows)):
             states = self._acquire_automata(request)
@@ -527,7 +522,7 @@ class Generator:
             rows = [kept.row for kept, _ in self._continuing[:count]]
             entries = [entry for _, entry in self._continuing[:count]]
             continuations = [
-                Continuation(kept.row, kept.known, entry.request.prompt_ids, kept.adapter)
+                Continuation(kept.row, kept.known, self._prompt_of(entry.request))
                 for kept, entry in self._continuing[:count]
             ]
             try:
@@ -587,7 +582,7 @@ class Generator:
         self._records[row] = RowRecord(number, request, limit, smallest_chain)
         # Of the prompt of a request that continues a row, decode steps have read a part, and may round otherwise.
         if request.continues is None:
-            self._prompts[row] = self._reuse_key_of(request), self.reader.tokens_to_read(prompt)
+            self._prompts[row] = self.reader.part_to_read(self._prompt_of(request))
         state = self.state
         if state.counts_BV is not None:
             counts_V, prompt_V = first_counts(sampling, prompt, self.vocabulary)
@@ -711,6 +706,10 @@ class Generator:
             ring.transpose(0, 1) for ring in self.outbox.read(block.half, block.steps)
         )
         codes_of_rows = codes_BR.tolist()
+        # All rows are converted at once, since a call for each row takes longer than its numbers.
+        reports_of_rows = list[list[list[Any]]]()
+        if any(record and record.request.sampling.logprobs is not None for record in block.records):
+            reports_of_rows = [ring.tolist() for ring in report_rings]
         self.blocks_read += 1
         events = list[Event]()
         ended = list[int]()
@@ -745,10 +744,8 @@ class Generator:
                 likeliest_count = record.request.sampling.logprobs
                 logprobs = list[LogProbability]()
                 if likeliest_count is not None:
-                    values_BRN, ids_BRN = report_rings
-                    logprobs = read_log_probabilities(
-                        values_BRN[row], ids_BRN[row], len(tokens), likeliest_count
-                    )
+                    values, ids = (of_rows[row][: len(tokens)] for of_rows in reports_of_rows)
+                    logprobs = read_log_probabilities(values, ids, likeliest_count)
                 events.append(Event(record.number, tokens, finish, logprobs))
         if ended:
             self._end_requests(ended)

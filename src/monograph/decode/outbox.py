@@ -97,37 +97,44 @@ def read_codes(codes: Sequence[int]) -> tuple[list[int], Status]:
 
 
 def read_log_probabilities(
-    values_RN: Tensor, ids_RN: Tensor, tokens: int, likeliest_count: int
+    values: Sequence[Sequence[float]], ids: Sequence[Sequence[int]], likeliest_count: int
 ) -> list[LogProbability]:
     """Return the log-probabilities of the tokens that a row sampled in a block.
 
     Args:
-        values_RN: the row's lines of `State.values_RBN`.
-        ids_RN: the row's lines of `State.ids_RBN`.
-        tokens: the number of sampled tokens.
+        values: the row's lines of `State.values_RBN`, one for each token.
+        ids: the row's lines of `State.ids_RBN`, likewise.
         likeliest_count: the number of likeliest tokens to report. Tokens of probability 0 are left
             out.
     """
-    lines = zip(values_RN[:tokens].tolist(), ids_RN[:tokens].tolist(), strict=True)
     reports = []
-    for values, ids in lines:
+    for line_values, line_ids in zip(values, ids, strict=True):
         # The first half of a line is under the raw logits, the second half under the distribution
         # that is sampled from. Each half of `values` begins with the sampled token.
-        half = len(ids) // 2
+        half = len(line_ids) // 2
+        likeliest = list[tuple[int, float]]()
+        processed_likeliest = list[tuple[int, float]]()
+        if likeliest_count:
+            likeliest = _possible_tokens(
+                line_ids[:half], line_values[1 : half + 1], likeliest_count
+            )
+            processed_likeliest = _possible_tokens(
+                line_ids[half:], line_values[half + 2 :], likeliest_count
+            )
         reports.append(
             LogProbability(
-                drawn=values[0],
-                likeliest=_possible_tokens(ids[:half], values[1 : half + 1], likeliest_count),
-                processed_drawn=values[half + 1],
-                processed_likeliest=_possible_tokens(
-                    ids[half:], values[half + 2 :], likeliest_count
-                ),
+                drawn=line_values[0],
+                likeliest=likeliest,
+                processed_drawn=line_values[half + 1],
+                processed_likeliest=processed_likeliest,
             )
         )
     return reports
 
 
-def _possible_tokens(ids: list[int], values: list[float], count: int) -> list[tuple[int, float]]:
+def _possible_tokens(
+    ids: Sequence[int], values: Sequence[float], count: int
+) -> list[tuple[int, float]]:
     """Return the first `count` pairs of id and log-probability, without those of probability 0."""
     pairs = zip(ids[:count], values[:count], strict=True)
     return [(token, value) for token, value in pairs if value > -math.inf]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.decode.adapter_bank import bank_of, rows_with_adapters
+from monograph.decode.adapter_bank import BASE_SLOT, bank_of, rows_with_adapters
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.device import tensor_on
 from monograph.graph.replay import WARM_UP, Recorder, Replays
@@ -45,6 +45,19 @@ class ReuseKey(NamedTuple):
     slot_write: int = 0
 
 
+class PromptToRead(NamedTuple):
+    """A prompt; two equal ones share keys and values.
+
+    Attributes:
+        ids: its tokens.
+        reuse_key: what else they must have in common. The default is that of a request without an
+            owner and an adapter.
+    """
+
+    ids: Ids
+    reuse_key: ReuseKey = ReuseKey()
+
+
 class Continuation(NamedTuple):
     """A prompt whose beginning a decoder's row has.
 
@@ -53,17 +66,13 @@ class Continuation(NamedTuple):
         known: the number of first tokens that the row has. In layers without attention it may also have
             the next token, if a step has read it after the row's request had ended.
         prompt: the prompt, with at least one token more.
-        adapter: the slot of its adapter; 0: none.
     """
 
     row: int
     known: int
-    prompt: Ids
-    adapter: int
+    prompt: PromptToRead
 
 
-# That of a request without an owner and an adapter.
-_DEFAULT_KEY = ReuseKey()
 # A reader keeps the recurrences after the first chunks of prompts, for at most this number of beginnings.
 MAX_KNOWN_RECURRENCES = 8
 
@@ -117,54 +126,50 @@ class PromptReader:
             self.rows, chunk if self.reads_last_token else 0, model.config.hidden_size
         )
         self._passes = Replays(wrap(self._run_pass), recorder)
-        # The recurrences after whole chunks of prompts, by reuse key and tokens; the least recently used
-        # ones come first.
-        self._known_recurrences: OrderedDict[tuple[ReuseKey, Ids], list[Tensor]] = OrderedDict()
-        # The tokens to read of each row's prompt, and the reuse key of these prompts.
-        self._prompts: list[Ids] = []
-        self._reuse_key = ReuseKey()
+        # The recurrences after whole chunks of prompts; the least recently used ones come first.
+        self._known_recurrences: OrderedDict[PromptToRead, list[Tensor]] = OrderedDict()
+        # Each row's prompt, with the tokens to read.
+        self._prompts: list[PromptToRead] = []
         # Whether an exception has interrupted a pass.
         self._interrupted = False
         # The first positions of the chunks that are not read yet.
         self._unread_chunks: list[int] = []
 
-    def choose_prompts(
-        self,
-        prompts: Iterable[Ids],
-        further: Iterable[Ids] = (),
-        reuse_key: ReuseKey = _DEFAULT_KEY,
-    ) -> bool:
+    def choose_prompts(self, prompts: Iterable[PromptToRead]) -> bool:
         """Choose the prompts that are read next, unless the cache has the first one already.
 
         Args:
-            prompts: prompts with one reuse key, at least one. The first one is needed now, and others are
-                read with it if the cache has rows for them.
-            further: prompts with the same reuse key, which are read in rows that would remain empty.
-            reuse_key: their reuse key.
+            prompts: at least one. The first one is needed now, and as many others are read with it as
+                the cache has rows for. They may have different adapters.
 
         Returns:
             whether prompts were chosen.
         """
-        needed = [self.tokens_to_read(prompt) for prompt in prompts]
-        if needed[0] in self._prompts and reuse_key == self._reuse_key:
-            return False
-        self._reuse_key = reuse_key
-        self._adapter_R.fill_(reuse_key.adapter)
         # A dict, since equal prompts share a row.
-        chosen = dict.fromkeys(needed)
-        for prompt in further:
-            # The loop stops early, because there may be thousands of further prompts.
+        chosen = dict[PromptToRead, None]()
+        for prompt in map(self.part_to_read, prompts):
+            if not chosen and prompt in self._prompts:
+                return False
+            chosen[prompt] = None
+            # The loop stops early, because there may be thousands of prompts.
             if len(chosen) >= self.rows:
                 break
-            chosen[self.tokens_to_read(prompt)] = None
-        self._prompts = list(chosen)[: self.rows]
+        self._prompts = list(chosen)
+        self._write_adapters(self._prompts)
         self._begin_reading()
         return True
 
+    def _write_adapters(self, prompts: Sequence[PromptToRead]) -> None:
+        """Give the first rows of the following passes the adapters of these prompts."""
+        slots = [prompt.reuse_key.adapter for prompt in prompts]
+        unused = self.rows - len(slots)
+        self._adapter_R.copy_(tensor_on(slots + [BASE_SLOT] * unused, self.device))
+
     def _begin_reading(self) -> None:
         """Make all chunks of the chosen prompts unread."""
-        self._unread_chunks = list(range(0, max(map(len, self._prompts)), self.chunk))
-        self.cache.reset_recurrences([len(tokens) for tokens in self._prompts])
+        lengths = [len(prompt.ids) for prompt in self._prompts]
+        self._unread_chunks = list(range(0, max(lengths), self.chunk))
+        self.cache.reset_recurrences(lengths)
 
     def copy_first_chunks(self, source: KVCache, row: int, tokens: int) -> int:
         """Copy the first whole chunks of the prompt from a row of another cache that has them.
@@ -195,7 +200,7 @@ class PromptReader:
         if not self.cache.recurrences:
             return tokens
         for known in range(tokens, 0, -self.chunk):
-            key = (self._reuse_key, self._prompts[0][:known])
+            key = _beginning(self._prompts[0], known)
             recurrences = self._known_recurrences.get(key)
             if recurrences:
                 self._known_recurrences.move_to_end(key)
@@ -224,9 +229,9 @@ class PromptReader:
 
     def _keep_recurrences(self, tokens: int) -> None:
         """Keep the recurrences after the first tokens of a prompt, if prompts are read one by one."""
-        if not self.cache.recurrences or self.rows > 1 or tokens > len(self._prompts[0]):
+        if not self.cache.recurrences or self.rows > 1 or tokens > len(self._prompts[0].ids):
             return
-        key = (self._reuse_key, self._prompts[0][:tokens])
+        key = _beginning(self._prompts[0], tokens)
         self._known_recurrences[key] = [
             tensor.clone() for tensor in self.cache.recurrence_tensors()
         ]
@@ -244,18 +249,18 @@ class PromptReader:
         """
         self._prompts = []
         self._unread_chunks = []
-        prompts = [self.tokens_to_read(each.prompt) for each in continuations]
+        prompts = [self.part_to_read(each.prompt) for each in continuations]
         begins = [each.known for each in continuations]
         sources = [each.row for each in continuations]
+        lengths = [len(prompt.ids) for prompt in prompts]
         self.cache.copy_rows(range(len(prompts)), source, sources, max(begins))
-        self.cache.limit_recurrences([len(tokens) for tokens in prompts])
-        adapters = [each.adapter for each in continuations]
-        self._adapter_R[: len(adapters)].copy_(tensor_on(adapters, self.device))
+        self.cache.limit_recurrences(lengths)
+        self._write_adapters(prompts)
         if self.cache.recurrences:
             # The recurrences may have taken in this token. Only a pass of one token may repeat it.
             self._read_pass(prompts, begins, 1)
             begins = [begin + 1 for begin in begins]
-        while any(begin < len(tokens) for tokens, begin in zip(prompts, begins, strict=True)):
+        while any(begin < length for length, begin in zip(lengths, begins, strict=True)):
             self._read_pass(prompts, begins, self.chunk)
             begins = [begin + self.chunk for begin in begins]
 
@@ -264,20 +269,20 @@ class PromptReader:
         """Whether all chunks of the chosen prompts are read."""
         return not self._unread_chunks
 
-    def rows_of(self, prompts: Iterable[Ids]) -> list[int]:
+    def rows_of(self, prompts: Iterable[PromptToRead]) -> list[int]:
         """Return the cache's rows of these prompts, up to the first prompt that it does not have."""
-        row_of = {tokens: row for row, tokens in enumerate(self._prompts)}
+        row_of = {prompt: row for row, prompt in enumerate(self._prompts)}
         rows = list[int]()
         for prompt in prompts:
-            row = row_of.get(self.tokens_to_read(prompt))
+            row = row_of.get(self.part_to_read(prompt))
             if row is None:
                 break
             rows.append(row)
         return rows
 
-    def tokens_to_read(self, prompt: Ids) -> Ids:
+    def part_to_read(self, prompt: PromptToRead) -> PromptToRead:
         """Return a prompt without its last token, unless `reads_last_token`."""
-        return prompt if self.reads_last_token else prompt[:-1]
+        return prompt if self.reads_last_token else _beginning(prompt, len(prompt.ids) - 1)
 
     def forget(self) -> None:
         """Clear the cache: its numbers are of earlier weights, or some are not finite."""
@@ -294,16 +299,18 @@ class PromptReader:
                 self._passes.run(WARM_UP, blocks, self.chunk)
             self.forget()
 
-    def _read_pass(self, prompts: Sequence[Ids], begins: Sequence[int], count: int) -> None:
+    def _read_pass(
+        self, prompts: Sequence[PromptToRead], begins: Sequence[int], count: int
+    ) -> None:
         """Read some tokens of each prompt.
 
         Args:
-            prompts: the tokens to read of the prompts of the first rows.
+            prompts: the parts to read of the prompts of the first rows.
             begins: the position of the first token that is read now, for each prompt.
             count: the number of tokens, a chunk or 1.
         """
         parts = [
-            tokens[begin : begin + count] for tokens, begin in zip(prompts, begins, strict=True)
+            prompt.ids[begin : begin + count] for prompt, begin in zip(prompts, begins, strict=True)
         ]
         parts += [()] * (self.rows - len(prompts))
         padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
@@ -317,8 +324,8 @@ class PromptReader:
             # The rows whose prompts end in this pass, and the columns of their last tokens.
             rows = list[int]()
             columns = list[int]()
-            for row, (tokens, begin) in enumerate(zip(prompts, begins, strict=True)):
-                column = len(tokens) - 1 - begin
+            for row, (prompt, begin) in enumerate(zip(prompts, begins, strict=True)):
+                column = len(prompt.ids) - 1 - begin
                 if 0 <= column < count:
                     rows.append(row)
                     columns.append(column)
@@ -336,3 +343,8 @@ class PromptReader:
         # and values.
         if self.reads_last_token:
             self._hidden_RTD[:, :count].copy_(hidden_RTD)
+
+
+def _beginning(prompt: PromptToRead, tokens: int) -> PromptToRead:
+    """Return the first tokens of a prompt."""
+    return prompt._replace(ids=prompt.ids[:tokens])

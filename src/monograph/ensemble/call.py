@@ -385,7 +385,7 @@ class MemberCaller:
         # A fused kernel uses its own random numbers. So with dropout the probabilities are computed
         # without it, and the ensemble's dropout is applied to them.
         if dropout_p == 0:
-            folded: Tensor = torch.ops.monograph.folded_attention(
+            folded: Tensor = torch.ops.monograph.attention_folding_members(
                 query, key, value, attn_mask, is_causal, scale, enable_gqa
             )
             return folded
@@ -569,11 +569,13 @@ def _attention_probabilities(
 # ---- attention -----------------------------------------------------------------------------------
 # torch's fused kernels have no batching rule, so vmap would loop over members, forward and backward.
 # `_attention_of_members` is such a rule: it folds the members into the batch, and autograd then
-# sees one call of the kernel. vmap needs an operator to which the rule belongs: "folded_attention".
+# sees one call of the kernel. vmap needs an operator to which the rule belongs: "attention_folding_members".
+# torch's cache of compiled graphs knows the rule only by the operator's name, so a rule that changes needs
+# another name. Otherwise graphs of the earlier rule would still be read from the disk.
 
 _LIBRARY = torch.library.Library("monograph", "FRAGMENT")
 _LIBRARY.define(
-    "folded_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, "
+    "attention_folding_members(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float? scale, "
     "bool enable_gqa) -> Tensor"
 )
 # torch's own functions, kept here because `MemberCaller.context` replaces their names.
@@ -582,7 +584,7 @@ _torch_embedding = nn.functional.embedding
 _torch_normalize = nn.functional.normalize
 
 
-@torch.library.impl(_LIBRARY, "folded_attention", "CompositeImplicitAutograd")
+@torch.library.impl(_LIBRARY, "attention_folding_members", "CompositeImplicitAutograd")
 def _folded_attention(
     query: Tensor,
     key: Tensor,
@@ -619,13 +621,20 @@ def _attention_of_members(  # type: ignore[no-untyped-def]
         mask = mask.view(mask.shape[0], *[1] * (query.ndim - mask.ndim), *mask.shape[1:])
         if query.ndim > 3:
             mask = mask.expand(*batch_shape, *mask.shape[-3:]).flatten(0, -4)
-    output_shape = query.shape[:-1]
     # A tensor [N, T, D] has no heads. Its member axis takes the place of H, and there is nothing to fold.
+    has_heads = query.ndim > 3
     query, key, value = (
         tensor.flatten(0, -4) if tensor.ndim > 3 else tensor for tensor in (query, key, value)
     )
     output = _folded_attention(query, key, value, mask, is_causal, scale, gqa)
-    return output.view(*output_shape, output.shape[-1]), 0
+    if has_heads:
+        # The heads of a position lie next to each other, as in `query`. If they are unfolded in this order,
+        # an axis with one row has the stride that the axes next to it imply. With another stride, torch
+        # computes the next product for each member by itself, and reads its weight once for each.
+        output = output.transpose(-3, -2).unflatten(0, batch_shape).transpose(-3, -2)
+    return output, 0
 
 
-torch.library.register_vmap("monograph::folded_attention", _attention_of_members, lib=_LIBRARY)
+torch.library.register_vmap(
+    "monograph::attention_folding_members", _attention_of_members, lib=_LIBRARY
+)

@@ -36,7 +36,7 @@ BATCH_TOKENS = 8192  # maximum of ids of a forward pass, padding included
 LOGITS = 1 << 26  # maximum of logits in memory at once: 256 MiB in fp32
 
 
-class Continuation(NamedTuple):
+class TextContinuation(NamedTuple):
     """Ids to score after a context.
 
     Attributes:
@@ -64,7 +64,7 @@ class Score(NamedTuple):
 @torch.no_grad()
 def score(
     model: Llama,
-    continuations: Sequence[Continuation],
+    continuations: Sequence[TextContinuation],
     precision: Precision,
     *,
     batch_tokens: int = BATCH_TOKENS,
@@ -115,7 +115,7 @@ class _Row(NamedTuple):
     scored: int
 
 
-def _row_of(continuation: Continuation, positions: int) -> _Row:
+def _row_of(continuation: TextContinuation, positions: int) -> _Row:
     """Return a continuation's row, shortened to the model's positions.
 
     Raises:
@@ -480,17 +480,17 @@ def choose(
     return marks, accuracy
 
 
-def _text_continuations(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
+def _text_continuations(tokenizer: Tokenizer, question: Question) -> list[TextContinuation]:
     """Return each choice, after a space, as the continuation of the question."""
     return [encode_pair(tokenizer, question.query, f" {choice}") for choice in question.choices]
 
 
-def _chat_continuations(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
+def _chat_continuations(tokenizer: Tokenizer, question: Question) -> list[TextContinuation]:
     """Return each choice as the beginning of an assistant's answer to the question in a chat."""
     messages = [{"role": "user", "content": question.query}]
     prompt = chat_ids(tokenizer, messages, add_generation_prompt=True)
     return [
-        Continuation(list(prompt), tokenizer.encode_between(choice, prompt))
+        TextContinuation(list(prompt), tokenizer.encode_between(choice, prompt))
         for choice in question.choices
     ]
 
@@ -513,7 +513,7 @@ def _mark(question: Question, log_probabilities: Sequence[float]) -> ChoiceMarks
     )
 
 
-def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> TextContinuation:
     """Encode a context, after the token that begins a document, and its continuation.
 
     White space at the end of the context becomes a part of the continuation, as in
@@ -530,4 +530,4 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Contin
     else:
         # `inside` says that other text comes before.
         ids = tokenizer.encode(continuation, inside=bool(context_ids))
-    return Continuation([tokenizer.bos_id, *context_ids], ids)
+    return TextContinuation([tokenizer.bos_id, *context_ids], ids)

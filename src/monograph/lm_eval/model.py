@@ -24,7 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from monograph.decode import Sampling, generate
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError
-from monograph.evaluation.choices import BATCH_TOKENS, Continuation, score
+from monograph.evaluation.choices import BATCH_TOKENS, TextContinuation, score
 from monograph.graph.precision import Precision
 from monograph.run.models import load_with_tokenizer
 from monograph.terminal import one_line
@@ -199,7 +199,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
         A request is (its texts, ids of the context, ids of the continuation).
         """
-        scores = self._score([Continuation(context, ids) for _, context, ids in requests])
+        scores = self._score([TextContinuation(context, ids) for _, context, ids in requests])
         for (texts, _, _), result in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, result)
         return scores
@@ -211,7 +211,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
         Each token is predicted once, after as many tokens as fit into the model's positions.
         """
-        windows = list[Continuation]()
+        windows = list[TextContinuation]()
         request_indices = list[int]()  # of each window
         for index, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -220,7 +220,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             )
             for pair in pairs:
                 context, ids_to_score = make_disjoint_window(pair)
-                windows.append(Continuation(context, ids_to_score))
+                windows.append(TextContinuation(context, ids_to_score))
                 request_indices.append(index)
         sums = [0.0] * len(requests)
         for index, (log_probability, _) in zip(request_indices, self._score(windows), strict=True):
@@ -253,7 +253,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             self.cache_hook.add_partial("generate_until", request.args, texts[index])
         return [texts[index] for index in range(len(requests))]
 
-    def _score(self, continuations: Sequence[Continuation]) -> list[tuple[float, bool]]:
+    def _score(self, continuations: Sequence[TextContinuation]) -> list[tuple[float, bool]]:
         """Return (log-probability, whether it is what greedy decoding gives) of each
         continuation.
         """

@@ -47,6 +47,32 @@ class _Projections(NamedTuple):
     step_BTH: Tensor
 
 
+class _KeptMultiples(NamedTuple):
+    """What a block keeps per token for the backward pass, in multiples of some sizes.
+
+    Attributes:
+        hidden: multiples of the hidden size.
+        heads: of the width of all heads.
+        keys: of the width of all keys.
+        chunk: of a chunk's positions, for each head.
+    """
+
+    hidden: float
+    heads: float
+    keys: float
+    chunk: float
+
+
+# By (whether the block is captured, whether it computes in fp32). They are within a half of traces of 7
+# shapes, which is enough to compare plans: the one that is chosen is traced if its memory may matter.
+_KEPT_MULTIPLES = {
+    (True, True): _KeptMultiples(2.0, 7.0, 5.0, 3.0),
+    (True, False): _KeptMultiples(3.0, 11.0, 8.0, 5.0),
+    (False, True): _KeptMultiples(2.0, 13.0, 10.0, 5.0),
+    (False, False): _KeptMultiples(4.0, 23.0, 18.0, 9.0),
+}
+
+
 class Mamba2(Mixer):
     """A layer of three steps: a short convolution over positions, the scan of each head, and a gated
     norm.
@@ -222,6 +248,18 @@ class Mamba2(Mixer):
         value channels.
         """
         return 12 * config.mamba_n_heads * config.mamba_d_state * config.mamba_d_head
+
+    @classmethod
+    def kept_numbers(cls, config: LlamaConfig, *, captured: bool, in_fp32: bool) -> float:
+        """Return the numbers that a block keeps per token, without its feed-forward layer."""
+        sizes = (
+            config.hidden_size,
+            config.mamba_n_heads * config.mamba_d_head,
+            config.mamba_n_groups * config.mamba_d_state,
+            config.mamba_n_heads * state_space.CHUNK,
+        )
+        multiples = _KEPT_MULTIPLES[captured, in_fp32]
+        return sum(multiple * size for multiple, size in zip(multiples, sizes, strict=True))
 
     @classmethod
     def decode_flops(cls, config: LlamaConfig, context: float) -> float:

@@ -48,7 +48,7 @@ KEY = "rl.environment"
 # What opens an episode, or what an environment observes: a text, or messages of a chat.
 Said: TypeAlias = str | list[dict[str, Any]]
 # An answer as an environment gets it: a text, or a message with calls of tools.
-Answer: TypeAlias = str | dict[str, Any]
+PlayedAnswer: TypeAlias = str | dict[str, Any]
 EXPECTED_OPENING = "returns a text or a list of messages from reset(record)"
 TOOLS_NEED_A_CHAT = (
     f"{KEY} has tools, which need a chat: return a list of messages from reset(record)"
@@ -93,7 +93,7 @@ class Environments(Protocol):
     def reset(self, episode: int, seed: int, record: Mapping[str, Any], where: str) -> Future[Said]:
         """Begin an episode; the future has its opening, or an `InputRefused`."""
 
-    def step(self, episode: int, answer: Answer, where: str) -> Future[Observation]:
+    def step(self, episode: int, answer: PlayedAnswer, where: str) -> Future[Observation]:
         """Give the episode an answer; the future has what it observes, or an `InputRefused`."""
 
     def end(self, episode: int) -> None:
@@ -128,7 +128,7 @@ class OwnEnvironments:
 
         return _done(begin)
 
-    def step(self, episode: int, answer: Answer, where: str) -> Future[Observation]:
+    def step(self, episode: int, answer: PlayedAnswer, where: str) -> Future[Observation]:
         """Give the episode an answer; see `Environments`."""
         played, state = self._episodes[episode]
         return _done(
@@ -196,7 +196,7 @@ class FileEnvironments:
         """Begin an episode; see `Environments`."""
         return self._submit(episode, lambda process: process.reset(episode, seed, record, where))
 
-    def step(self, episode: int, answer: Answer, where: str) -> Future[Observation]:
+    def step(self, episode: int, answer: PlayedAnswer, where: str) -> Future[Observation]:
         """Give the episode an answer; see `Environments`."""
         return self._submit(episode, lambda process: process.step(episode, answer, where))
 
@@ -245,7 +245,7 @@ class _EnvironmentProcess(CodeProcess):
         reply = self._ask("reset", episode, seed, worker.encoded(record), where=where)
         return _opening(worker.decoded(reply), where, self._code.value)
 
-    def step(self, episode: int, answer: Answer, where: str) -> Observation:
+    def step(self, episode: int, answer: PlayedAnswer, where: str) -> Observation:
         """Give the episode an answer."""
         if self._process is None:
             # It was ended because of another episode, whose error ends the run.

@@ -48,9 +48,9 @@ from monograph.rl.arrange import AnswerGroup, Rollout, RolloutOptions
 from monograph.rl.environments import (
     KEY,
     TOOLS_NEED_A_CHAT,
-    Answer,
     Environments,
     Observation,
+    PlayedAnswer,
     Said,
 )
 from monograph.rl.prompts import Prompt
@@ -347,7 +347,7 @@ class EpisodeSampler:
         answer = self._as_read(episode, len(episode.ids) - len(transcript.token_ids))
         return self._environments.step(episode.number, answer, prompt.where)
 
-    def _as_read(self, episode: _Unfinished, begin: int) -> Answer:
+    def _as_read(self, episode: _Unfinished, begin: int) -> PlayedAnswer:
         """Return the last answer of an episode, which begins at an index of its ids, as the environment
         gets it.
         """

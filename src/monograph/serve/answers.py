@@ -569,7 +569,7 @@ def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> shapes.Chat
     }
 
 
-def _call_delta(call: CallPiece) -> shapes.CallPiece:
+def _call_delta(call: CallPiece) -> shapes.CallDelta:
     """Return a piece of a call in the form of the protocol."""
     if call.name is None:
         return {"index": call.number, "function": {"arguments": call.arguments}}

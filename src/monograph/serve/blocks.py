@@ -15,7 +15,7 @@ BlockKind = Literal["text", "call", "thoughts"]
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """A part of an answer.
 
     Attributes:
@@ -35,7 +35,7 @@ class Block:
     entries: list[ScoredToken] = field(default_factory=list)
 
 
-class Step(NamedTuple):
+class BlockStep(NamedTuple):
     """What happens to a block of a stream.
 
     Attributes:
@@ -46,7 +46,7 @@ class Step(NamedTuple):
     """
 
     kind: Literal["begin", "grow", "end"]
-    block: Block
+    block: AnswerBlock
     text: str = ""
     entries: Sequence[ScoredToken] = ()
 
@@ -61,7 +61,7 @@ class BlockBuilder:
     """
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[AnswerBlock] = []
         self.finish: Literal["stop", "length"] | None = None
         self.stopped_by = ""
         # Entries that are in no block yet. As in a chat, the text has those of all tokens, also of the
@@ -73,9 +73,9 @@ class BlockBuilder:
         """Whether there is a call."""
         return any(block.kind == "call" for block in self.blocks)
 
-    def add(self, piece: TextPiece) -> list[Step]:
+    def add(self, piece: TextPiece) -> list[BlockStep]:
         """Add a piece; return what happens to the blocks. After the last piece, every block has ended."""
-        steps: list[Step] = []
+        steps: list[BlockStep] = []
         for part in piece.parts:
             steps += self._add_part(part)
         if piece.finish is not None and not self.blocks:  # an answer without text is an empty one
@@ -85,19 +85,19 @@ class BlockBuilder:
             # The entries come together with the new text, if there is some.
             text = steps.pop().text if steps and steps[-1].kind == "grow" else ""
             self.blocks[-1].entries += self._entries
-            steps.append(Step("grow", self.blocks[-1], text, self._entries))
+            steps.append(BlockStep("grow", self.blocks[-1], text, self._entries))
             self._entries = []
         if piece.finish is not None:
             self.finish = piece.finish
             self.stopped_by = piece.stopped_by
-            steps.append(Step("end", self.blocks[-1]))
+            steps.append(BlockStep("end", self.blocks[-1]))
         return steps
 
-    def _add_part(self, part: str | CallPiece | Thought) -> list[Step]:
-        steps: list[Step] = []
+    def _add_part(self, part: str | CallPiece | Thought) -> list[BlockStep]:
+        steps: list[BlockStep] = []
         if isinstance(part, CallPiece):
             if part.name is not None:
-                steps += self._begin(Block(len(self.blocks), "call", part.name))
+                steps += self._begin(AnswerBlock(len(self.blocks), "call", part.name))
             text = part.arguments
         elif isinstance(part, Thought):
             steps += self._begin_unless_open("thoughts")
@@ -109,18 +109,18 @@ class BlockBuilder:
             steps.append(self._grow(text))
         return steps
 
-    def _begin_unless_open(self, kind: BlockKind) -> list[Step]:
+    def _begin_unless_open(self, kind: BlockKind) -> list[BlockStep]:
         """Return the steps that begin a block, if the last one is of another kind."""
         if self.blocks and self.blocks[-1].kind == kind:
             return []
-        return self._begin(Block(len(self.blocks), kind))
+        return self._begin(AnswerBlock(len(self.blocks), kind))
 
-    def _begin(self, block: Block) -> list[Step]:
-        steps = [Step("end", self.blocks[-1])] if self.blocks else []
+    def _begin(self, block: AnswerBlock) -> list[BlockStep]:
+        steps = [BlockStep("end", self.blocks[-1])] if self.blocks else []
         self.blocks.append(block)
-        return [*steps, Step("begin", block)]
+        return [*steps, BlockStep("begin", block)]
 
-    def _grow(self, text: str) -> Step:
+    def _grow(self, text: str) -> BlockStep:
         block = self.blocks[-1]
         block.text += text
-        return Step("grow", block, text)
+        return BlockStep("grow", block, text)

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from monograph.serve import shapes
 from monograph.serve.answers import AnswerBuilder, TextPiece, as_json, event
-from monograph.serve.blocks import Block, BlockBuilder, Step
+from monograph.serve.blocks import AnswerBlock, BlockBuilder, BlockStep
 from monograph.serve.refused import MESSAGES_PATH, Refused, error_body
 from monograph.serve.requests import ChatRequest
 from monograph.serve.versions import ServedModel
@@ -103,7 +103,7 @@ class BlockStart(TypedDict):
     content_block: AnsweredBlock
 
 
-class TextDelta(TypedDict):
+class MessageTextDelta(TypedDict):
     """Further characters of a text."""
 
     type: Literal["text_delta"]
@@ -129,7 +129,7 @@ class BlockDelta(TypedDict):
 
     type: Literal["content_block_delta"]
     index: BlockIndex
-    delta: Annotated[TextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")]
+    delta: Annotated[MessageTextDelta | ThinkingDelta | InputDelta, Field(discriminator="type")]
 
 
 class BlockStop(TypedDict):
@@ -284,7 +284,7 @@ def _event(kind: str, **fields: Any) -> bytes:
     return event(as_json({"type": kind, **fields}), kind)
 
 
-def _step_event(step: Step) -> bytes:
+def _step_event(step: BlockStep) -> bytes:
     block = step.block
     if step.kind == "begin":
         empty = _content_block(replace(block, text=""), {})
@@ -299,7 +299,7 @@ def _step_event(step: Step) -> bytes:
     return _event("content_block_delta", index=block.index, delta=delta)
 
 
-def _content_block(block: Block, call_input: dict[str, Any]) -> dict[str, Any]:
+def _content_block(block: AnswerBlock, call_input: dict[str, Any]) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "thoughts":

@@ -18,7 +18,7 @@ from monograph.serve.answers import (
     event,
     sampled_token,
 )
-from monograph.serve.blocks import Block, BlockBuilder, Step
+from monograph.serve.blocks import AnswerBlock, BlockBuilder, BlockStep
 from monograph.serve.refused import Refused, error_body
 from monograph.serve.requests import ChatRequest, ToolChoiceWord
 from monograph.serve.responses_request import (
@@ -187,7 +187,7 @@ class PartChange(TypedDict):
     part: Annotated[OutputText | ReasoningText, Field(discriminator="type")]
 
 
-class TextDelta(TypedDict):
+class ResponseTextDelta(TypedDict):
     """Further characters of a message."""
 
     type: Literal["response.output_text.delta"]
@@ -269,7 +269,7 @@ ResponseStreamEvent = Annotated[
     ResponseChange
     | ItemChange
     | PartChange
-    | TextDelta
+    | ResponseTextDelta
     | TextDone
     | ThoughtsDelta
     | ThoughtsDone
@@ -378,13 +378,13 @@ class ResponseBuilder(AnswerBuilder):
             "error", message=body["message"], code=body["code"], param=body["param"], error=body
         )
 
-    def _add(self, piece: TextPiece) -> list[Step]:
+    def _add(self, piece: TextPiece) -> list[BlockStep]:
         steps = self._blocks.add(piece)
         for block in self._blocks.blocks[len(self._item_ids) :]:
             self._item_ids.append(_ID_PREFIXES[block.kind] + uuid.uuid4().hex)
         return steps
 
-    def _step_events(self, step: Step) -> list[bytes]:
+    def _step_events(self, step: BlockStep) -> list[bytes]:
         block = step.block
         place: dict[str, Any] = {
             "item_id": self._item_ids[block.index],
@@ -401,7 +401,7 @@ class ResponseBuilder(AnswerBuilder):
             new["logprobs"] = self._logprobs(step.entries)
         return [self._event(f"{_GROWING[block.kind]}.delta", **place, **new)]
 
-    def _begin_events(self, block: Block, place: dict[str, Any]) -> list[bytes]:
+    def _begin_events(self, block: AnswerBlock, place: dict[str, Any]) -> list[bytes]:
         # The block may have its first characters already, which are in the next event.
         empty = replace(block, text="", entries=[])
         item = self._item(empty, "in_progress")
@@ -413,7 +413,7 @@ class ResponseBuilder(AnswerBuilder):
             events.append(self._event("response.content_part.added", **place, part=part))
         return events
 
-    def _end_events(self, block: Block, place: dict[str, Any]) -> list[bytes]:
+    def _end_events(self, block: AnswerBlock, place: dict[str, Any]) -> list[bytes]:
         whole: dict[str, Any] = {"text": block.text}
         if block.kind == "call":
             whole = {"name": block.name, "arguments": block.text}
@@ -432,12 +432,12 @@ class ResponseBuilder(AnswerBuilder):
         self._event_count += 1
         return event(as_json(value), kind)
 
-    def _status(self, block: Block) -> ItemStatus:
+    def _status(self, block: AnswerBlock) -> ItemStatus:
         """Return the status of a block that has ended: the maximum of tokens may have cut the last one."""
         is_last = block.index == len(self._blocks.blocks) - 1
         return "incomplete" if is_last and self._blocks.finish == "length" else "completed"
 
-    def _item(self, block: Block, status: ItemStatus) -> dict[str, Any]:
+    def _item(self, block: AnswerBlock, status: ItemStatus) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_ids[block.index], "status": status}
         if block.kind == "call":
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
@@ -447,7 +447,7 @@ class ResponseBuilder(AnswerBuilder):
             return item | {"type": "reasoning", "summary": [], "content": content}
         return item | {"type": "message", "role": "assistant", "content": content}
 
-    def _part(self, block: Block) -> dict[str, Any]:
+    def _part(self, block: AnswerBlock) -> dict[str, Any]:
         if block.kind == "thoughts":
             return {"type": "reasoning_text", "text": block.text}
         return {

@@ -198,7 +198,7 @@ class CalledToolPiece(TypedDict):
     arguments: str
 
 
-class CallPiece(TypedDict):
+class CallDelta(TypedDict):
     """A piece of a call."""
 
     index: Annotated[int, Field(ge=0, description="The number of the call in the answer.")]
@@ -227,7 +227,7 @@ class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[Annotated[list[CallPiece], Field(min_length=1)]]
+    tool_calls: NotRequired[Annotated[list[CallDelta], Field(min_length=1)]]
 
 
 class ChatChoice(TypedDict):

@@ -45,7 +45,7 @@ from monograph.serve.service import Service
 from monograph.serve.versions import ServedModel, Version
 from monograph.text.call_reader import CallReader
 from monograph.text.calls import CallFrame
-from monograph.text.thoughts import AnswerReader, Place, Thoughts
+from monograph.text.thoughts import AnswerPlace, AnswerReader, Thoughts
 from monograph.text.tokenizer import Tokenizer
 
 EventBatch = list[tuple[ServedText, Event]]  # events that came at the same time, each with its text
@@ -412,7 +412,7 @@ class TextEndpoint:
             if call_frame is not None and isinstance(request, ChatRequest):
                 types = {} if request.tool_use is None else request.tool_use.argument_types
                 call_reader = CallReader(call_frame, version.spelling_V, types=types)
-            place = Place.AFTER if thoughts is None else _place(thoughts, prompt_ids, version)
+            place = AnswerPlace.AFTER if thoughts is None else _place(thoughts, prompt_ids, version)
             reader = AnswerReader(version.spelling_V, lead, thoughts, place, call_reader)
         # lm-evaluation-harness expects an entry for each token of a completion, including the one that
         # ends the text. In a chat the protocol has no entry for that one.
@@ -493,7 +493,7 @@ def _thoughts(request: AnyTextRequest, version: Version) -> Thoughts | None:
     return version.thoughts
 
 
-def _place(thoughts: Thoughts, prompt_ids: Sequence[int], version: Version) -> Place:
+def _place(thoughts: Thoughts, prompt_ids: Sequence[int], version: Version) -> AnswerPlace:
     """Return where a prompt leaves the answer."""
     last_ids = prompt_ids[-_PROMPT_END:]
     return thoughts.place_after("".join(version.spelling_V[token_id] for token_id in last_ids))

@@ -24,7 +24,7 @@ _CONTENT = "Zqb."
 _THOUGHT = "Zqr."
 
 
-class Place(Enum):
+class AnswerPlace(Enum):
     """Where a prompt leaves an answer.
 
     Attributes:
@@ -52,16 +52,16 @@ class Thoughts:
     end: str
     content_begin: str
 
-    def place_after(self, prompt: str) -> Place:
+    def place_after(self, prompt: str) -> AnswerPlace:
         """Return where a prompt, as a spelling, leaves the answer."""
         text = prompt.rstrip(WHITESPACE)
         if text.endswith(self.begin):
-            return Place.INSIDE
+            return AnswerPlace.INSIDE
         before_end = text.removesuffix(self.end)
         is_empty = before_end != text and before_end.rstrip(WHITESPACE).endswith(self.begin)
-        return Place.AFTER if is_empty else Place.BEFORE
+        return AnswerPlace.AFTER if is_empty else AnswerPlace.BEFORE
 
-    def grammar(self, place: Place) -> dict[str, Any]:
+    def grammar(self, place: AnswerPlace) -> dict[str, Any]:
         """Return this as JSON for `monograph.automata.calls`."""
         return {"begin": parts_of(self.begin), "end": parts_of(self.end), "place": place.value}
 
@@ -122,7 +122,7 @@ class AnswerReader:
         spelling_V: Sequence[str],
         lead: bytes,
         thoughts: Thoughts | None,
-        place: Place,
+        place: AnswerPlace,
         call_reader: CallReader | None,
     ) -> None:
         """Begin an empty answer.
@@ -144,8 +144,8 @@ class AnswerReader:
         self._has_thought = False  # whether the present thoughts have a character
         self._is_after_thoughts = False
         self._state = self._read_content
-        if thoughts is not None and place is not Place.AFTER:
-            self._state = self._read_thoughts if place is Place.INSIDE else self._read_begin
+        if thoughts is not None and place is not AnswerPlace.AFTER:
+            self._state = self._read_thoughts if place is AnswerPlace.INSIDE else self._read_begin
 
     @property
     def call_count(self) -> int:
