@@ -214,7 +214,7 @@ def of_comparison(_: Path) -> str:
         Compared("runs/with-idea", 2_361_024, 1.6113, 4200.0, [second], configs[1], -0.0498, 0.0041, "31 documents",
                  "runs/with-idea is better"),
         Compared("out/folder", 4_722_048, 1.7, None, difference=0.0389, standard_error=0.05,
-                 averaged_over="31 documents", verdict="no difference that could not be chance"),
+                 averaged_over="31 documents", verdict="the difference may be chance"),
     ]  # fmt: skip
     return compare_page(
         "runs/baseline, runs/with-idea and out/folder", "bits/byte", sides, ["one", HOSTILE]

@@ -126,7 +126,7 @@ def test_rounding_is_to_a_neighbour_and_right_on_average():
     for value in (1.0 + 2**-9, -3.1415, 1e-30, 7.3e20):
         x = torch.full((draws,), value)
         found = round_stochastically(
-            x, random_words(x, seed=5, applied=updates, plane=1)[0]
+            x, random_words(x, seed=5, update=updates, plane=1)[0]
         ).double()
         low, high = found.min(), found.max()
         gap = float(high - low)

@@ -1,9 +1,10 @@
 """Serve windows of rows as torch tensors, which one background thread makes ahead of time.
 
 A *window* is all rows of one update. A *position* is a place in the endless order in which rows are
-visited, epoch after epoch.
+visited, epoch after epoch. Sources of text may have weights. With the weight 2 an epoch visits each row
+of a source twice, and with 1/2 it visits half of the rows (`monograph.data.rows.row_share`).
 
-Shape suffixes: R rows, T positions of a row.
+Shape suffixes: R rows of a window, T tokens of a row.
 """
 
 from collections import deque
@@ -49,8 +50,9 @@ class Batches(Iterator[Batch]):
             needs CUDA.
         skip: (begin, end) of ranges of positions to skip, in ascending order, such as rows that
             made a run diverge (`monograph.session.rewind`). Skipped positions do not count towards
-            `epochs`. A window that would begin inside a range begins at the end of the range instead.
-            A window that begins before a range may still have some rows of the range.
+            `epochs`. Ranges are looked at only where a window begins: if that is inside a range, the
+            window begins at the end of the range instead. A window that begins before a range is not
+            cut, so it may have rows of the range.
 
     Attributes:
         rows_per_window: R.
@@ -73,6 +75,7 @@ class Batches(Iterator[Batch]):
         pin: bool = False,
         skip: Sequence[Sequence[int]] = (),
     ) -> None:
+        # `COUNT` is the range of whole numbers above 0.
         if not COUNT.holds(tokens_per_update) or tokens_per_update < rows.sequence_length:
             raise UsageError(
                 f"train.tokens_per_update = {tokens_per_update}: must be at least one row of sequence_length = "
@@ -81,7 +84,9 @@ class Batches(Iterator[Batch]):
         if start < 0 or (epochs is not None and epochs < 0):
             raise UsageError(f"start = {start}, epochs = {epochs}: neither can be negative")
         if len(rows) == 0:
-            raise UsageError("there are no rows to draw from: nothing was held out")
+            raise UsageError(
+                "there are no rows to draw from; if these are held-out rows, nothing was held out"
+            )
         self.rows_per_window = int(tokens_per_update // rows.sequence_length)
         self.rows_consumed = start
         self._rows = rows
@@ -90,7 +95,8 @@ class Batches(Iterator[Batch]):
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         self._end_position: int | None = None  # None: the iterator never stops
         if epochs is not None:
-            # The end is later by the skipped positions, so that the number of rows stays the same.
+            # The end is later by the skipped positions, so that the number of rows stays the same. If
+            # a window that begins before a range has rows of it, the run has these rows in addition.
             skipped = sum(end - begin for begin, end in self.skip)
             self._end_position = epochs * rows.per_epoch + skipped
         # The position after the last prefetched window.

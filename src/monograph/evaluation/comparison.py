@@ -3,7 +3,10 @@ error bars.
 
 An engine is a model with its training step, or an ensemble: models that are trained together, its
 *members*. Members differ in *knobs*, which are hyperparameters such as the learning rate or the seed.
-The knob that only repeats a setting, usually the seed, is the *repeated* one.
+Members that differ in one knob alone, usually the seed, repeat the same setting. This knob is the
+*repeated* one.
+
+Shape suffixes: U units of text (`by_document`), N members.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -49,9 +52,10 @@ class Comparison:
     def verdict(self) -> str:
         """The verdict in words: which is better at 95 %."""
         if self.difference.is_noise is None:
+            # There is a single pair, so there is no standard error.
             return f"one {self.paired_by} cannot tell it from chance"
         if self.difference.is_noise:
-            return "no difference that could not be chance"
+            return "the difference may be chance"
         less_is_better = self.unit == "bits/byte"
         b_is_less = self.difference.value < 0
         return "b is better" if b_is_less == less_is_better else "a is better"
@@ -60,6 +64,7 @@ class Comparison:
         error = ""
         if self.difference.standard_error is not None:
             error = f" ± {self.difference.standard_error:.3f}"
+        # A long text is cut into units of several documents each (`by_document`).
         pairs = "units of text" if self.paired_by == "document" else f"{self.paired_by}s"
         parts = [
             f"b - a = {self.difference.value:+.3f}{error} {self.unit} ({self.difference.n} {pairs})",
@@ -111,12 +116,12 @@ def compare(
             [N] of N members.
         b: another engine, or `held_out` itself.
         held_out: rows, such as `corpus.held_out`.
-        over: the knob that only repeats a setting.
-        progress: called with the rows or units scored.
+        over: the name of the repeated knob.
+        progress: called with the number of rows scored, or of units of text (`by_document`).
 
     Raises:
-        UsageError: there are no rows, the loss's sum says nothing about bytes, or the members of an
-            ensemble differ in more than the repeated knob.
+        UsageError: there are no rows, the loss counts something other than the rows' targets, or the
+            members of an ensemble differ in more than the repeated knob.
     """
     if isinstance(b, Rows):
         knobs = _member_knobs(a)
@@ -147,20 +152,20 @@ def compare_on(
         rows_a: the documents in its tokenizer's rows.
         b: the second engine.
         rows_b: the same documents in its tokenizer's rows.
-        over: the knob that only repeats a setting.
-        progress: called with the rows or units scored.
+        over: the name of the repeated knob.
+        progress: see `compare`.
 
     Raises:
         UsageError: see `compare`; or the documents differ.
     """
-    members_a = _members_by_seed(a, over)
-    members_b = _members_by_seed(b, over)
-    shared_seeds = [seed for seed in members_a if seed in members_b]
+    index_by_seed_a = _index_by_seed(a, over)
+    index_by_seed_b = _index_by_seed(b, over)
+    shared_seeds = [seed for seed in index_by_seed_a if seed in index_by_seed_b]
     if len(shared_seeds) > 1:
-        members_bits_a = bits_per_byte(a, rows_a, progress)
-        members_bits_b = bits_per_byte(b, rows_b, progress)
-        bits_a = [members_bits_a[members_a[seed]] for seed in shared_seeds]
-        bits_b = [members_bits_b[members_b[seed]] for seed in shared_seeds]
+        member_bits_a = bits_per_byte(a, rows_a, progress)
+        member_bits_b = bits_per_byte(b, rows_b, progress)
+        bits_a = [member_bits_a[index_by_seed_a[seed]] for seed in shared_seeds]
+        bits_b = [member_bits_b[index_by_seed_b[seed]] for seed in shared_seeds]
         b_minus_a = mean([bit_b - bit_a for bit_a, bit_b in zip(bits_a, bits_b, strict=True)])
         paired_by = over
         mean_a = float(np.mean(bits_a))
@@ -168,11 +173,11 @@ def compare_on(
     else:
         # If the sides share at most one seed, one member of each side is compared: the member of that
         # seed, or the first member.
-        member_a = members_a[shared_seeds[0]] if shared_seeds else 0
-        member_b = members_b[shared_seeds[0]] if shared_seeds else 0
+        member_a = index_by_seed_a[shared_seeds[0]] if shared_seeds else 0
+        member_b = index_by_seed_b[shared_seeds[0]] if shared_seeds else 0
         scores_a = _scores_of_member(by_document(a, rows_a, progress), member_a)
         scores_b = _scores_of_member(by_document(b, rows_b, progress), member_b)
-        b_minus_a = difference(scores_b, scores_a)
+        b_minus_a = difference(scores_b, minus=scores_a)
         paired_by = "document"
         mean_a = float(scores_a.bits_per_byte_N[0])
         mean_b = float(scores_b.bits_per_byte_N[0])
@@ -226,7 +231,7 @@ def bits_per_byte(
     """Return the bits per byte of each member.
 
     Raises:
-        UsageError: there are no rows, or the loss's sum says nothing about bytes.
+        UsageError: there are no rows, or the loss counts something other than the rows' targets.
     """
     values = []
     for evaluation in evaluate_members(engine, rows, progress=progress):
@@ -243,7 +248,7 @@ def _member_knobs(engine: object) -> list[dict[str, Any]]:
     return [dict(knobs.items()) for knobs in getattr(engine, "knobs", None) or ()]
 
 
-def _members_by_seed(engine: object, over: str) -> dict[Hashable, int]:
+def _index_by_seed(engine: object, over: str) -> dict[Hashable, int]:
     """Return {value of the repeated knob: index of the member}; {} for an engine of one model.
 
     Raises:
@@ -252,6 +257,7 @@ def _members_by_seed(engine: object, over: str) -> dict[Hashable, int]:
     member_knobs = _member_knobs(engine)
     other_names = {name for knobs in member_knobs for name in knobs if name != over}
     for name in sorted(other_names):
+        # Values such as lists cannot be in a set, but their texts can.
         if len({repr(knobs.get(name)) for knobs in member_knobs}) > 1:
             raise UsageError(
                 f"the members differ in {name} too: compare(engine, held_out, over={over!r}) says which is best"
@@ -260,6 +266,7 @@ def _members_by_seed(engine: object, over: str) -> dict[Hashable, int]:
 
 
 def _scores_of_member(scores: Scores, member: int) -> Scores:
+    """Return the scores of the member with this index, with bits [U, 1]."""
     return Scores(scores.bits_UN[:, member : member + 1], scores.bytes_U)
 
 

@@ -229,8 +229,8 @@ def by_document(engine: Evaluates, rows: Rows, progress: ProgressCallback | None
     return Scores(np.stack(bits), np.array(unit_bytes))
 
 
-def difference(one: Scores, other: Scores) -> Mean:
-    """Return the difference one - other of two models in bits per byte, paired by unit.
+def difference(scores: Scores, minus: Scores) -> Mean:
+    """Return the difference scores - minus of two models in bits per byte, paired by unit.
 
     With a and b the bits of the two models for a unit, the ratio estimator (Cochran, Sampling
     Techniques, 1977, 6.4) is:
@@ -242,15 +242,15 @@ def difference(one: Scores, other: Scores) -> Mean:
     Raises:
         UsageError: the units are not the same text.
     """
-    if not np.array_equal(one.bytes_U, other.bytes_U):
+    if not np.array_equal(scores.bytes_U, minus.bytes_U):
         raise UsageError(
             "the two were scored on different text: their documents do not have the same bytes"
         )
-    total_bytes = one.bytes_U.sum()
-    difference_U = one.bits_UN[:, 0] - other.bits_UN[:, 0]
+    total_bytes = scores.bytes_U.sum()
+    difference_U = scores.bits_UN[:, 0] - minus.bits_UN[:, 0]
     value = float(difference_U.sum() / total_bytes)
     units = len(difference_U)
-    residual_U = difference_U - value * one.bytes_U
+    residual_U = difference_U - value * scores.bytes_U
     standard_error = None
     if units > 1:
         variance = units / (units - 1) * float(residual_U @ residual_U)

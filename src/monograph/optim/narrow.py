@@ -2,9 +2,7 @@
 
 At the end of the file are the formats in which an optimizer can keep its moments: bf16 and 8-bit codes.
 A plane is a flat buffer of parameters (`monograph.optim.planes`). The 8-bit codes of 256 consecutive
-elements, a block, share a scale. If ranks (the processes of distributed training) share out the rows of
-a parameter, a rank may have only a part of its first block and of its last block.
-`PackingContext.block_offset` is the number of elements of the first block that another rank has.
+elements, a block, share a scale.
 
 Shapes: N elements of a plane, K blocks of 256.
 """
@@ -19,12 +17,14 @@ from monograph.ops.philox import LOW32, philox
 from monograph.optim.state_format import MomentBuffer, PackingContext, StateFormat
 
 BLOCK = 256  # elements whose 8-bit codes share a scale
+# An AND with it sets the lower 16 of 32 bits to 0. It is negative because the bits are those of an int32.
+_UPPER_HALF = -0x10000
 
 
 def random_words(
     like_N: Tensor,
     seed: int,
-    applied: Tensor,
+    update: Tensor,
     plane: int,
     start: int | Tensor = 0,
     count: int = 3,
@@ -36,7 +36,7 @@ def random_words(
     Args:
         like_N: a tensor of the plane's length, on its device.
         seed: the seed.
-        applied: the number of the update, int64.
+        update: the number of the update, an int64 scalar.
         plane: the number of the plane.
         start: the index of the first element in the whole plane.
         count: how many words each element gets, 4 at most.
@@ -47,9 +47,10 @@ def random_words(
     # The index is that in the whole plane, so that a chunk of a streamed plane, and a rank's rows of a
     # sharded plane, get the same words as the whole plane gets in one process.
     index_N = torch.arange(len(like_N), device=like_N.device) + start
-    zero = torch.zeros_like(applied)
+    # `philox` takes tensors. The sum of an integer and this zero is a tensor.
+    zero = torch.zeros_like(update)
     # Philox maps a counter of four 32-bit words, under a key of two, to four random words.
-    counter = (index_N & LOW32, applied & LOW32, zero + plane, index_N >> 32)
+    counter = (index_N & LOW32, update & LOW32, zero + plane, index_N >> 32)
     return philox(counter, (zero + (seed & LOW32), zero + (seed >> 32)))[:count]
 
 
@@ -70,7 +71,7 @@ def round_stochastically(values: Tensor, word: Tensor) -> Tensor:
     # The sum carries into the last bit of bf16 with the right probability of rounding up. The largest
     # numbers may become infinite, as in ordinary rounding.
     bits = values.to(torch.float32).view(torch.int32) + (word & 0xFFFF).to(torch.int32)
-    return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
+    return (bits & _UPPER_HALF).view(torch.float32).to(torch.bfloat16)
 
 
 def splittable(master: Tensor) -> Tensor:
@@ -78,10 +79,11 @@ def splittable(master: Tensor) -> Tensor:
 
         b <- b - 1 where the lower 17 bits of b are 0 1000 0000 0000 0000,   b the bits of a weight
 
-    These are the weights that lie halfway between two bf16 numbers and are rounded down. They are
-    moved towards zero by their last bit, which does not change their rounding to bf16. This is needed
-    because the lower half of `split` would otherwise have 65,537 different values, one more than 16
-    bits can store. One weight of 131,072 is moved, by about 2^-24 of itself.
+    `split` stores the difference of a weight's bits from their rounding to bf16 as an int16, which ends
+    at 0x7FFF. A weight halfway between two bf16 numbers goes to the even one. If that is the upper one,
+    the difference is -0x8000, which fits. If it is the lower one, the difference is 0x8000, which does
+    not fit; these are the weights with the bits above. One step towards zero makes the difference 0x7FFF
+    and does not change the rounding. One weight of 131,072 is moved, by about 2^-24 of itself.
 
     Args:
         master: fp32, any shape.
@@ -125,11 +127,9 @@ def unpack_bf16(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
     return tensors[0]
 
 
-# An 8-bit code is a root of the ratio of a value to its block's largest value, in this many steps. It is
-# the square root for a signed value, and the fourth root for a second moment, because an update uses
-# the square root of a second moment.
-SIGNED_STEPS = 127
-SQUARE_STEPS = 255
+# The largest 8-bit codes, which stand for the largest value of a block; see the formulas of `pack_8bit`.
+SIGNED_STEPS = 127  # int8, for values with a sign
+SQUARE_STEPS = 255  # uint8, for second moments, which are means of squares
 
 
 def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor]:
@@ -141,9 +141,12 @@ def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor
 
     x' is the number for which a code stands. The idea is that of Dettmers et al., arXiv 2110.02861.
     They look codes up in a table. Here they are roots, because a compiler can fuse roots with the
-    update. An update divides m' by sqrt(v'), which must stay bounded for an element whose gradient is
-    tiny compared with others in its block. So v' is 0 only where v is 0, and the codes of v reach twice
-    as many orders of magnitude below the block's largest number as those of m.
+    update.
+
+    An update divides m' by sqrt(v'). If v' became 0 for an element whose gradient is tiny compared with
+    others in its block, the quotient would be huge. So v' is 0 only where v is 0. The root of v is the
+    fourth, because v is a mean of squares: if m is 10^-3 of its block's largest number, v is about
+    10^-6 of its own.
 
     Args:
         values_N: m or v; v is not negative.
@@ -155,6 +158,8 @@ def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor
     blocks_K256 = _blocks(values_N.to(torch.float32), packing.block_offset)
     scale_K1 = blocks_K256.abs().amax(-1, keepdim=True)
     if packing.edge_maxima_2 is not None:
+        # Other ranks have parts of the first or of the last block. These are the largest magnitudes of
+        # the two blocks over all ranks, so that all ranks use the same scales.
         scale_K1[0], scale_K1[-1] = packing.edge_maxima_2
     root_K256 = (blocks_K256.abs() / torch.where(scale_K1 > 0, scale_K1, 1.0)).sqrt()
     if packing.signed:
@@ -183,17 +188,28 @@ def unpack_8bit(tensors: Sequence[Tensor], packing: PackingContext) -> Tensor:
 
 
 def _blocks(values_N: Tensor, block_offset: int) -> Tensor:
-    """Return values as blocks [K, 256], with zeros for the elements of other ranks."""
+    """Return values as blocks [K, 256], with zeros for the elements of other ranks.
+
+    If ranks (the processes of distributed training) share out the rows of a parameter, a rank may have
+    only a part of its first block and of its last block.
+
+    Args:
+        values_N: this rank's values.
+        block_offset: the number of elements of the first block that other ranks have.
+    """
     missing_at_end = -(block_offset + len(values_N)) % BLOCK
     if block_offset or missing_at_end:
         values_N = F.pad(values_N, (block_offset, missing_at_end))
     return values_N.view(-1, BLOCK)
 
 
+# `eager_update_bytes` is temporary memory for each number of a plane (`StateFormat`). It is the 28 bytes of
+# seven fp32 copies, and what the tensors of `pack` and `unpack` add to them.
+
 # Moments are rounded up or down at random, so that the mean of the rounded numbers is right.
 BF16 = StateFormat(
-    (MomentBuffer("", torch.bfloat16),),
-    eager_update_bytes=116,  # more than the others, because random words are integers of 8 bytes
+    (MomentBuffer(suffix="", dtype=torch.bfloat16),),
+    eager_update_bytes=116,  # so many because random words are integers of 8 bytes
     pack=pack_bf16,
     unpack=unpack_bf16,
     stochastic=True,
@@ -201,8 +217,8 @@ BF16 = StateFormat(
 # The buffers are the codes, and a scale for each block, which is the block's largest magnitude.
 EIGHT_BIT = StateFormat(
     (
-        MomentBuffer("", torch.int8, nonnegative_dtype=torch.uint8),
-        MomentBuffer("_scale", torch.float32, numbers_per_element=BLOCK),
+        MomentBuffer(suffix="", dtype=torch.int8, nonnegative_dtype=torch.uint8),
+        MomentBuffer(suffix="_scale", dtype=torch.float32, numbers_per_element=BLOCK),
     ),
     eager_update_bytes=36,
     pack=pack_8bit,

@@ -101,14 +101,15 @@ def remedies_worth_showing(
 ) -> list[Remedy]:
     """Return the changes that are worth a line in a plan.
 
-    If the training does not fit, or fits only when it is streamed, these are all changes with which
-    it fits on the device. Otherwise they are narrower numbers that make it faster or smaller.
+    If the training does not fit, or fits only when it is streamed, these are the changes of
+    `fitting_remedies`. Otherwise they are narrower numbers that make it faster or smaller.
 
     Args:
         plan: the plan without changes.
-        request: the training, and the choices that are open.
+        request: the training, and the values that the planner may choose without a change of the
+            settings, such as the rows of a micro-batch.
         peak_flops: FLOP/s by precision.
-        choices: what may be changed.
+        choices: what may be changed in the settings.
         limits: the limits of streaming.
     """
     best = plan.chosen
@@ -157,8 +158,8 @@ def fitting_remedies(
     )
     yield from itertools.islice(_remedies_that_fit(smaller, device, peak_flops), 1)
     if choices.may_change_card:
-        # On larger cards the training is tried unchanged, and with each change of adapters that does
-        # not fit this device: adding them, or rounding the frozen weights below them.
+        # On larger cards the training is tried unchanged, and with each change whose result trains
+        # adapters but does not fit this device.
         arguments_here = [remedy.arguments for remedy in fitting_here]
         adapters_too_large_here = [
             change
@@ -182,16 +183,20 @@ def _remedies_that_fit(
 def fastest_fitting(
     request: PlanRequest, device: Device, peak_flops: ByPrecision
 ) -> Candidate | None:
-    """Return the fastest way that fits a device by the closed form; None if none does.
+    """Return the fastest way to train for which the device's memory is enough, by the closed form; None
+    if there is none.
 
-    Only ways with compiled graphs count.
+    A way is a choice of precision, compiled graphs and recomputation (`candidates.Way`). Only ways with
+    compiled graphs count, and only ways that are resident, which means that they do not stream.
     """
     limit = int(ESTIMATE_SHARE * budget(device))
     fitting = []
     for way in resident_ways(request):
         if way.scope == "none":
             continue
-        # Nothing is traced or measured for a changed training, so no estimate is corrected.
+        # Nothing is traced or measured for a changed training. So neither the estimated memory is
+        # corrected by traces, nor the predicted time by the slowness of earlier runs (the ratio of
+        # measured to predicted time).
         candidates = way_candidates(
             request, way, device, limit, correction=1.0, peak_flops=peak_flops, slowness={}
         )
@@ -225,8 +230,12 @@ def _narrower_or_adapted(request: PlanRequest, choices: RemedyChoices) -> Iterat
                 cost="frozen weights rounded to 4 bits",
                 request=request.with_training(nf4),
             )
+        # Adapters are so few weights that their optimizer hardly changes memory and time. So no other
+        # format of its state is offered.
         return
     optim = training.optim
+    # Only the default format is replaced. Any other was chosen in the settings, so its moments and
+    # weights are left as they are.
     if FORMATS[optim.state].exact:
         for state in narrower(optim.state):
             # bf16, which rounds stochastically, is not offered for the moments alone, only together
@@ -250,8 +259,7 @@ def _narrower_or_adapted(request: PlanRequest, choices: RemedyChoices) -> Iterat
             )
     if choices.may_add_adapters:
         rank = Lora().rank
-        # The default optimizer stands for any: adapters are so few weights that their optimizer
-        # hardly changes memory and time.
+        # The default optimizer stands for any, because that of adapters hardly changes memory and time.
         adapted = replace(training, optim=AdamW(), lora=Lora())
         yield TrainingChange(
             arguments=f"lora.rank={rank}",
@@ -296,12 +304,15 @@ def _streaming(
             arguments += f" train.tokens_per_update={binary(tokens)}"
             cost_of_updates = ", small updates"
         # To keep the search short, only compiled blocks are tried, and no recomputation within a
-        # stage (a group of blocks). Between stages only their inputs are kept in any case.
+        # stage (a group of blocks). It would save little: streaming keeps only the inputs of stages, and
+        # has the other tensors of one stage at a time.
         changed = replace(request, remats=("none",), scopes=("blocks",))
         changed = changed.with_tokens(tokens, length)
         for gibibytes in HOSTS_GIB:
             host_bytes = int(HOST_SHARE * gibibytes * 2**30)
+            # Without a disk, because the change only names the host's memory.
             limits = replace(given_limits, host_bytes=host_bytes, disk_bytes=0)
+            # This error also says that the host's memory is too small.
             with suppress(OutOfDeviceMemory):
                 best = stream_candidates(changed, device, limits, peak_flops)[0]
                 yield Remedy(
@@ -319,7 +330,7 @@ def _larger_cards(changes: Iterable[TrainingChange], device: Device) -> Iterator
     larger = [card for card in by_memory if card.memory_bytes > device.memory_bytes]
     short_names = {card.name: short_name for short_name, card in CARDS.items()}
     for change in changes:
-        # By now the precision is decided, so there is only one.
+        # The precision is never the planner's choice: it is that of the settings or of the change.
         (precision,) = change.request.precisions
         for card in larger:
             if precision not in card.peak_flops:

@@ -65,20 +65,23 @@ def _chart(
     # The levels to compare the values with; other charts have none.
     levels = yardsticks if metric is BITS_PER_BYTE else {}
     marks: list[ChartMark] = []
-    note = ""  # the sentence below the chart
+    note = ""  # a sentence that the page shows below the chart
     if metric is LEARNING_RATE:
+        # The page lays labels out from left to right, so they must be in the order of the updates.
         marks = _marks(table, sorted(moments))
     if metric is SPEED:
-        # A mark without words is a short tick.
+        # A mark without words is a short tick. Rows are in the order of the updates.
         skipped = [(row["update"], "") for row in rows if row.get("skipped")]
         slower = [(row["update"], "slower") for row in rows if row.get("slower")]
         marks = _marks(table, [*skipped, *slower])
         if skipped:
-            note = f"{counted(len(skipped), 'update')} skipped, each marked below."
+            note = f"{counted(len(skipped), 'update')} skipped, each marked by a short tick."
     label_count = sum(bool(mark.label) for mark in marks)
-    # Each label may need a line of its own above the curve.
+    # The upper end of the axis, as a multiple of the largest value. Each label may need a line of its
+    # own above the curve.
     headroom = 1.15 + 0.16 * label_count
-    # A page begins with a wide chart: that of a metric with the place "first", or else the loss.
+    # A page begins with a wide chart: that of a metric with the place "first", such as held-out bits per
+    # byte. Without held-out text it is the loss.
     is_wide = metric.place == "first"
     if metric is LOSS and BITS_PER_BYTE.held_out not in table:
         is_wide = True
