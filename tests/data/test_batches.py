@@ -181,3 +181,10 @@ def test_impossible_settings_are_refused(small):
 @pytest.mark.gpu
 def test_pinned_windows(small):
     assert all(values.is_pinned() for values in next(small().batches(64, pin=True)).values())
+
+
+@pytest.mark.parametrize("skip", [[(3, 5)], [(3, 6), (5, 9)], [(4, 9), (5, 6)]])
+def test_rows_that_are_passed_over_twice_lengthen_the_epochs_once(small, skip):
+    rows = small().train
+    drawn = [row for batch in Batches(rows, 32, epochs=1, skip=skip) for row in batch["tokens"]]
+    assert len(drawn) == len(rows)

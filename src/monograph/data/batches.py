@@ -48,7 +48,7 @@ class Batches(Iterator[Batch]):
             last window may be shorter. None: the iterator never stops.
         pin: whether windows are in pinned memory, so that copies to a GPU overlap with computation;
             needs CUDA.
-        skip: (begin, end) of ranges of positions to skip, in ascending order, such as rows that
+        skip: (begin, end) of ranges of positions to skip, which may overlap, such as rows that
             made a run diverge (`monograph.session.rewind`). Skipped positions do not count towards
             `epochs`. Ranges are looked at only where a window begins: if that is inside a range, the
             window begins at the end of the range instead. A window that begins before a range is not
@@ -97,8 +97,7 @@ class Batches(Iterator[Batch]):
         if epochs is not None:
             # The end is later by the skipped positions, so that the number of rows stays the same. If
             # a window that begins before a range has rows of it, the run has these rows in addition.
-            skipped = sum(end - begin for begin, end in self.skip)
-            self._end_position = epochs * rows.per_epoch + skipped
+            self._end_position = epochs * rows.per_epoch + _positions_in(self.skip)
         # The position after the last prefetched window.
         self._next_position = start
         # For each prefetched window, the position at which it ends, and the future of the window.
@@ -156,6 +155,16 @@ class Batches(Iterator[Batch]):
             )
             self._next_position = position + count
             self._prefetched.append((self._next_position, window))
+
+
+def _positions_in(ranges: Sequence[tuple[int, int]]) -> int:
+    """Return how many positions are in at least one of the ranges."""
+    count = 0
+    covered_to = 0  # all positions of earlier ranges are below this one
+    for begin, end in sorted(ranges):
+        count += max(0, end - max(begin, covered_to))
+        covered_to = max(covered_to, end)
+    return count
 
 
 def _window(rows: Rows, start: int, count: int, seed: int, pin: bool) -> Batch:
