@@ -437,6 +437,17 @@ def test_siblings_lie_side_by_side_in_planes():
     assert torch.equal(family.weight, torch.cat([branch[0].weight for branch in model.branches]))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_it_is_told_whether_a_step_trains_a_model(fused):
+    """Fused siblings lie in one memory without a step, too."""
+    model = tiny_llama()
+    if fused:
+        siblings.fuse_known(model)
+    assert not siblings.is_in_planes(model)
+    engine = Resident(model)
+    assert engine.step.planes and siblings.is_in_planes(model)
+
+
 def test_a_step_that_tears_siblings_apart_keeps_what_it_can():
     model = fused_llama()
     Resident(model, optim=Muon())

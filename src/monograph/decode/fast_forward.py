@@ -53,7 +53,7 @@ from monograph.decode.fast_projections import (
 )
 from monograph.graph.experts import ExpertLinear
 from monograph.graph.lora import LoraLinear
-from monograph.graph.siblings import fuse_known
+from monograph.graph.siblings import fuse_known, is_in_planes
 from monograph.model.delta_net import GatedDeltaNet
 from monograph.model.families import NormNames
 from monograph.model.layers import MLP, Attention, CentredRMSNorm, Linear, RMSNorm
@@ -465,7 +465,9 @@ def fast_forward(model: Llama, rows: int) -> FastForward | None:
 
     In both cases sibling projections, such as those of queries, keys and values, are moved next to
     each other in memory (`monograph.graph.siblings`). This also makes the model's own forward pass
-    faster.
+    faster. A model that a step trains stays as it is: otherwise a sample in the middle of the run would
+    change how its next updates are rounded, and they would be compiled again.
     """
-    fuse_known(model)
+    if not is_in_planes(model):
+        fuse_known(model)
     return FastForward(model, rows) if obstacle(model, rows) is None else None

@@ -126,7 +126,7 @@ class FusedLinears:
         """Give each parameter memory of its own again, if the family had moved them together."""
         for parameters, view in ((self.weights, self.weight), (self.biases, self.bias)):
             # Parameters in a step's planes, which do not fill the storage, stay there.
-            if view is not None and _fills_storage(view):
+            if view is not None and fills_storage(view):
                 for parameter in parameters:
                     parameter.data = parameter.data.clone()
 
@@ -290,7 +290,7 @@ def _move_side_by_side(tensors: list[Any]) -> None:
     them: it would still have the old memory.
     """
     are_alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
-    if are_alike and all(_fills_storage(tensor) for tensor in tensors):
+    if are_alike and all(fills_storage(tensor) for tensor in tensors):
         joined = torch.cat([tensor.detach() for tensor in tensors])
         pieces = joined.split([len(tensor) for tensor in tensors])
         for tensor, piece in zip(tensors, pieces, strict=True):
@@ -319,6 +319,6 @@ def adjacent(tensors: list[Any]) -> bool:
     )
 
 
-def _fills_storage(tensor: Tensor) -> bool:
+def fills_storage(tensor: Tensor) -> bool:
     """Return whether a tensor fills its storage."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from monograph import compat
-from monograph.graph.fused_linears import FusedLinears, Sibling, adjacent, mode_of, version_of
+from monograph.graph.fused_linears import (
+    FusedLinears,
+    Sibling,
+    adjacent,
+    fills_storage,
+    mode_of,
+    version_of,
+)
 from monograph.graph.inspect import blocks, buffers_kept, modes_kept, shared_parameters, unwrap_
 
 # The attributes of a module that have its hooks. A layer with hooks must be called by itself.
@@ -311,6 +318,21 @@ def families(module: nn.Module) -> list[FusedLinears]:
             for layer in module.modules()
             if isinstance(layer, Sibling)
         }.values()
+    )
+
+
+def is_in_planes(module: nn.Module) -> bool:
+    """Return whether parameters of a module lie in the planes of a step, which trains them."""
+    # Parameters of a family lie in the family's memory, also if no step trains them.
+    of_families = {
+        id(parameter)
+        for family in families(module)
+        for parameter in (*family.weights, *family.biases)
+    }
+    return any(
+        not fills_storage(parameter.data)
+        for parameter in module.parameters()
+        if id(parameter) not in of_families
     )
 
 
