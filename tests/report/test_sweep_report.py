@@ -17,7 +17,7 @@ from monograph.report.sweep_charts import (
     SweepScore,
     sweep_drawings,
 )
-from monograph.report.sweep_report import draw_sweep, write_page_so_far, write_sweep_report
+from monograph.report.sweep_report import sweep_pictures, write_page_so_far, write_sweep_report
 
 BITS = SweepScore("eval_bits_per_byte", "bits/byte")
 REWARD = SweepScore("eval_reward", "reward", higher_is_better=True)
@@ -67,19 +67,19 @@ BY_DAY = ("rates", "two knobs", "mixed", "all lost", "many")
 def test_a_figure_for_each_knob_that_varies_and_one_of_the_curves(name: str) -> None:
     settings = SWEEPS[name]
     curves = [curve(**each["knobs"]) for each in settings]
-    drawings = draw_sweep(settings, curves, BITS)
+    pictures = sweep_pictures(settings, curves, BITS)
     varied = [
         key
         for key in settings[0]["knobs"]
         if len({repr(each["knobs"][key]) for each in settings}) > 1
     ]
-    assert [drawing.name for drawing in drawings] == [
+    assert [picture.name for picture in pictures] == [
         *(f"against_{key}" for key in varied),
         "curves",
     ]
-    assert all(drawing.png[:4] == b"\x89PNG" for drawing in drawings)
+    assert all(picture.png[:4] == b"\x89PNG" for picture in pictures)
     charts = sweep_drawings(settings, curves, BITS)
-    assert [chart.name for chart in charts.charts] == [drawing.name for drawing in drawings]
+    assert [chart.name for chart in charts.charts] == [picture.name for picture in pictures]
     shown = json.loads(payload(charts.tables, charts.charts))
     for chart in shown["charts"]:
         assert chart["lines"] and all(
@@ -89,7 +89,7 @@ def test_a_figure_for_each_knob_that_varies_and_one_of_the_curves(name: str) -> 
 
 
 def test_members_without_an_evaluation_have_no_curve() -> None:
-    assert [d.name for d in draw_sweep(SWEEPS["rates"], [({"lr": 1e-3}, [])], BITS)] == [
+    assert [d.name for d in sweep_pictures(SWEEPS["rates"], [({"lr": 1e-3}, [])], BITS)] == [
         "against_lr"
     ]
 

@@ -119,7 +119,7 @@ HEADER = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 def test_hostile_headers_are_refused_without_allocating(header: object) -> None:
     text = json.dumps(header).encode()
     with pytest.raises(tensor_layout.LayoutError):
-        tensor_layout.decode(len(text).to_bytes(8, "little") + text, 8 + len(text) + 8)
+        tensor_layout.allocate(len(text).to_bytes(8, "little") + text, 8 + len(text) + 8)
 
 
 @settings(max_examples=150, deadline=None)
@@ -129,8 +129,8 @@ def test_any_bytes_for_a_header_are_refused_or_refer_to_what_is_there(
 ) -> None:
     first = length.to_bytes(8, "little")
     try:
-        prefix = (first + text)[: tensor_layout.header_bytes(first, 8 + len(text))]
-        tensors = tensor_layout.decode(prefix, 8 + len(text))
+        prefix = (first + text)[: tensor_layout.prefix_bytes(first, 8 + len(text))]
+        tensors = tensor_layout.allocate(prefix, 8 + len(text))
     except tensor_layout.LayoutError:
         return
     assert sum(tensor.nbytes for tensor in tensors.values()) <= len(text)

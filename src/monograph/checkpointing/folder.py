@@ -351,7 +351,7 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
             _require_digests(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
         try:
             length_field = os.pread(descriptor, tensor_layout.LENGTH_BYTES, 0)
-            prefix_bytes = tensor_layout.header_bytes(length_field, entry.bytes)
+            prefix_bytes = tensor_layout.prefix_bytes(length_field, entry.bytes)
             prefix = os.pread(descriptor, prefix_bytes, 0)  # all before the tensors
             if is_large:
                 return LargeFile(
@@ -360,7 +360,7 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
                     start=len(prefix),
                     read=functools.partial(_read_block, path, entry),
                 )
-            tensors = tensor_layout.decode(prefix, entry.bytes)  # allocated, but not read yet
+            tensors = tensor_layout.allocate(prefix, entry.bytes)  # `read_pieces` below fills them
         except tensor_layout.LayoutError as error:
             # The header was read before its digest was checked. A wrong digest is the better
             # explanation, so it is raised first.
@@ -370,7 +370,7 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
             ) from error
         verified_prefix = bytearray(len(prefix))
         pieces = [memoryview(verified_prefix), *map(tensor_layout.bytes_of, tensors.values())]
-        digests = blocks.read_pieces(descriptor, pieces)  # this fills the pieces
+        digests = blocks.read_pieces(descriptor, pieces)
         _require_digests(path, entry.sha256, digests)
         # The shapes of `tensors` come from the first read of the header, before its verification.
         if verified_prefix != prefix:

@@ -70,7 +70,8 @@ def load(
     Raises:
         UsageError: a section or key is unknown, a value has the wrong type, keys exclude each
             other, or the file is not TOML. The message names all faults.
-        MonographError: `faults` has other errors alone.
+        MonographError: `faults` are the only faults, and none of them is a UsageError. The error has
+            the class of the first, such as InputRefused.
     """
     all_faults: list[UsageError] = []
     sourced: Mapping[str, SourcedValue] = {}
@@ -93,26 +94,32 @@ def load(
             all_faults.append(fault)
     raise_all([*faults, *all_faults])
     origins = {key: entry.origin for key, entry in sourced.items()}
+    # Values as a person wrote them, such as "1_000", for messages. A value that is a text, as from a
+    # shell, is what the person wrote.
     written = {}
     for key, entry in sourced.items():
-        text = entry.written or entry.value
-        if isinstance(text, str):
-            written[key] = text
+        if entry.written:
+            written[key] = entry.written
+        elif isinstance(entry.value, str):
+            written[key] = entry.value
     return build(values, origins, written)
 
 
 def _with_new_spellings(sourced: Mapping[str, SourcedValue]) -> dict[str, SourcedValue]:
-    """Return values in which old spellings are replaced by the keys that say the same now."""
+    """Return values in which old spellings are replaced by the keys that say the same now.
+
+    An old spelling may set another key, too, as optim.name = "muon:8bit" sets optim.state. If that key
+    also has a value of its own, before or after the old spelling, the old spelling counts.
+    """
     result: dict[str, SourcedValue] = {}
     for key, entry in sourced.items():
         new_texts = new_spelling(key, entry.value)
-        if new_texts is None:
-            # An old spelling of another key may have set this key already, as optim.name = "muon:8bit" sets
-            # optim.state. Then that value stays.
-            result.setdefault(key, entry)
-            continue
-        for new_key, text in new_texts.items():
-            result[new_key] = entry._replace(value=text, from_text=True, written="")
+        if new_texts is not None:
+            for new_key, text in new_texts.items():
+                # `written` is emptied, so that messages show the new text.
+                result[new_key] = entry._replace(value=text, from_text=True, written="")
+        elif key not in result:  # else an old spelling has set the key
+            result[key] = entry
     return result
 
 
@@ -123,13 +130,15 @@ def written_fingerprint(toml: Path) -> str:
     the keys and spellings of this version.
     """
     tables = tomllib.loads(read_input(toml, MAX_TOML_BYTES).decode())
-    for key, value in CHANGEABLE_ON_RESUME.items():
+    # A resumed run may have other values of these keys, so the digest is computed with their defaults.
+    # The default None stands for a key that is not in the file. An earlier version may lack a key.
+    for key, default in CHANGEABLE_ON_RESUME.items():
         section, _, name = key.partition(".")
         table = tables.get(section, {})
-        if value is None:
+        if default is None:
             table.pop(name, None)
         elif name in table:
-            table[name] = value
+            table[name] = default
     return digest_of(tables)
 
 
@@ -172,7 +181,8 @@ def _override(
     """Return the values of `lower`, overridden by those of `higher`, which have a higher rank.
 
     A key such as prefer.gamma says something about the value of another key (`DEPENDENT_KEYS`),
-    here prefer.loss. If a different value overrides that value, the key is dropped, too.
+    here about prefer.loss. So if `higher` has a different prefer.loss, the prefer.gamma of `lower` is
+    dropped.
     """
     dropped: set[str] = set()
     for key, entry in higher.items():
@@ -237,8 +247,9 @@ def classify(arguments: Iterable[str]) -> Arguments:
     A path names text to train on and may have a weight, as in `books/@2`. A path that contains `=`
     must be written `./a=b`.
 
-    Faults are a UsageError for a second TOML file, and for a key or text that is given twice. They
-    are an InputRefused for a path that does not exist and for a pattern that matches no file.
+    Faults are a UsageError for a second TOML file, for a key or text that is given twice, and for a key
+    and its value in several arguments, such as `optim.lr = 3e-4`. They are an InputRefused for a path
+    that does not exist and for a pattern that matches no file.
     """
     files: list[Path] = []
     overrides: dict[str, Any] = {}
@@ -274,15 +285,17 @@ def classify(arguments: Iterable[str]) -> Arguments:
 def _without_split_assignments(
     arguments: Iterable[str], faults: list[MonographError]
 ) -> Iterator[str]:
-    """Yield the arguments except assignments of several words, and append to `faults` for each of these.
+    """Yield the arguments except split assignments, and append to `faults` for each of these.
 
-    An assignment must be one word of the form KEY=VALUE. Assignments of several words are `optim.lr = 3e-4`,
-    `optim.lr 3e-4` and `optim.lr: 3e-4`.
+    An assignment must be one word of the form KEY=VALUE. Split assignments are `optim.lr = 3e-4`,
+    `optim.lr =3e-4`, `optim.lr= 3e-4`, `optim.lr 3e-4` and `optim.lr: 3e-4`. The word `optim.lr:3e-4`
+    is treated like them.
     """
     remaining = [*arguments]
     while remaining:
         argument = remaining.pop(0)
-        # KEY, KEY= or KEY: alone, or KEY:VALUE
+        # Either a key alone, `optim.lr`, `optim.lr=` or `optim.lr:`, or a key with its value,
+        # `optim.lr:3e-4`.
         match = re.fullmatch(
             r"(?P<alone>[a-z_.]+)(?P<sign>[=:]?)|(?P<key>[a-z_.]+):(?P<value>.+)", argument
         )
@@ -294,13 +307,15 @@ def _without_split_assignments(
             yield argument
             continue
         value = match["value"] or ""
-        if not match["sign"] and not value:
-            # The sign may be the next word. Several signs are skipped, too.
+        has_sign = bool(match["sign"] or match["value"])
+        if not has_sign:
+            # The sign may be the next word, as in `optim.lr = 3e-4`. A further sign, as in
+            # `optim.lr = == 3e-4`, is skipped, too.
             for sign in ("=", ":", "=="):
                 if remaining and remaining[0] == sign:
                     remaining.pop(0)
         if not value and remaining and _may_be_value(remaining[0]):
-            value = remaining.pop(0).lstrip("=")
+            value = remaining.pop(0).lstrip("=")  # the sign is in this word in `optim.lr =3e-4`
         if value:
             advice = f"write {shell_words(f'{key}={value}')}"
         else:
@@ -309,7 +324,10 @@ def _without_split_assignments(
 
 
 def _may_be_value(argument: str) -> bool:
-    """Return whether an argument can be the value of the key before it: not KEY=VALUE or a path."""
+    """Return whether an argument can be the value of the key before it: not KEY=VALUE or a path.
+
+    It may begin with the sign, as the second word of `optim.lr =3e-4`.
+    """
     return "=" not in argument.lstrip("=") and not exists(argument)
 
 
@@ -376,16 +394,19 @@ def _require_text(argument: str) -> None:
     if glob.has_magic(argument):
         raise InputRefused(f"{argument}: no file matches this pattern")
     parent, name = os.path.split(argument.rstrip("/"))
+    # The list is empty if `parent` does not exist.
     siblings = [entry.name for entry in entries(parent or ".")]
     if name in siblings:
         raise InputRefused(f"{argument}: a link that leads to no file")
     similar_names = difflib.get_close_matches(name, siblings, n=1)
     is_owner_and_name = re.fullmatch(r"[A-Za-z][\w.-]*/[A-Za-z][\w.-]*", argument)
+    suggestion = ""
     if similar_names:
-        advice = f"; did you mean {os.path.join(parent, similar_names[0])}?"
+        suggestion = f"; did you mean {os.path.join(parent, similar_names[0])}?"
     elif is_owner_and_name and not siblings:
-        advice = f"; of the Hub it is {HUB}{argument} for text, and model.init={HUB}{argument} for a model"
-    raise InputRefused(f"{argument}: no such file or folder{advice}")
+        # There is no folder with the owner's name, or nothing is in it. So the Hub may be meant.
+        suggestion = f"; of the Hub it is {HUB}{argument} for text, and model.init={HUB}{argument} for a model"
+    raise InputRefused(f"{argument}: no such file or folder{suggestion}")
 
 
 def _advice_for_no_path(argument: str) -> str:
@@ -406,5 +427,5 @@ def _advice_for_no_path(argument: str) -> str:
     if equals and key in KEYS:
         return f"did you mean {shell_words(f'{key}={value.strip()}')}?"
     if equals and key_advice(key):
-        return key_advice(key, value).strip("; ")
+        return key_advice(key, value).strip("; ")  # the advice begins with "; "
     return ""

@@ -173,7 +173,7 @@ def _tensor_entries(file: BinaryIO) -> list[tensor_layout.TensorEntry]:
     """
     file_bytes = os.fstat(file.fileno()).st_size
     length_field = file.read(tensor_layout.LENGTH_BYTES)
-    prefix_bytes = tensor_layout.header_bytes(length_field, file_bytes)
+    prefix_bytes = tensor_layout.prefix_bytes(length_field, file_bytes)
     prefix = length_field + file.read(prefix_bytes - len(length_field))
     return [
         entry._replace(begin=prefix_bytes + entry.begin, end=prefix_bytes + entry.end)
@@ -250,12 +250,12 @@ def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file for reading in the block; the errors are those of `_reading`."""
     with _reading(path):
         # safetensors takes a second per 100,000 tensors in a header, so that a hostile header could
-        # take very long. `header_bytes` is called for its error alone: it refuses a header that is too
-        # long. Its result, the header's length, is not needed.
+        # take very long. `prefix_bytes` is called for its error alone: it refuses a header that is too
+        # long. Its result is not needed.
         with open_input(path) as file:
             first_bytes = file.read(tensor_layout.LENGTH_BYTES)
             file_bytes = os.fstat(file.fileno()).st_size
-            tensor_layout.header_bytes(first_bytes, file_bytes)
+            tensor_layout.prefix_bytes(first_bytes, file_bytes)
         with safe_open(path, framework="pt") as file:
             yield file
 

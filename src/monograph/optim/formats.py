@@ -14,6 +14,6 @@ def narrower(state: str) -> list[str]:
     return sorted(smaller, key=lambda name: -FORMATS[name].bytes_each)
 
 
-def rounding(*, stochastic: bool) -> list[str]:
+def format_names(*, stochastic: bool) -> list[str]:
     """Return the names of the formats that round stochastically, or of those that do not."""
     return [name for name, form in FORMATS.items() if form.stochastic == stochastic]

@@ -1,15 +1,17 @@
 """The type of an optimizer: its numbers, the kinds of parameters, and the rules that update them.
 
-An optimizer sorts parameters into kinds, and each kind has a rule. A rule's formula is a free
-function that changes tensors in place. Every engine calls the same functions, for planes: a plane is
-a flat buffer of all parameters of a kind. The models of an ensemble, which are trained together as one
-graph, have one plane, and its tensors then have a leading axis for the models. No function here reads
-a tensor's value on the host, so that none waits for the device. `monograph.optim_table` lists the
+An optimizer sorts parameters into kinds, and each kind has a rule. All parameters of a kind are in one
+flat buffer, their plane (`monograph.optim.planes`). It is [size], or [models, size] for an ensemble,
+whose models are trained together as one graph. A rule's formula is a free function that changes such
+tensors in place. It is the same function whether a model trains on one device, on several ranks (the
+processes of distributed training), or is streamed from the host's memory. No function here reads a
+tensor's value on the host, so that none waits for the device. `monograph.optim_table` lists the
 optimizers and says how to add one.
 
-If ranks (the processes of distributed training) share out the rows of parameters, each has only a
-part of a matrix, and may have only a part of a block of numbers that are packed with one scale
-(`monograph.optim.state_format`). Some fields below are only for this case.
+Some fields below are only for ranks that share out the rows of parameters. Such a rank has only some
+rows of a matrix, so it cannot orthogonalise the matrix alone. A format of the moments may pack
+consecutive numbers in blocks with one scale (`monograph.optim.state_format`). If such a block is cut,
+with numbers on two ranks, neither can compute the scale alone.
 """
 
 from __future__ import annotations
@@ -24,12 +26,41 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.optim.formats import FORMATS, rounding
+from monograph.optim.formats import FORMATS, format_names
 from monograph.optim.state_format import Moment
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
 # A hyperparameter: a number, or a tensor [N] in fp64 with one for each member of an ensemble.
 Knob = float | Tensor
+
+
+class Rule(NamedTuple):
+    """A formula that updates parameters in place, and the moments that it keeps.
+
+    Attributes:
+        moments: the moments, three at most. Stochastic rounding has four random words for an element:
+            one for its weight, and one for each moment.
+        update_: gets (parameters, gradient, moments, hyperparameters) and changes parameters and
+            moments in place. The gradient is the mean gradient after clipping. All tensors are
+            [size], or [matrices, rows, cols] for a rule that updates matrices as a whole. Nothing
+            changes where `Hyperparameters.accepted` is false.
+        next_moments: gets (gradient, moments, hyperparameters) and returns the moments after an
+            update, without changing any. It is for blocks of packed numbers that are cut between
+            ranks: before the update, the ranks agree on the largest number that each of these
+            blocks will have. One call is for all parameters with the same rule and betas. Their other
+            hyperparameters may differ, so the result must not depend on those.
+        direction: only for a rule that updates matrices as a whole. It gets what `next_moments` gets
+            and returns the matrices to orthogonalise.
+        orthogonalise: only for such a rule. It gets whole matrices [..., rows, cols] and a dtype, and
+            returns the matrices, orthogonalised in this dtype. Ranks that share out the rows of a
+            matrix first bring its rows together.
+    """
+
+    moments: tuple[Moment, ...]
+    update_: Callable[[Tensor, Tensor, Sequence[Tensor], Hyperparameters], None]
+    next_moments: Callable[[Tensor, Sequence[Tensor], Hyperparameters], Sequence[Tensor]]
+    direction: Callable[[Tensor, Sequence[Tensor], Hyperparameters], Tensor] | None = None
+    orthogonalise: Callable[[Tensor, torch.dtype], Tensor] | None = None
 
 
 class Hyperparameters(NamedTuple):
@@ -45,9 +76,10 @@ class Hyperparameters(NamedTuple):
         compute: the dtype of matrix products.
         matrix_shape: the shape of a matrix that is updated as a whole, or of a stack of such matrices;
             None: each element is updated separately.
-        orthogonal: the orthogonalised matrices, if ranks share out the rows of the matrices. They have
-            been computed by the rule's `direction` and `orthogonalise`. The tensors of the update are
-            then flat. None: the rule computes them itself.
+        orthogonal: this rank's rows of the orthogonalised matrices, flat, if ranks share out the rows.
+            The ranks have computed them together, by the rule's `direction` and `orthogonalise`. The
+            other tensors of the update are then also flat, because the rank has no whole matrices.
+            None: the rule orthogonalises the matrices itself.
     """
 
     lr: Tensor
@@ -59,33 +91,6 @@ class Hyperparameters(NamedTuple):
     compute: torch.dtype = torch.float32
     matrix_shape: tuple[int, ...] | None = None
     orthogonal: Tensor | None = None
-
-
-class Rule(NamedTuple):
-    """A formula that updates parameters in place, and the moments that it keeps.
-
-    Attributes:
-        moments: the moments, three at most.
-        update_: gets (parameters, gradient, moments, hyperparameters) and changes parameters and
-            moments in place. The gradient is the mean gradient after clipping. All tensors are
-            [size], or [matrices, rows, cols] for a rule that updates matrices as a whole. Nothing
-            changes where `accepted` is false.
-        next_moments: gets (gradient, moments, hyperparameters) and returns the moments after an
-            update, without changing any. Ranks call it before the update, if a block is cut between
-            them, to agree on the largest number of the block. They call it once for all parameters
-            with the same betas, so the result must not depend on other hyperparameters.
-        direction: only for a rule that updates matrices as a whole. It gets what `next_moments` gets
-            and returns the matrices to orthogonalise.
-        orthogonalise: only for such a rule. It gets whole matrices [..., rows, cols] and a dtype, and
-            returns the matrices, orthogonalised in this dtype. Ranks that share out the rows of a
-            matrix first bring its rows together.
-    """
-
-    moments: tuple[Moment, ...]
-    update_: Callable[[Tensor, Tensor, Sequence[Tensor], Hyperparameters], None]
-    next_moments: Callable[[Tensor, Sequence[Tensor], Hyperparameters], Sequence[Tensor]]
-    direction: Callable[[Tensor, Sequence[Tensor], Hyperparameters], Tensor] | None = None
-    orthogonalise: Callable[[Tensor, torch.dtype], Tensor] | None = None
 
 
 class ParameterKind(NamedTuple):
@@ -188,13 +193,15 @@ class Optimizer(ABC):
             8 significant bits, up or down at random, so that the mean is right; 4 bytes. "8bit":
             codes in blocks of 256; 2 bytes. Its errors are up to 1 % of a block's largest moment, and
             not random.
-        master_weights: whether weights keep their dtype. False, which needs the state "bf16", rounds
-            them stochastically to bf16. Then a weight changes by about 2^-8 of itself or not at all.
+        master_weights: whether weights stay in the dtype that they have, such as fp32. False: the
+            weights themselves are in bf16, and each update rounds them stochastically. Then a weight
+            changes by about 2^-8 of itself or not at all. This needs the state "bf16".
         seed: the seed of stochastic rounding.
 
-    Class attributes, for plans, engines and defaults:
+    Class attributes:
         rules: the rules of all its kinds.
-        updates_matrices: whether the matrices of blocks are updated as a whole.
+        updates_matrices: whether the matrices in the model's blocks, such as transformer blocks, are
+            updated as a whole.
         rate_factor: the ratio of this optimizer's usual learning rate to AdamW's.
         tuned: {name of a preset: {field: value}}, the values that were measured to be best for a new
             model of this preset.
@@ -239,9 +246,9 @@ class Optimizer(ABC):
     @property
     @abstractmethod
     def moments_per_block_matrix(self) -> int:
-        """Return how many moments each element of a matrix in a block has.
+        """Return how many moments each element of a matrix in one of the model's blocks has.
 
-        Plans ask this for adapters, whose matrices have as many.
+        Each element of the matrices of LoRA adapters has as many moments.
         """
 
     @property
@@ -256,15 +263,16 @@ class Optimizer(ABC):
         """Return the factor of the learning rate for a block's matrix that is made wider.
 
         With this factor, an update changes the outputs of the wide matrix as much as it changed those
-        of the narrow one. In AdamW, for example, the size of an element's update does not depend on
-        the size of its gradient. Then the factor is 1 / m, where m is the number of columns of the
-        wide matrix divided by that of the narrow one.
+        of the narrow one. The factor of this base class is for optimizers such as AdamW, in which the
+        size of an element's update does not depend on the size of its gradient: it is 1 / m, where m
+        is the number of columns of the wide matrix divided by that of the narrow one.
 
         Args:
             wide: (rows, cols) of the matrix.
             narrow: (rows, cols) of the same matrix in the model for which the rate is best.
         """
-        return 1 / (wide[1] / narrow[1])
+        column_ratio = wide[1] / narrow[1]
+        return 1 / column_ratio
 
 
 def _require_ranges(optim: Optimizer) -> None:
@@ -281,9 +289,9 @@ def _require_ranges(optim: Optimizer) -> None:
     if optim.state not in FORMATS:
         raise UsageError(f"state = {optim.state!r}: expected one of {', '.join(FORMATS)}")
     if not optim.master_weights and not FORMATS[optim.state].stochastic:
-        usable = " or ".join(rounding(stochastic=True))
+        usable_states = " or ".join(format_names(stochastic=True))
         raise UsageError(
-            f"master_weights = False keeps weights in bf16: its state is {usable}, not {optim.state}"
+            f"master_weights = False keeps weights in bf16: its state is {usable_states}, not {optim.state}"
         )
     require_list("groups", optim.groups, Group, "monograph.Group(...)")
 
@@ -300,7 +308,8 @@ def require_list(name: str, values: object, item_class: type, description: str) 
     Raises:
         UsageError: `values` is not such a list.
     """
-    # A text is iterable, too, and each of its characters is a text.
+    # A text must be refused by its type: it is iterable, and each of its characters is a text, so that
+    # it would pass as a list of `str`.
     if (
         isinstance(values, str)
         or not isinstance(values, Iterable)

@@ -10,9 +10,11 @@ A setting is a mapping with these keys:
 - `values`: the held-out score of each member; None for a member that diverged.
 - `mean`: the mean of the scores; None if there is no score.
 - `standard_error`: the mean's standard error; None for one seed.
-- `standing`: "best", "tied" (with the best), "stopped" (early, with the scores of that moment) or "".
+- `standing`: "best", "tied" (with the best), "stopped" or "". A member may be stopped early; then its
+  score is the last one before that.
 
-The curve of a member is a `MemberCurve`.
+The curve of a member is a `MemberCurve`: its knobs, and the rows of its metrics, one row for each
+update. Rows of updates after which the member was evaluated have its score.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ JsonObjects = Sequence[Mapping[str, Any]]
 MAX_TICK_LABELS = 10
 
 
-def draw_sweep(
+def sweep_pictures(
     settings: Sequence[SettingSummary], curves: Sequence[MemberCurve], score: SweepScore
 ) -> list[Picture]:
-    """Return a figure for each knob that varies, and a figure with the curves of all members.
+    """Return a PNG picture for each knob that varies, and one with the curves of all members.
 
     Args:
         settings: settings as this module's docstring describes them.
@@ -88,30 +90,32 @@ def _draw_against_knob(
     Each member is a dot, and each setting a mean with its standard error. A cross at the top marks
     a value of the knob at which a member diverged.
     """
-    axis = axis_of([setting["knobs"].get(knob) for setting in settings])
-    label_step = math.ceil(len(axis.ticks) / MAX_TICK_LABELS)
-    labels = [text if index % label_step == 0 else "" for index, (_, text) in enumerate(axis.ticks)]
+    # `places` has the place of each setting, and `ticks` the (place, text) of each distinct value.
+    knob_axis = axis_of([setting["knobs"].get(knob) for setting in settings])
+    label_step = math.ceil(len(knob_axis.ticks) / MAX_TICK_LABELS)
+    labels = [
+        text if index % label_step == 0 else "" for index, (_, text) in enumerate(knob_axis.ticks)
+    ]
     axes.set_title(f"Held out, {score.unit}, by {knob}")
-    if axis.is_log:
+    if knob_axis.is_log:
         axes.set_xscale("log")
     # A logarithmic axis would have minor ticks between the sweep's values.
     axes.set_xticks([], minor=True)
-    axes.set_xticks([place for place, _ in axis.ticks], labels)
+    axes.set_xticks([place for place, _ in knob_axis.ticks], labels)
     scored = [setting for setting in settings if setting["mean"] is not None]
     scores = [value for setting in scored for value in setting["values"] if value is not None]
     low, high = limits_of(scores, score)
     axes.set_ylim(low, high)
-    for setting, place in zip(settings, axis.places, strict=True):
+    for setting, place in zip(settings, knob_axis.places, strict=True):
         _draw_setting(axes, setting, place)
         if None in setting["values"]:
             axes.plot([place], [high], "x", color=WARN, markersize=6, clip_on=False)
-    # A line connects the means if each place has one mean. If other knobs vary, too, a place has
-    # several.
-    mean_count = len({repr(setting["knobs"]) for setting in scored})
-    if mean_count == len(set(axis.places)):
+    # A line connects the means if there are as many means as places. There are more if other knobs
+    # vary, too, and fewer if all members of a setting diverged.
+    if len(scored) == len(set(knob_axis.places)):
         points = [
             (place, setting["mean"])
-            for setting, place in zip(settings, axis.places, strict=True)
+            for setting, place in zip(settings, knob_axis.places, strict=True)
             if setting["mean"] is not None
         ]
         points.sort(key=lambda point: point[0])
@@ -164,27 +168,31 @@ def _draw_curves(
     Later settings have darker shades.
     """
     axes.set_title(f"Held out, {score.unit}, all members")
-    shades = list(dict.fromkeys(_varied_knobs_text(knobs, varied) for knobs, _ in curves))
+    # The distinct settings in order. The members of one setting have the same text.
+    setting_texts = list(dict.fromkeys(_varied_knobs_text(knobs, varied) for knobs, _ in curves))
     last_scores = []
     for knobs, rows in curves:
+        # Without a last score on more held-out data, which would look like a step in the curve.
         scored = comparable_rows(rows, score.key)
         if not scored:
             continue
         scores = [row[score.key] for row in scored]
-        shade = (shades.index(_varied_knobs_text(knobs, varied)) + 1) / len(shades)
+        setting_index = setting_texts.index(_varied_knobs_text(knobs, varied))
+        darkness = (setting_index + 1) / len(setting_texts)
         axes.plot(
             [row["tokens"] for row in scored],
             scores,
             color=ACCENT,
-            alpha=0.15 + 0.85 * shade,
+            alpha=0.15 + 0.85 * darkness,
             linewidth=1.2,
         )
         last_scores.append(scores[-1])
+    # The first scores are far worse. An axis with them would show the last ones as one line.
     axes.set_ylim(*limits_of_curves(last_scores, score))
     axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
     axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
-    if len(shades) > 1:
-        words = f"pale: {shades[0]}   dark: {shades[-1]}"
+    if len(setting_texts) > 1:
+        words = f"pale: {setting_texts[0]}   dark: {setting_texts[-1]}"
         axes.text(
             0.99,
             0.98,
@@ -223,9 +231,9 @@ def write_sweep_report(
         DiskFull: the disk has no space for a file.
     """
     score = _score_of(results)
-    drawings = sweep_drawings(settings, curves, score)
-    html_page = sweep_page(folder, results, settings, drawings, origin)
-    write_pages(folder, html_page, draw_sweep(settings, curves, score))
+    page_drawings = sweep_drawings(settings, curves, score)
+    html_page = sweep_page(folder, results, settings, page_drawings, origin)
+    write_pages(folder, html_page, sweep_pictures(settings, curves, score))
 
 
 def write_page_so_far(
@@ -244,13 +252,13 @@ def write_page_so_far(
     Raises:
         DiskFull: the disk has no space for the page.
     """
-    drawings = sweep_drawings(settings, curves, _score_of(results))
-    html_page = sweep_page(folder, results, settings, drawings, origin, state)
+    page_drawings = sweep_drawings(settings, curves, _score_of(results))
+    html_page = sweep_page(folder, results, settings, page_drawings, origin, state)
     write_pages(folder, html_page, pictures=[])
 
 
 def _score_of(results: Mapping[str, Any]) -> SweepScore:
-    """Return what the members are compared by."""
+    """Return what the members are compared by, which `--json` calls "measure"."""
     return SweepScore(**results["measure"])
 
 
@@ -327,7 +335,7 @@ def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _settings_table(settings: Sequence[SettingSummary], unit: str) -> str:
     """Return a table of the settings' means over seeds, and how each compares with the best."""
-    rows: list[list[TableCell]] = []
+    rows: list[list[TableCell]] = []  # a number is a cell (text, number to sort by)
     for setting in settings:
         diverged = setting["values"].count(None)
         rows.append(
@@ -343,7 +351,8 @@ def _settings_table(settings: Sequence[SettingSummary], unit: str) -> str:
     return _table_with_knobs("Settings of the sweep", knobs, heads, rows)
 
 
-# The scores of members that learn from texts: the column's head by the score's key.
+# {key of a score: head of its column} for members that learn from texts. Such a member has several
+# scores, and the table shows all of them, whichever the members are compared by.
 _SCORES_OF_TEXTS = {
     "eval_bits_per_byte": "bits per byte",
     "eval_loss": "held-out loss, nats",

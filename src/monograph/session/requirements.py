@@ -16,7 +16,7 @@ from monograph.graph.precision import Precision
 from monograph.model.adapter import is_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.optim.formats import FORMATS, rounding
+from monograph.optim.formats import FORMATS, format_names
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, counted, gibibytes
 from monograph.schedule import SCHEDULES
@@ -76,7 +76,7 @@ LORA_RANK_GIVEN = Condition("lora.rank", lambda choices: choices.rank is not Non
 NOT_STOCHASTIC_STATE = Condition(
     "optim.state = {state}",
     lambda choices: not FORMATS[choices.state].stochastic,
-    " or ".join(rounding(stochastic=False)),
+    " or ".join(format_names(stochastic=False)),
 )
 NOT_CLIPPED = Condition("optim.grad_clip = none", lambda choices: choices.grad_clip == "none")
 # `skip_spikes` may also be "auto", which excludes nothing.
@@ -139,7 +139,7 @@ OPTIMIZER_EXCLUSIONS = (
     Exclusion(
         NO_MASTER_WEIGHTS,
         NOT_STOCHASTIC_STATE,
-        f"{_IN_BF16}, and their moments: say optim.state = {' or '.join(rounding(stochastic=True))}, "
+        f"{_IN_BF16}, and their moments: say optim.state = {' or '.join(format_names(stochastic=True))}, "
         "not {state}",
     ),
     Exclusion(

@@ -60,6 +60,7 @@ def state_root() -> Path:
     relative path in a variable is ignored, since it would be below the working folder, which may
     belong to another user.
     """
+    # A variable that is not set gives Path(""), which is relative.
     home = Path(os.path.expanduser(os.environ.get("MONOGRAPH_HOME", "")))
     if home.is_absolute():
         return home
@@ -77,12 +78,12 @@ def calibration_file() -> Path:
 def keep_compiled() -> None:
     """Make torch store compiled code in the cache folder, by $TORCHINDUCTOR_CACHE_DIR.
 
-    Torch's default is a temporary folder, which a reboot removes. If the variable is set, or the
-    cache folder cannot be written, nothing is changed.
+    Torch's default is a temporary folder, which a reboot removes. If the variable is set already, or
+    the cache folder cannot be written, torch's folder stays as it is.
 
-    If the folder is new, another process compiles a small graph into it in the meantime. So this
-    process need not wait for what torch prepares before its first graph. If the files in the folder
-    exceed `MOST_COMPILED_BYTES`, the least recently used are removed.
+    If the cache folder is new, another process compiles a small graph into it while this process goes
+    on. So this process need not wait for what torch prepares before its first graph. If the files in
+    the cache folder exceed `MOST_COMPILED_BYTES`, the least recently used are removed.
     """
     folder = compiled_folder()
     with suppress(OSError):
@@ -90,11 +91,14 @@ def keep_compiled() -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             return
-        used_folder = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        if used_folder == str(folder):
-            if is_new:
-                start_python(_COMPILE_SMALL_GRAPH)
-            _remove_least_recent(folder)
+        torch_folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        if torch_folder is None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        elif torch_folder != str(folder):
+            return  # the user chose another folder, which is left alone
+        if is_new:
+            start_python(_COMPILE_SMALL_GRAPH)
+        _remove_least_recent(folder)
 
 
 def compiled_folder() -> Path:
@@ -135,6 +139,9 @@ def _remove_least_recent(folder: Path) -> None:
 def start_python(code: str, *arguments: str) -> subprocess.Popen[bytes]:
     """Start another Python process that prints nothing and ends with this process at the latest.
 
+    A caller may drop the result. Then the module `subprocess` keeps it until the other process has
+    ended, so the pipe to that process stays open.
+
     Args:
         code: what it runs. It can import what this process can, except from the working folder.
         *arguments: its sys.argv[1:].
@@ -148,7 +155,8 @@ def start_python(code: str, *arguments: str) -> subprocess.Popen[bytes]:
 def is_compiled(key: str) -> bool:
     """Return whether the training step of a key was compiled into the cache before.
 
-    Without a cache the answer is True, because then it is no use to compile in advance.
+    A caller that gets False may compile the step in advance, in another process. That is of no use if
+    torch has no lasting folder for compiled code, so the result is then True.
 
     Args:
         key: a text with everything on which the compiled code depends.
@@ -167,7 +175,11 @@ def mark_compiled(key: str) -> None:
 
 
 def _mark_file(key: str) -> Path | None:
-    """Return the path of the empty file that says that a step is compiled; None without a cache."""
+    """Return the path of the empty file that says that a step is compiled.
+
+    It is in torch's folder for compiled code, which `keep_compiled` or the user has chosen. The result
+    is None if neither has.
+    """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return Path(folder, "steps", key_digest(key)) if folder else None
 

@@ -1,4 +1,4 @@
-"""Encode and decode the safetensors layout without a second copy of the tensors in memory.
+"""Write and read the safetensors layout without a second copy of the tensors in memory.
 
 A file has the length of its header (8 bytes, little-endian), a JSON header padded with spaces, and
 the bytes of all tensors without gaps (https://github.com/huggingface/safetensors#format).
@@ -6,7 +6,7 @@ the bytes of all tensors without gaps (https://github.com/huggingface/safetensor
 The `safetensors` library is not used, for two reasons. Its writer refuses strided tensors and
 shared storage, so that all these tensors would have to be copied at once; it also creates files of
 mode 0600 and renames without fsync. Its reader maps the file, so that the bytes may change on the
-disk after they were verified. The tests compare both with the library.
+disk after they were verified. The tests compare this writer and this reader with the library's.
 """
 
 import json
@@ -61,16 +61,16 @@ def encode(
 
     Args:
         tensors: the tensors by name.
-        read: a function that returns the tensor with a name. It is called when the tensor's piece is
-            taken, and `tensors` are then only needed for their shapes and dtypes. None: `tensors`
-            themselves are encoded.
+        read: a function that returns the tensor with a name, for tensors that are too large to be in
+            memory together. It is called when the tensor's piece is taken. `tensors` then only say
+            the shapes and dtypes, and may be meta tensors. None: `tensors` themselves are encoded.
 
     Returns:
         The file's length in bytes, and the pieces of its content in order.
 
     Raises:
         TypeError: the format lacks the dtype of a tensor (complex, quantised).
-        InputRefused: the header would be larger than `decode` accepts.
+        InputRefused: the header would be larger than MAX_HEADER_BYTES.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
@@ -103,8 +103,8 @@ def encode(
     return len(prefix) + end, pieces()
 
 
-def header_bytes(length_field: bytes, file_bytes: int) -> int:
-    """Return the number of bytes before the tensors: the header and the length before it.
+def prefix_bytes(length_field: bytes, file_bytes: int) -> int:
+    """Return how many bytes are before the tensors: those of the header and of its length field.
 
     Args:
         length_field: the first LENGTH_BYTES of the file, which are the header's length.
@@ -139,10 +139,11 @@ class TensorEntry(NamedTuple):
     shape: list[int]
 
 
-def decode(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
-    """Allocate the tensors of a file without filling them, in the order of their bytes.
+def allocate(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
+    """Return a tensor for each tensor of a file, allocated but not filled, in the order of their bytes.
 
-    The arguments and errors are those of `tensor_entries`.
+    The caller then reads the file into their memory (`bytes_of`). The arguments and errors are those
+    of `tensor_entries`.
     """
     return {
         entry.name: torch.empty(entry.shape, dtype=entry.dtype)
@@ -154,12 +155,13 @@ def tensor_entries(prefix: bytes, file_bytes: int) -> list[TensorEntry]:
     """Return the tensors that a header describes, in the order of their bytes.
 
     Args:
-        prefix: the bytes before the tensors, see `header_bytes`.
-        file_bytes: the file's length. Together the tensors are never larger.
+        prefix: the bytes before the tensors, see `prefix_bytes`.
+        file_bytes: the file's length.
 
     Raises:
         LayoutError: the header is damaged, or the tensors do not fill the rest of the file without
-            gaps and overlaps.
+            gaps and overlaps. So a damaged header cannot make a caller allocate more memory than the
+            file has bytes.
     """
     try:
         header = parse_json(prefix[LENGTH_BYTES:].decode())
@@ -196,7 +198,8 @@ def _entry(name: str, value: dict[str, Any]) -> TensorEntry:
     begin, end = value["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(f"tensor {name} has a shape or offset that is not a natural number")
-    # A size of 0 counts as 1, because the strides of an empty tensor could overflow, too.
+    # A size of 0 counts as 1, because the strides of an empty tensor overflow, too, if its shape is,
+    # for example, [0, 2**62, 2**62].
     if math.prod(number or 1 for number in shape) > MAX_ELEMENTS:
         raise ValueError(f"tensor {name} has an impossible shape")
     return TensorEntry(name, begin, end, dtype, shape)
