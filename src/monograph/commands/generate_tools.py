@@ -35,6 +35,7 @@ class AnswerTools(NamedTuple):
         must_call: whether an answer consists of calls and nothing else.
         is_parallel: whether an answer may have several calls.
         frame: how the template writes calls.
+        spelling_V: the spelling of each token.
     """
 
     tokenizer: Tokenizer
@@ -44,6 +45,7 @@ class AnswerTools(NamedTuple):
     must_call: bool
     is_parallel: bool
     frame: CallFrame
+    spelling_V: list[str]
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a chat's messages with the tools, up to where the model's answer begins."""
@@ -63,9 +65,8 @@ class AnswerTools(NamedTuple):
         grammar = self.frame.grammar()
         thoughts = find_thoughts(self.tokenizer)
         if thoughts is not None:
-            spelling_V = spellings(self.tokenizer)
             places = {
-                thoughts.place_after("".join(spelling_V[token_id] for token_id in prompt_ids))
+                thoughts.place_after("".join(self.spelling_V[token_id] for token_id in prompt_ids))
                 for prompt_ids in prompts
             }
             if len(places) > 1:
@@ -86,7 +87,7 @@ class AnswerTools(NamedTuple):
         if ids and ids[-1] in self.end_ids:
             ids.pop()
         types = types_of_tools(self.shown)
-        message = message_of(ids, self.frame, spellings(self.tokenizer), types=types)
+        message = message_of(ids, self.frame, self.spelling_V, types=types)
         calls: list[dict[str, Any]] = message["tool_calls"]
         return calls
 
@@ -137,6 +138,7 @@ def answer_tools(
         must_call=choice != AUTO,
         is_parallel=choice in (AUTO, REQUIRED),
         frame=frame,
+        spelling_V=spellings(tokenizer),
     )
 
 

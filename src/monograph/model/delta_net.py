@@ -31,6 +31,7 @@ from monograph.model.recurrent import (
     document_starts,
     empty_state,
     heads_first,
+    initial_vector,
     without_middle_axis,
 )
 from monograph.model.rope import CosSin
@@ -260,24 +261,10 @@ class GatedDeltaNet(Mixer):
     def initial_values(
         cls, name: str, shape: torch.Size, generator: torch.Generator
     ) -> Tensor | None:
-        """Return the initial values of a parameter that is not a matrix.
-
-        The decay's parameters are initialised as in Mamba 2 (Dao and Gu, arXiv 2405.21060): A is
-        uniform in [1, 16). The steps softplus(dt_bias) are between 0.001 and 0.1, and their
-        logarithms are uniform. So some heads remember a few tokens, and others up to a thousand.
-        """
+        """Return the initial values of a parameter that is not a matrix."""
         if len(shape) == 2:
             return None
-        uniform = torch.rand(shape, generator=generator, device="cpu")
-        if name.endswith("A_log"):
-            return (1 + 15 * uniform).log()
-        if name.endswith("dt_bias"):
-            step = (math.log(0.001) + uniform * math.log(100)).exp()
-            # The inverse of softplus, so that softplus(dt_bias) is the step.
-            return step + (-(-step).expm1()).log()
-        if name.endswith("conv1d.weight"):
-            return (2 * uniform - 1) / math.sqrt(uniform.shape[-1])
-        return torch.ones_like(uniform)  # the factors of the norm
+        return initial_vector(name, shape, generator)
 
     @classmethod
     def recurrence(

@@ -10,7 +10,6 @@ of heads, E width of a key, V width of a head, X any number of channels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -27,6 +26,7 @@ from monograph.model.recurrent import (
     document_starts,
     empty_state,
     heads_first,
+    initial_vector,
 )
 from monograph.model.rope import CosSin
 from monograph.ops import state_space
@@ -208,23 +208,10 @@ class Mamba2(Mixer):
     def initial_values(
         cls, name: str, shape: torch.Size, generator: torch.Generator
     ) -> Tensor | None:
-        """Return the initial values of a parameter that is not a matrix or a bias of one.
-
-        A is uniform in [1, 16). The steps softplus(dt_bias) are between 0.001 and 0.1, and their
-        logarithms are uniform. So some heads remember a few tokens, and others up to a thousand.
-        """
+        """Return the initial values of a parameter that is neither a matrix nor a bias."""
         if len(shape) == 2 or name.endswith(".bias"):
             return None
-        uniform = torch.rand(shape, generator=generator, device="cpu")
-        if name.endswith("A_log"):
-            return (1 + 15 * uniform).log()
-        if name.endswith("dt_bias"):
-            step = (math.log(0.001) + uniform * math.log(100)).exp()
-            # The inverse of softplus, so that softplus(dt_bias) is the step.
-            return step + (-(-step).expm1()).log()
-        if name.endswith("conv1d.weight"):
-            return (2 * uniform - 1) / math.sqrt(uniform.shape[-1])
-        return torch.ones_like(uniform)  # D, and the factors of the norm
+        return initial_vector(name, shape, generator)
 
     @classmethod
     def recurrence(

@@ -10,6 +10,7 @@ positions of the convolution's input, H heads, E key dimension, V value dimensio
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -101,6 +102,25 @@ def empty_state(
         torch.zeros(rows, dtype=torch.int64, device=device),
         torch.full((rows,), torch.iinfo(torch.int64).max, device=device),
     )
+
+
+def initial_vector(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Return the initial values of a parameter of a recurrent layer that is neither a matrix nor a bias.
+
+    A is uniform in [1, 16). The steps softplus(dt_bias) are between 0.001 and 0.1, and their logarithms
+    are uniform. So some heads remember a few tokens, and others up to a thousand. Source: Dao and Gu,
+    "Transformers are SSMs", arXiv 2405.21060.
+    """
+    uniform = torch.rand(shape, generator=generator, device="cpu")
+    if name.endswith("A_log"):
+        return (1 + 15 * uniform).log()
+    if name.endswith("dt_bias"):
+        step = (math.log(0.001) + uniform * math.log(100)).exp()
+        # The inverse of softplus, so that softplus(dt_bias) is the step.
+        return step + (-(-step).expm1()).log()
+    if name.endswith("conv1d.weight"):
+        return (2 * uniform - 1) / math.sqrt(uniform.shape[-1])
+    return torch.ones_like(uniform)  # factors: of a norm, and D of Mamba 2
 
 
 class CausalConv(nn.Module):

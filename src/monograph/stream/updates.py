@@ -54,7 +54,7 @@ DECISION_SIZE = 4
 
 
 class StreamedDecision(NamedTuple):
-    """The decision about an update, on the device.
+    """What a streamed update reads of the decision about it, on the device.
 
     Attributes:
         scale: the gradient's factor.
