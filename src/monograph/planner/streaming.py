@@ -178,44 +178,75 @@ def stream_candidates(
         if timed_count[where] < MAX_TIMED:
             timed_count[where] += 1
             distinct[index] = _time_by_clock(candidate, device, limits, peak_flops)
-    # Candidates that the clock has timed come first; only they have a bottleneck. The other times
-    # cannot be compared with theirs, because the closed form never gives more time than the clock.
-    ranked = sorted(
-        distinct, key=lambda candidate: (candidate.bottleneck is None, candidate.update_s)
-    )
+    ranked = sorted(distinct, key=_rank)
+    best: StreamCandidate | None = None
+    slower: list[StreamCandidate] = []
     too_large: list[StreamCandidate] = []
-    for rank, candidate in enumerate(ranked[:MAX_TRACES]):
-        best = _with_trace(way_of[candidate.work, candidate.placement], candidate, limits)
-        if best:
-            slower = [replace(each, why=_why(each, best)) for each in ranked[rank + 1 :]]
-            return [best, *slower, *too_large]
-        too_large.append(replace(candidate, why="too large by its trace"))
-    raise OutOfDeviceMemory(_refusal(request, device, limits))
+    for rank, candidate in enumerate(ranked):
+        # Tracing only takes resident buffers away, so no candidate gets faster by it, and the rest
+        # cannot be better than the best.
+        if rank == MAX_TRACES or (best and best.update_s <= candidate.update_s):
+            slower += ranked[rank:]
+            break
+        traced = _with_trace(
+            way_of[candidate.work, candidate.placement], candidate, device, limits, peak_flops
+        )
+        if traced is None:
+            too_large.append(replace(candidate, why="too large by its trace"))
+        elif best is None:
+            best = traced
+        elif traced.update_s < best.update_s:
+            slower.append(best)
+            best = traced
+        else:
+            slower.append(traced)
+    if best is None:
+        raise OutOfDeviceMemory(_refusal(request, device, limits))
+    slower = [replace(each, why=_why(each, best)) for each in sorted(slower, key=_rank)]
+    return [best, *slower, *too_large]
+
+
+def _rank(candidate: StreamCandidate) -> tuple[bool, float]:
+    """Return the key by which candidates are sorted, best first.
+
+    Candidates that the clock has timed come first; only they have a bottleneck. The other times cannot
+    be compared with theirs, because the closed form never gives more time than the clock.
+    """
+    return candidate.bottleneck is None, candidate.update_s
 
 
 def _with_trace(
-    way: StreamWay, candidate: StreamCandidate, limits: Limits
+    way: StreamWay,
+    candidate: StreamCandidate,
+    device: Device,
+    limits: Limits,
+    peak_flops: ByPrecision,
 ) -> StreamCandidate | None:
     """Return the candidate with the traced bytes of its passes; None if it does not fit.
 
-    If the passes need more bytes than was estimated, fewer buffers are resident.
+    If the passes need more bytes than was estimated, fewer buffers are resident, and the update takes
+    longer.
     """
-    resident = _resident_of(way, candidate.placement)
-    tiers = way.bytes_by_tier(resident, traced=True)
+    placement = candidate.placement
+    tiers = way.bytes_by_tier(_resident_of(way, placement), traced=True)
     # If device and host share one memory, no buffer is resident, so there cannot be fewer.
     if not limits.shared and "device" in _exceeded_tiers(tiers, limits):
         resident = way.resident_within(limits.device_bytes, traced=True)
+        placement = way.placement(resident)
         tiers = way.bytes_by_tier(resident, traced=True)
     if _exceeded_tiers(tiers, limits):
         return None
-    return replace(
+    traced = replace(
         candidate,
         peak_memory_bytes=sum(tiers["device"].values()),
         by_origin=tiers["device"],
-        placement=way.placement(resident),
+        placement=placement,
         tiers=tiers,
         disk_moved_bytes=_disk_moved_bytes(tiers),
     )
+    if placement == candidate.placement:
+        return traced
+    return _time_by_clock(traced, device, limits, peak_flops)
 
 
 def _resident_of(way: StreamWay, placement: Placement) -> list[BufferNames]:
