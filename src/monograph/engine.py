@@ -40,8 +40,8 @@ class Engine:
     loss gets the shorter micro-batch, which needs one more graph if the step is captured.
 
     If device memory runs out, the micro-batch is halved. If it has one row already, the backward pass
-    recomputes the model's blocks from then on. Then the window is repeated. By laws 2 and 3 (docs/laws.md) this changes no gradient. `announce` is called with
-    a line that describes the change.
+    recomputes the model's blocks from then on. Then the window is repeated. By laws 2 and 3
+    (docs/laws.md) this changes no gradient. `announce` is called with a line that describes the change.
 
     Attributes:
         retries: the size of micro-batches, and what changes when memory runs out.
