@@ -104,7 +104,8 @@ def main() -> None:
         print(f"{index + 1}: {kind}: {error or format(case['error'], '+.2%')}", flush=True)
         harness.write(given.out, found | ({"failed": failed} if failed else {}))
     print(table(found["cases"]))
-    sys.exit(bool(failed))
+    if failed:
+        sys.exit(1)
 
 
 def attempts(works: Sequence[Work | StreamWay]) -> Iterator[dict[str, Any]]:

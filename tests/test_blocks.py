@@ -38,18 +38,21 @@ NOT_RUN = {
     r"pytest .*": "the nightly run is this very command; test_readme.py looks whether the file is there",
     r"python benchmarks/.*": "minutes to hours; tests/benchmarks/test_scripts.py runs each small",
     r"(python tests/pretended_gpu|benchmarks/gpu\.sh).*": "needs torch's CUDA build or a card; make gpu-less runs it",
+    r"python tests/walk\.py.*": "follows the code of a checkout; tests/test_walk.py does",
+    r"python -m pretended_gpu\.reached.*": "reads what tests on a pretended card write; its test_reached.py does",
     r"(srun|export|head=).*": "SLURM on two machines; test_readme.py looks whether the program takes it",
     r"python -m monograph\.lm_eval.*": "its data come from the network; tests/test_lm_eval.py has a task of its own",
     r"monograph profile .*--ladder": "minutes of compiling; tests/commands/test_ladder.py runs it",
     r"monograph export .* --to hf://.*": "the Hub; tests/commands/test_hub.py pushes to a stand-in",
     r"monograph --(install|show)-completion": "writes into the home folder; tests/cli/test_completion.py has another",
     r"curl .*load_lora_adapter .*": "needs a server with keys; tests/serve/test_adapters.py asks one",
+    r"monograph generate .* --tools .*": "needs a template that shows tools; commands/test_generate_tools.py has one",
     r"monograph check --laws": "one to three minutes; tests/commands/test_check_laws.py runs it",
 }
 # Refused here, on purpose, with these words: what they need is not on every machine.
 REFUSED = {
     r"monograph train my_texts/ train\.precision=fp8": "no fp8 arithmetic",
-    r"monograph follow .* --to (wandb|trackio|mlflow).*": "needs its library: pip install",
+    r"monograph follow .* --to (wandb|trackio|mlflow).*": "needs its library",
 }
 # What is changed in a command, so that it is small, and why.
 SMALLER = [
@@ -67,6 +70,12 @@ SMALLER = [
     (r"--nproc-per-node 4", "--nproc-per-node 2", "as many processes as cores"),
     (r"(last|runs/a)@\d+", r"\1@2", "a run of few updates"),
     (r"\bRUN/members", "SWEEP/members", "a sweep's folder"),
+    (r"^monograph chat RUN", "monograph chat FOLDER", "it has a chat template"),
+    (r"(generate .*--prompts prompts)\.jsonl", r"\1.txt", "the records of the pages have answers"),
+    (r"\bRUN --chat\b", "FOLDER --chat", "it has a chat template"),
+    (r"init=RUN rl\.environment", "init=FOLDER rl.environment", "it has a chat template"),
+    (r"\bBASE (?=.*--adapter )", "FOLDER ", "the base of the adapters"),
+    (r"--adapter (\w+)=(FOLDER|RUN)", r"--adapter \1=adapted", "a folder of adapters"),
     (r"--port \d+", "--port 0", "a port that is free"),
     (r"^(monograph serve (?!.*--port).*)", r"\1 --port 0", "a port that is free"),
 ]
@@ -92,7 +101,7 @@ def variables(command: str) -> dict[str, str]:
     found = dict(TINY)
     if not re.search(r"model\.(init|preset)|data\.tokenizer|FOLDER", command):
         found |= NEW
-    if "rl.reward" in command:
+    if "rl.reward" in command or "rl.environment" in command:  # which is a reward, too
         found = {
             name: value for name, value in found.items() if name != "TRAIN_TOKENS_PER_UPDATE"
         } | DRAWN
@@ -130,6 +139,8 @@ def prepared(server: CommandServer, tmp_path_factory: pytest.TempPathFactory) ->
     )
     shutil.copytree(here / "SWEEP", here / "runs" / "my_sweep", symlinks=True)
     going_on(server, here, "my_texts train.parallel=none", "runs/a")
+    shutil.copytree(here / "runs" / "a", here / "runs" / "b", symlinks=True)
+    shutil.copytree(here / "RUN", here / "OTHER", symlinks=True)
     going_on(server, here, "my_texts", "runs/2026-01-01-1200")
     # The newest run is of chats, so that whatever a page says of `last` can be asked of it.
     going_on(server, here, "chats.jsonl model.init=FOLDER", "runs/2026-01-02-1200")
