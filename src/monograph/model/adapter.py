@@ -434,7 +434,7 @@ def pack_adapters(
             f"{experts[0]} has an adapter for each expert, for which PEFT has no form"
         )
     if config is not None:
-        joined_layers = tuple(itertools.chain.from_iterable(config.family.joined_layers.values()))
+        joined_layers = tuple(itertools.chain.from_iterable(config.joined_layers.values()))
         joined_in_files = [name for name in adapted if name.endswith(joined_layers)]
         if joined_in_files:
             raise InputRefused(
