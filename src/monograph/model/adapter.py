@@ -59,9 +59,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 # A file of Monograph next to PEFT's two, with digests of the base. PEFT does not read it.
 BASE_FILE = "monograph_base.json"
 _STRUCTURE, _CONFIG = "structure_sha256", "config_sha256"  # its keys; older folders have the second
-_FOLDER = (
-    "folder"  # where the base is on the machine that wrote the adapter, if PEFT's name is another
-)
+# Where the base is on the machine that wrote the adapter, if the name for PEFT is another one.
+_FOLDER = "folder"
 # The keys of a base's config.json that do not change what its weights compute of tokens. A run, its
 # export, and a file that another program has written may differ in them.
 _NOT_STRUCTURE = (
