@@ -159,7 +159,11 @@ def test_an_adapter_comes_and_goes(served: Served, folders: Path) -> None:
     gone = change(served, "unload", lora_name="new")
     assert (gone.status, gone.body) == (200, {"id": "new", "object": "model", "deleted": True})
     body = {"model": "new", "prompt": "x"}
-    assert served.post("/v1/completions", body, **WITH_KEY).status == 404
+    answer = served.post("/v1/completions", body, **WITH_KEY)
+    assert answer.status == 404
+    assert answer.body["error"]["message"].startswith(
+        "the adapter 'new' was removed: expected given@0"
+    )
     assert change(served, "unload", lora_name="new").status == 404
 
 

@@ -6,7 +6,7 @@ request uses it. An adapter has a numbered *slot* in the version's bank of adapt
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -78,6 +78,8 @@ class Service:
         self._adapter_users: Counter[_AdapterKey] = Counter()
         # The adapters that were removed. Their slots are freed when no request uses them any more.
         self._retired = set[_AdapterKey]()
+        # The names of the last adapters that were removed, for the message to requests that still use one.
+        self._removed_names = deque[str](maxlen=100)
         # The version that takes new requests.
         self._newest: Version | None = None
         self._has_owner = False
@@ -219,8 +221,11 @@ class Service:
         models = self.served_models()
         if name not in models and not self._any_name:
             known = ", ".join(models)
-            hint = "other names: `monograph serve` with --served-name or --any-name"
-            message = f"there is no model {name!r:.80}: expected {known} ({hint})"
+            if name in self._removed_names:
+                message = f"the adapter {name!r:.80} was removed: expected {known}"
+            else:
+                hint = "other names: `monograph serve` with --served-name or --any-name"
+                message = f"there is no model {name!r:.80}: expected {known} ({hint})"
             raise Refused(404, message, "model", "model_not_found")
         model = models.get(name, ServedModel(self.newest))
         version = model.version
@@ -290,6 +295,7 @@ class Service:
             self._retired.add(adapter)
             self._free_if_unused(adapter)
             self.source.adapters.folders.pop(name, None)
+            self._removed_names.append(name)
         self._say(f"adapter {name} removed")
 
     def _free_if_unused(self, adapter: _AdapterKey) -> None:
