@@ -255,6 +255,15 @@ def test_adapter_rows(script, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+def test_constrained_steps(script, monkeypatch, tmp_path):
+    """Each constraint is measured beside steps without one."""
+    steps = script("constrained_steps")
+    cases = smoke(steps, monkeypatch, tmp_path / "found.json")["cases"]
+    assert [case["constraint"] for case in cases] == list(steps.constraints([b"", b"a"]))
+    assert all(case["cpu_ratio"]["median"] > 0 and case["pairs"] == 5 for case in cases)
+    assert steps.table(cases).count("\n") == len(cases) + 1
+
+
 def test_automata(script, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda **options: lambda step: step)
     automata = script("automata")
