@@ -227,8 +227,10 @@ def test_balance(script, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_hybrid_peers(script, uncompiled, monkeypatch, tmp_path):
-    [case] = smoke(script("hybrid_peers"), monkeypatch, tmp_path / "found.json")["cases"]
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+def test_hybrid_peers(script, uncompiled, monkeypatch, tmp_path, family):
+    found = smoke(script("hybrid_peers"), monkeypatch, tmp_path / "found.json", "--family", family)
+    [case] = found["cases"]
     assert case["times_as_fast"].keys() == {"transformers"}
     ours, theirs = (case["first_losses"][way] for way in ("monograph", "transformers"))
     # Its documents are apart, and theirs are not.
