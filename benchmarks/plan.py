@@ -215,7 +215,9 @@ SHAPE = LlamaConfig(
 
 
 def of_kinds() -> list[tuple[str, Work | StreamWay]]:
-    """Return steps of a GPU by kind: each eagerly and block by block."""
+    """Return steps of a GPU by kind: each eagerly and block by block, a large head block by block and
+    as a whole.
+    """
     found: list[tuple[str, Work | StreamWay]] = []
     for scope in ("none", "blocks"):
         usual = Work(
@@ -258,6 +260,18 @@ def of_kinds() -> list[tuple[str, Work | StreamWay]]:
             found.append(("streamed", streaming(work, "next forward", offload=False)))
         for work in (replace(usual, optim=Muon()), replace(wide, optim=AdamW(state="8bit"))):
             found.append(("streamed", streaming(work, "sweep", offload=True)))
+    # Few tokens and blocks, so that the peak is where the head's gradient is added to the update's sum.
+    head = replace(
+        usual,
+        compile="blocks",
+        rows=1,
+        window_rows=2,
+        length=512,
+        config=replace(SHAPE, vocab_size=64_000, hidden_size=512, num_hidden_layers=2),
+    )
+    for tied in (False, True):
+        work = replace(head, config=replace(head.config, tie_word_embeddings=tied))
+        found += [("large head", work), ("large head", replace(work, compile="whole"))]
     return found
 
 

@@ -39,9 +39,9 @@ class Engine:
     values of such a row by tensor name; tensors that it does not name are zeros. Without `fill` the
     loss gets the shorter micro-batch, which needs one more graph if the step is captured.
 
-    If device memory runs out, the micro-batch is halved, or at one row the blocks are recomputed,
-    and the window is repeated. By laws 2 and 3 (docs/laws.md) this changes no gradient. `announce` is called with
-    a line that describes the change.
+    If device memory runs out, the micro-batch is halved. If it has one row already, the backward pass
+    recomputes the model's blocks from then on. Then the window is repeated. By laws 2 and 3
+    (docs/laws.md) this changes no gradient. `announce` is called with a line that describes the change.
 
     Attributes:
         retries: the size of micro-batches, and what changes when memory runs out.
@@ -240,15 +240,14 @@ class Engine:
         # spikes and draw the dropout of an ensemble.
         with step.counters_kept():
             if step.recorder:
-                # On a GPU, a recorder records the kernels of a micro-step, and replays them later. It
-                # waits for WARM_UP calls before it records.
-                # `rehearse` makes the last of these calls.
+                # On a GPU, a recorder records the kernels of a micro-step, and replays them later. The
+                # first WARM_UP calls only run. `rehearse` below makes the last of these.
                 accumulate(step, [batch] * (WARM_UP - 1))
             self.rehearse(batch)
             if step.recorder and step.parameters.replays_update:
-                # `rehearse` has called `apply` once. After this second call the recorder records the next
-                # update.
-                step.apply()
+                # The first WARM_UP updates only run, too. `rehearse` has made one of them.
+                for _ in range(WARM_UP - 1):
+                    step.apply()
         self._score(batch)
 
     def gathered_model(self) -> nn.Module:
@@ -280,11 +279,13 @@ class Engine:
 
         Counters change. Weights and the optimizer's state do not.
         """
-        # A loss of NaN makes the device refuse updates that are made in the backward pass.
+        # A streamed model may be updated in the backward pass, and the device refuses such updates if the
+        # loss is NaN.
         self.step.loss_sum.fill_(math.nan)
         self.accumulate(window)
+        # Without a gradient there are no targets, and the device refuses an update without targets.
         self.step.discard()
-        self.step.apply()  # the device refuses this update, as it has no targets
+        self.step.apply()
         self.step.parameters.wait_for_planes(to_write=False)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -350,7 +351,8 @@ class Engine:
         for live, saved in ((own.model, state.model), (own.optimizer, state.optimizer)):
             # Copied in the saved order, because the tensors may be read from a file one by one.
             for name, tensor in saved.items():
-                write_tensor(live[name].detach(), tensor)  # the tensor may be expanded
+                # Not by `copy_`, because torch refuses to write to an expanded tensor.
+                write_tensor(live[name].detach(), tensor)
         # Split weights in `own` are copies, so the engine has not got their new values yet.
         self.step.parameters.take_weights(own.model)
         self.step.index = index
@@ -375,8 +377,8 @@ class Engine:
             # A micro-batch that lies beyond the window has no rows; `_padded` fills it.
             start = min((i * ranks + rank) * size, rows)
             batch_rows = min(size, rows - start)
-            # Part of the rows of each member has gaps. A graph is compiled for strides, and padded rows
-            # have none.
+            # If members have rows of their own, the narrowed tensor is not contiguous. A padded batch is,
+            # and a graph is compiled for one kind of strides.
             batch = {
                 name: tensor.narrow(dim, start, batch_rows)
                 .to(self.step.device, non_blocking=True)

@@ -164,6 +164,13 @@ def test_a_mark_over_some_programs_is_none_over_others(home: Path) -> None:
     both = ["other.py:score", "own.py:build"]
     assert vouched(*both) and not vouched() and not vouched("other.py:score")
     assert {*require_trusted(Path("config.toml"), both, ["other.py:score"])} == {"other.py:score"}
+    changed = {"own.py:build": "0" * 64}  # by the records, which say nothing of other.py
+    Path("config.toml").write_text(TEXT)
+    with pytest.raises(InputRefused, match=r"^own\.py: not the file that"):
+        require_trusted(Path("config.toml"), both, both, changed)
+    with pytest.raises(InputRefused, match="would run the program .*other"):
+        require_trusted(Path("config.toml"), both, both[:1], changed)
+    Path("config.toml").write_text(with_mark(TEXT, digests(["own.py:build", "other.py:score"])))
     for named, runs in ((both[:1], both[:1]), (both, ["third.py:build"])):
         Path("third.py").write_text("third")
         with pytest.raises(InputRefused, match="--trust-code"):

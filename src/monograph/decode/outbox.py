@@ -21,7 +21,8 @@ class Outbox:
     """Copies the lines of rings to the host.
 
     A ring has two halves, and blocks write to them in turn: the host reads one half while the device
-    writes the other. So a block must be read before the block after the next one begins.
+    writes the other. The block after the next one writes to the same half again, so a block must be read
+    before that.
 
     Attributes:
         half_lines: the number of lines of half a ring.
@@ -72,7 +73,7 @@ class Outbox:
     def read(self, half: int, steps: int) -> list[Tensor]:
         """Wait for a block's lines, and return those of each ring, [steps, ...] on the host.
 
-        They are valid until the block after the next is sent.
+        They are valid until two more blocks have been sent, since each half has one copy on the host.
         """
         if self._events:
             self._events[half].synchronize()
@@ -110,22 +111,23 @@ def read_log_probabilities(
     reports = []
     for line_values, line_ids in zip(values, ids, strict=True):
         # The first half of a line is under the raw logits, the second half under the distribution
-        # that is sampled from. Each half of `values` begins with the sampled token.
-        half = len(line_ids) // 2
+        # that is sampled from. A half of `ids` has the K likeliest tokens. A half of `values` has the
+        # sampled token's value and then theirs, 1 + K in all.
+        k = len(line_ids) // 2
+        raw_values = line_values[: 1 + k]
+        processed_values = line_values[1 + k :]
         likeliest = list[tuple[int, float]]()
         processed_likeliest = list[tuple[int, float]]()
         if likeliest_count:
-            likeliest = _possible_tokens(
-                line_ids[:half], line_values[1 : half + 1], likeliest_count
-            )
+            likeliest = _possible_tokens(line_ids[:k], raw_values[1:], likeliest_count)
             processed_likeliest = _possible_tokens(
-                line_ids[half:], line_values[half + 2 :], likeliest_count
+                line_ids[k:], processed_values[1:], likeliest_count
             )
         reports.append(
             LogProbability(
-                drawn=line_values[0],
+                drawn=raw_values[0],
                 likeliest=likeliest,
-                processed_drawn=line_values[half + 1],
+                processed_drawn=processed_values[0],
                 processed_likeliest=processed_likeliest,
             )
         )

@@ -34,7 +34,7 @@ from monograph.storage.reading import (
 )
 from monograph.storage.writing import DISK_FULL_ERRORS, lock_folder, sync, sync_below
 
-# torch's dtypes by safetensors' names, of all dtypes that weights may have.
+# The dtypes that weights may have, by their names in safetensors.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # Weights are in one file, or in several files, the shards. With shards there is an index, which says
@@ -63,9 +63,8 @@ class StoredTensor(NamedTuple):
             the first piece, and each piece has a path of its own.
         shape: the shape of the tensor, after slicing, transposing or joining.
         dtype: safetensors' name of the dtype.
-        name_in_file: the tensor's name in the file; "": it is the name by which the dictionary has
-            this description.
-        slice: the slice of the file's tensor that this tensor is; None: it is all of it.
+        name_in_file: the tensor's name in the file; "": the same name as in the dictionary.
+        slice: which part of the file's tensor this tensor is; None: all of it.
         transposed: whether the file has the tensor's last two axes in the other order.
         pieces: the tensors of which this one is made, by name; {}: it is not made of others.
         join: a function that takes the pieces, in the order of `pieces`, and returns this tensor.
@@ -161,6 +160,7 @@ def read_tensors(stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> 
                 if name_in_file not in places:
                     raise tensor_layout.LayoutError(f"no tensor {name_in_file}")
                 tensor = _read_tensor(file, places[name_in_file])
+                # The view is copied, so that a slice does not keep the whole tensor in memory.
                 tensors[name] = _as_described(tensor, header).to(dtype, copy=True)
     return tensors
 
@@ -285,8 +285,8 @@ def _reading(path: Path) -> Iterator[None]:
             raise unreadable(path, error) from None
         if isinstance(error, MemoryError):
             raise
-        # safetensors raises a FileNotFoundError without a number for every failure to open a file. The
-        # file exists, because `open_input` has found it.
+        # safetensors raises a FileNotFoundError without a number for every failure to open a file, also
+        # when the file exists. This file does, because `open_input` has found it.
         if isinstance(error, FileNotFoundError):
             raise Unreadable(
                 f"{path}: cannot be read: the system failed to open it; run again when it can"
@@ -391,8 +391,8 @@ def new_folder(target: Path) -> Iterator[Path]:
             raise DiskFull(
                 f"{target}: cannot be written: {reason}; look at the disk; nothing was kept"
             ) from error
-        # This error is from `mkdir` in `_claimed`: the folder is there, locked by another process.
         if number == errno.EEXIST:
+            # `mkdir` in `_claimed` found the folder there, locked by another process.
             reason = f"another process writes it, in {partial}"
         raise InputRefused(f"{target}: cannot be written: {reason}") from error
     try:

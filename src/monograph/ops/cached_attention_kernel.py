@@ -61,6 +61,7 @@ def _attend_chunk(
 ):
     """Compute the attention of the queries of M / G positions and one key-value head.
 
+    `keys` and `values` are [N, B, K, C, E], and M is a multiple of G.
     `row_stride`, `head_stride` and `position_stride` are those of `query`, in elements. WINDOW: a query sees
     only `window` positions. SINKS: heads have sinks.
     """
@@ -85,7 +86,8 @@ def _attend_chunk(
         first_position = tl.min(tl.where(is_query_M, position_M, last_slot), 0)
         first_slot = tl.maximum(first_position - window + 1, 0)
         first_slot = (first_slot // S) * S
-    # The softmax begins with the sink, if there is one: a score with the weight exp(0) = 1 and no value.
+    # If there is a sink, the softmax begins with its score. The score is the largest so far, so its weight is
+    # exp(0) = 1. It has no value to add.
     if SINKS:
         largest_M = tl.load(sinks + head_M).to(tl.float32)
         total_M = tl.full((M,), 1.0, tl.float32)

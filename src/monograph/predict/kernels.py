@@ -13,6 +13,10 @@ gradient, `add_scaled_` adds a scaled tensor (both in `monograph.ops.fused_gradi
 `replace_logits_` replaces logits by their gradient and returns the losses
 (`monograph.ops.logits_gradient`). What an operator returns besides the tensors that it changes is called
 its own result.
+
+In a captured graph nothing changes an argument, but a store at the end may copy a changed value into it.
+The compiler writes such a value in the argument's own memory and leaves out the store, if nothing reads
+the argument's old value after the change (`reinplace_inplaceable_ops` of torch._inductor).
 """
 
 import operator
@@ -57,6 +61,8 @@ _WRITES_AT_INDICES = {
     "_unsafe_masked_index_put_accumulate",
     "scatter_add",
 }
+# Of these, the ones that the compiler can let write into an argument of the graph.
+_WRITES_INTO_ARGUMENTS = {"index_put", "_unsafe_index_put"}
 _REDUCTIONS = {
     "amax",
     "amin",
@@ -128,6 +134,7 @@ def _written_kernels(
     returned: frozenset[BufferName] = frozenset()
     argument_count = 0
     on_cpu = device_type == "cpu"
+    in_arguments = _in_arguments(graph)
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             sources[node] = _Sources.of_buffer(argument_count)
@@ -163,13 +170,54 @@ def _written_kernels(
             sources[node] = _Sources(buffers, loads, _expensive_sizes(node, sources, on_cpu))
             # A store writes into an argument. If its value was not written yet, the store's own
             # loop computes it.
-            if _is_store(node) and node.all_input_nodes[1].name not in buffers:
+            is_computed = _is_store(node) and node.all_input_nodes[1].name not in buffers
+            if is_computed and _selected_from(node.all_input_nodes[1]) not in in_arguments:
                 [output] = _tensors(node)
                 store = PlannedKernel(
                     node.name, output, output.numel(), size_bytes=0, reads=buffers, fusable=True
                 )
                 kernels.append(store)
+    names_in_arguments = {node.name for node in in_arguments}
+    for kernel in kernels:
+        if kernel.name in names_in_arguments:
+            kernel.size_bytes = 0
     return kernels, set(returned)
+
+
+def _in_arguments(graph: GraphModule) -> set[Node]:
+    """Return the nodes whose results the compiler writes in the memory of an argument of the graph.
+
+    Such a node changes an argument into which the graph stores later, or the result of another such node.
+    """
+    found = set[Node]()
+    for node in graph.graph.nodes:
+        changed = _changed_in_place(node)
+        if _operator_name(node) in _WRITES_INTO_ARGUMENTS:
+            changed = [node.args[0]]
+        if len(changed) != 1:
+            continue
+        old_value = _selected_from(changed[0])
+        if old_value in found or _may_change_argument(node, old_value):
+            found.add(node)
+    return found
+
+
+def _may_change_argument(node: Node, argument: Node) -> bool:
+    """Return whether a node that changes a value may change it in place although it is an argument of
+    the graph: a later node stores into the argument, and no later node reads it.
+
+    Args:
+        node: the node.
+        argument: the value that it changes; the result is False if it is no argument.
+    """
+    later = [user for user in argument.users if user > node]
+    are_stores = [_is_store(user) and user.args[0] is argument for user in later]
+    return argument.op == "placeholder" and bool(later) and all(are_stores)
+
+
+def _selected_from(node: Node) -> Node:
+    """Return the call from whose results a node selects one; any other node itself."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _add_product_kernels(

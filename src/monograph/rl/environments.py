@@ -15,12 +15,12 @@ environment is done. An environment is a class:
 Each episode has an object of its own. An answer is a text. If there are tools, it is a message, in which
 the calls have been read: {"role": "assistant", "content": "...", "tool_calls": [{"name": "add",
 "arguments": {"a": 1}}]}. Arguments that are no JSON are a text. An observation is a text, a message, or
-a list of messages of users or tools; None is an empty text, which in a chat only the last observation
-may be. A reward is a number, or a dict of numbers by name.
+a list of messages of users or tools. None is an empty text; in a chat, only the last observation may be
+None. A reward is a number, or a dict of numbers by name.
 
 A user's file runs in a few separate processes, each of which has many episodes. A process first runs
-the file as the user's own program, and then gives up its rights, as the process of a model's program
-does (`monograph.rl.processes`), since the answers that it reads are the model's. It may use 4 GiB of
+the file with the user's rights. Then it gives them up, as a process does that runs a program written by
+a model (`monograph.rl.processes`), since a model writes the answers that it reads. It may use 4 GiB of
 memory and any processor time, but no call may take more than ANSWER_TIMEOUT_S.
 """
 
@@ -182,7 +182,8 @@ class FileEnvironments:
         count = processes or min(os.cpu_count() or 1, MAX_PROCESSES)
         self._processes = [_EnvironmentProcess(code, sha256) for _ in range(count)]
         self._code = code
-        # A process ends with the thread that started it, so each has a thread that lives as long.
+        # Linux ends such a process when the thread that started it ends. So each process has a thread of
+        # its own, which lives as long as these environments do.
         self._threads: list[ThreadPoolExecutor] = []
         self._tools: Any = None
 
@@ -265,7 +266,8 @@ class _EnvironmentProcess(CodeProcess):
         folders = sorted(folder for folder in visible if folder and is_folder(folder))
         # It cannot start threads later, and a library that tries to may fail.
         single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        # The order of a set of texts is part of an episode, too.
+        # A set of texts has an order that depends on the hash seed. An episode may depend on that order, so
+        # the seed is always the same.
         same_order = {"PYTHONHASHSEED": "0"}
         # It may write no files, and standard error may be one. So its output goes through a pipe.
         process = self._popen(

@@ -86,8 +86,9 @@ def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
     """Build the module that a run starts from, and return it with its loss.
 
     Weights that come from a folder or a file are not read yet (`monograph.graph.mmap_weights`). Some are
-    read later straight into the flat buffers of the optimizer, and the rest by `materialize_`. They become
-    fp32, unless they are frozen by then and stored in fewer bits.
+    read later straight into the flat buffers of the optimizer, and the rest by `materialize_`. A weight
+    becomes fp32 when it is read. Only a weight that was frozen before it is read may be stored in fewer
+    bits.
 
     Raises:
         InputRefused: the folder or file cannot be used, or the sizes do not fit together.
@@ -107,7 +108,7 @@ def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
 
 
 def _no_warning(line: str) -> None:
-    """Ignore a warning: of a base, only errors are reported."""
+    """Ignore a warning. When a base is loaded, only errors are reported."""
 
 
 def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer | None]:
@@ -229,8 +230,8 @@ def _load_run_unmerged(
     Args:
         run: the run.
         checkpoint: the checkpoint from which to load.
-        dtype: the dtype in which the base of adapters is loaded; None for the dtype in which they
-            can be merged. Without adapters the model is in fp32.
+        dtype: the dtype in which the base of adapters is loaded; None for the dtype in which the
+            adapters can be merged into it. Without adapters the model is in fp32.
 
     Returns:
         The model, and the shape of its base before rows for new tokens were added. Without adapters
@@ -246,9 +247,9 @@ def _load_run_unmerged(
             "`monograph evaluate` scores it, and Python loads it"
         )
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
-    # Without adapters the checkpoint has all weights, even if a user's Python file has built the Llama.
-    # The file is not run here. So if its Llama has adapters, the base is missing: the checkpoint has only
-    # the adapters, and `_restore_llama` refuses it.
+    # Without adapters the checkpoint has all weights. With adapters it has only these, and the base is
+    # loaded by its name. If a Python file built the base, there is no name, and the file is not run here.
+    # Then `_restore_llama` refuses the run, as it finds no weights of the base.
     if recipe.lora is None or recipe.code:
         model = _restore_llama(run, checkpoint)
         model.sampling = checkpoint.state.get("sampling") or {}
@@ -360,7 +361,8 @@ def load_trained(
         precision: the precision in which a model with adapters will compute. If it has 16 bits, the
             base is stored in 16 bits.
         code_values: every value of the run's settings that may name code, such as
-            FILE.py:FUNCTION. The mark in config.toml covers all of them (`monograph.run.trust`).
+            FILE.py:FUNCTION. They are needed to check whether the run is this user's
+            (`monograph.run.trust`).
         other: the model of another run, already loaded in the same precision. If both are adapters on
             one base, the base is not loaded again, and both models have the same frozen tensors.
 
@@ -376,7 +378,9 @@ def load_trained(
     # The base of adapters may be built by a Python file, too.
     is_built_again = bool(recipe.code or recipe.lora)
     if is_built_again:
-        vouched = require_trusted(run.config, code_values, [recipe.init], recipe.sha256)
+        vouched = require_trusted(
+            run.config, code_values, [recipe.init], {recipe.init: recipe.sha256}
+        )
         recipe = recipe._replace(vouched=vouched)
         require_same_file(recipe, run)
     if other is not None and have_one_base(recipe, other.recipe):
@@ -445,7 +449,8 @@ def load_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
                 f"{run.tokenizer}: expected content of sha256 {recorded_digest}, found {tokenizer.digest}"
             )
     except InputRefused as error:
-        # Without the advice after "; ", which another one replaces.
+        # The advice of this error, after "; ", is for a file from elsewhere. It is replaced by advice for a
+        # file of a run.
         fault = str(error).rpartition("; ")[0] or str(error)
         remedy = (
             f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
@@ -453,8 +458,8 @@ def load_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
         raise InputRefused(f"{fault}; put it back: {remedy}") from None
     if other_digests is None:  # no checkpoint, or one from before these files were recorded
         return tokenizer
-    # Files that are not recorded are not compared: the user may have given a chat template to a run
-    # without one. Only a new tokenizer_config.json is refused.
+    # The user may add other files to the folder, for example a chat template. But a tokenizer_config.json
+    # that was added changes the tokenizer, so it is compared even if none is recorded.
     for name in sorted({*other_digests, tokenizer_config.CONFIG}):
         expected = other_digests.get(name, "nothing")
         actual = tokenizer.config.digests.get(name, "nothing")

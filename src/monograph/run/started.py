@@ -83,13 +83,16 @@ def _program() -> str:
 
 def _commit() -> str:
     """Return the commit of the git repository of the working folder; "" if there is none."""
-    # Read from git's files. The program git would run programs that a repository's settings name.
+    # This reads git's files and does not call git. The settings of a repository may name programs, which
+    # git would run.
     folder = Path.cwd()
     repository = next((path for path in (folder, *folder.parents) if exists(path / ".git")), None)
     if repository is None:
         return ""
     git = repository / ".git"
-    if is_file(git):  # in a second working tree, a file with the path of the tree's own git folder
+    if is_file(
+        git
+    ):  # In a second working tree, .git is a file with the path of the tree's own git folder.
         git = repository / _text(git).removeprefix("gitdir: ")
     head = _text(git / "HEAD")
     if not head.startswith("ref: "):

@@ -1,16 +1,16 @@
 """Decide whether the Python file that a run names may run.
 
-It may run if this user wrote the run on this machine, or allows it now with --trust-code. The first
-is shown by a mark, with which a run's config.toml ends. The mark is an HMAC of the text of
-config.toml and of the code that it names, under a secret that only this user can read:
+It may run if this user wrote the run on this machine, or allows it now with --trust-code. A mark at the
+end of a run's config.toml shows who wrote the run. The mark is an HMAC of the text of config.toml and of
+the code that it names, under a secret that only this user can read:
 
     mark = HMAC-SHA256(secret, text, [(value, path of its file, SHA-256 of the file), ...])
 
 Here a value is what config.toml has for a key that names code, such as FILE.py:FUNCTION
-(`monograph.storage.code`). A mark is only made for files that the user named, or whose run has a valid
-mark. A mark is invalid if it was copied to another run, or if the Python file was replaced or moved
-without the run. If no secret can be stored, this process makes a temporary one. Training then works, but
-a later command asks the user.
+(`monograph.storage.code`). A file gets into a mark only if the user named it, or if it is in the valid
+mark of a run that is continued. A mark becomes invalid if it is copied to a config.toml with another text,
+or if the Python file is changed, replaced or moved. The run's own folder may be moved. If no secret can be
+stored, this process makes a temporary one. Training then works, but a later command asks the user.
 """
 
 import errno
@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from monograph.errors import InputRefused, Unreadable
 from monograph.storage.cache_dir import state_root
@@ -76,7 +77,7 @@ def require_trusted(
     config: Path,
     code_values: Collection[str],
     values_to_run: Collection[str | None],
-    sha256: object = None,
+    recorded_digests: Mapping[str | None, object] = MappingProxyType({}),
 ) -> Mapping[str, str]:
     """Require that the code of a run may run: it is this user's, or --trust-code was given.
 
@@ -84,7 +85,8 @@ def require_trusted(
         config: the run's config.toml.
         code_values: every value of its settings that may name code; the mark covers these.
         values_to_run: the values whose code would run now; those that name no code are ignored.
-        sha256: the digest of the Python file that the run records; None if it records none.
+        recorded_digests: {value that names code: digest of its Python file}, as a checkpoint of the run
+            records them; a digest is None if it was not recorded.
 
     Returns:
         {value that names code: digest of its Python file}. Only bytes with this digest may run.
@@ -103,12 +105,13 @@ def require_trusted(
         # The files were read twice, and may have changed between the two reads.
         if all(covered.get(value) == digest for value, digest in digests_to_run.items()):
             return digests_to_run
+    for code in codes:
+        if recorded_digests.get(code.value) not in (None, digests_to_run[code.value]):
+            raise InputRefused(
+                f"{code.path}: not the file that {config.parent} was trained with: put it back, or read it, and then "
+                f"add {OPTION}"
+            )
     first = min(codes, key=lambda code: code.value)
-    if sha256 not in (None, digests_to_run[first.value]):
-        raise InputRefused(
-            f"{first.path}: not the file that {config.parent} was trained with: put it back, or read it, and then "
-            f"add {OPTION}"
-        )
     raise InputRefused(
         f"{config.parent} would run the program {without_links(first.path)}, and nothing on this machine says that you "
         f"trained this run with that file as it is: read it first, then add {OPTION}"
@@ -146,15 +149,27 @@ def _user_secret(folder: Path, create: bool) -> bytes:
         # The name has the user's id, since several users may share the folder.
         return _stored_secret(folder / f"secret-{os.geteuid()}", create)
     except Unreadable as error:
-        # Any other error is raised: there may be a secret, and without it valid marks would look invalid.
-        if error.errno not in (errno.EACCES, errno.EPERM):
-            raise
-        return _process_secret()
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return _process_secret()
+        # A failing disk, for example, may hide a secret that is there. Without it valid marks would look
+        # invalid.
+        raise
 
 
 def _stored_secret(path: Path, create: bool) -> bytes:
-    """Return the secret in a file that only this user can read; otherwise the process's secret."""
+    """Return the secret in a file that only this user can read; the process's secret if there is no such
+    file and none can be made.
+
+    Args:
+        path: the file.
+        create: whether to make the file if there is none.
+
+    Raises:
+        Unreadable: the system failed to read the file.
+    """
     folder = path.parent
+    # Here an OSError says that there is no file, that it is a link, or that it cannot be made. When the
+    # system fails to read, `readable` raises Unreadable, which is no OSError.
     with suppress(OSError):
         if create and not exists(path):
             folder.mkdir(parents=True, exist_ok=True)

@@ -66,9 +66,8 @@ def serving_chains(logprobs: int) -> list[Chain]:
     def chain_for(options: dict[str, Any], logprobs: int | None) -> Chain:
         top_ks = [0]  # top_k is off
         if "top_p" in options:
-            # A chain with filters has the stage top_k, too. It must serve requests with top_k and requests
-            # without, so it is made from one of each: a chain that is made from requests with top_k alone
-            # reads only the few likeliest tokens.
+            # If all requests have top_k, their chain reads only the few likeliest tokens. This chain must also
+            # serve requests without top_k, so it is made from one request with it and one without.
             top_ks.append(5)  # any small number
         samplings = [Sampling(**{**options, "top_k": k}, logprobs=logprobs) for k in top_ks]
         # The protocol reports probabilities under the raw logits only.
@@ -376,8 +375,9 @@ class Owner:
         self._calls.put(call)
 
     def _record_crash(self, error: Exception) -> None:
-        # The owner's thread lets the event loop call this. If it set `_end_error` itself, code in the loop
-        # could get an `OwnerEnded` before `on_crash` has recorded the reason.
+        # After a crash, the owner's thread lets the event loop call this, and does not set `_end_error`
+        # itself. Otherwise code in the loop could get an `OwnerEnded` before `on_crash` has recorded the
+        # reason.
         self._end_error = error
         self._on_crash(error)
 

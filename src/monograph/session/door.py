@@ -1,9 +1,9 @@
 """Turn a run's settings into a `Job`. This is the only place that does so, and code that gets the
 job never sees the settings.
 
-What the settings name is looked up here: `last`, a run in place of a model or a tokenizer, an
-adapter's base, copies of files that are gone. Each "auto" that needs neither the text nor the
-model's shape nor the device is decided here, too.
+What the settings name is looked up here. For instance, a setting may name the `last` run, or a run where
+a model or a tokenizer is expected. Each "auto" that needs neither the text nor the model's shape nor the
+device is decided here, too.
 """
 
 from pathlib import Path
@@ -241,11 +241,12 @@ def _look_up(
         family=model.family or DEFAULT_FAMILY,
         vouched=settings.vouched,
     )
-    # A folder without weights cannot be checked, and need not be for its shape alone.
-    if not needs_shape_only or has_weights(Path(str(model.init))):
+    # If only the shape is needed, the folder may lack weights. Then it cannot be checked.
+    if has_weights(Path(str(model.init))) or not needs_shape_only:
         recipe = checked_recipe(recipe, source)
     if transfer:
-        # The size of the vocabulary is not known yet, and does not matter for the widths.
+        # The size of the vocabulary is not known yet, and does not matter for the widths. Without a shape,
+        # which `model.init` has not yet, `of` raises the error that transfer is for new models.
         shape = None if model.init else recipe.shape(vocab_size=1)
         decided["optim.transfer_base"] = transfer.of(shape).base.hidden_size
     tokenizer = resolve_tokenizer(data.tokenizer)
@@ -258,6 +259,7 @@ def _look_up(
         decided["data.tokenizer"] = tokenizer
     if tokenizer == "bpe" and data.vocab_size is None:
         decided["data.vocab_size"] = defaults.DEFAULT.vocabulary
+    # An objective with its own update size has decided it in `objective_values`.
     if tokens_per_update == "auto" and not objective.has_own_update_size:
         default_tokens = max(defaults.DEFAULT.tokens_per_update, length)
         decided["train.tokens_per_update"] = defaults.in_whole_rows(default_tokens, length)
@@ -266,6 +268,7 @@ def _look_up(
         return _LookedUp(settings, objective, recipe, None, optimizer_name)
     # Until here errors name the model as the user did; from here on it has the recorded name.
     source = source.renamed(str(settings.model.init))
+    # For an adapter, `init` of the recipe is the adapter's base, and the model's name is the adapter.
     recipe = recipe._replace(init=source.base, adapter=source.name if source.adapter else None)
     return _LookedUp(settings, objective, recipe, source, optimizer_name)
 
@@ -321,8 +324,8 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
 def fields_for_new_model(
     recipe: ModelRecipe, optimizer_name: str, epochs: int = 1
 ) -> dict[str, Any]:
-    """Return the optimizer's fields whose defaults for a new model are not those of its class; {}
-    if the model is not new.
+    """Return the values that an optimizer's fields have by default for a new model, where they differ
+    from the defaults of the optimizer's class; {} if the model is not new.
 
     Args:
         recipe: the model's recipe.

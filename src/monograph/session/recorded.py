@@ -89,8 +89,10 @@ def run_settings(
     all_programs = [*settings.programs, *sweep_programs]
     values = settings.values()
     programs_to_run = [*(values[key] for key in code_keys), *sweep_programs]
-    recorded_sha256 = state.get("recipe", {}).get("sha256")
-    vouched = require_trusted(run.config, all_programs, programs_to_run, recorded_sha256)
+    recipe = state.get("recipe", {})
+    vouched = require_trusted(
+        run.config, all_programs, programs_to_run, {recipe.get("init"): recipe.get("sha256")}
+    )
     return settings.vouching(vouched)
 
 
