@@ -15,6 +15,7 @@ from monograph.errors import MonographError, OutOfDeviceMemory, UsageError
 from monograph.run.adapters import require_name
 from monograph.serve.compiling import ConstraintCompiler
 from monograph.serve.gate import Gate
+from monograph.serve.host_constraints import HostConstraints
 from monograph.serve.metrics import Histogram, RequestCounts
 from monograph.serve.owner import Owner, OwnerEnded
 from monograph.serve.refused import Refused
@@ -87,6 +88,8 @@ class Service:
         self._version_users: Counter[Version] = Counter()
         # The compilers of constraints, each by the digest of its tokenizer and the ids that end a text.
         self._compilers: dict[tuple[str, tuple[int, ...]], ConstraintCompiler] = {}
+        # What the host follows instead, by the same keys.
+        self._host_constraints: dict[tuple[str, tuple[int, ...]], HostConstraints] = {}
 
     async def begin(self, on_crash: Callable[[], None]) -> Version:
         """Load the first version, and start the owner's thread and the gate.
@@ -315,6 +318,15 @@ class Service:
         if key not in self._compilers:
             self._compilers[key] = ConstraintCompiler(version.tokenizer.pieces, stop_ids)
         return self._compilers[key]
+
+    def host_constraints_for(self, version: Version, stop_ids: Sequence[int]) -> HostConstraints:
+        """Return the constraints that the host follows, for a version's tokenizer."""
+        key = version.tokenizer.digest, tuple(stop_ids)
+        if key not in self._host_constraints:
+            pieces = version.tokenizer.pieces
+            compiler = self.compiler_for(version, stop_ids)
+            self._host_constraints[key] = HostConstraints(compiler, pieces, stop_ids, self._say)
+        return self._host_constraints[key]
 
     def metrics_text(self) -> str:
         """Return all counts in Prometheus' text format.
