@@ -51,6 +51,7 @@ FRAME = {
     "closing": ["}\n</tool_call>"],
     "follows_text": True,
     "separators": [", ", ": "],
+    "fields": None,
 }
 
 

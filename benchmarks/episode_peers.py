@@ -31,7 +31,7 @@ from typing import Any
 
 import harness
 import torch
-from episodes import COMMON, FOLDER, TASKS, supervised
+from episodes import COMMON, FOLDER, TASKS, prepared, supervise
 from reward_peers import BETAS, CLIP, OURS, WARM_UP, PeerFailed, compare, figures
 
 from monograph.device import clock
@@ -57,7 +57,8 @@ RESPONSE = {
 
 def base(home: Path, updates: int) -> Path:
     """Write the records and the supervised model; return their folder."""
-    folder = supervised(home, "calculator", 0, updates)
+    folder = prepared(home, "calculator", 0)
+    supervise(home, folder, "calculator", 0, updates)
     prepare(folder)
     return folder
 

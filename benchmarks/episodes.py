@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,7 +143,9 @@ def _numbered(draws: random.Random) -> dict[str, Any]:
 TASKS = {
     "guess": Task(Guess, _numbered, _guesses, 4, 4, 63, 600, 1e-3, 180),
     "calculator": Task(Calculator, _three_numbers, _calculates, 4, 24, 119, 600, 1e-3, 45),
-    "shell": Task(Shell, _numbered, _types, 5, 24, 191, 600, 1e-3, 45),
+    # The model repeats the word that it has found only after 400 to 600 supervised updates. Before, rewards
+    # have nothing to begin with.
+    "shell": Task(Shell, _numbered, _types, 5, 24, 191, 600, 1e-3, 60),
 }
 
 
@@ -196,8 +199,8 @@ COMMON = [
 ]
 
 
-def supervised(home: Path, name: str, seed: int, updates: int) -> Path:
-    """Train a new model on the poor player's chats; return the folder of its run."""
+def prepared(home: Path, name: str, seed: int) -> Path:
+    """Write a new model, the poor player's chats and the records to a folder, and return it."""
     task, folder = TASKS[name], home / f"{name}-{seed}"
     folder.mkdir()
     draws = random.Random(seed)
@@ -206,12 +209,17 @@ def supervised(home: Path, name: str, seed: int, updates: int) -> Path:
     records = [task.record(draws) for _ in range(600)]
     (folder / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
     base(folder / "new", chats)
+    return folder
+
+
+def supervise(home: Path, folder: Path, name: str, seed: int, updates: int) -> None:
+    """Train the new model on the poor player's chats."""
+    task = TASKS[name]
     harness.command(
         home, "train", str(folder / "chats.jsonl"), *COMMON, f"model.init={folder / 'new'}",
         f"data.sequence_length={task.length}", "optim.lr=2e-3", "train.tokens_per_update=4096",
         f"train.updates={updates}", f"train.seed={seed}", "--out", str(folder / "base"),
     )  # fmt: skip
-    return folder
 
 
 def measured(home: Path, folder: Path, name: str, seed: int, updates: int) -> dict[str, Any]:
@@ -245,19 +253,33 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="runs at a time, each on one core; default: 2"
+    )
     parser.add_argument("--updates", type=int, help="with rewards; default: the task's own number")
     options = parser.parse_args()
     if options.smoke:
         options.tasks, options.updates, options.seeds = "guess", 2, 1
-    settings = {key: getattr(options, key) for key in ("tasks", "seeds", "updates")}
+    settings = {key: getattr(options, key) for key in ("tasks", "seeds", "at_once", "updates")}
+    torch.set_num_threads(1)  # also in the runs
     found = harness.result("episodes", settings)
     harness.print_machine(found)
     with tempfile.TemporaryDirectory() as home:
-        for name, seed in itertools.product(options.tasks.split(","), range(options.seeds)):
-            supervised_updates = 2 if options.smoke else TASKS[name].updates
-            folder = supervised(Path(home), name, seed, supervised_updates)
-            updates = options.updates or TASKS[name].played_updates
-            found["cases"].append(measured(Path(home), folder, name, seed, updates))
+        runs = list(itertools.product(options.tasks.split(","), range(options.seeds)))
+        # One after another, since Python's chance and torch's are those of the process.
+        folders = [prepared(Path(home), name, seed) for name, seed in runs]
+
+        def figures(name: str, seed: int, folder: Path) -> dict[str, Any]:
+            updates = 2 if options.smoke else TASKS[name].updates
+            supervise(Path(home), folder, name, seed, updates)
+            played_updates = options.updates or TASKS[name].played_updates
+            return measured(Path(home), folder, name, seed, played_updates)
+
+        with ThreadPoolExecutor(options.at_once) as pool:
+            names, seeds = zip(*runs, strict=True)
+            for case in pool.map(figures, names, seeds, folders):
+                found["cases"].append(case)
+                harness.write(options.out, found)
     harness.print_table(
         ["task", "seed", "before", "after", "unseen", "turns before", "after", "updates", "seconds", "apart"],
         [

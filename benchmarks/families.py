@@ -51,6 +51,12 @@ NUMBERS = {
     "embedding_multiplier": [1.0, 12.0], "residual_multiplier": [1.0, 0.22], "attention_multiplier": [None, 0.0625],
     "logits_scaling": [1.0, 3.0, 8.0],
 }  # fmt: skip
+# Names of a Granite 4's experts in files, and in transformers.
+RENAMED = {
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.router.layer.": "block_sparse_moe.router.",
+}
 WIDER = {torch.float32: torch.float64}
 ERRORS = ("logits_fp32", "gradients_fp32", "logits_fp64", "gradients_fp64")
 
@@ -160,10 +166,13 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
             "position_embedding_type": draw.choice(["rope", "nope"]),
         }
     experts, longs = draw.randint(1, 9), LONGROPE in FAMILIES[family].rope_types
+    if FAMILIES[family].may_lack_experts and draw.random() < 0.3:
+        experts = 0
     whole = longs or FAMILIES[family].head_dim_is_derived
     part = (width - 2) / width if longs else part
     of_experts = {
-        "num_experts": experts, "num_experts_per_tok": draw.randint(1, experts), "norm_topk_prob": draw.random() < 0.5,
+        "num_experts": experts, "num_experts_per_tok": draw.randint(1, max(experts, 1)),
+        "norm_topk_prob": draw.random() < 0.5,
         "moe_intermediate_size": draw.randint(3, 40), "shared_expert_intermediate_size": draw.randint(3, 40),
         "mlp_only_layers": draw.choice([(), (0,), (1, 2)]),
         "clip_qkv": draw.choice([None, 0.5, 2.0]),
@@ -244,10 +253,10 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
     unread = (
         UnreadTensor(name, gradient.to("meta"), gradient.clone) for name, gradient in found.items()
     )
-    in_memory = FusedExpertsRule(model.config.family.fused_experts == "columns").to_files(
+    in_memory = FusedExpertsRule(model.config).to_files(
         JoinedLayersRule(model.config).to_files(unread)
     )
-    mine = {tensor.name: tensor.read() for tensor in in_memory}
+    mine = {name_in_memory(tensor.name): tensor.read() for tensor in in_memory}
     gradients, expected = (
         mine.values(),
         gradients_of(their_logits, [their_named[name] for name in mine]),
@@ -257,6 +266,13 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
     least = 1e-2 * float(torch.stack([gradient.norm() for gradient in expected]).norm())
     worst = max(distance(one, other, least) for one, other in zip(gradients, expected, strict=True))
     return distance(logits, their_logits), worst
+
+
+def name_in_memory(name: str) -> str:
+    """Return the name in transformers of a tensor that its files call otherwise."""
+    for in_files, in_memory in RENAMED.items():
+        name = name.replace(in_files, in_memory)
+    return name
 
 
 def models(config: mono.LlamaConfig, seed: int) -> Iterator[mono.Llama]:

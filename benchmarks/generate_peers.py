@@ -69,6 +69,10 @@ HYBRID = shape(
     8, 384, 32_000, model_type="qwen3_5_text", layer_types=(("linear_attention",) * 3 + ("full_attention",)) * 2,
     partial_rotary_factor=0.25, rms_norm_eps=1e-6,  # the only one that llama.cpp computes
 )  # fmt: skip
+MAMBA = shape(
+    8, 384, 32_000, model_type="granitemoehybrid", layer_types=(("mamba",) * 3 + ("full_attention",)) * 2,
+    mamba_d_state=128, position_embedding_type="nope",
+)  # fmt: skip
 ONE_B, EIGHT_B = (
     LlamaConfig.preset(name, max_position_embeddings=1024, tie_word_embeddings=False)
     for name in ("1b", "8b")
@@ -78,6 +82,7 @@ ON_CPU = {
     "small, 1 row": Case(SMALL, 1, goals={STATIC: 1.15}),
     "small, 8 rows": Case(SMALL, 8, goals={STATIC: 1.0}),
     "hybrid, 8 rows": Case(HYBRID, 8, goals=dict.fromkeys((STATIC, "transformers, dynamic"), 1.5)),
+    "mamba, 8 rows": Case(MAMBA, 8, goals=dict.fromkeys((STATIC, "transformers, dynamic"), 1.5)),
 }
 ON_GPU = {
     "1b, 1 row": Case(ONE_B, 1, 256, "bfloat16", {STATIC: 4.0}),

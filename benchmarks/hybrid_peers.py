@@ -1,7 +1,8 @@
-"""Compare captured updates of a hybrid of gated delta nets and attention with those of
+"""Compare captured updates of a hybrid of recurrent layers and attention with those of
 transformers.
 
-The same Qwen 3.5 with the same weights, AdamW, clipping and rows; all take turns in one process.
+The same Qwen 3.5, whose recurrent layers are gated delta nets, or Granite 4, where they are of Mamba
+2, with the same weights, AdamW, clipping and rows; all take turns in one process.
 Rows are packed: Monograph keeps their documents apart, transformers, eager and compiled, takes each
 row for one document (it has no other way without a GPU's kernels, and so its states leak from
 document to document). On rows of one document each the first losses must agree. A ratio above 1
@@ -29,14 +30,22 @@ from monograph.model.llama import Llama
 
 VOCABULARY, GOAL, DOCUMENTS = 2048, 1.5, 8
 OURS = "monograph"
+QWEN, GRANITE = FAMILIES = ("qwen3_5_text", "granitemoehybrid")
 PEERS = {"transformers": False, "transformers, compiled": True}
 
 
-def config(length: int, smoke: bool) -> LlamaConfig:
-    """Return three delta nets and an attention."""
+def config(family: str, length: int, smoke: bool) -> LlamaConfig:
+    """Return three recurrent layers and an attention."""
     width, head = (64, 16) if smoke else (256, 64)
+    if family == GRANITE:
+        return LlamaConfig(
+            model_type=GRANITE, vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width,
+            num_hidden_layers=4, num_attention_heads=width // head, num_key_value_heads=2, head_dim=head,
+            layer_types=("mamba",) * 3 + ("full_attention",), mamba_d_head=head, mamba_d_state=2 * head,
+            position_embedding_type="nope", max_position_embeddings=length,
+        )  # fmt: skip
     return LlamaConfig(
-        model_type="qwen3_5_text", vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width,
+        model_type=family, vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width,
         num_hidden_layers=4, num_attention_heads=width // head, num_key_value_heads=2, head_dim=head,
         layer_types=("linear_attention",) * 3 + ("full_attention",), partial_rotary_factor=0.25,
         linear_num_key_heads=width // head // 2, linear_num_value_heads=width // head,
@@ -62,7 +71,7 @@ def packed(rows: int, length: int) -> Batch:
 def measure(args: Namespace, length: int, precision: str) -> dict[str, Any]:
     """Time an update of each in turns."""
     torch._dynamo.reset()
-    model, batch = Llama(config(length, args.smoke)), packed(args.rows, length)
+    model, batch = Llama(config(args.family, length, args.smoke)), packed(args.rows, length)
     plain = {name: batch[name] for name in ("tokens", "targets")}
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, Path(folder, "model"))
@@ -111,6 +120,7 @@ def table(cases: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure and print; see `--help`."""
     parser = harness.arguments(__doc__)
+    parser.add_argument("--family", choices=FAMILIES, default=QWEN)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--rows", type=int, default=4)
@@ -120,6 +130,7 @@ def main() -> None:
         args.lengths, args.precisions, args.rows, args.rounds = [70], ["fp32"], 1, 2
     transformers.utils.logging.disable_progress_bar()
     settings = {
+        "family": args.family,
         "rows": args.rows,
         "vocabulary": VOCABULARY,
         "documents": DOCUMENTS,

@@ -359,9 +359,9 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
         reader = generator.reader
         read = compile_function(reader._run_pass)
         blocks = reader.cache.block_count_for(PROMPT)
-        read(blocks)
+        read(blocks, reader.chunk)
         with pretended.Counted() as chunk:
-            read(blocks)
+            read(blocks, reader.chunk)
         found[f"a prompt's chunk of {reader.chunk}"] = chunk.numbers()
     return found
 

@@ -547,6 +547,15 @@ def test_the_table_of_mixtures_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -
     assert shown == script("benchmarks/mixture_peers.py").table(kept["cases"])
 
 
+def test_the_table_of_constrained_steps_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kept = json.loads((ROOT / "benchmarks/results/constrained_steps.json").read_text())
+    page = (ROOT / "docs/constraints.md").read_text()
+    begin = "<!-- printed by benchmarks/constrained_steps.py -->"
+    shown = page.split(begin)[1].split("<!-- end -->")[0].strip()
+    assert shown == script("benchmarks/constrained_steps.py").table(kept["cases"])
+
+
 def test_the_tables_of_recipes_are_those_of_their_results() -> None:
     parts = (
         (ROOT / "docs/training.md")
@@ -615,6 +624,16 @@ def test_the_table_of_laws_and_families_is_what_the_tests_have() -> None:
     assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), (
         "run: python docs/make_families.py"
     )
+
+
+def test_the_table_of_models_has_each_type_that_loads() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    made = script("docs/make_models.py")
+    assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), (
+        "run: python docs/make_models.py"
+    )
+    assert {each for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if made.loads(each)} == {*made.NAMES}
 
 
 def test_the_table_of_families_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,8 +227,10 @@ def test_balance(script, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_hybrid_peers(script, uncompiled, monkeypatch, tmp_path):
-    [case] = smoke(script("hybrid_peers"), monkeypatch, tmp_path / "found.json")["cases"]
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+def test_hybrid_peers(script, uncompiled, monkeypatch, tmp_path, family):
+    found = smoke(script("hybrid_peers"), monkeypatch, tmp_path / "found.json", "--family", family)
+    [case] = found["cases"]
     assert case["times_as_fast"].keys() == {"transformers"}
     ours, theirs = (case["first_losses"][way] for way in ("monograph", "transformers"))
     # Its documents are apart, and theirs are not.
@@ -255,6 +257,15 @@ def test_adapter_rows(script, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+def test_constrained_steps(script, monkeypatch, tmp_path):
+    """Each constraint is measured beside steps without one."""
+    steps = script("constrained_steps")
+    cases = smoke(steps, monkeypatch, tmp_path / "found.json")["cases"]
+    assert [case["constraint"] for case in cases] == list(steps.constraints([b"", b"a"]))
+    assert all(case["cpu_ratio"]["median"] > 0 and case["pairs"] == 5 for case in cases)
+    assert steps.table(cases).count("\n") == len(cases) + 1
+
+
 def test_automata(script, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda **options: lambda step: step)
     automata = script("automata")

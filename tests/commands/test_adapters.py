@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from adapted import many_stored, trained
 from batches import tiny_llama
 from commands.forked import CommandServer
-from commands.inputs import with_texts
+from commands.inputs import ONCE, OWN, newest, over, with_texts
 from commands.test_lora import train_on_base, write_base
+from monograph import checkpointing
 from monograph.decode import Sampling, generate
 from monograph.decode.adapter_bank import install, rows_with_adapters
 from monograph.errors import InputRefused, UsageError
@@ -97,6 +99,40 @@ def test_a_run_and_its_export_are_the_same_adapter(here: Path) -> None:
     run, export = base.read(here / "run"), base.read(here / "out" / "adapter")
     assert run.digest == export.digest and run.factors.keys() == export.factors.keys()
     assert (run.rank, run.scale) == (4, 8.0)
+
+
+def test_an_adapter_on_a_run_is_one_on_its_export_and_the_reverse(
+    here: Path, server: CommandServer, tmp_path: Path
+) -> None:
+    """Their config.json differs, in the ids of tokens, and their weights do not."""
+    shutil.copytree(here / "texts", tmp_path / "texts")
+    assert server.run(tmp_path, "train", *ONCE, "--out", "whole", figures=0).code == 0
+    assert server.run(tmp_path, "export", "whole", "--to", "hf", figures=0).code == 0
+    for base in ("whole", "hf"):
+        typed = [*over(OWN, "train.updates=1", f"model.init={base}", "lora.rank=2")]
+        typed = [each for each in typed if not each.startswith("data.tokenizer")]
+        done = server.run(tmp_path, "train", *typed, "--out", f"on_{base}", figures=0)
+        assert done.code == 0, done.err
+        done = server.run(tmp_path, "export", f"on_{base}", "--to", f"of_{base}", figures=0)
+        assert done.code == 0, done.err
+    for base, other in (("whole", "hf"), ("hf", "whole")):
+        adapter = f"x=of_{other}/adapter"
+        done = server.run(
+            tmp_path, "generate", base, "alpha", "--adapter", adapter, "--max-tokens", "2"
+        )
+        assert done.code == 0, done.err
+
+
+def test_a_run_whose_adapter_is_not_finite_is_refused_by_tensor(here: Path, tmp_path: Path) -> None:
+    shutil.copytree(here / "run", tmp_path / "run", symlinks=True)
+    saved = checkpointing.load(newest(tmp_path / "run"))
+    name = max(name for name in saved.model if ".lora_A" in name)
+    model = {**saved.model, name: saved.model[name] * float("nan")}
+    shutil.rmtree(newest(tmp_path / "run"))
+    checkpointing.save(tmp_path / "run" / "checkpoints", replace(saved, model=model))
+    base = AdapterBase(*load_with_tokenizer(here / "base"))
+    with pytest.raises(InputRefused, match=f"run: {name} .* is not finite"):
+        base.read(tmp_path / "run")
 
 
 def test_unmerged_is_merged_but_for_rounding(here: Path) -> None:

@@ -282,6 +282,7 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
     """One run, and everything that can be wrong about it."""
     assert server.run(here, "train", *TINY, "--out", "run", figures=0).code == 0
     (here / "latin.txt").write_bytes(b"abc\xff")
+    (here / "bad.gbnf").write_text("root ::= list\n# a comment\nlist ::= [a-z\n")
     (here / "empty.jsonl").write_text('{"messages": []}\n')
     (here / "both.jsonl").write_text(
         '{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}\n'
@@ -309,6 +310,9 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
         (["train", "--from", "run", *WIDER, "--out", "b"], 3, "model.embed_tokens.weight is [259, 16], not [259, 32]"),
         (["generate", "run", "a", "--regex", "a(?=b)"], 3, "the regular expression"),
         (["generate", "run", "a", "--regex", "a", "--choice", "b"], 2, "one of them at a time"),
+        (["generate", "run", "a", "--grammar", "nothere"], 3, "--grammar nothere: cannot be read: No such"),
+        (["generate", "run", "a", "--grammar", "bad.gbnf"], 3,
+         "--grammar bad.gbnf: line 3, column 10: expected ] before the end of the line"),
         (["generate", "run", "a", "--json-schema", "nothere"], 3, "--json-schema nothere: cannot be read: No such"),
         (["generate", "run", "a", "--top-p", "2"], 2, "top_p = 2.0: expected a number from 0 to 1"),
         (["generate", "run", "a", "--sampler", "typical=1"], 2, "there is no option typical; did you mean typical_p?"),

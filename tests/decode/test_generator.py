@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.automata import stop_strings
+from monograph.automata import constraint, stop_strings
+from monograph.automata.on_host import (
+    HostConstraint,
+    HostVocabulary,
+    has_llguidance,
+    lark_of,
+)
 from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes
 from monograph.decode.chain import UNDECIDED, SampledTokens
@@ -393,3 +399,74 @@ def test_a_request_whose_automaton_finds_no_room_holds_up_none_without_any() -> 
         started += [event.number] * (event.number not in started)
     # Nobody keeps the room from the second.
     assert started == [numbers[index] for index in (0, 3, 1, 2)]
+
+
+@pytest.mark.skipif(not has_llguidance(), reason="llguidance is missing")
+@pytest.mark.parametrize("behind", [False, True])
+def test_what_the_host_follows_is_of_the_grammar_whatever_runs_beside(behind: bool) -> None:
+    pieces = [b"", b"(", b")", b"()", *(b"%d" % token for token in range(4, VOCABULARY))]
+    lark = lark_of("grammar", 'root ::= "(" root ")" root | ""')
+    nested = HostConstraint(lark, HostVocabulary(pieces, [0]), InputRefused("no automaton"))
+    drawn = Sampling(1.0)
+    formed = [
+        Request((1, 2), drawn, 12, (0,), host_constraint=nested, seed=seed) for seed in range(12)
+    ]
+    free = [Request((1, 2), drawn, 12, (0,), seed=seed) for seed in range(4)]
+
+    def machine() -> Generator:
+        found = generator(rows=3, automata=AutomatonTables(VOCABULARY, torch.device("cpu")))
+        found.reads_behind = behind
+        return found
+
+    alone = [outcome(machine(), each)[0] for each in (*formed, *free)]
+    order = [*range(6), 12, 13, *range(6, 12), 14, 15]
+    mixed = machine()
+    together = outcome(mixed, *([*formed, *free][index] for index in order))
+    assert together == [alone[index] for index in order]
+    finishes = set()
+    for ids, finish in alone[:12]:
+        text = b"".join(pieces[token] for token in ids).decode()
+        assert set(text) <= set("()")
+        depths = [text[:end].count("(") - text[:end].count(")") for end in range(len(text) + 1)]
+        assert min(depths) >= 0 and (finish == "length" or depths[-1] == 0)
+        finishes.add(finish)
+    assert finishes == {"stop", "length"} and mixed.masks > 0
+
+
+def test_a_step_without_an_automaton_that_allows_all_changes_no_token() -> None:
+    """The host follows an automaton by itself while it allows every token, and the steps do without it."""
+    pieces = [b"", *(bytes([64 + token]) for token in range(1, VOCABULARY))]
+    # After an A, of which there is one in a while, BC must follow, and after two of them the text ends.
+    calls = constraint("regex", "[^A]*(ABC[^A]*)?|[^A]*ABC[^A]*ABC", pieces, [0])
+    assert calls.allows_all_S[0] and not calls.allows_all_S.all()
+    asked = [
+        Request((1, 2), Sampling(1.0), 20, (0,), constraint=calls, seed=seed) for seed in range(30)
+    ]
+    free = [Request((1, 2), Sampling(1.0), 20, (0,), seed=seed) for seed in range(4)]
+
+    def found(tracks: bool) -> tuple[list[tuple[list[int], Finish | None]], set[bool]]:
+        machine = generator(rows=3, pace=1, automata=[calls], model=sharp())
+        followed = set[bool]()
+        run = machine.replays.run
+
+        def watched(*arguments: Any) -> None:
+            followed.add(arguments[-1])
+            run(*arguments)
+
+        machine.replays.run = watched  # type: ignore[method-assign]
+        machine.reads_behind = not tracks
+        return outcome(machine, *asked, *free), followed
+
+    outcomes, followed = found(True)
+    expected, always = found(False)
+    assert outcomes == expected and followed == {False, True} and always >= {True}
+    texts = [b"".join(pieces[token] for token in ids) for ids, _ in outcomes[: len(asked)]]
+    assert any(b"ABC" in text for text in texts)
+    assert any(text.endswith(b"ABC") and text.count(b"ABC") == 2 for text in texts)
+
+
+def sharp() -> Llama:
+    """A model that likes A."""
+    model = tiny_llama()
+    model.lm_head.weight.data[1] *= 3
+    return model

@@ -265,10 +265,15 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "adapters in int8": (torch.float32, {}),
     "adapters in nf4": (torch.float32, {}),
     "balanced experts": (torch.float64, {}),
+    "packed mamba": (torch.float64, {}),
 }
 EXPERTS = {
     "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
+}  # fmt: skip
+MAMBA = {
+    "model_type": "granitemoehybrid", "layer_types": ("mamba", "full_attention"), "mamba_n_groups": 2,
+    "mamba_d_state": 8,
 }  # fmt: skip
 
 
@@ -295,7 +300,8 @@ def combinations(world: World, by_day: bool) -> dict[str, dict[str, float]]:
             FORMATS["4bit"] = FOUR_BITS
             options = {"optim": AdamW(state="4bit")}
         one = Resident(beside(name, dtype), clip=0.5, micro_batch=ROWS, **options)
-        windows = [(packed if name == "packed" else ragged)(5, seed=index) for index in range(2)]
+        rows = packed if name.startswith("packed") else ragged
+        windows = [rows(5, seed=index) for index in range(2)]
         expected = [(one_update(one, window), one.step.loss_factor.clone()) for window in windows]
         exact = {**one.state().model, **one.state().optimizer}
         for kind in kinds:
@@ -394,6 +400,8 @@ STREAMED: dict[str, dict[str, Any]] = {
 
 def beside(name: str, dtype: torch.dtype) -> Any:
     sizes: dict[str, Any] = EXPERTS if "experts" in name else {}
+    if "mamba" in name:
+        sizes = MAMBA
     if "8 bits" in name:
         sizes = {"hidden_size": 40}  # rows end in the middle of blocks
     made = model(dtype, True, **sizes)

@@ -69,6 +69,7 @@ SHAPES = {
     "granite4": {
         "model_type": "granitemoehybrid", "layer_types": (MAMBA, FULL_ATTENTION), "mamba_n_groups": 2,
         "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_proj_bias": True, "position_embedding_type": "nope",
+        "num_experts": 4, "num_experts_per_tok": 2,
     },
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ from monograph.model.adapter import pack_adapters, save_gguf_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import FILE, Q8_0_BLOCK, save_gguf
 from monograph.model.hub import load_model, save_model
-from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, MAMBA, SLIDING_ATTENTION
 from monograph.model.llama import Llama
 from monograph.model.scaling import (
     LinearScaling,
@@ -105,6 +105,21 @@ SHAPES = {
         "num_experts_per_tok": 2, "head_dim": 32, "tie_word_embeddings": True,
         "rope_scaling": YarnScaling(4.0, YarnScaling.default_attention_factor(4.0), 16),
     },
+    "granitemoehybrid": {
+        "num_hidden_layers": 3, "layer_types": (MAMBA, FULL_ATTENTION, MAMBA), "num_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+        "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 16,
+        "position_embedding_type": "nope", "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+        "attention_multiplier": 0.1, "logits_scaling": 2.0,
+    },
+    "granitemoehybrid without experts": {
+        "model_type": "granitemoehybrid", "layer_types": (MAMBA, FULL_ATTENTION), "mamba_n_heads": 2,
+        "mamba_d_head": 64, "mamba_d_state": 32, "head_dim": 32, "attention_bias": True, "mamba_conv_bias": False,
+        "rope_theta": 1e2, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+    },
+    "granitemoehybrid of attention": {
+        "model_type": "granitemoehybrid", "head_dim": 32, "position_embedding_type": "nope",
+    },
     "smollm3": {
         "num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6,
         "tie_word_embeddings": True,
@@ -118,7 +133,12 @@ def model_of(family: str, tokenizer: Tokenizer, seed: int = 0) -> Llama:
     have.
     """
     config = LlamaConfig(
-        model_type=family, vocab_size=tokenizer.vocab_size + 7, **{**SIZES, **SHAPES[family]}
+        **{
+            "model_type": family,
+            "vocab_size": tokenizer.vocab_size + 7,
+            **SIZES,
+            **SHAPES[family],
+        }
     )
     model, generator = Llama(config, seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -397,8 +417,9 @@ def test_a_token_that_is_no_stop_does_not_stop(tmp_path: Path) -> None:
             family
             for family, shape in SHAPES.items()
             if family != "phi3"
+            and shape.get("model_type") != "granitemoehybrid"
             and "num_experts" not in shape
-            and LINEAR_ATTENTION not in shape.get("layer_types", ())
+            and not {LINEAR_ATTENTION, MAMBA} & {*shape.get("layer_types", ())}
         ],
         ["llama", "gemma3_text", "olmo3"],
     ),

@@ -36,7 +36,7 @@ from monograph.model import llama
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES, Family
 from monograph.model.gguf import DTYPES, FILE, save_gguf
-from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION
+from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, MAMBA, SLIDING_ATTENTION
 from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import (
@@ -94,6 +94,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 1e7, "rms_norm_eps": 1e-5, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
         "attention_multiplier": 0.0078125, "logits_scaling": 16.0,
     },
+    "granitemoehybrid": {  # Granite 4.0 H Tiny
+        "rms_norm_eps": 1e-5, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0078125, "logits_scaling": 6.0, "position_embedding_type": "nope",
+    },
     "qwen3_5_text": {"tie_word_embeddings": True, "rope_theta": 1e7},  # Qwen 3.5 0.8B
     "qwen3_next": {"num_experts_per_tok": 10, "rope_theta": 1e7},  # Qwen 3 Next 80B-A3B
     "qwen3_5_moe_text": {"rope_theta": 1e7},  # Qwen 3.5 35B-A3B
@@ -130,6 +134,11 @@ def usual(its: Family) -> dict[str, Any]:
             "num_hidden_layers": 2, "layer_types": (LINEAR_ATTENTION, FULL_ATTENTION), "partial_rotary_factor": 0.25,
             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
             "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        }  # fmt: skip
+    elif its.other_layer_type == MAMBA:
+        found |= {
+            "num_hidden_layers": 2, "layer_types": (MAMBA, FULL_ATTENTION), "mamba_n_heads": 4,
+            "mamba_d_head": 32, "mamba_d_state": 128,
         }  # fmt: skip
     elif its.full_attention_every:
         kinds = (*[SLIDING_ATTENTION] * (its.full_attention_every - 1), FULL_ATTENTION)
@@ -324,17 +333,17 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         "rope_theta": draw.choice([100.0, 1e4, 1e6]), "tie_word_embeddings": draw.random() < 0.5,
         "num_hidden_layers": layers, "initializer_range": 1.6 / width**0.5,
     }  # fmt: skip
-    every, local = (
-        its.full_attention_every,
-        LINEAR_ATTENTION if its.other_layer_type == LINEAR_ATTENTION else SLIDING_ATTENTION,
-    )
+    every = its.full_attention_every
+    if its.other_layer_type == MAMBA:  # any layers may be of Mamba 2
+        every = draw.choice([1, 2, 2, 3])
     if every:
         every = mostly(every, 1, 2, 3)
         layers = sizes["num_hidden_layers"] = draw.choice(
             [every, every, every + 1, mostly(every, 1, 2)]
         )
         sizes["layer_types"] = tuple(
-            local if (layer + 1) % every else FULL_ATTENTION for layer in range(layers)
+            its.other_layer_type if (layer + 1) % every else FULL_ATTENTION
+            for layer in range(layers)
         )
     if "no_rope_layers" in its.optional_keys:
         layers = sizes["num_hidden_layers"] = draw.choice([1, 3, 4, 5])
@@ -358,6 +367,9 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
     linear_heads = draw.choice([1, 2, 3])
     linear_width = draw.choice([8, 16, 23, 64, 128])
     experts = draw.choice([1, 2, 5, 8, 17])
+    if its.may_lack_experts:
+        experts = draw.choice([0, experts])
+    mamba_heads = 2 if width % 2 else draw.choice([2, 4])
     own = {
         "attention_bias": mostly(its.expert_bias, not its.expert_bias),
         "sliding_window": draw.choice([8, 20, 4096])
@@ -379,6 +391,14 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         "norm_topk_prob": mostly(family != "olmoe", family == "olmoe"),
         "moe_intermediate_size": draw.choice([8, 24, 32]),
         "shared_expert_intermediate_size": draw.choice([8, 24, 32]),
+        "position_embedding_type": draw.choice(["rope", "nope"]),
+        "mamba_n_heads": mamba_heads,
+        "mamba_d_head": mostly(2 * width // mamba_heads, width),
+        "mamba_n_groups": draw.choice([1, 2]),
+        "mamba_d_state": draw.choice([8, 23, 64]),
+        "mamba_d_conv": draw.choice([1, 2, 3, 4, 5]),
+        "mamba_conv_bias": draw.random() < 0.5,
+        "mamba_proj_bias": mostly(False, True),
         "mlp_only_layers": mostly((), (0,)),
         "clip_qkv": mostly(None, 3.0),
     }

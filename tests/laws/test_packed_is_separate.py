@@ -64,7 +64,7 @@ FAMILIES = {
     ),
     "granite4": replace(
         CONFIG, model_type="granitemoehybrid", layer_types=("mamba", "full_attention"), mamba_n_groups=2,
-        mamba_d_state=6, position_embedding_type="nope",
+        mamba_d_state=6, position_embedding_type="nope", num_experts=4, num_experts_per_tok=2,
     ),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
 }  # fmt: skip

@@ -58,6 +58,9 @@ def slower_machine(reporter: Reporter, update: int) -> None:
 CHANGES = {
     "padded": {"data.packing": "padded"},
     "a hybrid with mixtures": {"model.family": "qwen3_next", "model.preset": "nano", "model.num_hidden_layers": 2},
+    "a hybrid of Mamba": {
+        "model.family": "granitemoehybrid", "model.preset": "nano", "model.num_hidden_layers": 2,
+    },
     "epochs": {"train.epochs": 2},
     "mixed": {"data.source": ["texts", "records.jsonl"], "data.weights": [0.5, 2.0], "data.bad_records": "skip"},
     "rounded": {
@@ -94,7 +97,7 @@ CHANGES = {
 AT_NIGHT = {
     "adapters, 4 bits", "played",
     "aot", "llama", "streamed", "rounded", "rewarded", "rewarded, near where it began", "taught", "adapters",
-    "carried", "padded", "epochs", "a hybrid with mixtures",
+    "carried", "padded", "epochs", "a hybrid with mixtures", "a hybrid of Mamba",
 }  # fmt: skip
 CASES = [
     pytest.param(case, marks=pytest.mark.slow if case in AT_NIGHT else ())
@@ -116,7 +119,7 @@ def test_resumed_at_every_checkpoint(
     settings |= {**CHANGES.get(case, {}), "train.save_every": apart}
     # Draws of one update: of more, only what lies between draws is saved, as after 12.
     soon = case in (
-        "rewarded", "rewarded, near where it began", "taught", "played", "a hybrid with mixtures",
+        "rewarded", "rewarded, near where it began", "taught", "played", "a hybrid with mixtures", "a hybrid of Mamba",
     )  # fmt: skip
     # Past the second epoch's end, which comes after what is resumed; of prompts that are few soon.
     if case in CHANGES:

@@ -108,7 +108,7 @@ def keys_that_count(draw, vocabulary: int, family: str = DEFAULT_FAMILY) -> dict
         "is_causal": [True, True, True, False],
         "per_layer_config": [None, None, {}, {"0": {"rms_norm_eps": 0.5}}],
         "num_experts": [4, 4, 5, 5, 6, 0],
-        "num_local_experts": [0] if "mamba_n_heads" in its.optional_keys else [4, 6],
+        "num_local_experts": [0, 4, 5] if its.may_lack_experts else [4, 6],
         "mamba_n_heads": [4],
         "mamba_d_head": ["auto", "auto", 16, 8],
         "mamba_n_groups": [1, 2, 4],

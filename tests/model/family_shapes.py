@@ -25,10 +25,15 @@ def in_files(named, config):
         UnreadTensor(name, tensor.detach().to("meta"), tensor.detach)
         for name, tensor in named.items()
     )
-    tensors = FusedExpertsRule(config.family.fused_experts == "columns").to_files(
-        JoinedLayersRule(config).to_files(plain)
-    )
-    return {tensor.name: tensor.read() for tensor in tensors}
+    tensors = FusedExpertsRule(config).to_files(JoinedLayersRule(config).to_files(plain))
+    return {_in_memory(tensor.name): tensor.read() for tensor in tensors}
+
+
+def _in_memory(name):
+    """The name in transformers of a tensor that its files call otherwise."""
+    for in_files, in_memory in RENAMED.items():
+        name = name.replace(in_files, in_memory)
+    return name
 
 
 def margin(model, *inputs):
@@ -55,6 +60,12 @@ def margin(model, *inputs):
     return min(gap.item() for gap in found)
 
 
+# Names of a Granite 4's experts in files, and in transformers.
+RENAMED = {
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.router.layer.": "block_sparse_moe.router.",
+}
 SCALINGS = [
     None,
     LinearScaling(2.5),

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -17,10 +19,10 @@ from monograph.errors import InputRefused
 from monograph.graph.lora import Lora, adapted_layers
 from monograph.model.adapter import (
     adapter_state,
-    config_digest,
     install_adapters,
     is_adapter,
     pack_adapters,
+    peft_base,
     read_adapter,
     resolved_base,
     save_adapter,
@@ -221,13 +223,44 @@ def test_another_base_of_the_same_shape_is_told_by_its_configuration(folder):
     stored.require_base_shape(tiny_config(rope_theta=5000.0))
 
 
-def test_an_id_and_a_list_of_it_are_the_same_base():
-    assert config_digest(tiny_config(eos_token_id=0)) == config_digest(
-        tiny_config(eos_token_id=(0,))
-    )
-    assert config_digest(tiny_config(eos_token_id=0)) != config_digest(
-        tiny_config(eos_token_id=(0, 1))
-    )
+def test_ids_and_options_of_training_do_not_make_another_base(folder):
+    """A run records no ids, its export has them, and other programs write them in other forms."""
+    stored = read_adapter(folder)
+    for same in ({"bos_token_id": 3, "eos_token_id": (0, 1)}, {"initializer_range": 0.5}):
+        stored.require_base_shape(tiny_config(**same))
+
+
+def test_a_folder_that_recorded_a_whole_configuration_is_still_read(folder):
+    config = tiny_config(eos_token_id=0)
+    values = {k: v for k, v in config.to_hf().items() if k not in ("attention_dropout", "pad_token_id")}  # fmt: skip
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    (folder / "monograph_base.json").write_text(json.dumps({"config_sha256": digest}))
+    stored = read_adapter(folder)
+    stored.require_base_shape(tiny_config(eos_token_id=(0,)))
+    with pytest.raises(InputRefused, match="trained on another base"):
+        stored.require_base_shape(tiny_config(eos_token_id=(0, 1)))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_none_is_refused_by_file_and_tensor(folder, bad):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = max(tensors)
+    tensors[name][0, 0] = bad
+    save_file(tensors, path)
+    stored = read_adapter(folder)
+    with pytest.raises(InputRefused, match=re.escape(f"{path}: {name} is not finite")):
+        install_adapters(tiny_llama(), stored.lora, start=stored)
+
+
+def test_peft_is_told_the_id_of_a_base_from_the_hub(tmp_path):
+    """And the folder is found here all the same, without fetching anything."""
+    base = tmp_path / "hub" / "models--some--model-1b" / "snapshots" / "0a1b"
+    save_model(tiny_llama(), base)
+    save_adapter(pack_adapters(adapted_llama(), SMALL, str(base)), tmp_path / "adapter")
+    stored = read_adapter(tmp_path / "adapter")
+    assert stored.base == "some/model-1b" and resolved_base(stored) == str(base)
+    assert peft_base(str(tmp_path)) == str(tmp_path)
 
 
 def test_damage_is_refused_in_a_line(folder):

@@ -59,7 +59,7 @@ def configs(draw, family, least=2):
     }
     sizes |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
     experts, longs = (
-        draw(st.integers(1, 6)) if "num_experts" in keys else 0,
+        draw(st.integers(1 - FAMILIES[family].may_lack_experts, 6)) if "num_experts" in keys else 0,
         LONGROPE in FAMILIES[family].rope_types,
     )
     whole = longs or FAMILIES[family].head_dim_is_derived

@@ -110,8 +110,6 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
     from transformers import AutoConfig
 
     heads = {"num_attention_heads": 32, "hidden_size": 64, "vocab_size": 200_000}
-    if family == "granitemoehybrid":
-        heads["num_local_experts"] = 0  # transformers takes 8, which is refused
     ours = LlamaConfig.from_hf({**HF, **heads, "num_hidden_layers": 2, "model_type": family})
     theirs = AutoConfig.for_model(family, **{**HF, **heads, "num_hidden_layers": 2})
     keys = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
@@ -358,6 +356,10 @@ def test_experts_that_are_not_the_configurations_are_refused_by_name(tmp_path, c
             r"head_dim = 16: expected hidden_size / num_attention_heads",
         ),
         ({"model_type": "olmoe", "clip_qkv": 0}, r"clip_qkv = 0: expected a positive number"),
+        (
+            {"model_type": "granitemoehybrid", "num_local_experts": -1},
+            r"num_local_experts = -1: expected a whole number of at least 1",
+        ),
     ],
 )
 def test_a_wrong_key_of_a_mixture_is_refused_by_name(values, said):

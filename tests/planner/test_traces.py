@@ -41,7 +41,7 @@ def test_a_step_is_traced_once(traced: list[Work], monkeypatch: pytest.MonkeyPat
         and traced_bytes(WORK) == first
         and len(traced) == 2
     )
-    monkeypatch.setattr(traces, "_code_state", lambda: "another version")
+    monkeypatch.setattr(traces, "code_digest", lambda: "another version")
     assert traced_bytes(WORK) != first
 
 

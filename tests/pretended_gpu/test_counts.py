@@ -202,4 +202,5 @@ def test_members_read_their_base_as_often_as_one_and_launch_little_more(launches
     assert alone["micro-step"]["base_bytes_by_products"] > 0
     assert (alone["micro-step"]["base_bytes_by_kernels"] > 0) == (base == "nf4")
     launched = [sum(part["launches"] for part in each.values()) for each in (alone, together)]
-    assert launched[1] <= 1.3 * launched[0]
+    # A kernel more for each matrix of an adapter, such as one that copies its total, would be 1.1 times as many.
+    assert launched[1] <= 1.05 * launched[0]

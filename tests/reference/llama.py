@@ -122,9 +122,11 @@ def _mixture(own, x, config):
         )
 
     mixed = sum(shares[expert] / whole * gated(expert) for expert in chosen)
-    if "mlp.shared_expert_gate.weight" not in own:
+    if "mlp.shared_expert.gate_proj.weight" not in own:
         return mixed
-    share = 1 / (1 + torch.exp(-(own["mlp.shared_expert_gate.weight"] @ x)))
+    share = 1
+    if "mlp.shared_expert_gate.weight" in own:
+        share = 1 / (1 + torch.exp(-(own["mlp.shared_expert_gate.weight"] @ x)))
     shared = [own[f"mlp.shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down")]
     return mixed + share * _gated(x, *shared, config)
 

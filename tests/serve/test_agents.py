@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,6 +43,26 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model, tokenizer = taught(tmp_path_factory.mktemp("taught"))
     with Served(model, tokenizer) as served:
         yield served
+
+
+# Clients are fixtures of the module, so that a test without one is skipped before it asks anything.
+
+
+@pytest.fixture(scope="module")
+def anthropic() -> ModuleType:
+    return pytest.importorskip("anthropic", reason="pip install anthropic")
+
+
+@pytest.fixture(scope="module")
+def openai_agents() -> ModuleType:
+    return pytest.importorskip("agents", reason="pip install openai-agents")
+
+
+@pytest.fixture(scope="module")
+def langchain_agents() -> ModuleType:
+    for library in ("langchain_openai", "langchain_anthropic"):
+        pytest.importorskip(library, reason=f"pip install {library.replace('_', '-')}")
+    return pytest.importorskip("langchain.agents", reason="pip install langchain")
 
 
 @pytest.fixture(params=ASKED, ids=str)
@@ -97,8 +118,9 @@ def test_openais_responses(client: Any, asked: tuple[int, int], streamed: bool) 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_anthropics_messages(served: Served, asked: tuple[int, int], streamed: bool) -> None:
-    anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
+def test_anthropics_messages(
+    anthropic: ModuleType, served: Served, asked: tuple[int, int], streamed: bool
+) -> None:
     tool = {"name": "add", "description": "Adds.", "input_schema": PARAMETERS, "strict": True}
 
     with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
@@ -126,9 +148,9 @@ def test_anthropics_messages(served: Served, asked: tuple[int, int], streamed: b
         assert counted.input_tokens > 3
 
 
-def test_anthropics_own_loop_over_tools(served: Served, asked: tuple[int, int]) -> None:
-    anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
-
+def test_anthropics_own_loop_over_tools(
+    anthropic: ModuleType, served: Served, asked: tuple[int, int]
+) -> None:
     def add_as_text(a: int, b: int) -> str:
         """Add two numbers."""
         return str(add(a, b))
@@ -145,49 +167,51 @@ def test_anthropics_own_loop_over_tools(served: Served, asked: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("form", ["chat", "responses", "messages"])
-def test_an_agent_of_langchain(served: Served, asked: tuple[int, int], form: str) -> None:
-    agents = pytest.importorskip("langchain.agents", reason="pip install langchain")
+def test_an_agent_of_langchain(
+    langchain_agents: ModuleType, served: Served, asked: tuple[int, int], form: str
+) -> None:
     if form == "messages":
-        library = pytest.importorskip(
-            "langchain_anthropic", reason="pip install langchain-anthropic"
-        )
-        model = library.ChatAnthropic(
+        from langchain_anthropic import ChatAnthropic
+
+        model = ChatAnthropic(
             base_url=served.url, api_key="none", model="last", max_tokens=99, temperature=0
         )
     else:
-        library = pytest.importorskip("langchain_openai", reason="pip install langchain-openai")
-        model = library.ChatOpenAI(
+        from langchain_openai import ChatOpenAI
+
+        model = ChatOpenAI(
             base_url=f"{served.url}/v1",
             api_key="none",
             model="last",
             temperature=0,
             use_responses_api=form == "responses",
         )
-    agent = agents.create_agent(model, tools=[add])
+    agent = langchain_agents.create_agent(model, tools=[add])
     ended = agent.invoke({"messages": [{"role": "user", "content": question(*asked)}]})
     assert ended["messages"][-1].text == saying(sum(asked))
 
 
 @pytest.mark.parametrize("form", ["chat", "responses"])
-def test_an_agent_of_openai(served: Served, asked: tuple[int, int], form: str) -> None:
-    agents = pytest.importorskip("agents", reason="pip install openai-agents")
-    agents.set_tracing_disabled(True)
+def test_an_agent_of_openai(
+    openai_agents: ModuleType, served: Served, asked: tuple[int, int], form: str
+) -> None:
+    openai_agents.set_tracing_disabled(True)
 
     async def run() -> str:
         async with openai.AsyncOpenAI(
             base_url=f"{served.url}/v1", api_key="none", max_retries=0
         ) as client:
-            model_type = agents.OpenAIResponsesModel
+            model_type = openai_agents.OpenAIResponsesModel
             if form == "chat":
-                model_type = agents.OpenAIChatCompletionsModel
-            agent = agents.Agent(
+                model_type = openai_agents.OpenAIChatCompletionsModel
+            agent = openai_agents.Agent(
                 name="adder",
                 instructions="Be brief.",
                 model=model_type(model="last", openai_client=client),
-                model_settings=agents.ModelSettings(temperature=0),
-                tools=[agents.function_tool(add)],
+                model_settings=openai_agents.ModelSettings(temperature=0),
+                tools=[openai_agents.function_tool(add)],
             )
-            streamed = agents.Runner.run_streamed(agent, question(*asked))
+            streamed = openai_agents.Runner.run_streamed(agent, question(*asked))
             async for _ in streamed.stream_events():
                 pass
             return str(streamed.final_output)

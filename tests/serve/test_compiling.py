@@ -24,6 +24,7 @@ from automata_vocabularies import END, vocabulary
 from clocks import HANG_S
 from monograph.automata import Automaton, constraint, stop_strings
 from monograph.automata.counting import COUNTERS, Effect
+from monograph.automata.on_host import has_llguidance, lark_of
 from monograph.errors import InputRefused
 from monograph.serve import compiling
 from monograph.serve.body import parse_body
@@ -541,3 +542,14 @@ def test_nothing_is_left_after_close(served: Served) -> None:
     for process in served.runner.run(go()):
         await_end(process)
     assert served.compiler._process is None
+
+
+@pytest.mark.skipif(not has_llguidance(), reason="llguidance is missing")
+def test_a_grammar_that_kills_llguidance_kills_a_child_alone(served: Served) -> None:
+    def tried(lark: str) -> str:
+        return served.runner.run(served.compiler.try_on_host(lark))
+
+    chain = "\n".join(f'r{number}: "x" r{number + 1}' for number in range(5000))
+    assert "made its compiler fail (-11)" in tried(f'start: r0\n{chain}\nr5000: "x"\n')
+    assert "Undefined" in tried("start: nothing\n") or "nothing" in tried("start: nothing\n")
+    assert tried(lark_of("grammar", 'root ::= "(" root ")" | ""')) == ""

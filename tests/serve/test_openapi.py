@@ -328,8 +328,8 @@ def test_what_has_no_type_of_its_own_is_as_it_is_read() -> None:
     texts = SCHEMAS["ChatRequest"]["properties"]
     assert texts["choice"]["maxItems"] == compiling.MAX_CHOICES
     assert (
-        set(KINDS) == {"choices", "regex", "json_schema"}
-        and {"choice", "regex", "response_format"} < texts.keys()
+        set(KINDS) == {"choices", "regex", "json_schema", "grammar"}
+        and {"choice", "regex", "response_format", "grammar"} < texts.keys()
     )
     assert RequestMessage.model_fields.keys() >= {
         "role",
@@ -376,6 +376,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {
         {"prompt": ["a", "b"], "n": 2, "logprobs": 3, "stop": ["e", "x"], "echo": True, "max_tokens": 9},
         {"prompt": "a", "stream": True, "logprobs": 0, "n": 2, "top_k": 3, "user": "u", "tools": [], "top_p": None},
         {"prompt": "a", "regex": "[ab]{3}", "logit_bias": {"70": -100}},
+        {"prompt": "a", "grammar": "root ::= [ab]{3}"}, {"prompt": "a", "grammar": "root ::= "},
         {"prompt": "a", "response_format": {"type": "text"}},
         {"prompt": "a", "response_format": {"type": "text", "json_schema": {}}}, {"prompt": "a", "temperture": 1},
         {"prompt": "a", "response_format": {"type": "text", "strict": True}},

@@ -15,6 +15,7 @@ import pytest
 
 from batches import tiny_llama
 from calling import speaking
+from monograph.automata.on_host import has_llguidance
 from monograph.serve import prompts, texts
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served
@@ -292,7 +293,7 @@ def test_without_strict_tools_nothing_is_added_to_a_step(
         ({"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools", "tools[0].type = 'retrieval'"),
         ({"tools": [tool("a", strict="yes")]}, "tools", "tools[0].function.strict = 'yes': expected true or false"),
         ({"tools": [tool("a"), tool("a")]}, "tools", "two functions have one name"),
-        ({"tools": [tool("a", {"type": "object"}, strict=True)]}, "tools", "the arguments of a: the JSON schema at #"),
+        ({"tools": [tool("a", {"type": "thing"}, strict=True)]}, "tools", "the arguments of a: the JSON schema at #"),
         ({"tool_choice": "any"}, "tool_choice", "tool_choice = 'any': expected none, auto, required or"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice.function is missing"),
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice",
@@ -340,3 +341,33 @@ def test_openais_client_calls_a_tool_whole_and_in_pieces(openai: Any, tags: Serv
         said = [*MESSAGES, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
         answer = client.chat.completions.create(**asked | {"messages": said, "tool_choice": "auto"})
         assert answer.choices[0].message.role == "assistant"
+
+
+TREE = {
+    "type": "object",
+    "properties": {"sum": {"enum": [1, 2]}, "fast": {"type": "boolean"}, "then": {"$ref": "#"}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.skipif(not has_llguidance(), reason="llguidance is missing")
+@pytest.mark.parametrize("name", ["tags", "list"])
+def test_a_strict_call_of_a_recursive_schema_is_valid(
+    name: str, family: Callable[[str], Served]
+) -> None:
+    def require_tree(arguments: dict[str, Any]) -> None:
+        assert arguments["sum"] in (1, 2) and arguments.keys() <= {"sum", "fast", "then"}
+        if "then" in arguments:
+            require_tree(arguments["then"])
+
+    served = family(name)
+    whole = 0
+    for seed in range(3):
+        tools = [tool("add", TREE, strict=True)]
+        for choice in choices(served, tools=tools, tool_choice="required", seed=seed, n=2):
+            if choice["finish_reason"] == "tool_calls":
+                whole += 1
+                for call in choice["message"]["tool_calls"]:
+                    require_tree(json.loads(call["function"]["arguments"]))
+    assert whole > 0 and served.idle()

@@ -33,15 +33,14 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "monograph"
 # Methods and functions that answer "nothing there" where the system says that it could not look.
 SILENT = {"exists", "lexists", "is_file", "isfile", "is_dir", "isdir", "glob", "rglob"}
 # What they look at is no person's file: headers of the compiler, and compiled code, of which
-# nothing unread is removed. The package's own recipes and code, and sizes on disk that are shown
-# and decide nothing.
+# nothing unread is removed. The package's own recipes, and sizes on disk that are shown and decide
+# nothing.
 NOBODYS = {
     "device.py",
     "compat/inductor.py",
     "storage/cache_dir.py",
     "config/recipes.py",
     "run/listing.py",
-    "planner/traces.py",
 }
 
 

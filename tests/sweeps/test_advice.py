@@ -122,6 +122,33 @@ def test_a_best_value_at_the_end_of_an_axis_is_said_and_the_command_goes_on_beyo
         assert {point["train.seed"] for point in asked(each).points} == {0, 1}
 
 
+DIVERGED: dict[str, tuple[str, list[float | None], str, set[float]]] = {
+    # the rates, their scores (None: it diverged), what is said, the rates to try
+    "one is left": ("1e-3,1e30", [2.0, None], "0.001 is the only lr", {1e-3, 5e-4, 2.5e-4, 1e-2}),
+    "one above diverged": (
+        "1e-3,1e-2,1e-1", [2.1, 2.0, None], "0.01 is the largest lr that did not diverge", {1e-2, 0.03162},
+    ),
+    "far apart": ("1e-3,1e30", [2.1, 2.0], "is the largest lr", {1e30, 1e31, 1e32}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIVERGED)
+def test_no_value_is_advised_past_one_that_diverged(place: Path, name: str) -> None:
+    axis, values, words, expected = DIVERGED[name]
+    points = grid({"optim.lr": tuple(map(float, axis.split(",")))}, seeds=(0,))
+    [found] = [each for each in advised(points, values) if words in each.text]
+    assert {point["optim.lr"] for point in asked(found).points} == expected
+
+
+def test_no_larger_dropout_is_advised_than_makes_sense(place: Path) -> None:
+    points = grid({"lora.dropout": (0.0, 0.2)}, seeds=(0,))
+    given = {"data.source": "texts", "model.init": "base", "lora.rank": 2, "train.updates": 50}
+    settings = load(None, given, {})
+    sweep = Sweep.create(Path("dropout"), settings, points, None)
+    found = advise(sweep, table_of(points, [2.0, 1.9]))[0]
+    assert {point["lora.dropout"] for point in asked(found).points} == {0.2, 0.4}
+
+
 @pytest.mark.parametrize(
     ("ordered", "above", "below"),
     [

@@ -24,7 +24,10 @@ from monograph.sweeps.members_memory import MembersMemory
 from monograph.sweeps.spec import MemberGroup, groups_of, members_of
 
 GIB = 2**30
-TEXT: Any = SimpleNamespace(train=SimpleNamespace(per_epoch=10_000), held_out=range(100))
+STATS = SimpleNamespace(conversations=0)
+TEXT: Any = SimpleNamespace(
+    train=SimpleNamespace(per_epoch=10_000), held_out=range(100), stats=STATS
+)
 
 
 def groups(updates: int | None, lr: int, **axes: list[Any]) -> list[MemberGroup]:
@@ -122,7 +125,7 @@ def test_evaluations_take_half_of_the_minutes_at_most(monkeypatch: pytest.Monkey
     """
     [group] = groups(None, 4)
     found = timed_group(group, lambda k: 0.1 * k, monkeypatch)
-    found.task = TextTask(SimpleNamespace(train=TEXT.train, held_out=range(10**6)))
+    found.task = TextTask(SimpleNamespace(train=TEXT.train, held_out=range(10**6), stats=STATS))
     assert choose_updates([found], 0, progress()) == [pytest.approx(0.95 * 60 / 0.4, abs=1)]
 
 

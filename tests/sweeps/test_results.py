@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from monograph.config import load
+from monograph.config.axes import SEED
+from monograph.evaluation.significance import tabulate
 from monograph.sweeps import results
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.spec import members_of
@@ -145,3 +147,33 @@ def test_as_it_is_drawn(tmp_path: Path) -> None:
     drawn = results.chart_settings(results.compare_settings(outcomes(tmp_path, BITS)))
     assert [each["standing"] for each in drawn] == ["tied", "best", ""]
     assert drawn[2]["values"] == [None, 3.0] and drawn[0]["knobs"] == {"lr": 1e-3}
+
+
+def test_losses_count_until_rounding_has_grown() -> None:
+    """From the third update on, two ways to train alone differ by more than 1 % themselves."""
+    alone = [2.0, 1.9, 1.8, 1.7]
+    otherwise = [2.0, 1.901, 1.9, 0.7]
+    found = results.compare_losses([2.0, 1.8995, 3.0, 1.7], alone, otherwise)
+    assert found.equal and found.bound == pytest.approx(4.0)
+    assert found.telling_updates == 2
+    assert found.telling_difference == pytest.approx(5e-4)
+    assert found.telling_rounding == pytest.approx(1e-3)
+    calm = results.compare_losses(alone, alone, [2.0, 1.9, 1.8, 1.701])
+    assert (calm.telling_updates, calm.difference) == (4, 0.0)
+
+
+def test_of_equal_scores_none_is_called_best() -> None:
+    """As of rewards that are all zero; with settings, and with seeds alone."""
+    for points in (
+        [{"optim.lr": 0.1, SEED: 0}, {"optim.lr": 0.2, SEED: 0}],
+        [{SEED: 0}, {SEED: 1}],
+    ):
+        table = tabulate([0.0, 0.0], points, SEED, "reward", higher_is_better=True)
+        assert table.none_is_better and table.best is not None
+        assert results.verdict(table) == "none: all have the same score"
+        assert "best" not in str(table).replace("none is better", "")
+        drawn = results.chart_settings(table)
+        assert {each["standing"] for each in drawn} == {""}
+    # One survivor is better than one that diverged.
+    table = tabulate([0.0, None], [{"optim.lr": 0.1}, {"optim.lr": 0.2}], SEED)
+    assert not table.none_is_better

@@ -1,8 +1,10 @@
 """Compile constraints and stop strings to automata over tokens.
 
 `constraint` and `stop_strings` return an `Automaton`, which the decode step runs on the device. A
-constraint goes through four files: `pattern` or `schema` parses it to an `expression` over bytes, `dfa`
+constraint goes through four files: `pattern`, `schema` or `gbnf` parses it to an `expression` over bytes, `dfa`
 compiles the expression to an automaton over bytes, and `tokens` makes of it an automaton over tokens.
+What no automaton can follow, such as a recursive grammar, the host can (`on_host`, with the optional
+package llguidance); `constraint` refuses it.
 Nothing in this package imports torch, so that a process that only compiles constraints starts quickly.
 """
 
@@ -13,6 +15,7 @@ from monograph.automata.calls import Calls, calls_expression, pieces_of_calls
 from monograph.automata.counting import Ambiguous
 from monograph.automata.dfa import ByteAutomaton, compile_expression
 from monograph.automata.expression import Alternation, Expression, concatenation, literal
+from monograph.automata.gbnf import expression_of, parse_grammar
 from monograph.automata.pattern import fullmatch_expression
 from monograph.automata.schema import parse_schema, schema_expression
 from monograph.automata.tokens import Automaton, constraint_automaton, has_each_byte, stop_automaton
@@ -30,7 +33,7 @@ __all__ = [
     "stop_strings",
     "types_of_tools",
 ]
-KINDS = ("choices", "regex", "json_schema")
+KINDS = ("choices", "regex", "json_schema", "grammar")
 
 
 def constraint(
@@ -41,8 +44,9 @@ def constraint(
     Args:
         kind: what is accepted. "choices": one of several texts; "regex": texts that a regular
             expression matches as a whole; "json_schema": compact JSON that a bounded schema
-            validates. docs/constraints.md lists the supported syntax and keywords.
-        value: the texts, the regular expression, or the schema as JSON text or as an object.
+            validates; "grammar": texts of a grammar in GBNF that is not recursive. docs/constraints.md
+            lists the supported syntax and keywords.
+        value: the texts, the regular expression, the grammar, or the schema as JSON text or as an object.
         pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
         end_ids: the tokens that end a text.
         lead: bytes that come before the text and are not part of it (`Tokenizer.inserted_space`).
@@ -165,10 +169,12 @@ def _parse(kind: str, value: object, uses_counters: bool) -> tuple[Expression, s
         schema = parse_schema(value) if isinstance(value, str) else value
         return schema_expression(schema, uses_counters), "the JSON schema"
     if kind == "grammar":
-        raise UsageError(
-            "a context-free grammar needs a stack, which the host would have to keep token by token, and decoding "
-            f"never waits for the host: use {', '.join(KINDS)}"
-        )
+        if not isinstance(value, str):
+            raise InputRefused(f"grammar: expected a text, not {value!r:.60}")
+        grammar = parse_grammar(value)
+        if grammar.is_recursive:
+            raise InputRefused("the grammar is recursive, and an automaton has no stack")
+        return expression_of(grammar), grammar.where
     raise UsageError(f"constraint {kind!r}: expected {', '.join(KINDS)}")
 
 

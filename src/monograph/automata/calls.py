@@ -39,11 +39,13 @@ from typing import Any, NamedTuple
 
 from monograph.automata.expression import (
     Alternation,
+    CodePoints,
     Expression,
     Repetition,
     byte_range,
     concatenation,
     literal,
+    utf8,
 )
 from monograph.automata.schema import schema_expression
 from monograph.automata.search import OTHER_SPECIAL, text_up_to, text_without
@@ -56,10 +58,8 @@ assert (
     _FREE_BYTES[-1] == OTHER_SPECIAL
 )  # it stands for all special tokens that the frame does not have
 # The number of letters and digits of a call's id, in the templates that write one.
-_ID_LENGTH = 9
-_ID_CHARACTER = Alternation(
-    (byte_range(0x30, 0x39), byte_range(0x41, 0x5A), byte_range(0x61, 0x7A))
-)
+ID_LENGTH = 9
+ID_CHARACTERS: CodePoints = ((0x30, 0x39), (0x41, 0x5A), (0x61, 0x7A))
 _SPACE = Alternation(tuple(byte_range(byte, byte) for byte in b" \t\r\n"))
 SpellingPart = str | int | Mapping[str, str]
 
@@ -239,7 +239,7 @@ class _CallBuilder:
         expression_of_hole = {
             "name": literal(name.encode()),
             "arguments": arguments,
-            "id": Repetition(_ID_CHARACTER, _ID_LENGTH, _ID_LENGTH),
+            "id": Repetition(utf8(ID_CHARACTERS), ID_LENGTH, ID_LENGTH),
         }
         return Alternation(tuple(self._form(form, expression_of_hole) for form in self.forms))
 

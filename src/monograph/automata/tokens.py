@@ -13,6 +13,7 @@ classes of tokens, K classes of bytes. A digit stands for an axis of that length
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +71,12 @@ class Automaton:
             return -1
         effect = self.effects[self.effect_SC[state, token_class]]
         return apply_effect(effect, packed_state, next_state)
+
+    @cached_property
+    def allows_all_S(self) -> NDArray[np.bool_]:
+        """Whether every token is allowed in each state, whatever the counts are."""
+        allows_all_S: NDArray[np.bool_] = ((self.next_SC >= 0) & (self.effect_SC == 0)).all(axis=1)
+        return allows_all_S
 
     @property
     def has_counters(self) -> bool:

@@ -277,6 +277,9 @@ RegexOption = Annotated[
 JsonSchemaOption = Annotated[
     Path | None, _path_option("FILE", "write JSON that follows this schema")
 ]
+GrammarOption = Annotated[
+    Path | None, _path_option("FILE", "write text of this grammar, in GBNF as llama.cpp reads it")
+]
 AdapterOption = Annotated[
     list[str] | None,
     _option("NAME=FOLDER", "an adapter of this model, a folder of PEFT or a run; may be repeated"),
@@ -633,6 +636,7 @@ def generate(
     choice: ChoiceOption = None,
     regex: RegexOption = None,
     json_schema: JsonSchemaOption = None,
+    grammar: GrammarOption = None,
     adapter: AdapterOption = None,
     use: UseOption = None,
     tools: Annotated[
@@ -661,7 +665,12 @@ def generate(
         n=n,
         max_tokens=max_tokens,
         stop=stop or [],
-        constraints={"choices": choice, "regex": regex, "json_schema": json_schema},
+        constraints={
+            "choices": choice,
+            "regex": regex,
+            "json_schema": json_schema,
+            "grammar": grammar,
+        },
         chat=chat,
         json=json,
         adapters=adapter or [],
@@ -698,6 +707,7 @@ def chat(
     choice: ChoiceOption = None,
     regex: RegexOption = None,
     json_schema: JsonSchemaOption = None,
+    grammar: GrammarOption = None,
     adapter: AdapterOption = None,
     use: UseOption = None,
 ) -> None:
@@ -720,7 +730,12 @@ def chat(
         n=1,
         max_tokens=max_tokens,
         stop=stop or [],
-        constraints={"choices": choice, "regex": regex, "json_schema": json_schema},
+        constraints={
+            "choices": choice,
+            "regex": regex,
+            "json_schema": json_schema,
+            "grammar": grammar,
+        },
         chat=True,
         json=False,
         adapters=adapter or [],

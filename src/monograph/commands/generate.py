@@ -11,6 +11,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from monograph.automata import Automaton, constraint
+from monograph.automata.gbnf import parse_grammar
+from monograph.automata.on_host import (
+    HOST_KINDS,
+    HostConstraint,
+    HostVocabulary,
+    lark_of,
+    require_llguidance,
+)
+from monograph.automata.schema import parse_schema
 from monograph.commands.generate_tools import AUTO, AnswerTools, answer_tools
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
@@ -36,7 +45,7 @@ PromptContent = str | list[Message]
 # Flags of the command that are not options of `Sampling`. --sampler refuses them with a hint.
 _FLAGS = (
     *("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json"),
-    *("adapter", "use", "tools", "tool_choice"),
+    *("grammar", "adapter", "use", "tools", "tool_choice"),
 )
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
 # The types whose values a user writes as they are, with the words for them in messages. Values of all
@@ -47,6 +56,7 @@ _OPTION_TYPES = {
     name: type(value) if value is not None else int for name, value in vars(Sampling()).items()
 }
 LARGEST_SCHEMA_BYTES = 1 << 20
+LARGEST_GRAMMAR_BYTES = 1 << 18
 LARGEST_PROMPTS_BYTES = 1 << 28
 LARGEST_TOOLS_BYTES = 1 << 20
 _PIPES = Path("/dev/fd")  # the folder of the pipes that a shell makes for <(command)
@@ -335,8 +345,8 @@ class ReadyModel(NamedTuple):
         tokenizer: its tokenizer.
         sampling: the command line's options of sampling.
         stop: strings and ids of tokens that end a completion.
-        constraint: an automaton that accepts exactly the allowed completions; None if all are
-            allowed.
+        constraint: an automaton that accepts exactly the allowed completions, or what the host follows
+            instead; None if all are allowed.
         options: the command line's options.
         adapter: the name of the adapter that writes, unless a prompt names another one.
         tools: the tools that an answer may call; None: there are none.
@@ -346,7 +356,7 @@ class ReadyModel(NamedTuple):
     tokenizer: Tokenizer
     sampling: Sampling
     stop: list[str | int]
-    constraint: Automaton | None
+    constraint: Automaton | HostConstraint | None
     options: GenerateOptions
     adapter: str = BASE
     tools: AnswerTools | None = None
@@ -397,7 +407,7 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
     keep_compiled()
     sampling = parse_sampling(options.flag_values, options.pairs)
     if sum(value is not None for value in options.constraints.values()) > 1:
-        raise UsageError("--choice, --regex and --json-schema: one of them at a time")
+        raise UsageError("--choice, --regex, --json-schema and --grammar: one of them at a time")
     _check_tool_flags(options)
     folders = named_folders("--adapter", options.adapters)
     if options.use is not None and options.use not in [*folders, BASE]:
@@ -437,7 +447,9 @@ def _check_tool_flags(options: GenerateOptions) -> None:
     if not options.chat:
         raise UsageError("--tools: only answers in a chat call tools: give --chat, too")
     if any(value is not None for value in options.constraints.values()):
-        raise UsageError("--tools and --choice, --regex or --json-schema: one of them at a time")
+        raise UsageError(
+            "--tools and --choice, --regex, --json-schema or --grammar: one of them at a time"
+        )
 
 
 def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> ReadyModel:
@@ -458,8 +470,14 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
     for kind, value in model.options.constraints.items():
         if value is None:  # all but one are None
             continue
-        if isinstance(value, Path):
-            value = _read_text(value, "--json-schema", LARGEST_SCHEMA_BYTES)
+        if kind == "json_schema":
+            value = parse_schema(_read_text(value, "--json-schema", LARGEST_SCHEMA_BYTES))
+        if kind == "grammar":
+            path = value
+            value = _read_text(path, "--grammar", LARGEST_GRAMMAR_BYTES)
+            parse_grammar(
+                value, f"--grammar {path}"
+            )  # refuses what is no grammar, by file and line
         if kind == "choices":
             for choice in value:
                 change = model.tokenizer.describe_change(choice)
@@ -469,9 +487,29 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
                     raise InputRefused(f"--choice: {change}")
         end_ids = [end for end in model.stop if not isinstance(end, str)]
         lead = _lead_bytes(model, prompts)
-        automaton = constraint(kind, value, model.tokenizer.pieces, end_ids, lead)
-        model = model._replace(constraint=automaton)
+        model = model._replace(
+            constraint=_constraint(kind, value, model.tokenizer.pieces, end_ids, lead)
+        )
     return model
+
+
+def _constraint(
+    kind: str, value: Any, pieces: Sequence[bytes], end_ids: Sequence[int], lead: bytes
+) -> Automaton | HostConstraint:
+    """Return a constraint: an automaton, or what the host follows if no automaton can.
+
+    The arguments and errors are those of `monograph.automata.constraint`.
+    """
+    try:
+        return constraint(kind, value, pieces, end_ids, lead)
+    except InputRefused as refusal:
+        if kind not in HOST_KINDS:
+            raise
+        require_llguidance(refusal)
+        lark = lark_of(kind, value, lead)
+        followed = HostConstraint(lark, HostVocabulary(pieces, end_ids), refusal)
+        warn(f"{refusal}; so llguidance follows it on the host, token by token")
+        return followed
 
 
 def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOptions) -> None:
@@ -515,6 +553,10 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
     _print_text(generation, text_before, model.constraint is not None)
     tokens_per_s = generation.tokens / max(clock() - began, 1e-9)
     speed = f"{counted(generation.tokens, 'token')}, {tokens_per_s:.0f} tok/s"
+    masks = generation.generator.masks
+    if masks:
+        mask_us = generation.generator.masks_s / masks * 1e6
+        speed += f", masks of llguidance {mask_us:.0f} µs each"
     print(
         f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})",
         file=sys.stderr,
@@ -621,6 +663,8 @@ def _print_json(generation: Generation, tools: AnswerTools | None) -> None:
         "completions": [_completion_values(completion, tools) for completion in completions],
         "tokens_per_s": generation.tokens / max(seconds, 1e-9),
         "prefill_s": generator.prefill_s,
+        "masks": generator.masks,
+        "masks_s": generator.masks_s,
         "graphs": generator.replays.variant_count,
         "host_syncs_per_token": generator.blocks_read / tokens,
         "device_to_host_bytes_per_token": generator.outbox.bytes_out / tokens,

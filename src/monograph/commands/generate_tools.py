@@ -2,7 +2,7 @@
 have.
 
 Every call has the name of a tool, and arguments that follow the tool's schema, because an automaton in
-the decoding graph lets no other token pass.
+the decoding graph, or llguidance on the host, lets no other token pass.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.automata import Automaton, Calls, call_constraint, types_of_tools
+from monograph.automata.on_host import (
+    HostConstraint,
+    HostVocabulary,
+    lark_of_calls,
+    require_llguidance,
+)
 from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.storage.reading import json_fault, parse_json
+from monograph.terminal import warn
 from monograph.text.call_reader import message_of
 from monograph.text.calls import NAME_CHARACTERS, CallFrame, find_frame, spellings, with_tools
 from monograph.text.chat import chat_ids
@@ -52,15 +59,17 @@ class AnswerTools(NamedTuple):
         shown_messages, variables = with_tools(self.tokenizer, messages, self.shown)
         return chat_ids(self.tokenizer, shown_messages, add_generation_prompt=True, **variables)
 
-    def constraint(self, prompts: Iterable[Sequence[int]]) -> Automaton:
-        """Return an automaton that allows a token only if all calls can still become right ones.
+    def constraint(self, prompts: Iterable[Sequence[int]]) -> Automaton | HostConstraint:
+        """Return what allows a token only if all calls can still become right ones.
+
+        It is an automaton, or if none can follow a schema, what the host follows instead.
 
         Args:
             prompts: the ids of the prompts that are answered.
 
         Raises:
             UsageError: the answers would need different automata.
-            InputRefused: an automaton cannot follow the schema of a function.
+            InputRefused: neither can follow the schema of a function.
         """
         grammar = self.frame.grammar()
         thoughts = find_thoughts(self.tokenizer)
@@ -79,7 +88,15 @@ class AnswerTools(NamedTuple):
             for function in self.callable_functions
         ]
         calls = Calls(grammar, functions, self.must_call, self.is_parallel)
-        return call_constraint(calls, self.tokenizer.pieces, self.end_ids)
+        pieces = self.tokenizer.pieces
+        try:
+            return call_constraint(calls, pieces, self.end_ids)
+        except InputRefused as refusal:
+            require_llguidance(refusal)
+            lark = lark_of_calls(calls, pieces)
+            followed = HostConstraint(lark, HostVocabulary(pieces, self.end_ids), refusal)
+            warn(f"{refusal}; so llguidance follows it on the host, token by token")
+            return followed
 
     def calls_in(self, answer_ids: Sequence[int]) -> list[dict[str, Any]]:
         """Return the calls of an answer, as {"name": ..., "arguments": {...}} each."""

@@ -93,6 +93,20 @@ def key_cache_by_vector_width() -> None:
 
 
 @functools.cache
+def key_cache_by_code(digest: str) -> None:
+    """Add a digest of this package's operators to the keys of torch's caches of compiled graphs.
+
+    A key has an operator's name, and nothing of its rules: its gradient, its batched form, the shape of its
+    result and how Inductor compiles it. A graph was made by them, so without the digest a graph that was
+    made by rules of an earlier version would be read from the disk.
+    """
+    import torch.compiler.config as config
+
+    # What the user has put there, by TORCH_COMPILE_CACHE_KEY_TAG for example, stays a part of the key.
+    config.cache_key_tag = f"{config.cache_key_tag} monograph {digest}".lstrip()
+
+
+@functools.cache
 def split_cat_options() -> dict[str, int]:
     """Return the option that makes Inductor compute each input of a concatenation by its own kernel.
 

@@ -26,8 +26,8 @@ def completed_row(tokenizer: Tokenizer, prompt: str, completion: str) -> MaskedR
     The two texts are encoded separately, because at inference the prompt is encoded alone.
     """
     prompt_ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    # Some tokenizers put a space before the text that begins a document. The completion begins it only
-    # if the prompt is empty.
+    # Some tokenizers put a space before the text that begins a document. The completion begins the
+    # document only if the prompt is empty.
     completion_ids = tokenizer.encode(completion, inside=bool(prompt))
     ids = [*prompt_ids, *completion_ids, tokenizer.eos_id]
     return MaskedRow(ids, ((len(prompt_ids), len(ids)),))
@@ -52,7 +52,9 @@ def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[NumberedT
 
 
 def _text_of(record: Mapping[str, Any]) -> str | Fault:
-    """Return the text of a record whose prompt and completion are texts, or the fault of another record."""
+    """Return the text of a record whose prompt and completion are texts, or the fault of a record in which
+    they are not.
+    """
     needs_template = "needs a chat template, and the model has none"
     if not are_texts(record):
         return Fault(

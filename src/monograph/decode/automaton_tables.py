@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monograph.automata import Automaton
@@ -217,6 +218,14 @@ class AutomatonTables:
         for key in [key for key in self._places if not self._uses[key]]:
             del self._places[key], self._uses[key]
 
+    def write_classes(self, automaton: Automaton, class_V: NDArray[np.int16]) -> None:
+        """Replace the class of each token of an automaton that is in use."""
+        self.class_AV[self._places[id(automaton)].number].copy_(torch.from_numpy(class_V))
+
+    def state_of(self, automaton: Automaton, packed_state: int) -> int:
+        """Return the number of a state of an automaton that is in use, packed with its counts."""
+        return self._places[id(automaton)].first_state + packed_state
+
     def _add(self, automaton: Automaton) -> _Place | None:
         """Write an automaton to a free place and return the place; None if there is no room.
 
@@ -278,8 +287,7 @@ class AutomatonTables:
         self.first_cell_S[states] = torch.from_numpy(first_cell_S.astype(np.int32)).to(device)
         self.automaton_S[states] = place.number
         self.stops_S[states] = torch.from_numpy(automaton.stops_S).to(device)
-        allows_all_S = ((automaton.next_SC >= 0) & (automaton.effect_SC == 0)).all(axis=1)
-        self.allows_all_S[states] = torch.from_numpy(allows_all_S).to(device)
+        self.allows_all_S[states] = torch.from_numpy(automaton.allows_all_S).to(device)
         self.class_AV[place.number] = torch.from_numpy(automaton.class_V).to(device)
 
     def _write_effects(self, first: int, effects: Sequence[Effect]) -> None:

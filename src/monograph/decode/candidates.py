@@ -153,8 +153,9 @@ class Candidates(NamedTuple):
     def may_miss_tokens(self) -> Tensor:
         """Return whether a filter might keep a token that `shorten` left out, bool [B, 1].
 
-        The tokens that a filter keeps are consecutive in the order of the logits. So it can keep a
-        token that was left out only if it keeps the least likely token here, or no token here.
+        The tokens that a filter keeps are consecutive in the order of the logits, and the tokens that
+        were left out come after all tokens here. So if a filter keeps tokens here, but not the least
+        likely one, it stops before those that were left out.
         """
         if self.ids_BN is None:
             return torch.zeros_like(self.sufficed_B1)
@@ -261,15 +262,16 @@ def largest_values(values_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     group_max_BW, chosen_groups_BW = grouped_BMG.amax(1).topk(width, sorted=False)
     chosen_BMW = grouped_BMG.gather(2, chosen_groups_BW[:, None].expand(-1, _GROUP, -1))
     values_BW, index_BW = chosen_BMW.flatten(1).topk(width)
-    # An index counts the chosen groups within a member: index = member * width + place of the group.
+    # An index is into the flattened [_GROUP, width]: index = member * width + place of the chosen group.
     member_BW = index_BW // width
     group_BW = chosen_groups_BW.gather(-1, index_BW % width)
     ids_BW = member_BW * grouped_BMG.shape[-1] + group_BW
     if not padding:
         return values_BW, ids_BW
     # In a row with less than `width` values above -inf, padding may be among the largest values, but
-    # its ids do not exist. Then the chosen group with the smallest maximum has no value above -inf.
-    # The id of its first member, which is the group's number, takes the padding's place.
+    # its ids do not exist. There are then fewer such values than chosen groups, so at least one chosen
+    # group has none, and the group with the smallest maximum is such a group. Padding is replaced by the
+    # first member of this group, whose id is the group's number and whose value is -inf as well.
     spare_id_B1 = chosen_groups_BW.gather(-1, group_max_BW.argmin(-1, keepdim=True))
     return values_BW, torch.where(ids_BW < vocabulary, ids_BW, spare_id_B1)
 
@@ -282,10 +284,10 @@ def _window_width(scores_BN: Tensor, truncation: Truncation) -> int:
 def _search(distance_BV: Tensor, weight_BV: Tensor, target_B1: Tensor) -> Tensor:
     """Return the radius of `find_radius`, found bit by bit over the whole vocabulary; fp32 [B, 1].
 
-    `find_radius` defines the radius as the smallest r for which the tokens at distances of at most r
-    have the target weight. This is also the largest r for which the tokens at distances below r have
-    less than the target weight. Here the second definition is used: from the highest bit down, a bit
-    of r is set if the weight below the resulting number is still less than the target. The search is
+    `find_radius` defines the radius as the smallest r at which the weight of the tokens at distances of
+    at most r reaches the target. So the weight of the tokens at distances below r has not reached it, and
+    r is the largest number for which that is so. Therefore r can be found from the highest bit down: a
+    bit is set if the weight below the resulting number has still not reached the target. The search is
     over int32 numbers that have the order of the floats.
     """
     key_B1V = _ordered(distance_BV.view(torch.int32))[:, None]
@@ -295,13 +297,14 @@ def _search(distance_BV: Tensor, weight_BV: Tensor, target_B1: Tensor) -> Tensor
     # Before each pass, `radius_B11` has the bits found so far, and zeros below them. A pass finds two
     # bits, so the vocabulary is read half as often as with one bit.
     for shift in _SHIFTS:
-        # The two bits as a number: -2 to 1 for the pair with the sign, and 0 to 3 for the others. All
-        # numbers but the lowest are tried as pivots.
+        # The two bits as a number: 0 to 3. For the first pair, which has the sign, it is -2 to 1. The three
+        # numbers above the lowest are tried as pivots.
         lowest = -2 if shift == _SIGN_SHIFT else 0
         tried_P = torch.arange(lowest + 1, lowest + 4, dtype=torch.int32, device=distance_BV.device)
         pivot_BP1 = radius_B11 + (tried_P * (1 << shift))[:, None]
         weight_below_BP1 = torch.where(key_B1V < pivot_BP1, weight_B1V, 0).sum(-1, keepdim=True)
-        # The pivots increase, so the result is `lowest` plus the number of pivots that are low enough.
+        # The pivots increase, so the low enough ones come first, and the last of these has the two bits:
+        # `lowest` plus their number.
         low_enough_B11 = (weight_below_BP1 < target_B11).sum(1, keepdim=True, dtype=torch.int32)
         radius_B11 = radius_B11 + (low_enough_B11 + lowest) * (1 << shift)
     return _ordered(radius_B11[:, 0]).view(torch.float32)

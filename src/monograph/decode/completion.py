@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from monograph.automata import Automaton, stop_strings
+from monograph.automata.on_host import HostConstraint
 from monograph.decode.adapter_bank import BASE, BASE_SLOT, bank_of
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.chain import breakers
@@ -196,7 +197,7 @@ def generate(
     max_tokens: int = 128,
     stop: Sequence[str | int] = (),
     n: int = 1,
-    constraint: Automaton | None = None,
+    constraint: Automaton | HostConstraint | None = None,
     adapters: str | Sequence[str] = BASE,
 ) -> Generation:
     """Continue each prompt `n` times.
@@ -214,7 +215,8 @@ def generate(
             always ends a text.
         n: the number of continuations of each prompt. The first one has `sampling.seed`, and the
             others have seeds that are made from it.
-        constraint: an automaton of the allowed texts (`monograph.automata`); None: any text.
+        constraint: an automaton of the allowed texts (`monograph.automata`), or what the host follows
+            instead (`monograph.automata.on_host`); None: any text.
         adapters: the name of the adapter that writes, if the model has a bank of them
             (`monograph.decode.adapter_bank.install`), for all prompts; or a list with one for each
             prompt. "base" is the model without an adapter.
@@ -259,7 +261,8 @@ def generate(
             sampling=options,
             max_tokens=max_tokens,
             stop_ids=stop_ids,
-            constraint=constraint,
+            constraint=constraint if isinstance(constraint, Automaton) else None,
+            host_constraint=constraint if isinstance(constraint, HostConstraint) else None,
             stop_automaton=stop_automaton,
             breaker_V=(
                 breakers_of(tuple(options.dry_sequence_breakers))
@@ -338,15 +341,18 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
         model, CacheSizes(slots), min(count, MAX_ROWS[device]), "ask for fewer tokens"
     )
     steps = math.ceil(count / rows) * min(longest.max_tokens, slots - 1)
+    automata: list[Automaton] = []
+    if longest.host_constraint is not None:
+        # Each text that the host follows has an automaton of its own.
+        automata += [longest.host_constraint.begin()] * rows
+    automata += [each for each in (longest.constraint, longest.stop_automaton) if each is not None]
     return Generator(
         model,
         chain_of([request.sampling for request in requests], len(longest.stop_ids)),
         rows=rows,
         slots=slots,
         vocabulary=vocabulary,
-        automata=[
-            automaton for automaton in (longest.constraint, longest.stop_automaton) if automaton
-        ],
+        automata=automata,
         mode=mode_for(steps, device, torch.is_autocast_enabled(device)),
     )
 

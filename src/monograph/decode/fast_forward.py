@@ -175,7 +175,8 @@ def _is_computable_mixture(mixture: nn.Module, dtype: torch.dtype) -> bool:
         # One launch computes both projections, as one weight.
         if joined_tensors([shared.gate_proj, shared.up_proj]) is None:
             return False
-        if not is_plain(shared.down_proj) or not is_plain(mixture.shared_expert_gate):
+        gate = mixture.shared_expert_gate
+        if gate is None or not is_plain(shared.down_proj) or not is_plain(gate):
             return False
         modules.append(shared)
         inner_widths.append(shared.down_proj.in_features)
@@ -446,6 +447,7 @@ class FastForward:
         inner_BM = project_gated(hidden_BD, gate_up_weight, norm, self._activation)
         # The output of the shared expert is multiplied by its gate. The last product is linear, so its
         # input is multiplied instead, and the product adds its output to that of the other experts.
+        assert mixture.shared_expert_gate is not None  # as `_is_computable_mixture` has found
         gate_B1 = project(hidden_BD, mixture.shared_expert_gate.weight, norm)
         return project(
             multiply_by_gate(inner_BM, gate_B1), shared.down_proj.weight, residual_BN=output_BD

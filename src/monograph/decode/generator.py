@@ -26,6 +26,8 @@ from typing import Any, Literal, NamedTuple
 
 from monograph import compat
 from monograph.automata import Automaton
+from monograph.automata.dfa import STATE_MASK
+from monograph.automata.on_host import HostText
 from monograph.decode.adapter_bank import BASE_SLOT, bank_of
 from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes, KVCache
@@ -104,6 +106,9 @@ class Generator:
             had already ended would be wasted there.
         prefill_s: seconds that the host spent on reading prompts.
         blocks_read: how many blocks the host has read. It waits for the device only to read a block.
+        masks: how many masks the host has computed, for texts that it follows
+            (`monograph.automata.on_host`).
+        masks_s: the seconds that they took.
         reused: the number of tokens of prompts that were not read again, because a row already had
             their keys and values.
     """
@@ -218,6 +223,8 @@ class Generator:
         self.reads_behind = weight.is_cuda
         self.prefill_s = 0.0
         self.blocks_read = 0
+        self.masks = 0
+        self.masks_s = 0.0
         self.reused = 0
         # Whether a free row keeps the keys and values of its last prompt. A free row takes part in every
         # step: it writes a key and a value at its position, and attends to the positions up to there. So
@@ -265,6 +272,8 @@ class Generator:
                 f"shorten it to below {self.slots}"
             )
         smallest_chain, knobs = self._chain_and_knobs(request)
+        if request.host_constraint is not None:
+            request = request._replace(constraint=request.host_constraint.begin())
         self.tables.require(request.constraint, request.stop_automaton)
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(
@@ -378,14 +387,16 @@ class Generator:
         """Put waiting requests into free rows, launch a block of steps, and read a block.
 
         If `reads_behind`, the previous block is read while the new one runs, and otherwise the new one.
+        So is it if the host follows a text, since the next step waits for the new token then.
 
         Returns:
-            the events of the block that was read.
+            the events of the blocks that were read.
         """
         self._fill_rows()
-        launched = self._launch_block()
+        texts = self._write_masks()
+        launched = self._launch_block(limit=1 if texts else None)
         blocks_to_read = [self._unread]
-        if self.reads_behind:
+        if self.reads_behind and not texts:
             self._unread = launched
         else:
             self._unread = None
@@ -653,12 +664,30 @@ class Generator:
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
-    def _launch_block(self) -> StepBlock | None:
-        """Start a block of steps and return it; None if no row needs a step."""
+    def _write_masks(self) -> int:
+        """Write the masks of the texts that the host follows; return how many these are."""
+        texts = [record.request.constraint for record in self._records if record is not None]
+        followed = [text for text in texts if isinstance(text, HostText)]
+        if followed:
+            began = clock()
+            for text in followed:
+                self.tables.write_classes(text, text.write_classes())
+            self.masks += len(followed)
+            self.masks_s += clock() - began
+        return len(followed)
+
+    def _launch_block(self, limit: int | None = None) -> StepBlock | None:
+        """Start a block of steps and return it; None if no row needs a step.
+
+        Args:
+            limit: the maximum number of its steps; None: that of the pace.
+        """
         running = [record for record in self._records if record is not None]
         # Whether a request waits for a row, or for its first token.
         is_awaited = self._queue or not all(record.launched for record in running)
         max_steps = self.pace.steps_while_waiting if is_awaited else self.pace.steps
+        if limit is not None:
+            max_steps = min(max_steps, limit)
         needed_steps = max((record.limit - record.launched for record in running), default=0)
         steps = min(max_steps, needed_steps)
         if steps <= 0:
@@ -677,9 +706,12 @@ class Generator:
             "search" if any(record.needs_search for record in running) else "window"
         )
         chain = self.steps.choose_chain(frozenset(record.smallest_chain for record in running))
-        follow_automata = any(
-            record.request.constraint or record.request.stop_automaton for record in running
-        )
+        follow_automata = any(self._needs_automata(record, steps) for record in running)
+        if follow_automata:
+            self._write_automaton_states()
+        else:
+            for record in running:
+                record.is_ahead = record.request.constraint is not None
         self.outbox.begin_block(self.state.line_1)
         # If the reader has read the prompts' last tokens, and no row has sampled a token yet, the first
         # step needs no pass of the model, and so no blocks of the cache. It is not captured.
@@ -696,6 +728,46 @@ class Generator:
             record.launched = min(record.launched + steps, record.limit)
         # The list of records is copied, since rows may have other requests when the block is read.
         return StepBlock(steps, self.outbox.send(steps), list(self._records))
+
+    def _needs_automata(self, record: RowRecord, steps: int) -> bool:
+        """Return whether the automata of a request can change the next steps."""
+        constraint = record.request.constraint
+        if constraint is None or record.request.stop_automaton is not None:
+            return record.request.stop_automaton is not None
+        # While every token is allowed, as it is with tools until a call begins, a single step can do without
+        # the automaton, since the host knows the state after it. A compiled step would be compiled twice
+        # for that.
+        if steps > 1 or self.compiled or not self._tracks_automata:
+            return True
+        return not constraint.allows_all_S[record.automaton_state & STATE_MASK]
+
+    def _write_automaton_states(self) -> None:
+        """Write the states that the host has followed alone to the device."""
+        for row, record in enumerate(self._records):
+            if record is not None and record.is_ahead:
+                constraint = record.request.constraint
+                assert constraint is not None
+                state = self.tables.state_of(constraint, record.automaton_state)
+                self.state.constraint_state_B[row] = state
+                record.is_ahead = False
+
+    def _follow(self, record: RowRecord, tokens: Sequence[int]) -> bool:
+        """Follow the constraint of a request on the host; return whether only an end token could follow."""
+        constraint = record.request.constraint
+        if constraint is None or not tokens:
+            return False
+        if isinstance(constraint, HostText):
+            return any(map(constraint.take, tokens))
+        if not self._tracks_automata:
+            return False
+        for token in tokens:
+            record.automaton_state = constraint.after(record.automaton_state, token)
+        return bool(constraint.stops_S[record.automaton_state & STATE_MASK])
+
+    @property
+    def _tracks_automata(self) -> bool:
+        """Whether the host knows all tokens of a row when it starts the next step."""
+        return not self.reads_behind
 
     def _read_block(self, block: StepBlock) -> list[Event]:
         """Read a block and return its events.
@@ -722,6 +794,10 @@ class Generator:
             tokens, status = read_codes(codes_of_rows[row])
             record.received += len(tokens)
             finish = FINISHES.get(status)
+            if self._follow(record, tokens):
+                # The device does not know it unless it has followed the automaton.
+                finish = "stop"
+                self.state.status_B[row] = Status.FREE
             # An UNDECIDED row samples nothing, so it continues at the same position.
             if status == Status.UNDECIDED:
                 self._records[row] = replace(record, launched=record.received, needs_search=True)

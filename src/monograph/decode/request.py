@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from monograph.automata import Automaton
+from monograph.automata.on_host import HostConstraint
 from monograph.decode.knobs import Chain
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import Status
@@ -29,6 +30,7 @@ class Request(NamedTuple):
             earlier.
         stop_ids: the ids that end the text.
         constraint: the automaton of the allowed texts; None: any text.
+        host_constraint: what the host follows instead of an automaton; None: there is no such thing.
         stop_automaton: the automaton of the stop strings; None: no stop strings.
         breaker_V: bool [V], the sequence breakers (`chain.breakers`); None: no breakers.
         seed: replaces the seed of `sampling`, so that many requests can share one `Sampling`; None:
@@ -48,6 +50,7 @@ class Request(NamedTuple):
     max_tokens: int
     stop_ids: tuple[int, ...] = ()
     constraint: Automaton | None = None
+    host_constraint: HostConstraint | None = None
     stop_automaton: Automaton | None = None
     breaker_V: Tensor | None = None
     seed: int | None = None
@@ -111,6 +114,9 @@ class RowRecord:
         launched: the number of steps that were started for it, including those that the host has not
             read yet.
         received: the number of its tokens that the host has read.
+        automaton_state: the state of its constraint after the tokens that the host has read, unless blocks
+            are read behind (`Generator.reads_behind`).
+        is_ahead: whether `automaton_state` is further than the row's state on the device.
         needs_search: whether its steps use the exact truncation "search", which is so after a step
             with the status UNDECIDED. The record is then replaced by a new one, so that the host can
             tell blocks that were launched before, and skip their codes for this row.
@@ -122,6 +128,8 @@ class RowRecord:
     smallest_chain: Chain
     launched: int = 0
     received: int = 0
+    automaton_state: int = 0
+    is_ahead: bool = False
     needs_search: bool = False
 
 

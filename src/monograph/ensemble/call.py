@@ -570,8 +570,6 @@ def _attention_probabilities(
 # torch's fused kernels have no batching rule, so vmap would loop over members, forward and backward.
 # `_attention_of_members` is such a rule: it folds the members into the batch, and autograd then
 # sees one call of the kernel. vmap needs an operator to which the rule belongs: "attention_folding_members".
-# torch's cache of compiled graphs knows the rule only by the operator's name, so a rule that changes needs
-# another name. Otherwise graphs of the earlier rule would still be read from the disk.
 
 _LIBRARY = torch.library.Library("monograph", "FRAGMENT")
 _LIBRARY.define(

@@ -18,11 +18,11 @@ from monograph.ensemble.optimizers import merge_kinds
 from monograph.errors import UsageError
 from monograph.graph.compilable import Compilable, Scope
 from monograph.graph.lora import Factor
-from monograph.graph.member_factors import MemberFactor
+from monograph.graph.member_factors import MemberFactor, MemberGradient
 from monograph.graph.precision import FP8, Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Batch, check_result, count_tensor, has_count, require_constant
-from monograph.ops.fused_gradients import FusedGradient, fused_gradients
+from monograph.ops.fused_gradients import fused_gradients
 from monograph.optim import Muon, Optimizer, Plane, planes, require_optimizer, trainable
 from monograph.optim.formats import FORMATS
 from monograph.schedule import Schedule, factor_at
@@ -187,13 +187,15 @@ class StackedParameters(OnDevice):
             if not any(placed.name in factors for placed in plane.placed):
                 continue
             plane.rounded = torch.empty_like(plane.param, dtype=self.step.precision.dtype)
-            weights, totals = plane.views(plane.rounded), plane.views(plane.grad)
-            for (name, weight), (_, total) in zip(weights, totals, strict=True):
+            # `.data` has a version of its own, so that writing it makes no gradient stale for autograd.
+            totals = plane.grad.data
+            for placed, (name, weight) in zip(
+                plane.placed, plane.views(plane.rounded), strict=True
+            ):
                 if name in factors:
+                    gradient = MemberGradient(weight.data, totals, placed.offset)
                     factors[name].__class__ = MemberFactor
-                    # Each view by `.data` has a version of its own, so that writing one does not make
-                    # another stale for autograd.
-                    factors[name].fused_gradient = FusedGradient(weight.data, total.data)  # type: ignore[assignment]
+                    factors[name].member_gradient = gradient  # type: ignore[assignment]
         self._fuses_gradients = bool(factors)
 
     def fused_gradients(self) -> AbstractContextManager[None]:

@@ -152,7 +152,8 @@ class Table:
 
     Attributes:
         settings: the settings in the order of their first members.
-        best: the best setting; None if every member diverged.
+        best: the best setting; None if every member diverged. If all have the same value
+            (`none_is_better`), it is the first one, from which commands may go on.
         values: each member's value; None for a member that diverged.
         noise: standard deviation of a paired difference over seeds, pooled over settings; None if
             there is only one seed, or if all seeds have the same differences. The latter happens if
@@ -183,6 +184,8 @@ class Table:
         """One sentence that says what "tied" means in this table, or why there is nothing to
         compare.
         """
+        if self.none_is_better:
+            return "all have the same value: none is better"
         if len(self.settings) == 1:
             return "one setting: there is nothing to compare it with"
         knob = self.over.rpartition(".")[2]  # the key without its section
@@ -202,6 +205,17 @@ class Table:
             f"tied: the difference to the best, paired over {knob}s, is within {t:.1f} standard "
             f"errors (95 %, {degrees} of freedom, pooled over the better half)"
         )
+
+    @property
+    def none_is_better(self) -> bool:
+        """Return whether all have the same score, such as rewards of 0: all settings, or all members of the
+        only setting.
+        """
+        means = {setting.mean.value for setting in self.settings if setting.mean}
+        if len(self.settings) > 1:
+            scored = [setting for setting in self.settings if setting.mean]
+            return len(scored) > 1 and len(means) == 1
+        return len(self.values) > 1 and len(set(self.values)) == 1 and bool(means)
 
     @property
     def _any_stopped(self) -> bool:
@@ -233,7 +247,9 @@ class Table:
             fate: which of its members diverged or were stopped, in words; "": none.
         """
         standing = ""
-        if self.best and setting is self.best.setting:
+        if self.none_is_better:
+            standing = ""
+        elif self.best and setting is self.best.setting:
             standing = "best"
         elif setting.tied and setting.difference:
             standing = f"tied ({setting.difference.value:+.3f})"

@@ -29,6 +29,7 @@ from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import HostState, Recorder, StaticInputs
 from monograph.graph.siblings import split_fused_linears_at_blocks
 from monograph.ops import materialize  # noqa: F401 - defines the operator that `compiled` lowers
+from monograph.storage.package_code import code_digest
 
 Backend = Literal["inductor", "aot_eager", "eager"]
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -39,6 +40,17 @@ UPDATES_ONE_BY_ONE = "the kernels of an update are launched one by one"
 # rows of up to this many elements in registers. It reads longer rows twice. The norms of most models are
 # no wider.
 MAX_ROW_LENGTH = 4096
+# The parts of the package that define operators, change graphs or change what Inductor does. Not all of the
+# package, so that graphs are compiled again as rarely as possible while it is developed.
+OPERATORS = (
+    "compat",
+    "decode/automaton_tables.py",
+    "decode/chain.py",
+    "decode/fast_sampler.py",
+    "ensemble/call.py",
+    "graph",
+    "ops",
+)
 
 
 class FunctionsToCompile(Protocol):
@@ -446,6 +458,9 @@ def _configure_inductor() -> None:
     # The key of Inductor's cache lacks the vector width, so another processor would run wrong code
     # (dev/log.md).
     compat.key_cache_by_vector_width()
+    # The key lacks the rules of custom operators, too, so a later version would run graphs that were made
+    # by earlier rules.
+    compat.key_cache_by_code(code_digest(*OPERATORS))
     # By default, Inductor builds a library for each kernel on a CPU.
     compat.build_kernels_together()
     # By default, glibc returns freed blocks to the system, and each page of the next block costs a

@@ -14,7 +14,8 @@ the base's file. llama.cpp's scale is alpha / rank.
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,20 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # A file of Monograph next to PEFT's two, with digests of the base. PEFT does not read it.
 BASE_FILE = "monograph_base.json"
+_STRUCTURE, _CONFIG = "structure_sha256", "config_sha256"  # its keys; older folders have the second
+# Where the base is on the machine that wrote the adapter, if the name for PEFT is another one.
+_FOLDER = "folder"
+# The keys of a base's config.json that do not change what its weights compute of tokens. A run, its
+# export, and a file that another program has written may differ in them.
+_NOT_STRUCTURE = (
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "output_router_logits",
+    "pad_token_id",
+    "router_aux_loss_coef",
+)
 # The keys of adapter_config.json. These are read:
 _READ_KEYS = {
     "r",
@@ -118,12 +133,23 @@ class Adapter(NamedTuple):
         """
         if config is None or not exists(self.folder / BASE_FILE):
             return
-        recorded = read_json(file_inside(self.folder, BASE_FILE)).get("config_sha256")
-        if recorded != config_digest(config):
+        recorded = read_json(file_inside(self.folder, BASE_FILE))
+        if _STRUCTURE in recorded:
+            is_same = recorded[_STRUCTURE] == structure_digest(config)
+        else:
+            is_same = recorded.get(_CONFIG) == _config_digest(config)
+        if not is_same:
             raise InputRefused(
                 f"{self.folder}: this adapter was trained on another base: {BASE_FILE} does not have the digest of "
-                "this one's config.json"
+                "the structure that this one's config.json says"
             )
+
+    def base_folder_where_written(self) -> list[Path]:
+        """Return where the base was on the machine that wrote the adapter, if the folder records it."""
+        if not exists(self.folder / BASE_FILE):
+            return []
+        recorded = read_json(file_inside(self.folder, BASE_FILE)).get(_FOLDER)
+        return [Path(recorded)] if isinstance(recorded, str) else []
 
     @property
     def weights_sha256(self) -> str | None:
@@ -152,15 +178,24 @@ def is_adapter(folder: str | Path) -> bool:
     return is_file(folder / CONFIG_FILE) and not exists(folder / "config.json")
 
 
-def config_digest(config: LlamaConfig) -> str:
-    """Return the SHA-256 in hex of a base's shape, which is what its config.json says."""
-    values = config.to_hf()
-    # These two do not change the shape of any weight.
-    del values["attention_dropout"]
-    del values["pad_token_id"]
+def structure_digest(config: LlamaConfig) -> str:
+    """Return the SHA-256 in hex of a base's structure: all of its config.json that changes what its
+    weights compute.
+    """
+    return _digest_without(config, _NOT_STRUCTURE)
+
+
+def _config_digest(config: LlamaConfig) -> str:
+    """Return the digest that folders have which were written before `structure_digest` was recorded."""
     # A file may have a single id as a number or as a list of one number, which mean the same.
     if len(config.eos_token_ids) == 1:
-        values["eos_token_id"] = config.eos_token_ids[0]
+        config = replace(config, eos_token_id=config.eos_token_ids[0])
+    return _digest_without(config, ("attention_dropout", "pad_token_id"))
+
+
+def _digest_without(config: LlamaConfig, keys: Collection[str]) -> str:
+    """Return the SHA-256 in hex of a config.json without some of its keys."""
+    values = {key: value for key, value in config.to_hf().items() if key not in keys}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -245,7 +280,7 @@ def load_adapter_weights(adapter: Adapter, module: nn.Module) -> None:
         module: the base, on which `adapt` was called with the adapter's configuration.
 
     Raises:
-        InputRefused: a tensor is missing, unexpected or of another shape, or the file is damaged.
+        InputRefused: a tensor is missing, unexpected, of another shape or not finite, or the file is damaged.
     """
     path = file_inside(adapter.folder, WEIGHTS_FILE)
     state = adapter_state(module)  # shares memory with the module
@@ -272,7 +307,26 @@ def load_adapter_weights(adapter: Adapter, module: nn.Module) -> None:
             )
     values = read_tensors({peft_name(name): tensor for name, tensor in stored.items()}, None)
     for name in stored:
-        targets[name].copy_(values[peft_name(name)])
+        value = values[peft_name(name)]
+        require_finite(f"{path}: {peft_name(name)}", value)
+        targets[name].copy_(value)
+
+
+def require_finite(place: str, tensor: Tensor) -> None:
+    """Refuse a tensor of an adapter that has NaN or infinity in it.
+
+    Args:
+        place: where it was read, and its name.
+        tensor: the tensor.
+
+    Raises:
+        InputRefused: a number is not finite.
+    """
+    if not tensor.isfinite().all():
+        raise InputRefused(
+            f"{place} is not finite (NaN or infinity): its training diverged, or the file is damaged; take another "
+            "checkpoint"
+        )
 
 
 def install_adapters(
@@ -379,7 +433,7 @@ def pack_adapters(
             f"{experts[0]} has an adapter for each expert, for which PEFT has no form"
         )
     if config is not None:
-        joined_layers = tuple(itertools.chain.from_iterable(config.family.joined_layers.values()))
+        joined_layers = tuple(itertools.chain.from_iterable(config.joined_layers.values()))
         joined_in_files = [name for name in adapted if name.endswith(joined_layers)]
         if joined_in_files:
             raise InputRefused(
@@ -391,7 +445,7 @@ def pack_adapters(
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": peft_base(base),
         "r": lora.rank,
         "lora_alpha": alpha,
         "target_modules": _target_modules(module, adapted, lora),
@@ -410,8 +464,21 @@ def pack_adapters(
         peft_name(name): tensor.contiguous().clone()
         for name, tensor in adapter_state(module).items()
     }
-    base_record = {} if config is None else {"config_sha256": config_digest(config)}
+    base_record = {} if config is None else {_STRUCTURE: structure_digest(config)}
+    if values["base_model_name_or_path"] != base:
+        base_record[_FOLDER] = base
     return PeftAdapters(values, tensors, base_record)
+
+
+def peft_base(base: str) -> str:
+    """Return the name of a base for PEFT: its id, if it is a folder of the Hub's cache, and else `base`.
+
+    The cache holds OWNER/NAME in models--OWNER--NAME/snapshots/COMMIT.
+    """
+    path = Path(base)
+    repository = path.parent.parent.name.removeprefix("models--")
+    is_in_cache = path.parent.name == "snapshots" and path.parent.parent.name != repository
+    return repository.replace("--", "/", 1) if is_in_cache else base
 
 
 def save_adapter(packed: PeftAdapters, folder: str | Path) -> None:
@@ -477,7 +544,11 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
             adapter is, directly or through other adapters, its own base.
     """
     # A relative path counts from the working directory, as in PEFT, or else from the adapter's folder.
-    for path in (Path(adapter.base), adapter.folder / adapter.base):
+    for path in (
+        Path(adapter.base),
+        adapter.folder / adapter.base,
+        *adapter.base_folder_where_written(),
+    ):
         if adapter.base and exists(path):
             base = without_links(path)
             above = above | {without_links(adapter.folder)}

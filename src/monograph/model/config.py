@@ -92,7 +92,8 @@ class LlamaConfig:
         attention_multiplier: factor of attention's scores. None: 1 / sqrt(head_dim).
         query_pre_attn_scalar: number by whose root attention's scores are divided. 0: head_dim.
         logits_scaling: divisor of the logits. The decoder divides the final hidden states by it.
-        num_experts: number of experts of a mixture, in families with mixtures.
+        num_experts: number of experts of a mixture, in families with mixtures. 0: a model of a family
+            with experts that may lack them has none, and the next fields are 0 or false.
         num_experts_per_tok: number of experts that compute a token. They are the experts with the
             highest probabilities.
         norm_topk_prob: whether the probabilities of a token's experts, which are the weights of their
@@ -559,8 +560,14 @@ class LlamaConfig:
 
     def is_mixture(self, layer: int) -> bool:
         """Return whether a layer's feed-forward layer is a mixture of experts."""
-        has_mixtures = bool(self.family.expert_width_key)
-        return has_mixtures and layer not in self.mlp_only_layers
+        return self.num_experts > 0 and layer not in self.mlp_only_layers
+
+    @property
+    def joined_layers(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the layers of a block that are one layer in the files (`Family.joined_layers`)."""
+        if not self.num_experts:
+            return self.family.joined_layers
+        return {**self.family.joined_layers, **self.family.joined_in_mixtures}
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates queries and keys by their positions."""

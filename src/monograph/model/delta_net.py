@@ -22,9 +22,16 @@ from torch import Tensor, nn
 from monograph.errors import InputRefused
 from monograph.graph.lora_merge import UnreadTensor
 from monograph.model.config import LlamaConfig
-from monograph.model.layer_types import FULL_ATTENTION, L2_NORM_EPS, LINEAR_ATTENTION
+from monograph.model.layer_types import L2_NORM_EPS
 from monograph.model.layers import Linear, RMSNorm
-from monograph.model.mixer import USE_HF, LayerCache, Mixer, VisiblePositions, mixer_of
+from monograph.model.mixer import (
+    USE_HF,
+    LayerCache,
+    Mixer,
+    VisiblePositions,
+    mixer_of,
+    require_both_kinds,
+)
 from monograph.model.recurrent import (
     CausalConv,
     LayerState,
@@ -324,14 +331,7 @@ class GatedDeltaNet(Mixer):
                 f"rms_norm_eps = {config.rms_norm_eps:g}: llama.cpp adds it to the lengths of a delta net's keys, too, "
                 f"where the model adds {L2_NORM_EPS:g}{USE_HF}"
             )
-        layers = range(config.num_hidden_layers)
-        has_both_kinds = len({mixer_of(config, layer) for layer in layers}) == 2
-        if not has_both_kinds:
-            kind = LINEAR_ATTENTION if mixer_of(config, 0) is cls else FULL_ATTENTION
-            raise InputRefused(
-                f"layer_types: llama.cpp loads a {config.model_type} only with layers of both kinds, not with "
-                f"{kind!r} alone{USE_HF}"
-            )
+        require_both_kinds(config)
 
     @classmethod
     def llama_cpp_row_lengths(cls, config: LlamaConfig) -> Mapping[str, int]:

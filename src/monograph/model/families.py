@@ -33,6 +33,13 @@ class NormNames(NamedTuple):
     after_mlp: str | None = None
 
 
+class FusedNames(NamedTuple):
+    """The names in a block of the two tensors of all experts of a layer, in files that have two."""
+
+    gate_up: str = "mlp.experts.gate_up_proj"
+    down: str = "mlp.experts.down_proj"
+
+
 class LlamaCppSupport(NamedTuple):
     """How llama.cpp computes the models of a family.
 
@@ -54,6 +61,12 @@ class LlamaCppSupport(NamedTuple):
         norm_before_mlp: llama.cpp's name of the norm before the feed-forward layer.
         norm_topk_prob: whether llama.cpp divides the weights of a token's experts by their sum. It
             does not read this from the file.
+        attention_alone: llama.cpp's name of the architecture if all layers of a hybrid are attention
+            and have no experts; "": it does not load such a model.
+        kv_heads_by_layer: whether a file has the number of key-value heads for each layer, which is 0
+            for one that is no attention.
+        rotation_is_a_key: whether a file says whether queries and keys are rotated.
+        joined_layers: whether llama.cpp reads the family's joined layers joined.
         treated_as_70b: which models of 80 layers llama.cpp's quantizer treats as a model of 70
             billion weights, whose value projections get more bits: none (""), those with fewer
             key-value heads than query heads ("grouped"), or all ("all").
@@ -68,6 +81,10 @@ class LlamaCppSupport(NamedTuple):
     computes_attention_bias: bool = False
     norm_before_mlp: str = "ffn_norm"
     norm_topk_prob: bool = True
+    attention_alone: str = ""
+    kv_heads_by_layer: bool = False
+    rotation_is_a_key: bool = False
+    joined_layers: bool = False
     treated_as_70b: Literal["", "grouped", "all"] = ""
 
 
@@ -84,6 +101,8 @@ class Family(NamedTuple):
         norm_names: the names of the norms before and after attention and the feed-forward layer.
         joined_layers: layers of a block that are one layer in the files, as {name in the files: names
             in the decoder}.
+        joined_in_mixtures: the same for a model with experts, in addition to `joined_layers`. It takes
+            precedence for a name that both have.
         rope_types: the supported scalings of rotary positions, by transformers' names.
         other_layer_type: the type of the layers that are not full attention, by its word in
             `LAYER_TYPES`: layers with a window, gated delta nets, or layers of Mamba 2.
@@ -107,6 +126,9 @@ class Family(NamedTuple):
         fused_experts: how files have all experts' matrices of a layer in two tensors, of which one
             has gate and up: gate's rows above up's ("halves"), or transposed, with alternating
             columns of gate and up ("columns"). "": each expert has its own tensors.
+        fused_names: the names in a block of these two tensors in the files.
+        may_lack_experts: whether a model may have num_experts = 0, and a gated layer in each block.
+        gated_shared_expert: whether a shared expert's output is multiplied by a gate of its own.
         expert_bias: whether the projections of experts and the router have biases.
         clamped_gating: whether gate and up are combined as in gpt-oss
             (`monograph.model.layers.gating`).
@@ -131,6 +153,7 @@ class Family(NamedTuple):
     qk_norm: Literal["", "heads", "all"] = ""
     norm_names: NormNames = NormNames()
     joined_layers: Mapping[str, tuple[str, ...]] = {}
+    joined_in_mixtures: Mapping[str, tuple[str, ...]] = {}
     rope_types: tuple[str, ...] = ("linear", "llama3", "yarn")
     other_layer_type: str = SLIDING_ATTENTION
     full_attention_every: int = 0
@@ -144,6 +167,9 @@ class Family(NamedTuple):
     expert_width_key: str = ""
     always_norm_topk_prob: bool = False
     fused_experts: Literal["", "halves", "columns"] = ""
+    fused_names: FusedNames = FusedNames()
+    may_lack_experts: bool = False
+    gated_shared_expert: bool = True
     expert_bias: bool = False
     clamped_gating: bool = False
     attention_sinks: bool = False
@@ -377,7 +403,7 @@ FAMILIES: dict[str, Family] = {
         },
         rope_types=(LONGROPE,),
         only_default_keys=("resid_pdrop",),
-        llama_cpp=LlamaCppSupport("phi3", head_dim_is_derived=True),
+        llama_cpp=LlamaCppSupport("phi3", head_dim_is_derived=True, joined_layers=True),
     ),
     "granite": Family(
         "GraniteForCausalLM",
@@ -550,6 +576,9 @@ FAMILIES: dict[str, Family] = {
             "mamba_conv_bias",
             "mamba_proj_bias",
             *MULTIPLIERS,
+            *_EXPERT_KEYS,
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
         ),
         {
             "max_position_embeddings": 2048,
@@ -559,14 +588,40 @@ FAMILIES: dict[str, Family] = {
             "mamba_expand": 2,
             "shared_intermediate_size": 1024,
             "num_local_experts": 8,
+            "num_experts_per_tok": 2,
             **_LLAMA_BOS_AND_EOS,
         },
         joined_layers={
             "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
             "shared_mlp.output_linear": ("mlp.down_proj",),
         },
+        joined_in_mixtures={
+            "shared_mlp.input_linear": (
+                "mlp.shared_expert.gate_proj",
+                "mlp.shared_expert.up_proj",
+            ),
+            "shared_mlp.output_linear": ("mlp.shared_expert.down_proj",),
+            "block_sparse_moe.router.layer": ("mlp.gate",),
+        },
         other_layer_type=MAMBA,
         full_attention_every=10,
+        expert_width_key="moe_intermediate_size",
+        always_norm_topk_prob=True,
+        fused_experts="halves",
+        fused_names=FusedNames(
+            "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"
+        ),
+        may_lack_experts=True,
+        gated_shared_expert=False,
+        llama_cpp=LlamaCppSupport(
+            "granitehybrid",
+            interleaved_rotary=True,
+            reads_rope_divisors=True,
+            computes_attention_bias=True,
+            attention_alone="granite",
+            kv_heads_by_layer=True,
+            rotation_is_a_key=True,
+        ),
         own_keys=granite_keys,
     ),
 }

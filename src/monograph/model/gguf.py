@@ -35,9 +35,10 @@ from monograph.model.families import LlamaCppSupport, NormNames
 from monograph.model.files import new_folder, write_no_extras
 from monograph.model.gguf_blocks import K_QUANTS, choose_types, quantize
 from monograph.model.gguf_words import add_tokenizer, modelfile
+from monograph.model.layers import Attention
 from monograph.model.layouts import JoinedLayersRule
 from monograph.model.llama import Llama, feed_forward_of_family, kinds_of_family
-from monograph.model.mixer import USE_HF, mixers_of_family
+from monograph.model.mixer import USE_HF, Mixer, mixer_of, mixers_of_family
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import (
     LinearScaling,
@@ -135,6 +136,9 @@ def save_gguf(
         for name, divisor_F in _rope_divisors(config).items()
     ]
     tensors = [*divisors, *llama_cpp_tensors(plain_parameters(model), config)]
+    for layer in range(config.num_hidden_layers):
+        for tensor in mixer_of(config, layer).more_llama_cpp_tensors(config):
+            tensors.append(tensor._replace(name=f"blk.{layer}.{tensor.name}"))
     shapes = {tensor.name: tensor.like.shape for tensor in tensors}
     types = _choose_tensor_types(shapes, dtype, config)
     with new_folder(Path(folder)) as new:
@@ -162,11 +166,27 @@ def llama_cpp_support(config: LlamaConfig) -> LlamaCppSupport:
     Raises:
         InputRefused: llama.cpp does not know the family.
     """
-    if config.family.llama_cpp is None:
+    support = config.family.llama_cpp
+    if support is None:
         raise InputRefused(
             f"model_type = {config.model_type!r}: llama.cpp knows no such family; export it with --format hf"
         )
-    return config.family.llama_cpp
+    if _mixers(config) != [Attention] or not support.attention_alone:
+        return support
+    return support._replace(name=support.attention_alone, kv_heads_by_layer=False)
+
+
+def _mixers(config: LlamaConfig) -> list[type[Mixer]]:
+    """Return the classes of the mixers that a file describes: those of the family, or attention alone if
+    llama.cpp has another architecture for that.
+    """
+    support = config.family.llama_cpp
+    is_attention_alone = all(
+        mixer_of(config, layer) is Attention for layer in range(config.num_hidden_layers)
+    )
+    if support and support.attention_alone and is_attention_alone and not config.num_experts:
+        return [Attention]
+    return mixers_of_family(config)
 
 
 def import_gguf() -> ModuleType:
@@ -188,7 +208,7 @@ def _check_supported(config: LlamaConfig, dtype: str) -> None:
     model_type = config.model_type
     llama_cpp = llama_cpp_support(config)
     _check_windows(config)
-    for mixer in mixers_of_family(config):
+    for mixer in _mixers(config):
         mixer.require_llama_cpp(config)
     _check_unrotated_layers(config)
     if isinstance(config.rope_scaling, Llama3Scaling) and not llama_cpp.reads_rope_divisors:
@@ -235,7 +255,7 @@ def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
     row_lengths = {"hidden_size": config.hidden_size}
     row_lengths |= feed_forward_of_family(config).llama_cpp_row_lengths(config)
     row_lengths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
-    for mixer in mixers_of_family(config):
+    for mixer in _mixers(config):
         row_lengths |= mixer.llama_cpp_row_lengths(config)
     for key, length in row_lengths.items():
         if length % Q8_0_BLOCK:
@@ -336,11 +356,21 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    llama_cpp = llama_cpp_support(config)
+    if llama_cpp.kv_heads_by_layer:
+        layers = range(config.num_hidden_layers)
+        writer.add_head_count_kv(
+            [mixer_of(config, layer).key_value_heads(config) for layer in layers]
+        )
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.rotary_dim)
     writer.add_rope_freq_base(config.rope_theta)
+    if llama_cpp.rotation_is_a_key:
+        # llama.cpp reads this key, which has another meaning by its name.
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     if isinstance(config.rope_scaling, LinearScaling):
@@ -358,8 +388,8 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     writes_window = config.sliding_window is not None or config.family.attention_sinks
     if config.family.full_attention_every and writes_window:
         writer.add_sliding_window(config.sliding_window or _context_length(config))
-    for mixer in mixers_of_family(config):
-        mixer.add_llama_cpp_sizes(writer, config, llama_cpp_support(config).name)
+    for mixer in _mixers(config):
+        mixer.add_llama_cpp_sizes(writer, config, llama_cpp.name)
     feed_forward_of_family(config).add_llama_cpp_sizes(writer, config)
     if "logits_scaling" in config.family.optional_keys:
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -407,8 +437,9 @@ def llama_cpp_tensors(
         if own_name is not None
     }
     block_names = {**_BLOCK_NAMES, **feed_forward.llama_cpp_names, **norm_name_by_own_name}
-    # Some families' files join layers, and llama.cpp reads them joined, too.
-    for name, like, read in JoinedLayersRule(config).to_files(parameters):
+    if llama_cpp.joined_layers:
+        parameters = JoinedLayersRule(config).to_files(parameters)
+    for name, like, read in parameters:
         # The name model.layers.3.self_attn.q_proj.weight has the module model.layers.3.self_attn.q_proj,
         # the suffix weight, the layer 3, and the name self_attn.q_proj of the module in its block.
         module, _, suffix = name.rpartition(".")

@@ -37,10 +37,8 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
         InputRefused: a wrong value, or one that the decoder does not compute.
     """
     experts = values["num_local_experts"]
-    if experts != 0:
-        raise InputRefused(
-            f"num_local_experts = {experts!r} is not supported: only 0 is, models without experts"
-        )
+    if experts != 0 or isinstance(experts, bool):
+        check_positive_integer("num_local_experts", experts)
     low, high = _time_step_limit(values)
     if low > 0 or high != float("inf"):
         raise InputRefused(
@@ -65,9 +63,18 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
         raise InputRefused(
             f"position_embedding_type = {position_type!r} is not supported: only 'rope' and 'nope' are"
         )
+    # Without experts, each block has a gated layer of the width of the shared expert.
+    shared_width = values["shared_intermediate_size"]
+    widths = {"intermediate_size": shared_width}
+    if experts:
+        widths = {
+            "moe_intermediate_size": values["intermediate_size"],
+            "shared_expert_intermediate_size": shared_width,
+        }
     return {
         **values,
-        "intermediate_size": values["shared_intermediate_size"],
+        **widths,
+        "num_experts": experts,
         "mamba_d_head": head_dim,
         "position_embedding_type": position_type or "nope",
         "layer_types": _layer_types(values),
@@ -91,8 +98,8 @@ def _time_step_limit(values: Mapping[str, Any]) -> tuple[float, float]:
 
 def _layer_types(values: Mapping[str, Any]) -> list[str]:
     """Return the kind of each layer. Without the key, all layers are of Mamba 2, as in transformers."""
-    # `layers_block_type` is an older name of the key.
-    words = values.get("layer_types") or values.get("layers_block_type")
+    # `layers_block_type` is an older name of the key. If a file has both, transformers reads this one.
+    words = values.get("layers_block_type") or values.get("layer_types")
     if words is None:
         return [MAMBA] * int(values["num_hidden_layers"])
     if not isinstance(words, list):
@@ -108,9 +115,9 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
     layers = range(config.num_hidden_layers)
     types = config.layer_types or (FULL_ATTENTION,) * len(layers)
     return {
-        "shared_intermediate_size": config.intermediate_size,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
+        "shared_intermediate_size": config.shared_expert_intermediate_size
+        or config.intermediate_size,
+        "num_local_experts": config.num_experts,
         "mamba_expand": config.mamba_n_heads * config.mamba_d_head // config.hidden_size,
         "mamba_chunk_size": 256,
         "layer_types": [_WORDS_IN_FILES[each] for each in types],

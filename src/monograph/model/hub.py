@@ -98,6 +98,12 @@ _WRAPPERS = {
 _MTP_PREFIX = "mtp."
 
 
+def text_model_type(model_type: str) -> str:
+    """Return the model_type of the text model that is loaded of a model of this type."""
+    wrapper = _WRAPPERS.get(model_type)
+    return model_type if wrapper is None else wrapper.text_type
+
+
 def _is_wrapped(values: Mapping[str, Any]) -> bool:
     """Return whether a config.json belongs to a model that contains a text model."""
     return str(values.get("model_type")) in _WRAPPERS

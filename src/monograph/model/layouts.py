@@ -37,11 +37,11 @@ from monograph.model.parameters import block_shapes
 # The name in files of a matrix of one expert. The groups are the name of the layer's experts, the
 # expert's number, and the matrix.
 _ONE_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(0|[1-9]\d{0,8})\.(\w+_proj\.weight)")
-# The decoder's name of a tensor of all experts. The groups are the name of the layer's experts, the
-# projection, and whether it is its weight or its bias.
-_STACKED = re.compile(r"(.+\.mlp\.experts\.)(gate|up|down)_proj\.(weight|bias)")
-# The name in files of a tensor of fused experts. One that ends with _blocks has the codes of MXFP4.
-_FUSED = re.compile(r"(.+\.mlp\.experts\.)(gate_up|down)_proj(_bias|_blocks)?")
+# The decoder's name of a tensor of all experts. The groups are the block, the projection, and whether it
+# is its weight or its bias.
+_STACKED = re.compile(r"(.+\.)mlp\.experts\.(gate|up|down)_proj\.(weight|bias)")
+# The beginning of the name of a parameter in a block.
+_BLOCK = re.compile(r".*\blayers\.\d+\.")
 # The numbers that the 16 codes of MXFP4 stand for. A code has a sign bit, two bits of exponent and one
 # of mantissa.
 _FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -68,11 +68,11 @@ def rules_of(config: LlamaConfig) -> list[FileRule]:
     """Return the rules of a family's files. In both directions they are applied in this order."""
     family = config.family
     rules: list[FileRule] = []
-    if family.joined_layers:
+    if config.joined_layers:
         rules.append(JoinedLayersRule(config))
-    if family.fused_experts:
-        rules.append(FusedExpertsRule(alternating_columns=family.fused_experts == "columns"))
-    if family.expert_width_key:
+    if family.fused_experts and config.num_experts:
+        rules.append(FusedExpertsRule(config))
+    if config.num_experts:
         # This rule also follows a `FusedExpertsRule`. Files of models that also see images may have
         # either form, because transformers 5 reads and writes both.
         rules.append(SeparateExpertsRule(config))
@@ -115,7 +115,7 @@ class JoinedLayersRule(FileRule):
         # For each part, such as self_attn.q_proj: the name of the joined layer, and all of its parts.
         joined_layer_by_part = {
             part: (joined, parts)
-            for joined, parts in self.config.family.joined_layers.items()
+            for joined, parts in self.config.joined_layers.items()
             for part in parts
         }
         # The parts that were read, of joined layers whose last part was not read yet.
@@ -142,12 +142,12 @@ class JoinedLayersRule(FileRule):
             InputRefused: a joined tensor does not have as many rows as its parts together, or a file
                 has both a joined tensor and one of its parts.
         """
-        # All layers have the same shapes in a family that joins tensors.
+        # In a family that joins layers, all blocks have the same shapes of these.
         shapes = block_shapes(self.config, 0)
         converted = dict[str, StoredTensor]()
         for name, tensor in stored.items():
             block, module, suffix = _split_name(name)
-            parts = self.config.family.joined_layers.get(module, ())
+            parts = self.config.joined_layers.get(module, ())
             # Empty if this tensor is not a joined one, or is a bias that the decoder does not have.
             row_counts = [
                 shapes[f"{part}{suffix}"][0] for part in parts if f"{part}{suffix}" in shapes
@@ -189,21 +189,26 @@ def _split_name(name: str) -> tuple[str, str, str]:
     ".weight").
     """
     path, _, kind = name.rpartition(".")
-    module = ".".join(path.split(".")[-2:])
-    return path.removesuffix(module), module, f".{kind}"
+    block = _BLOCK.match(path)
+    begin = block.end() if block else 0
+    return path[:begin], path[begin:], f".{kind}"
 
 
 class FusedExpertsRule(FileRule):
-    """Files have two tensors for the matrices of all experts of a layer: gate with up, and down."""
+    """Files have two tensors for the matrices of all experts of a layer: gate with up, and down.
 
-    def __init__(self, alternating_columns: bool):
-        """Make the rule.
+    Attributes:
+        alternating_columns: True if matrices are transposed, and columns of gate and of up alternate;
+            False if gate's rows are above up's.
+    """
 
-        Args:
-            alternating_columns: True if matrices are transposed, and columns of gate and of up
-                alternate; False if gate's rows are above up's.
-        """
-        self.alternating_columns = alternating_columns
+    def __init__(self, config: LlamaConfig):
+        """Make the rule for a model of this shape."""
+        self.alternating_columns = config.family.fused_experts == "columns"
+        self._names = config.family.fused_names._asdict()
+        # A name in files: the block, the tensor in it, and a suffix. _blocks has the codes of MXFP4.
+        names = "|".join(map(re.escape, self._names.values()))
+        self._pattern = re.compile(rf"(.+\.)({names})(_bias|_blocks)?")
 
     def to_files(self, tensors: Iterable[UnreadTensor]) -> Iterator[UnreadTensor]:
         """Yield a model's tensors with gate and up as one tensor."""
@@ -214,7 +219,7 @@ class FusedExpertsRule(FileRule):
             if match is None:
                 yield tensor
                 continue
-            experts, projection, kind = match.groups()
+            block, projection, kind = match.groups()
             if projection == "gate":
                 gates[kind] = tensor
                 continue
@@ -225,7 +230,7 @@ class FusedExpertsRule(FileRule):
             suffix = "_bias" if kind == "bias" else ""
             like = _fuse([part.like for part in parts], self.alternating_columns)
             read = functools.partial(_read_fused, parts, self.alternating_columns)
-            yield UnreadTensor(f"{experts}{projection}_proj{suffix}", like, read)
+            yield UnreadTensor(f"{block}{self._names[projection]}{suffix}", like, read)
 
     def to_decoder(self, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return a file's tensors with gate and up as two tensors.
@@ -241,17 +246,17 @@ class FusedExpertsRule(FileRule):
             if is_scales and f"{name.removesuffix('_scales')}_blocks" in stored:
                 # `_mxfp4_tensor` makes one tensor of the scales and the codes, which are in _blocks.
                 continue
-            match = _FUSED.fullmatch(name)
+            match = self._pattern.fullmatch(name)
             # Only files with alternating columns have biases or blocks.
             if match is None or (match[3] and not alternating_columns):
                 _add(converted, name, tensor)
                 continue
-            experts, projection, suffix = match.groups()
+            block, name_in_block, suffix = match.groups()
             kind = "bias" if suffix == "_bias" else "weight"
             tensor = tensor._replace(name_in_file=tensor.name_in_file or name)
             # For each projection that the tensor has: 0 or 1 for a half of it, None for all of it.
             halves: dict[str, int | None] = {"down": None}
-            if projection == "gate_up":
+            if name_in_block == self._names["gate_up"]:
                 halves = {"gate": 0, "up": 1}
             for half_projection, half in halves.items():
                 take_half = functools.partial(
@@ -268,7 +273,7 @@ class FusedExpertsRule(FileRule):
                         expert_count, *matrix_shape = part.shape
                         shape = (expert_count, *reversed(matrix_shape))
                         part = part._replace(shape=shape, transposed=True)
-                _add(converted, f"{experts}{half_projection}_proj.{kind}", part)
+                _add(converted, f"{block}mlp.experts.{half_projection}_proj.{kind}", part)
         return converted
 
 
@@ -418,9 +423,9 @@ class SeparateExpertsRule(FileRule):
             if match is None:
                 yield tensor
                 continue
-            experts, projection, kind = match.groups()
+            block, projection, kind = match.groups()
             for expert in range(len(tensor.like)):
-                name = f"{experts}{expert}.{projection}_proj.{kind}"
+                name = f"{block}mlp.experts.{expert}.{projection}_proj.{kind}"
                 read = functools.partial(_read_expert, tensor, expert, last_read)
                 yield UnreadTensor(name, tensor.like[expert], read)
 

@@ -184,10 +184,10 @@ def feed_forward_of(config: LlamaConfig, layer: int) -> type[FeedForward]:
 
 
 def feed_forward_of_family(config: LlamaConfig) -> type[FeedForward]:
-    """Return the class of most feed-forward layers in a model's family. If it is a mixture, some layers
-    may still be gated layers (mlp_only_layers).
+    """Return the class of most feed-forward layers of a model. If it is a mixture, some layers may
+    still be gated layers (mlp_only_layers).
     """
-    return Mixture if config.family.expert_width_key else MLP
+    return Mixture if config.num_experts else MLP
 
 
 def kinds_of_family(config: LlamaConfig) -> list[type[Mixer] | type[FeedForward]]:

@@ -10,16 +10,24 @@ of heads, E width of a key, V width of a head, X any number of channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monograph.errors import InputRefused
+from monograph.graph.lora_merge import UnreadTensor
 from monograph.model.config import LlamaConfig
 from monograph.model.layers import Linear
-from monograph.model.mixer import LayerCache, Mixer, VisiblePositions
+from monograph.model.mixer import (
+    USE_HF,
+    LayerCache,
+    Mixer,
+    VisiblePositions,
+    require_both_kinds,
+)
 from monograph.model.recurrent import (
     CausalConv,
     LayerState,
@@ -27,10 +35,26 @@ from monograph.model.recurrent import (
     empty_state,
     heads_first,
     initial_vector,
+    without_middle_axis,
 )
 from monograph.model.rope import CosSin
 from monograph.ops import state_space
 from monograph.ops.attention import Impl, Mask
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+# llama.cpp's names of the tensors of a layer, by their names in the layer.
+_LLAMA_CPP_NAMES = {
+    "in_proj.weight": "ssm_in.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "conv1d.bias": "ssm_conv1d.bias",
+    "dt_bias": "ssm_dt.bias",
+    "A_log": "ssm_a",
+    "D": "ssm_d",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}
 
 
 class _Projections(NamedTuple):
@@ -86,6 +110,9 @@ class Mamba2(Mixer):
     name = "mamba"
     reads_segments = True
     siblings = ()
+    llama_cpp_fp32 = tuple(
+        _LLAMA_CPP_NAMES[name] for name in ("conv1d.weight", "A_log", "D", "norm.weight")
+    )
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__(config, impl)
@@ -252,6 +279,66 @@ class Mamba2(Mixer):
     def decode_flops(cls, config: LlamaConfig, context: float) -> float:
         """Return 4 · H · E · V FLOPs: a token's write and its read."""
         return 4 * config.mamba_n_heads * config.mamba_d_state * config.mamba_d_head
+
+    @classmethod
+    def require_llama_cpp(cls, config: LlamaConfig) -> None:
+        """Refuse layers that llama.cpp does not load."""
+        require_both_kinds(config)
+        if config.mamba_proj_bias:
+            raise InputRefused(f"mamba_proj_bias = true is not computed by llama.cpp{USE_HF}")
+        width = config.mamba_n_heads * config.mamba_d_head
+        if width != 2 * config.hidden_size:
+            raise InputRefused(
+                f"mamba_n_heads * mamba_d_head = {width}: llama.cpp loads only twice hidden_size = "
+                f"{config.hidden_size}{USE_HF}"
+            )
+
+    @classmethod
+    def llama_cpp_row_lengths(cls, config: LlamaConfig) -> Mapping[str, int]:
+        """Return the width of the output projection's input."""
+        return {"mamba_n_heads * mamba_d_head": config.mamba_n_heads * config.mamba_d_head}
+
+    @classmethod
+    def add_llama_cpp_sizes(
+        cls, writer: GGUFWriter, config: LlamaConfig, architecture: str
+    ) -> None:
+        """Add the sizes of the layers. llama.cpp calls the number of heads the rank of the time steps."""
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+
+    @classmethod
+    def llama_cpp_tensor(
+        cls, name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig
+    ) -> UnreadTensor:
+        """Return a tensor of the layer with llama.cpp's name, shape and values.
+
+        llama.cpp stores -exp(A_log) instead of A_log. It has one column for each head's A and D, and
+        one row of the norm's weight for each group.
+        """
+
+        def change(tensor: Tensor) -> Tensor:
+            if name == "A_log":
+                tensor = -tensor.exp()
+            if name in ("A_log", "D"):
+                return tensor[:, None]
+            if name == "norm.weight":
+                return tensor.view(config.mamba_n_groups, -1)
+            return without_middle_axis(tensor)
+
+        return UnreadTensor(_LLAMA_CPP_NAMES[name], change(like), lambda: change(read()))
+
+    @classmethod
+    def more_llama_cpp_tensors(cls, config: LlamaConfig) -> list[UnreadTensor]:
+        """Return a bias of zeros for a convolution that has none, without which llama.cpp crashes."""
+        if config.mamba_conv_bias:
+            return []
+        width = config.mamba_n_heads * config.mamba_d_head
+        channels = width + 2 * config.mamba_n_groups * config.mamba_d_state
+        zeros = torch.zeros(channels)
+        return [UnreadTensor(_LLAMA_CPP_NAMES["conv1d.bias"], zeros.to("meta"), zeros.clone)]
 
 
 class GatedNorm(nn.Module):

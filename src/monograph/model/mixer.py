@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from monograph.errors import InputRefused
 from monograph.graph.lora_merge import UnreadTensor
 from monograph.model.config import LlamaConfig
 from monograph.model.layer_types import FULL_ATTENTION, LAYER_TYPES, LayerType
@@ -272,6 +273,11 @@ class Mixer(nn.Module, ABC):
         """
         return None
 
+    @classmethod
+    def more_llama_cpp_tensors(cls, config: LlamaConfig) -> list[UnreadTensor]:
+        """Return tensors that llama.cpp needs and the layer does not have, by their names in a block."""
+        return []
+
 
 @functools.cache
 def _load(layer_type: LayerType) -> type[Mixer]:
@@ -284,6 +290,20 @@ def _load(layer_type: LayerType) -> type[Mixer]:
 def mixer_of(config: LlamaConfig, layer: int) -> type[Mixer]:
     """Return the class of a layer's mixer."""
     return _load(config.layer_type(layer))
+
+
+def require_both_kinds(config: LlamaConfig) -> None:
+    """Refuse, for llama.cpp, a hybrid whose layers are all of one kind.
+
+    Raises:
+        InputRefused: the layers are all of one kind.
+    """
+    if len(set(config.layer_types)) < 2:
+        kind = config.layer_types[0] if config.layer_types else FULL_ATTENTION
+        raise InputRefused(
+            f"layer_types: llama.cpp loads a {config.model_type} only with layers of both kinds, not with "
+            f"{kind!r} alone{USE_HF}"
+        )
 
 
 def mixers_of_family(config: LlamaConfig) -> list[type[Mixer]]:

@@ -107,8 +107,8 @@ class Experts(nn.Module):
 class Mixture(FeedForward):
     """A feed-forward layer of experts, of which a router chooses k for each token.
 
-    Some families add a shared expert, which computes every token and whose output is multiplied by
-    its own gate.
+    Some families add a shared expert, which computes every token. In most of them its output is
+    multiplied by its own gate.
 
     Source: Shazeer et al. 2017, arXiv 1701.06538.
 
@@ -130,7 +130,11 @@ class Mixture(FeedForward):
         self.has_shared_expert = SHARED_WIDTH_KEY in config.family.optional_keys
         if self.has_shared_expert:
             self.shared_expert = MLP(config, SHARED_WIDTH_KEY)
-            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
+            self.shared_expert_gate = (
+                Linear(config.hidden_size, 1, bias=False)
+                if config.family.gated_shared_expert
+                else None
+            )
         self.impl: MixtureImpl = "grouped"
 
     def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
@@ -148,8 +152,11 @@ class Mixture(FeedForward):
         mixed_BTD = mixed_ND.view(hidden_BTD.shape)
         if not self.has_shared_expert:
             return mixed_BTD
+        shared_BTD = self.shared_expert(hidden_BTD)
+        if self.shared_expert_gate is None:
+            return mixed_BTD + shared_BTD
         gate_BT1 = self.shared_expert_gate(hidden_BTD).sigmoid()
-        return mixed_BTD + gate_BT1 * self.shared_expert(hidden_BTD)
+        return mixed_BTD + gate_BT1 * shared_BTD
 
     @classmethod
     def inner_numbers(cls, config: LlamaConfig) -> int:

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 # The largest router_aux_loss_coef. A much larger one would overflow the gradient of the balance, which
 # is in fp32.
 MAX_BALANCE_FACTOR = 1e6
+# The sizes that a model without experts does not have.
+_OF_EXPERTS_ALONE = (
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 
 
 def check_and_derive(config: LlamaConfig) -> dict[str, Any]:
@@ -42,6 +48,8 @@ def check_and_derive(config: LlamaConfig) -> dict[str, Any]:
         check_positive_number("clip_qkv", config.clip_qkv)
     if not family.expert_width_key:
         return {}
+    if family.may_lack_experts and config.num_experts == 0:
+        return dict.fromkeys(_OF_EXPERTS_ALONE, 0) | {"norm_topk_prob": False}
     _check_router(config)
     layers_without_mixture = set(config.mlp_only_layers) & set(range(config.num_hidden_layers))
     changed: dict[str, Any] = {"mlp_only_layers": tuple(sorted(layers_without_mixture))}
@@ -90,7 +98,8 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = find_family(values["model_type"])
     fields = dict[str, Any]()
-    if family.expert_width_key:
+    lacks_experts = family.may_lack_experts and values["num_experts"] == 0
+    if family.expert_width_key and not lacks_experts:
         # A family may have two keys for the number of experts. If the file has both, transformers
         # reads the one for which it has no default.
         count_keys = [
@@ -166,11 +175,11 @@ def new_model_keys(model_type: str, ffn_width: int) -> dict[str, Any]:
     (docs/model.md). Its factor is that of arXiv 2101.03961.
 
     Args:
-        model_type: the family; the result is {} if it has no mixtures.
+        model_type: the family; the result is {} if it has no mixtures, or may lack experts.
         ffn_width: the width of the two experts of a token together.
     """
     family = find_family(model_type)
-    if not family.expert_width_key:
+    if not family.expert_width_key or family.may_lack_experts:
         return {}
     keys: dict[str, Any] = {
         "num_experts": 8,

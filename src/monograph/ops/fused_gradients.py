@@ -68,10 +68,14 @@ def fused_gradients() -> AbstractContextManager[None]:
     return compat.replace_functional({"linear": linear, "embedding": embedding})
 
 
+def gradients_are_fused() -> bool:
+    """Return whether this is called inside the context `fused_gradients()`."""
+    return F.linear is linear
+
+
 def fused_gradient_of(owner: object) -> FusedGradient | None:
     """Return the attribute of a weight or a family of weights; None outside of `fused_gradients()`."""
-    is_in_context = F.linear is linear
-    return getattr(owner, "fused_gradient", None) if is_in_context else None
+    return getattr(owner, "fused_gradient", None) if gradients_are_fused() else None
 
 
 def linear(

@@ -68,18 +68,17 @@ class Plane:
             the parameters of one layer; see `planes`.
         start: the index of this piece's first element in the module's plane; 0 if this is the whole
             plane.
-        block_offset: how many elements of the first block of the state's format come before this
-            piece. Other ranks have them.
+        block_offset: how many elements of the block in which this piece begins (a block of consecutive
+            elements with one scale) come before the piece. Other ranks have them.
         state: the optimizer's buffers by name. Each is [size], or smaller if several elements share
             one number, such as the scale of their block.
         rounded: the parameters in the dtype of matrix products, which `round` writes; None: products
             read the parameters themselves.
         orthogonal: [size], the orthogonalised directions of Muon's update if ranks have only rows of
             the matrices; else None.
-        edge_maxima: {name of a moment: its largest magnitudes, [2]}, for a plane whose first or last
-            block has elements of other ranks. The two numbers are for the first and for the last
-            block, after this update, over all ranks that have elements of the block. A rank needs them
-            because a block is quantised with one scale. {} if no block is shared by ranks.
+        edge_maxima: {name of a moment: [largest magnitude in the first block, in the last block]}, after
+            this update. Ranks may share these two blocks, and a rank needs the maximum over all elements
+            of a block, because a block is quantised with one scale. {} if ranks share no block.
     """
 
     kind: ParameterKind
@@ -137,9 +136,8 @@ class Plane:
 
         See `monograph.ops.fused_gradients`.
         """
-        # Vectors are not factors of matrix products. Gradients in fp64 are added by autograd, because
-        # their products may be computed in bf16, and a GPU can add a product in bf16 to a sum in fp32
-        # but not to one in fp64.
+        # Vectors are not factors of matrix products. Gradients in fp64 are added by autograd: the products
+        # of fp64 parameters may be computed in bf16, and a GPU cannot add these to a sum in fp64.
         if self.kind.is_vector or self.grad.dtype == torch.float64:
             return
         weights = self.views(self.param if self.rounded is None else self.rounded)

@@ -2,24 +2,23 @@
 
 A trace is the predicted memory of a step (`predict.footprint`), or of a streamed model's passes and
 updates (`predict.stage_footprint`). It depends on the step, on torch and on this package's code. A
-change of the code is recognised by the sizes and modification times of its files.
+change of the code is recognised by the digest of its files.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import monograph
 from monograph.errors import InputRefused, Unreadable
 from monograph.predict.fake_memory import ORIGINS
 from monograph.predict.footprint import Work, footprint
 from monograph.predict.stage_footprint import StageFootprint, stage_footprint
 from monograph.storage.cache_dir import cache_root, key_digest
+from monograph.storage.package_code import code_digest
 from monograph.storage.reading import contents, parse_json
 
 MAX_TRACES = 512  # the newest ones are kept, of about 150 bytes each
@@ -52,7 +51,7 @@ def _kept_sizes(subject: object, trace_anew: Callable[[], list[int]]) -> Sequenc
         trace_anew: traces and returns the bytes; it is called if the cache folder does not have them.
     """
     path = cache_root()[0] / "traces.json"
-    key = key_digest(repr((subject, torch.__version__, _code_state())))
+    key = key_digest(repr((subject, torch.__version__, code_digest())))
     known_trace = _read_traces(path).get(key)
     if known_trace:
         return known_trace[:-1]
@@ -90,14 +89,3 @@ def _is_undamaged(key: str, trace: object) -> bool:
         return False
     *sizes, checksum = trace
     return all(type(size) is int for size in sizes) and checksum == _checksum(key, sizes)
-
-
-@cache
-def _code_state() -> str:
-    """Return a text that changes when any file of this package changes."""
-    folder = Path(monograph.__file__).parent
-    state = []
-    for path in sorted(folder.rglob("*.py")):
-        status = path.stat()
-        state.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
-    return repr(state)

@@ -278,7 +278,7 @@ def sweep_page(
     return page(
         kind=f"Sweep, {state}" if state else "Sweep",
         title=folder.name,
-        headline=_headline(best, so_far=bool(state)),
+        headline=_headline(best, settings, so_far=bool(state)),
         assessment=" ".join(sentences),
         key_figures=_key_figures(results),
         drawings=drawings,
@@ -304,7 +304,9 @@ def _command_blocks(advice: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"<pre>{escaped(command)}</pre>" for command in commands]
 
 
-def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:
+def _headline(
+    best: Mapping[str, Any] | None, settings: Sequence[SettingSummary], *, so_far: bool
+) -> str:
     """Return the best setting's score and knobs in a few words."""
     if best is None:
         return "No score yet" if so_far else "Every member diverged"
@@ -312,7 +314,9 @@ def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:
         f"{short_key(key)} {value_text(value)}" for key, value in best["knobs"].items()
     )
     headline = f"{best['mean']:.3f} {best['unit']}"
-    if knobs:
+    if all(setting["standing"] != "best" for setting in settings):
+        headline += ": none is better"
+    elif knobs:
         headline += f" at {knobs}"
     if so_far:
         headline += " so far"

@@ -34,12 +34,16 @@ class Kl(NamedTuple):
         k1       subtracts strength times the sum of an answer's l from the answer's reward
         k2       adds strength times l^2 / 2 to a token's loss
         k3       adds strength times e^-l - 1 + l to a token's loss
-        entropy  is k2 with a reference that gives all tokens the same probability
+        entropy  adds strength times (log pi)^2 / 2 to a token's loss
 
-    On policy, the gradient of k1 is the gradient of KL(pi || ref) of whole answers. At the
-    positions that answers reach, the gradients of k2 and k3 are those of KL(pi || ref) and KL(ref
-    || pi) of the next token (Tang and Munos 2025, arXiv 2506.09477). The gradient of entropy is
-    that of minus the entropy of the next token.
+    On policy, the gradient of k1 is the gradient of KL(pi || ref) of whole answers. The others have
+    gradients of the next token, at the positions that answers reach (Tang and Munos 2025, arXiv
+    2506.09477):
+
+        k2       that of KL(pi || ref)
+        k3       that of KL(ref || pi)
+        entropy  that of minus the entropy of pi; it is k2 with log ref = 0 for every token, because
+                 a constant log ref changes no gradient
 
     Attributes:
         estimator: the name of the term.
@@ -143,8 +147,8 @@ class PolicyLoss(nn.Module):
         segments, positions: int64, of packed rows. A row without segments has one answer.
         factors, shares: fp64, see `AnswerWeight`; 0 where nothing is sampled.
         drawn: fp64, the log-probability with which each target was sampled.
-        penalties, reference: fp64, with a KL term: see `AnswerWeight`, and the reference's
-            log-probability of each target.
+        penalties, reference: fp64, with a term `Kl`: see `AnswerWeight`, and the reference's
+            log-probability of each target; 0 for the term "entropy".
         states: int64, with a form: the state of its automaton. The softmax is then over the tokens
             that the form allows there.
 
@@ -240,8 +244,9 @@ class PolicyLoss(nn.Module):
     def _answer_means(self, values_N: Tensor, has_target_N: Tensor, batch: Batch) -> Tensor:
         """Return at each position the mean of the values over the targets of its answer."""
         rows, length = batch["targets"].shape
+        # Without segments, a row is one answer.
         segments = batch["segments"] if "segments" in batch else torch.zeros_like(batch["targets"])
-        # A row has at most `length` answers, which have the segments from 1 on. Segment 0 is padding.
+        # In packed rows segment 0 is padding, and at most `length` answers have the segments from 1 on.
         segments_per_row = length + 1
         first_B = torch.arange(rows, device=values_N.device)[:, None] * segments_per_row
         segment_N = (first_B + segments).flatten()

@@ -73,8 +73,8 @@ class AdapterBase:
             max_rank: the largest rank that is read; None: any.
 
         Raises:
-            InputRefused: it has no adapter, was trained on another base, or has parts that cannot stay
-                unmerged. The message names the folder and the key.
+            InputRefused: it has no adapter, was trained on another base, has numbers that are not finite, or
+                parts that cannot stay unmerged. The message names the folder and the key.
         """
         if adapter.is_adapter(folder):
             return self._read_peft(Path(folder), max_rank)
@@ -117,6 +117,8 @@ class AdapterBase:
         skeleton = self._skeleton(lora)
         adapt(skeleton, lora, device=torch.device("cpu"))
         load_weights(skeleton, weights_of(checkpoint))
+        for name, tensor in adapter.adapter_state(skeleton).items():
+            adapter.require_finite(f"{run.folder}: {name} of its newest checkpoint", tensor)
         return stored_adapter(skeleton, lora, str(run.folder))
 
     def _require_digest(self, recorded: str, folder: Path, key: str) -> None:

@@ -12,6 +12,9 @@ The process's standard input is a socket to the server. The process reads:
   is the bytes of a token);
 - then a line of JSON for each job, [[kind, value, lead in hexadecimal], CPU seconds, bytes of memory].
 
+A job may also try a grammar that llguidance is to follow in the server (`monograph.automata.on_host`), and
+which could end the process. It has no automaton, and its text is empty if the grammar is not refused.
+
 When it is ready, it sends a `_REPLY` without output. For each job it sends a `_REPLY` and the child's
 output: a `_HEAD`, the automaton's arrays, and a text. If the compiler has refused the job, the output is
 an automaton without states, and the text is the reason.
@@ -44,6 +47,7 @@ from numpy.typing import NDArray
 
 from monograph.automata import Automaton, Calls, call_constraint, constraint, stop_strings
 from monograph.automata.counting import ALWAYS, COUNTERS, Effect, is_sound
+from monograph.automata.on_host import has_llguidance, lark_of, try_lark
 from monograph.automata.tokens import MAX_EFFECTS
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
@@ -56,6 +60,7 @@ MAX_CALLS_BYTES = 1 << 18  # of all tools of a request
 PROCESSOR_S = 2
 MEMORY_BYTES = 1 << 29
 WALL_CLOCK_S = 10.0
+_STACK_BYTES = 1 << 22
 # Limits on the automata that are cached for further requests.
 MAX_CACHED = 64
 MAX_CACHED_BYTES = 1 << 28
@@ -68,13 +73,16 @@ _START_TIMEOUT_S = 120.0
 # The kinds of jobs, in addition to the kinds of constraints that `monograph.automata` has.
 _STOP = "stop"  # compiles stop strings
 _CALLS = "calls"  # compiles which calls of tools an answer may have
+_HOST = "host"  # tries a grammar that the host is to follow
 # How messages name what is compiled, by the kind of job.
 _NAMES = {
     "choices": "the choices",
     "regex": "the regular expression",
     "json_schema": "the JSON schema",
+    "grammar": "the grammar",
     _STOP: "the stop strings",
     _CALLS: "the schemas of the tools",
+    _HOST: "the grammar for llguidance",
 }
 # The head of a reply: the child's exit code, or minus the number of the signal that ended it; and the
 # number of bytes of its output.
@@ -87,6 +95,10 @@ _ARRAY_TYPES = (np.int16, np.int16, np.int16, np.uint8, np.int32)
 _NO_MEMORY = 100  # the exit code of a child that needed more than MEMORY_BYTES
 _TOO_LONG = 101  # takes the place of the exit code of a child that needed more than WALL_CLOCK_S
 _PR_SET_PDEATHSIG = 1  # Linux's option of prctl, which Python does not name
+
+
+class NotCompiled(InputRefused):
+    """No automaton of the compiler follows a constraint, or it would need too much time or memory."""
 
 
 class Busy(Exception):
@@ -142,13 +154,13 @@ class ConstraintCompiler:
 
         Args:
             kind: one of `monograph.automata.KINDS`.
-            value: the choices, the regular expression, or the schema as JSON text or as an object.
+            value: the choices, the regular expression, the grammar, or the schema as JSON text or as an object.
                 Texts are valid Unicode and numbers finite, as `monograph.serve.body` ensures.
             lead: bytes that come before the text and are not part of it.
 
         Raises:
-            InputRefused: the value is too long, its compiler refuses it, or it needs more time or
-                memory than a child may use.
+            InputRefused: the value is too long.
+            NotCompiled: its compiler refuses it, or it needs more time or memory than a child may use.
             Busy: too many other constraints wait.
             RuntimeError: the compiling process died twice, or the compiler is closed.
         """
@@ -188,6 +200,16 @@ class ConstraintCompiler:
             )
         return await self._cached_automaton(_CALLS, value, b"")
 
+    async def try_on_host(self, lark: str) -> str:
+        """Return why llguidance refuses a grammar, or an empty text; see `monograph.automata.on_host`.
+
+        Raises:
+            Busy, RuntimeError: see `constraint`.
+        """
+        result = await self._cached_result(_HOST, lark, b"")
+        assert isinstance(result, str)
+        return result
+
     def close(self) -> None:
         """End the compiling process and its child. Callers that wait get a RuntimeError."""
         self._is_closed = True
@@ -197,6 +219,15 @@ class ConstraintCompiler:
         self, kind: str, value: str | Sequence[str] | dict[str, Any], lead: bytes
     ) -> Automaton:
         """Return an automaton from the cache, or compile it as soon as no other job runs."""
+        result = await self._cached_result(kind, value, lead)
+        if isinstance(result, str):
+            raise NotCompiled(result)
+        return result
+
+    async def _cached_result(
+        self, kind: str, value: str | Sequence[str] | dict[str, Any], lead: bytes
+    ) -> Automaton | str:
+        """Return the result of a job from the cache, or run it as soon as no other job runs."""
         key = json.dumps([kind, value, lead.hex()])
         if key in self._cache:
             self._cache.move_to_end(key)
@@ -208,8 +239,6 @@ class ConstraintCompiler:
             job = asyncio.create_task(self._compile(kind, key))
             job.add_done_callback(lambda _: self._job_lock.release())
             result = await asyncio.shield(job)
-        if isinstance(result, str):
-            raise InputRefused(result)
         return result
 
     async def _acquire_job_lock(self, kind: str, key: str) -> None:
@@ -445,9 +474,13 @@ def _import_everything() -> None:
     stop_id = 0
     pieces = [b"", *(bytes([byte]) for byte in range(256)), b"ab", b'a"', b'{"', b'":']
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}
-    for kind, value in (("json_schema", schema), ("regex", "a{2,3}|b"), ("choices", ["a", "b"])):
-        constraint(kind, value, pieces, [stop_id])
+    constraint("json_schema", schema, pieces, [stop_id])
+    for kind, text in (("regex", "a{2,3}|b"), ("grammar", 'root ::= [a-b]{2} | "\\x61"')):
+        constraint(kind, text, pieces, [stop_id])
+    constraint("choices", ["a", "b"], pieces, [stop_id])
     stop_strings(["a", "ba"], pieces)
+    if has_llguidance():
+        try_lark(lark_of("json_schema", schema), len(pieces))
 
 
 def _run_job(
@@ -481,6 +514,8 @@ def _limit_child(processor_s: int, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
     # The kernel sends SIGXCPU at the first number of seconds, and SIGKILL at the second.
     resource.setrlimit(resource.RLIMIT_CPU, (processor_s, processor_s + 1))
+    # Less than the server's threads have, so that what fits here fits there.
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
     # The child may write no core and no file, open no file, and start no process.
     forbidden = (
         resource.RLIMIT_CORE,
@@ -497,6 +532,8 @@ def _result_chunks(
 ) -> list[Any]:
     """Return the buffers that a child writes: those of an automaton, or of a refusal."""
     try:
+        if kind == _HOST:
+            raise InputRefused(try_lark(value, len(pieces)))  # an empty reason: it is not refused
         if kind == _STOP:
             automaton = stop_strings(value, pieces)
         elif kind == _CALLS:

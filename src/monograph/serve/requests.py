@@ -577,8 +577,8 @@ class Constraint(NamedTuple):
     """What a text of the answer must match.
 
     Attributes:
-        kind: "choices", "regex" or "json_schema".
-        value: the choices, the expression or the schema.
+        kind: "choices", "regex", "json_schema" or "grammar".
+        value: the choices, the expression, the schema or the grammar.
         field: the name of the request's field.
     """
 
@@ -645,7 +645,7 @@ class TextRequest(SampledRequest):
     regex: str | None = Field(
         None,
         description="The whole text matches this regular expression. docs/constraints.md lists the syntax. Excludes "
-        "choice and response_format.",
+        "choice, response_format and grammar.",
         json_schema_extra={"maxLength": MAX_PATTERN_LENGTH},
     )
     choice: Annotated[
@@ -653,7 +653,7 @@ class TextRequest(SampledRequest):
     ] = Field(
         None,
         description=f"The text is one of these, which together have at most {MAX_CONSTRAINT_BYTES:,} bytes. Excludes "
-        "regex and response_format.",
+        "regex, response_format and grammar.",
         json_schema_extra={"maxItems": MAX_CHOICES},
     )
     response_format: Annotated[
@@ -662,7 +662,13 @@ class TextRequest(SampledRequest):
     ] = Field(
         None,
         discriminator="type",
-        description="The text is JSON that follows a schema. Excludes regex and choice.",
+        description="The text is JSON that follows a schema. Excludes regex, choice and grammar.",
+    )
+    grammar: str | None = Field(
+        None,
+        description=f"The text has the form of this grammar in GBNF, as llama.cpp reads it, of at most "
+        f"{MAX_CONSTRAINT_BYTES:,} bytes. Excludes regex, choice and response_format.",
+        json_schema_extra={"maxLength": MAX_CONSTRAINT_BYTES},
     )
     # Of these, `ChatRequest` supports tools and tool_choice, and `CompletionRequest` a best_of that
     # changes nothing. Each declares its field anew.
@@ -700,6 +706,8 @@ class TextRequest(SampledRequest):
             constraints.append(Constraint("regex", self.regex, "regex"))
         if self.choice is not None:
             constraints.append(Constraint("choices", self.choice, "choice"))
+        if self.grammar is not None:
+            constraints.append(Constraint("grammar", self.grammar, "grammar"))
         if len(constraints) > 1:
             first = constraints[0].field
             second = constraints[1].field

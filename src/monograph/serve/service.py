@@ -6,7 +6,7 @@ request uses it. An adapter has a numbered *slot* in the version's bank of adapt
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +15,7 @@ from monograph.errors import MonographError, OutOfDeviceMemory, UsageError
 from monograph.run.adapters import require_name
 from monograph.serve.compiling import ConstraintCompiler
 from monograph.serve.gate import Gate
+from monograph.serve.host_constraints import HostConstraints
 from monograph.serve.metrics import Histogram, RequestCounts
 from monograph.serve.owner import Owner, OwnerEnded
 from monograph.serve.refused import Refused
@@ -78,6 +79,8 @@ class Service:
         self._adapter_users: Counter[_AdapterKey] = Counter()
         # The adapters that were removed. Their slots are freed when no request uses them any more.
         self._retired = set[_AdapterKey]()
+        # The names of the last adapters that were removed, for the message to requests that still use one.
+        self._removed_names = deque[str](maxlen=100)
         # The version that takes new requests.
         self._newest: Version | None = None
         self._has_owner = False
@@ -85,6 +88,8 @@ class Service:
         self._version_users: Counter[Version] = Counter()
         # The compilers of constraints, each by the digest of its tokenizer and the ids that end a text.
         self._compilers: dict[tuple[str, tuple[int, ...]], ConstraintCompiler] = {}
+        # What the host follows instead, by the same keys.
+        self._host_constraints: dict[tuple[str, tuple[int, ...]], HostConstraints] = {}
 
     async def begin(self, on_crash: Callable[[], None]) -> Version:
         """Load the first version, and start the owner's thread and the gate.
@@ -219,8 +224,11 @@ class Service:
         models = self.served_models()
         if name not in models and not self._any_name:
             known = ", ".join(models)
-            hint = "other names: `monograph serve` with --served-name or --any-name"
-            message = f"there is no model {name!r:.80}: expected {known} ({hint})"
+            if name in self._removed_names:
+                message = f"the adapter {name!r:.80} was removed: expected {known}"
+            else:
+                hint = "other names: `monograph serve` with --served-name or --any-name"
+                message = f"there is no model {name!r:.80}: expected {known} ({hint})"
             raise Refused(404, message, "model", "model_not_found")
         model = models.get(name, ServedModel(self.newest))
         version = model.version
@@ -290,6 +298,7 @@ class Service:
             self._retired.add(adapter)
             self._free_if_unused(adapter)
             self.source.adapters.folders.pop(name, None)
+            self._removed_names.append(name)
         self._say(f"adapter {name} removed")
 
     def _free_if_unused(self, adapter: _AdapterKey) -> None:
@@ -309,6 +318,15 @@ class Service:
         if key not in self._compilers:
             self._compilers[key] = ConstraintCompiler(version.tokenizer.pieces, stop_ids)
         return self._compilers[key]
+
+    def host_constraints_for(self, version: Version, stop_ids: Sequence[int]) -> HostConstraints:
+        """Return the constraints that the host follows, for a version's tokenizer."""
+        key = version.tokenizer.digest, tuple(stop_ids)
+        if key not in self._host_constraints:
+            pieces = version.tokenizer.pieces
+            compiler = self.compiler_for(version, stop_ids)
+            self._host_constraints[key] = HostConstraints(compiler, pieces, stop_ids, self._say)
+        return self._host_constraints[key]
 
     def metrics_text(self) -> str:
         """Return all counts in Prometheus' text format.

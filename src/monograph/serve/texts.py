@@ -10,12 +10,13 @@ from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from monograph.automata import Automaton, Calls
+from monograph.automata.on_host import HostConstraint
 from monograph.decode.reproducible import continuation_seed
 from monograph.decode.request import Event
 from monograph.decode.request import Request as DecoderRequest
@@ -34,7 +35,7 @@ from monograph.serve.answers import (
     token_usage,
 )
 from monograph.serve.body import ClientGone, parse_body, read_body, wait_until_gone
-from monograph.serve.compiling import Busy
+from monograph.serve.compiling import Busy, NotCompiled
 from monograph.serve.gate import MAX_REQUEST_LOGPROBS
 from monograph.serve.owner import Inbox, OwnerEnded, ServedText
 from monograph.serve.prompts import PromptIds, find_call_frame, prompt_ids
@@ -59,6 +60,13 @@ _FAILED_FINISHES = {
     "not_finite": (500, "the model's logits are not finite"),
     "nothing_allowed": (400, "bias, min_tokens and constraint together left no token to write"),
 }
+
+
+class _Constraint(NamedTuple):
+    """A request's constraint, if it has one: an automaton, or what the host follows instead."""
+
+    automaton: Automaton | None = None
+    host: HostConstraint | None = None
 
 
 class TextEndpoint:
@@ -206,7 +214,7 @@ class TextEndpoint:
         stop_ids: Sequence[int] = (tokenizer.eos_id,)
         if isinstance(request, ChatRequest) and version.has_template:
             stop_ids = version.chat_stop_ids
-        constraint, stop_automaton = await self._automata(
+        constraints, stop_automaton = await self._constraints(
             request, version, prompts, call_frame, stop_ids, lead
         )
         max_tokens = version.context if request.token_limit is None else request.token_limit
@@ -217,7 +225,8 @@ class TextEndpoint:
                 sampling=sampling,
                 max_tokens=max_tokens,
                 stop_ids=tuple(stop_ids),
-                constraint=constraint,
+                constraint=constraints.automaton,
+                host_constraint=constraints.host,
                 stop_automaton=stop_automaton,
                 breaker_V=breaker_V,
                 seed=seed,
@@ -247,7 +256,7 @@ class TextEndpoint:
         except MonographError as error:
             raise Refused(400, str(error), "dry_sequence_breakers") from None
 
-    async def _automata(
+    async def _constraints(
         self,
         request: AnyTextRequest,
         version: Version,
@@ -255,32 +264,39 @@ class TextEndpoint:
         call_frame: CallFrame | None,
         stop_ids: Sequence[int],
         lead: bytes,
-    ) -> tuple[Automaton | None, Automaton | None]:
-        """Return the automaton of the constraint, and that of the stop strings.
+    ) -> tuple[_Constraint, Automaton | None]:
+        """Return the constraint, and the automaton of the stop strings, which is None if there are none.
 
-        Either is None if the request has no such thing. Strict tools are a constraint, too.
+        Strict tools are a constraint, too.
 
         Raises:
-            Refused: an automaton cannot be compiled, or too many wait to be compiled.
+            Refused: a constraint cannot be followed, or too many wait to be compiled.
         """
         compiler = self._service.compiler_for(version, stop_ids)
+        host = self._service.host_constraints_for(version, stop_ids)
         field = "stop"  # the field whose automaton is compiled at present; an error names it
-        constraint = None
+        constraint = _Constraint()
         stop_automaton = None
         try:
             if request.stop:
                 stop_automaton = await compiler.stop_strings(request.stop)
             if request.constraint is not None:
                 field = request.constraint.field
-                constraint = await compiler.constraint(
-                    request.constraint.kind, request.constraint.value, lead
-                )
+                kind, value = request.constraint.kind, request.constraint.value
+                try:
+                    constraint = _Constraint(await compiler.constraint(kind, value, lead))
+                except NotCompiled as refusal:
+                    followed = await host.constraint(refusal, kind, value, lead)
+                    constraint = _Constraint(host=followed)
             tool_use = request.tool_use if isinstance(request, ChatRequest) else None
             if call_frame is not None and tool_use is not None and tool_use.is_strict:
                 field = "tools"
                 thoughts = _thoughts(request, version)
                 calls = _calls(tool_use, call_frame, thoughts, prompts[0], version)
-                constraint = await compiler.calls(calls)
+                try:
+                    constraint = _Constraint(await compiler.calls(calls))
+                except NotCompiled as refusal:
+                    constraint = _Constraint(host=await host.calls(refusal, calls))
         except MonographError as error:
             raise Refused(400, f"{field}: {error}", field) from None
         except Busy:

@@ -29,6 +29,13 @@ from monograph.sweeps.spec import ORIGIN, describe_knobs
 from monograph.terminal import shell_words
 
 VALUES_BEYOND = 2  # how many values are proposed beyond the end of an axis
+# Values in equal ratios go on in steps of this at most: an axis of few values may be far wider than the
+# range that is worth a further sweep. A single value has no ratio, so it is doubled and halved.
+MAX_RATIO = 10.0
+SINGLE_RATIO = 2.0
+# The largest values that are advised of keys that allow more: an adapter that loses more than half of
+# its input in training is hardly ever better.
+MOST_ADVISED = {"lora.dropout": 0.5}
 MIN_SEEDS = 4  # no fewer seeds are proposed, since the noise itself would hardly be known
 MAX_SEEDS = 16  # no more seeds are proposed
 # With fewer degrees of freedom, the noise is hardly known, and what looks like a small difference may be a
@@ -55,12 +62,12 @@ def advise(sweep: Sweep, table: Table) -> list[Advice]:
     if table.best is None:
         return [Advice("Every member diverged: lower the learning rates.")]
     best = table.best.setting
-    means = [setting.mean.value for setting in table.settings if setting.mean]
-    if len(means) > 1 and len(set(means)) == 1:
+    if table.none_is_better:
+        assert best.mean is not None
         return [
             *_divergence_advice(best),
             Advice(
-                f"All settings have the same score, {means[0]:.3g} {table.unit}: none is better."
+                f"All settings have the same score, {best.mean.value:.3g} {table.unit}: none is better."
             ),
         ]
     return [
@@ -91,23 +98,55 @@ def _divergence_advice(best: Setting) -> Iterator[Advice]:
 
 
 def _edge_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
-    """Say on which axes the best value is the first or the last, and which values to try next."""
+    """Say on which axes the best value is the first or the last that did not diverge, and which values
+    to try next.
+    """
     # The further sweep has the best value of each knob, and if it is at an edge, also values beyond it.
     axes = {key: [value] for key, value in best.knobs.items()}
-    clauses = list[str]()
+    clauses = list[str]()  # of edges beyond which nothing was tried
+    sentences = list[str]()  # of edges beyond which members diverged
     for key, value in best.knobs.items():
         tried = _distinct([setting.knobs[key] for setting in table.settings])
-        if len(tried) < 2 or not _is_ordered(key, tried) or value not in (tried[0], tried[-1]):
+        if len(tried) < 2 or not _is_ordered(key, tried):
             continue
-        upwards = value == tried[-1]
-        further = _accepted_values(sweep.settings, key, values_beyond(tried, upwards=upwards))
-        if further:
-            axes[key] = [value, *further]
+        diverged = {setting.knobs[key] for setting in table.settings if setting.failed} - {value}
+        sound = [each for each in tried if each not in diverged]
+        name = short_key(key)
+        further = dict[bool, list[Any]]()  # by whether they are above the best value
+        for upwards in (False, True):
+            if value != (sound[-1] if upwards else sound[0]):
+                continue
+            past = [each for each in diverged if (each > value) == upwards]
+            if past:
+                values = values_between(value, min(past) if upwards else max(past))
+            elif upwards and best.failed:
+                values = []  # even the best value diverged with some seeds
+            else:
+                values = values_beyond(sound, upwards=upwards)
+            sensible = [each for each in values if each <= MOST_ADVISED.get(key, math.inf)]
+            further[upwards] = _accepted_values(sweep.settings, key, sensible)
             edge = "largest" if upwards else "smallest"
-            clauses.append(f"{value_text(value)} is the {edge} {short_key(key)}")
+            if further[upwards] and past and len(sound) > 1:
+                bound = value_text(min(past) if upwards else max(past))
+                sentences.append(
+                    f"{value_text(value)} is the {edge} {name} that did not diverge, so the best may lie between it "
+                    f"and {bound}."
+                )
+            elif further[upwards] and not past and len(sound) > 1:
+                clauses.append(f"{value_text(value)} is the {edge} {name}")
+        if any(further.values()):
+            if len(sound) == 1:
+                sentences.append(
+                    f"{value_text(value)} is the only {name} that did not diverge. Try others near it."
+                )
+            axes[key] = [value, *further.get(True, []), *further.get(False, [])]
     if clauses:
-        text = f"{_joined(clauses)} that this sweep tried, so the best may lie beyond. Go on there."
-        yield Advice(text, _command(sweep, axes, len(best.members)))
+        sentences.insert(
+            0,
+            f"{_joined(clauses)} that this sweep tried, so the best may lie beyond. Go on there.",
+        )
+    if sentences:
+        yield Advice(" ".join(sentences), _command(sweep, axes, len(best.members)))
 
 
 def _comparison_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
@@ -216,13 +255,17 @@ def values_beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
         otherwise:      last · (last / first)^(i / (n - 1))        i = 1, 2
 
     Before the first value, "first" and "last" change places. The second form needs positive values, so
-    zeros at the start of the axis are left out. If the first form gives zero or less although all
-    values are positive, each further value is half of the previous one.
+    zeros at the start of the axis are left out. Its ratio is at most MAX_RATIO. If the first form gives
+    zero or less although all values are positive, each further value is half of the previous one. A
+    single value is multiplied by SINGLE_RATIO, or divided by it.
 
     Args:
-        ordered: two or more values in rising order.
+        ordered: one or more values in rising order.
         upwards: whether to return values beyond the last one.
     """
+    if len(ordered) == 1:
+        factor = SINGLE_RATIO if upwards else 1 / SINGLE_RATIO
+        return _rounded([ordered[0] * factor**i for i in range(1, VALUES_BEYOND + 1)], ordered)
     steps = range(1, VALUES_BEYOND + 1)
     positive = [value for value in ordered if value > 0]
     end = ordered[-1] if upwards else ordered[0]
@@ -236,9 +279,29 @@ def values_beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
             values = [end / 2**i for i in steps]
     else:
         ratio = (positive[-1] / positive[0]) ** (1 / (len(positive) - 1))
+        ratio = min(ratio, MAX_RATIO)
         factor = ratio if upwards else 1 / ratio
         values = [end * factor**i for i in steps]
-    if all(isinstance(value, int) for value in ordered):
+    return _rounded(values, ordered)
+
+
+def values_between(value: float, bound: float) -> list[float]:
+    """Return the value in the middle between the best value of an axis and one that diverged.
+
+    It is their geometric mean, or their mean if one of them is not positive, and at most MAX_RATIO times
+    the best value away from it. There is none between neighbouring whole numbers.
+    """
+    if value > 0 and bound > 0:
+        ratio = math.sqrt(bound / value)
+        middle = value * min(max(ratio, 1 / MAX_RATIO), MAX_RATIO)
+    else:
+        middle = (value + bound) / 2
+    return [each for each in _rounded([middle], [value, bound]) if each not in (value, bound)]
+
+
+def _rounded(values: Sequence[float], tried: Sequence[float]) -> list[float]:
+    """Return values with four digits, or as whole numbers if those that were tried are."""
+    if all(isinstance(value, int) for value in tried):
         return list(dict.fromkeys(round(value) for value in values))
     return [float(f"{value:.4g}") for value in values]
 

@@ -58,7 +58,7 @@ class AfterUpdateOfRound:
         display: SweepDisplay,
         stop: StopSignal,
     ) -> None:
-        """Open the members' logs and start the clock.
+        """Open the members' logs, score the initial weights if the task wants it, and start the clock.
 
         Args:
             cohort: the members of a round, and what trains them.
@@ -79,6 +79,11 @@ class AfterUpdateOfRound:
         self.logs = MetricsLogs([session.run for session in cohort.sessions], read_every)
         self._intervals = cohort.sessions[0].plan.intervals
         self._save_is_overdue = False
+        if not cohort.engine.index and cohort.tasks[0].scores_initial_weights:
+            with self._saving_if_a_reward_fails():
+                unscored = sweep_progress.evaluate_initial(cohort)
+            self._freeze_silent(unscored)
+            display.refresh_table()
         self.since_shown = UpdateClock()
 
     def windows(self) -> Iterator[Batch]:

@@ -160,6 +160,31 @@ class Cohort:
             for task, session in zip(self.tasks, self.sessions, strict=True)
         ]
 
+    def score(self, update: int, limit: int | None, **entries_of_row: object) -> list[int]:
+        """Score the first `limit` held-out rows, or all of them, and write the scores as metrics.
+
+        Args:
+            update: the number of updates so far.
+            limit: the maximum number of rows; None: all.
+            **entries_of_row: further entries of the rows in metrics.jsonl.
+
+        Returns:
+            The places of the members that have no score, since their logits are not finite.
+        """
+        scores = self.tasks[0].evaluate_members(
+            self.tasks, self.engine, batch_rows=self.engine.micro_batch or 16, limit=limit
+        )
+        unscored = []
+        for place, (session, score) in enumerate(zip(self.sessions, scores, strict=True)):
+            if place in self.divergences:
+                continue
+            if score is None:
+                unscored.append(place)
+            else:
+                row = {"update": update, "tokens": score.tokens, **score.figures, **entries_of_row}
+                session.run.log(row)
+        return unscored
+
     def freeze(self, divergences: dict[int, int]) -> None:
         """Stop training members that diverged, and add them to the attribute `divergences`."""
         self.divergences |= divergences

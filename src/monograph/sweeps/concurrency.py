@@ -208,18 +208,14 @@ def choose_width(
     compared = best
     wider = [width for width in timed if width > 1]
     if best == 1 and wider:
-        compared = min(wider, key=lambda width: _update_all_s(timed, members, width))
-    speedup = members * timed[1].update_s / _update_all_s(timed, members, compared)
+        compared = min(wider, key=lambda width: predict_total_s(timed, members, width, updates))
+    totals = {width: predict_total_s(timed, members, width, updates) for width in (1, compared)}
+    speedup = totals[1] / totals[compared]
     return Width(
         best,
         predict_total_s(timed, members, best, updates),
         _why(timed, members, best, compared, speedup, peak_bytes),
     )
-
-
-def _update_all_s(timed: Mapping[int, WidthTime], members: int, width: int) -> float:
-    """Return the seconds of one update of all members, in rounds of at most `width`."""
-    return sum(predict_update_s(timed, size) for size in sizes_of_rounds(members, width))
 
 
 def _why(
@@ -248,8 +244,10 @@ def _why(
     at_once = f"{compared} at once" if compared < members else "all at once"
     if peak_bytes:
         at_once += f" ({memory(peak_bytes[compared])}; one alone {memory(peak_bytes[1])})"
-    conclusion = ", so one after another" if best == 1 else ""
-    return f"{members} members, {at_once}: {speedup:.2f}x over one after another{conclusion} ({measured})"
+    if best == 1:
+        at_once += f": {speedup:.2f}x over one after another, so one after another"
+    # How much faster it is, is said by the times of both, which the plan has (`SweepProgress`).
+    return f"{members} members, {at_once} ({measured})"
 
 
 # Compile time of a graph of several members, divided by that of one member (dev/log.md).
@@ -443,9 +441,10 @@ class TimedGroup:
         Args:
             rounds: the number of members of each round.
         """
-        rows = EVALUATIONS * CURVE_ROWS + self.task.held_out_rows
+        initial = int(self.task.scores_initial_weights)
+        rows = EVALUATIONS * CURVE_ROWS + (initial + 1) * self.task.held_out_rows
         if not self.task.held_out_rows:
-            rows = EVALUATIONS  # each of them scores the same answers
+            rows = initial + EVALUATIONS  # each of them scores the same answers
         # A width that was not timed counts like one member.
         row_s = sum(self.held_out_row_s.get(size, self.held_out_row_s[1]) for size in rounds)
         return rows * row_s

@@ -250,6 +250,8 @@ def _train(
         set_schedules(cohort.engine, [constant(plan.intervals.warmup_updates) for plan in plans])
     for cohort in cohorts:
         cohort.prepare_references(False, progress)
+        if cohort.tasks[0].scores_initial_weights:
+            cohort.score(0, None, **{EAGER_KEY: True})
     logs = [
         MetricsLogs([session.run for session in cohort.sessions], every=1) for cohort in cohorts
     ]

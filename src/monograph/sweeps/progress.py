@@ -277,7 +277,7 @@ class SweepProgress:
             time = f", about {duration(predicted_s)}" if predicted_s else ""
             one_by_one_s = remaining * group.one_by_one_update_s + group.one_by_one_held_out_s
             if predicted_s and max(group.round_sizes) > 1:
-                time += f" instead of {duration(one_by_one_s)}"
+                time += f" instead of {duration(one_by_one_s)} one after another"
             self.progress.line(
                 "plan",
                 f"{name}{counted(updates, 'update')} of "
@@ -367,10 +367,16 @@ class SweepProgress:
         Returns:
             The places of the members that have no score, since their logits are not finite.
         """
-        unscored = self._score(cohort, update, CURVE_ROWS)
+        unscored = cohort.score(update, CURVE_ROWS)
         # Without rows, the score is of answers, and is the same each time.
         if scores_all and cohort.tasks[0].held_out_rows:
-            unscored = self._score(cohort, update, None)
+            unscored = cohort.score(update, None)
+        self._refresh_outcomes(cohort)
+        return unscored
+
+    def evaluate_initial(self, cohort: Cohort) -> list[int]:
+        """Score all held-out records with every member before its first update; see `evaluate`."""
+        unscored = cohort.score(0, None)
         self._refresh_outcomes(cohort)
         return unscored
 
@@ -418,25 +424,6 @@ class SweepProgress:
             f"{left} go on",
         )
         return True
-
-    def _score(self, cohort: Cohort, update: int, limit: int | None) -> list[int]:
-        """Score the first `limit` held-out rows, or all of them, and write the scores as metrics.
-
-        Returns:
-            See `evaluate`.
-        """
-        scores = cohort.tasks[0].evaluate_members(
-            cohort.tasks, cohort.engine, batch_rows=cohort.engine.micro_batch or 16, limit=limit
-        )
-        unscored = []
-        for place, (session, score) in enumerate(zip(cohort.sessions, scores, strict=True)):
-            if place in cohort.divergences:
-                continue
-            if score is None:
-                unscored.append(place)
-            else:
-                session.run.log({"update": update, "tokens": score.tokens, **score.figures})
-        return unscored
 
     def _refresh_outcomes(self, cohort: Cohort) -> None:
         for member in cohort.members:

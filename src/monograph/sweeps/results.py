@@ -312,6 +312,8 @@ def verdict(table: Table) -> str:
     """Return which setting is best, in a few words."""
     if table.best is None:
         return "every member diverged"
+    if table.none_is_better:
+        return "none: all have the same score"
     knobs = table.best.setting.knobs
     if not knobs:  # only the seed varies
         return f"member {table.best.member}"
@@ -431,10 +433,10 @@ def result_so_far(
 
 def chart_settings(table: Table) -> list[dict[str, Any]]:
     """Return the settings in the form that `monograph.report.sweep_report` draws."""
-    best = table.best.setting if table.best else None
+    best = table.best.setting if table.best and not table.none_is_better else None
     chart_entries = []
     for setting in table.settings:
-        standing = "tied" if setting.tied else ""
+        standing = "tied" if setting.tied and best else ""
         if setting is best:
             standing = "best"
         elif setting.stopped:
@@ -454,6 +456,9 @@ def chart_settings(table: Table) -> list[dict[str, Any]]:
 # A member may differ from the same run alone by this many times the difference between two ways to
 # train that run alone (`verify_member`).
 MAX_DIFFERENCE_RATIO = 4.0
+# Once rounding alone changes a loss by more than this share of it, the loss says little of whether two
+# runs are the same.
+TELLING_SHARE = 0.01
 
 
 class EagerUpdates(NamedTuple):
@@ -521,32 +526,79 @@ def _verify_alone(
     other_losses = train_alone(
         outcome.run, plan, task, updates, progress, compiled=False, eager=eager
     )
-    difference = largest_difference(member_losses, losses)
-    bound = MAX_DIFFERENCE_RATIO * largest_difference(losses, other_losses)
-    equal = difference <= bound
+    found = compare_losses(member_losses, losses, other_losses)
     progress.line(
         "verify",
-        f"member {outcome.member.index} against the same run alone, {updates} updates: largest difference of the "
-        f"training loss {difference:.2g}, {'within' if equal else 'beyond'} {bound:.2g} (4 x what two ways to compute "
-        "it alone differ by)",
+        f"member {outcome.member.index} against the same run alone, the training losses of {updates} updates in "
+        f"{plan.training.precision}: largest difference {found.difference:.2g}, "
+        f"{'within' if found.equal else 'beyond'} {found.bound:.2g} (4 x what two ways to compute it alone differ by)",
     )
-    return {
-        "member": outcome.member.index,
-        "updates": updates,
-        "difference": difference,
-        "bound": bound,
-        "equal": equal,
-    }
+    if found.telling_updates < updates:
+        progress.line(
+            "",
+            f"rounding grows from update to update, here by the rate: from update {found.telling_updates + 1} on two "
+            f"ways to compute it alone differ by over {TELLING_SHARE:.0%}, so a later loss says little. Before that "
+            f"the member differs by {found.telling_difference:.2g}, the two ways by {found.telling_rounding:.2g}",
+        )
+    return {"member": outcome.member.index, "updates": updates, **found._asdict()}
+
+
+class ComparedLosses(NamedTuple):
+    """How the training losses of a member compare with those of the same run alone.
+
+    Attributes:
+        difference: the largest difference of the member from the run alone.
+        bound: MAX_DIFFERENCE_RATIO times the largest difference of two ways to train the run alone.
+        equal: whether the difference is within the bound.
+        telling_updates: after how many updates the two ways first differ by more than TELLING_SHARE of
+            the loss. Rounding has grown so much by then that later losses say little.
+        telling_difference: the largest difference of the member in these updates.
+        telling_rounding: the largest difference of the two ways in these updates.
+    """
+
+    difference: float
+    bound: float
+    equal: bool
+    telling_updates: int
+    telling_difference: float
+    telling_rounding: float
+
+
+def compare_losses(
+    member: list[float], alone: list[float], otherwise: list[float]
+) -> ComparedLosses:
+    """Compare a member's losses with those of its run alone; see `ComparedLosses`.
+
+    Args:
+        member: the member's losses.
+        alone: those of the run alone.
+        otherwise: those of the run alone, trained in another way.
+    """
+    difference = largest_difference(member, alone)
+    bound = MAX_DIFFERENCE_RATIO * largest_difference(alone, otherwise)
+    telling = len(alone)
+    for update, (one, other) in enumerate(zip(alone, otherwise, strict=True)):
+        if largest_difference([one], [other]) > TELLING_SHARE * abs(one):
+            telling = update
+            break
+    return ComparedLosses(
+        difference,
+        bound,
+        difference <= bound,
+        telling,
+        largest_difference(member[:telling], alone[:telling]),
+        largest_difference(alone[:telling], otherwise[:telling]),
+    )
 
 
 def largest_difference(one: list[float], other: list[float]) -> float:
-    """Return the largest difference at any update; nan and infinity are equal to themselves."""
+    """Return the largest difference at any update, 0 without updates; nan and infinity are equal to themselves."""
 
     def difference(a: float, b: float) -> float:
         both_nan = math.isnan(a) and math.isnan(b)
         return 0.0 if a == b or both_nan else abs(a - b)
 
-    return max(difference(a, b) for a, b in zip(one, other, strict=True))
+    return max((difference(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
 
 
 def schedule_after_eager(schedule: Schedule, eager: EagerUpdates) -> Schedule:

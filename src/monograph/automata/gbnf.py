@@ -1,0 +1,464 @@
+r"""Grammars as llama.cpp's users write them (GBNF), for `--grammar` and the field `grammar`.
+
+A grammar is a list of rules `name ::= alternatives`. The texts of the rule `root` are accepted.
+
+| syntax | stands for |
+|---|---|
+| `"text"` | the text; `\n \r \t \\ \" \[ \] \xHH \uHHHH \UHHHHHHHH` are characters |
+| `[a-z_]`, `[^"]`, `.` | one character of a set, one that is not in it, any one |
+| `name`, `( ... )` | a text of a rule; alternatives |
+| `a b`, `a \| b` | one after another, one of them |
+| `* + ? {m} {m,} {m,n}` | counts of what stands before |
+| `# ...` | a comment, up to the end of the line |
+
+A rule ends with its line, but not inside parentheses, and not after `::=` or before or after `|`. A character is a code
+point, as in llama.cpp.
+
+A grammar whose rules do not use themselves describes a regular language, and is compiled to an automaton
+in the graph (`expression_of`). Others need a stack, which only the host has (`monograph.automata.on_host`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, NoReturn
+
+from monograph.automata.expression import (
+    ANY,
+    LAST_CODE_POINT,
+    Alternation,
+    Concatenation,
+    Expression,
+    Repetition,
+    complement,
+    single,
+    union,
+    utf8,
+)
+from monograph.automata.rules import (
+    ROOT,
+    Character,
+    Choice,
+    Count,
+    Reference,
+    Sequence,
+    Symbol,
+)
+from monograph.errors import InputRefused
+
+MAX_GRAMMAR_LENGTH = 1 << 16  # characters
+MAX_COUNT = 2_000  # of a repetition, as in llama.cpp
+MAX_DEPTH = 50  # of parentheses
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_BLANK = re.compile(r"(?:[ \t]|#[^\n\r]*)*")
+_BLANK_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\n\r]*)*")
+_COUNTS = re.compile(r"\{[ \t]*([0-9]{1,9})[ \t]*(,?)[ \t]*([0-9]{0,9})[ \t]*\}")
+_ESCAPES = {letter: ord(letter) for letter in '\\"[]'} | {"n": 10, "r": 13, "t": 9}
+_HEX_LENGTHS = {"x": 2, "u": 4, "U": 8}
+
+
+class Grammar(NamedTuple):
+    """A grammar.
+
+    Attributes:
+        rules: what each rule accepts, of the rules that `root` needs. From each of them a text can be
+            reached, so every beginning that is allowed can be finished.
+        is_recursive: whether a rule uses itself, perhaps by way of others.
+        where: the grammar's name in an error.
+    """
+
+    rules: Mapping[str, Symbol]
+    is_recursive: bool
+    where: str
+
+
+def parse_grammar(text: str, where: str = "the grammar") -> Grammar:
+    """Return a grammar.
+
+    Args:
+        text: the grammar in GBNF.
+        where: its name in an error, such as a file.
+
+    Raises:
+        InputRefused: it is no grammar, or no text has the form that it describes; the message has the
+            line, the column, and what was expected.
+    """
+    if len(text) > MAX_GRAMMAR_LENGTH:
+        raise InputRefused(
+            f"{where}: {len(text):,} characters; at most {MAX_GRAMMAR_LENGTH:,} are read"
+        )
+    rules = _Parser(text, where).rules()
+    if ROOT not in rules:
+        raise InputRefused(f"{where}: expected a rule {ROOT} ::= ..., which accepts the whole text")
+    productive = _productive(rules)
+    if ROOT not in productive:
+        raise InputRefused(
+            f"{where}: the rule {ROOT} never comes to an end, so no text has its form"
+        )
+    pruned = {name: _pruned(rules[name], productive) for name in productive}
+    reachable = _reachable(pruned)
+    needed = {name: pruned[name] for name in rules if name in reachable}
+    return Grammar(needed, _uses_itself(needed), where)
+
+
+def expression_of(grammar: Grammar) -> Expression:
+    """Return an expression for the texts of a grammar that is not recursive, over their bytes in UTF-8."""
+    known: dict[str, Expression] = {}
+
+    def convert(symbol: Symbol) -> Expression:
+        match symbol:
+            case Character(points):
+                return utf8(points)
+            case Sequence(parts):
+                return Concatenation(tuple(map(convert, parts)))
+            case Choice(options):
+                return Alternation(tuple(map(convert, options)))
+            case Count(part, least, most):
+                return Repetition(convert(part), least, most)
+            case Reference(name):
+                if name not in known:
+                    known[name] = convert(grammar.rules[name])
+                return known[name]
+        raise TypeError(f"{symbol}: only the host can follow it")
+
+    return convert(Reference(ROOT))
+
+
+class _Parser:
+    """Reads rules from left to right.
+
+    Attributes:
+        text: the grammar.
+        where: its name in an error.
+        position: the index of the next character.
+    """
+
+    def __init__(self, text: str, where: str) -> None:
+        self.text = text
+        self.where = where
+        self.position = 0
+        # Where each rule is used first.
+        self._uses: dict[str, int] = {}
+
+    def refuse(self, fault: str, position: int | None = None) -> NoReturn:
+        """Raise an error that names the line and the column."""
+        at = self.position if position is None else position
+        line = self.text.count("\n", 0, at) + 1
+        column = at - (self.text.rfind("\n", 0, at) + 1) + 1
+        raise InputRefused(f"{self.where}: line {line}, column {column}: {fault}")
+
+    def rules(self) -> dict[str, Symbol]:
+        """Return all rules."""
+        rules: dict[str, Symbol] = {}
+        self.skip(_BLANK_AND_LINES)
+        while self.position < len(self.text):
+            start = self.position
+            name = self.name()
+            if name is None:
+                self.refuse(f"expected the name of a rule, not {self.found()}")
+            if name in rules:
+                self.refuse(f"the rule {name} is there twice", start)
+            self.skip(_BLANK)
+            if not self.take("::="):
+                self.refuse(f"expected ::= after the name {name}, not {self.found()}")
+            self.skip(_BLANK_AND_LINES)
+            rules[name] = self.choice(depth=0)
+            self.skip(_BLANK)
+            if self.position < len(self.text) and self.text[self.position] not in "\r\n":
+                self.refuse(f"expected the end of the rule, or | or an element, not {self.found()}")
+            self.skip(_BLANK_AND_LINES)
+        for name, position in self._uses.items():
+            if name not in rules:
+                self.refuse(f"there is no rule {name}", position)
+        return rules
+
+    def choice(self, depth: int) -> Symbol:
+        """Read alternatives; `depth` counts the open parentheses."""
+        if depth > MAX_DEPTH:
+            self.refuse(f"at most {MAX_DEPTH} parentheses may be inside each other")
+        options = [self.sequence(depth)]
+        while self.take_bar():
+            self.skip(_BLANK_AND_LINES)
+            options.append(self.sequence(depth))
+        return options[0] if len(options) == 1 else Choice(tuple(options))
+
+    def take_bar(self) -> bool:
+        """Read a |, which may be on a later line; return whether there is one."""
+        start = self.position
+        self.skip(_BLANK_AND_LINES)
+        if self.take("|"):
+            return True
+        self.position = start
+        return False
+
+    def sequence(self, depth: int) -> Symbol:
+        """Read elements with their counts, one after another."""
+        # Inside parentheses a line's end is a blank like others.
+        blank = _BLANK_AND_LINES if depth else _BLANK
+        parts: list[Symbol] = []
+        self.skip(blank)
+        while (element := self.element(depth)) is not None:
+            self.skip(blank)
+            parts.append(self.counted(element, blank))
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def element(self, depth: int) -> Symbol | None:
+        """Read an element without its count; None: there is none."""
+        start = self.position
+        if self.take('"'):
+            return self.text_in_quotes(start)
+        if self.take("["):
+            return self.character_set(start)
+        if self.take("."):
+            return Character(ANY)
+        if self.take("("):
+            self.skip(_BLANK_AND_LINES)
+            inner = self.choice(depth + 1)
+            if not self.take(")"):
+                self.refuse(f"expected ), not {self.found()}")
+            return inner
+        if self.text.startswith(("<", "!<"), self.position):
+            self.refuse("tokens such as <think> are not supported: write the text")
+        name = self.name()
+        if name is None:
+            return None
+        self._uses.setdefault(name, start)
+        return Reference(name)
+
+    def counted(self, part: Symbol, blank: re.Pattern[str]) -> Symbol:
+        """Read the counts behind an element, and return it with them."""
+        if not self.text.startswith(("*", "+", "?", "{"), self.position):
+            return part
+        start = self.position
+        least, most = self.counts()
+        if max(least, most or 0) > MAX_COUNT:
+            self.refuse(f"a count is at most {MAX_COUNT:,}", start)
+        self.skip(blank)
+        if self.text.startswith(("*", "+", "?", "{"), self.position):
+            self.refuse("a count behind a count: put the element with the first one in parentheses")
+        return Count(part, least, most)
+
+    def counts(self) -> tuple[int, int | None]:
+        """Read counts."""
+        for sign, bounds in {"*": (0, None), "+": (1, None), "?": (0, 1)}.items():
+            if self.take(sign):
+                return bounds
+        found = _COUNTS.match(self.text, self.position)
+        if found is None:
+            self.refuse("expected {m}, {m,} or {m,n}")
+        least = int(found[1])
+        if not found[2] and found[3]:
+            self.refuse("expected {m}, {m,} or {m,n}")
+        most: int | None = least
+        if found[2]:
+            most = int(found[3]) if found[3] else None
+        if most is not None and most < least:
+            self.refuse(f"the second count, {most}, is less than the first, {least}")
+        self.position = found.end()
+        return least, most
+
+    def text_in_quotes(self, start: int) -> Sequence:
+        """Read a text, whose quote has been read."""
+        characters: list[Symbol] = []
+        while not self.take('"'):
+            characters.append(Character(single(self.character(start, '"'))))
+        return Sequence(tuple(characters))
+
+    def character_set(self, start: int) -> Character:
+        """Read a set of characters, whose bracket has been read."""
+        is_negated = self.take("^")
+        ranges: list[tuple[int, int]] = []
+        while not self.take("]"):
+            at = self.position
+            first = last = self.character(start, "]")
+            # A hyphen before the bracket stands for itself.
+            if (
+                self.text.startswith("-", self.position)
+                and self.text[self.position + 1 :][:1] != "]"
+            ):
+                self.position += 1
+                last = self.character(start, "]")
+            if last < first:
+                self.refuse("the range ends before it begins", at)
+            ranges.append((first, last))
+        points = union(ranges)
+        return Character(complement(points) if is_negated else points)
+
+    def character(self, start: int, end: str) -> int:
+        """Read a character of what began at `start` and goes up to `end`; return its code point."""
+        if self.position >= len(self.text) or self.text[self.position] in "\r\n":
+            self.refuse(f"expected {end} before the end of the line", start)
+        letter = self.text[self.position]
+        self.position += 1
+        if letter != "\\":
+            return ord(letter)
+        letter = self.text[self.position : self.position + 1]
+        if letter in _HEX_LENGTHS:
+            digits = self.text[self.position + 1 :][: _HEX_LENGTHS[letter]]
+            if len(digits) < _HEX_LENGTHS[letter] or not re.fullmatch("[0-9A-Fa-f]+", digits):
+                self.refuse(f"expected {_HEX_LENGTHS[letter]} hexadecimal digits after \\{letter}")
+            point = int(digits, 16)
+            if point > LAST_CODE_POINT or 0xD800 <= point <= 0xDFFF:
+                self.refuse(f"there is no character \\{letter}{digits}")
+            self.position += 1 + len(digits)
+            return point
+        if letter not in _ESCAPES:
+            self.refuse('expected n, r, t, x, u, U, \\, ", [ or ] after a backslash')
+        self.position += 1
+        return _ESCAPES[letter]
+
+    def name(self) -> str | None:
+        """Read the name of a rule; None: there is none."""
+        found = _NAME.match(self.text, self.position)
+        if found is None:
+            return None
+        self.position = found.end()
+        return found[0]
+
+    def take(self, text: str) -> bool:
+        """Read a text if it comes next; return whether it did."""
+        if not self.text.startswith(text, self.position):
+            return False
+        self.position += len(text)
+        return True
+
+    def skip(self, blank: re.Pattern[str]) -> None:
+        """Skip what the expression matches, which may be nothing."""
+        found = blank.match(self.text, self.position)
+        assert found is not None
+        self.position = found.end()
+
+    def found(self) -> str:
+        """Return what comes next, for an error."""
+        if self.position >= len(self.text):
+            return "the end of the grammar"
+        return repr(self.text[self.position : self.position + 10].split("\n")[0] or "\n")
+
+
+def references(symbol: Symbol) -> Iterator[str]:
+    """Yield the names of the rules that a symbol uses."""
+    match symbol:
+        case Reference(name):
+            yield name
+        case Sequence(inner) | Choice(inner):
+            for part in inner:
+                yield from references(part)
+        case Count(part):
+            yield from references(part)
+
+
+def _productive(rules: Mapping[str, Symbol]) -> set[str]:
+    """Return the rules from which a text can be reached.
+
+    Each symbol waits for its parts, or for one of its options, and is told when they are found, so the
+    time grows with the length of the grammar alone.
+    """
+    found = set[str]()
+    # The symbols that wait for a rule, as indices of `missing` and `owner`.
+    waiting: dict[str, list[int]] = {name: [] for name in rules}
+    missing: list[int] = []  # how many parts a symbol still waits for
+    owner: list[int | str] = []  # the symbol or the rule that waits for it
+    ready: list[int] = []
+
+    def add(symbol: Symbol, waits: int | str) -> None:
+        number = len(missing)
+        missing.append(1)
+        owner.append(waits)
+        match symbol:
+            case Reference(name):
+                waiting[name].append(number)
+            case Sequence(parts):
+                missing[number] = len(parts)
+                for part in parts:
+                    add(part, number)
+            case Choice(options):
+                for option in options:
+                    add(option, number)
+            case Count(part, least) if least > 0:
+                add(part, number)
+            case Character(points) if not points:
+                return
+            case _:
+                missing[number] = 0
+        if missing[number] == 0:
+            ready.append(number)
+
+    for name, symbol in rules.items():
+        add(symbol, name)
+    while ready:
+        told = owner[ready.pop()]
+        numbers: list[int] = []
+        if isinstance(told, int):
+            numbers = [told]
+        elif told not in found:
+            found.add(told)
+            numbers = waiting[told]
+        for number in numbers:
+            missing[number] -= 1
+            if missing[number] == 0:
+                ready.append(number)
+    return found
+
+
+def _can_end(symbol: Symbol, productive: set[str]) -> bool:
+    """Return whether a symbol has a text in which only these rules are used."""
+    match symbol:
+        case Character(points):
+            return bool(points)
+        case Sequence(parts):
+            return all(_can_end(part, productive) for part in parts)
+        case Choice(options):
+            return any(_can_end(option, productive) for option in options)
+        case Count(part, least):
+            return least == 0 or _can_end(part, productive)
+        case Reference(name):
+            return name in productive
+    return True
+
+
+def _pruned(symbol: Symbol, productive: set[str]) -> Symbol:
+    """Return a symbol, from which a text can be reached, without the options from which none can."""
+    match symbol:
+        case Sequence(parts):
+            return Sequence(tuple(_pruned(part, productive) for part in parts))
+        case Choice(options):
+            left = [option for option in options if _can_end(option, productive)]
+            return Choice(tuple(_pruned(option, productive) for option in left))
+        case Count(part, least, most):
+            if not _can_end(part, productive):
+                return Sequence(())
+            return Count(_pruned(part, productive), least, most)
+    return symbol
+
+
+def _reachable(rules: Mapping[str, Symbol]) -> set[str]:
+    """Return the rules that `root` uses, with itself."""
+    found = {ROOT}
+    waiting = [ROOT]
+    while waiting:
+        new = set(references(rules[waiting.pop()])) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _uses_itself(rules: Mapping[str, Symbol]) -> bool:
+    """Return whether one of the rules uses itself, perhaps by way of others."""
+    users: dict[str, list[str]] = {name: [] for name in rules}
+    unread: dict[str, int] = {}
+    for name, symbol in rules.items():
+        used = set(references(symbol))
+        unread[name] = len(used)
+        for other in used:
+            users[other].append(name)
+    # A rule is read when all that it uses have been. Those that use themselves never are.
+    ready = [name for name, count in unread.items() if count == 0]
+    read = 0
+    while ready:
+        read += 1
+        for name in users[ready.pop()]:
+            unread[name] -= 1
+            if unread[name] == 0:
+                ready.append(name)
+    return read < len(rules)

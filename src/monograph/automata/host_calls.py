@@ -1,0 +1,144 @@
+"""The grammar of all answers that call functions, for the host to follow.
+
+It accepts what the automaton of `monograph.automata.calls` accepts, for schemas of arguments that need a
+stack. Two kinds of frames are left to automata alone: those that write arguments one by one, and answers
+that may call and may think before.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from monograph.automata.calls import ID_CHARACTERS, ID_LENGTH, Calls, SpellingPart
+from monograph.automata.expression import single
+from monograph.automata.rules import (
+    ROOT,
+    Character,
+    Choice,
+    Count,
+    Json,
+    Lexeme,
+    SpecialToken,
+    Symbol,
+)
+from monograph.automata.rules import Sequence as InSequence
+from monograph.errors import InputRefused
+
+_SPACES = Count(Choice(tuple(Character(single(byte)) for byte in b" \t\r\n")), 0, None)
+_ANY_TEXT = "(?s:.*)"
+
+
+def calls_rules(calls: Calls, special_ids: Sequence[int]) -> dict[str, Symbol]:
+    """Return the rules of the answers, of which ROOT accepts an answer.
+
+    Raises:
+        InputRefused: the frame needs an automaton.
+    """
+    frame = calls.frame
+    if frame["fields"] is not None:
+        raise InputRefused("llguidance follows no arguments that a template writes one by one")
+    thoughts = frame.get("thoughts")
+    place = "after" if thoughts is None else thoughts["place"]
+    if place == "before" and not calls.must_call:
+        raise InputRefused(
+            "llguidance follows no answer that may think and need not call: ask for a call"
+        )
+    forms = [frame["call"], *([] if calls.must_call else frame["variants"])]
+    any_call = Choice(
+        tuple(
+            _form(form, name, schema, tuple(frame["separators"]))
+            for form in forms
+            for name, schema in calls.functions
+        )
+    )
+    parts: list[Symbol] = [any_call]
+    if calls.parallel and frame["between"] is not None:
+        parts.append(Count(InSequence((_text(frame["between"]), any_call)), 0, None))
+    parts.append(_text(frame["closing"]))
+    other_ids = tuple(special_ids)
+    if calls.must_call:
+        answer: Symbol = InSequence((_text(frame["opening"]), *parts))
+    else:
+        trigger = frame["trigger"]
+        with_calls = InSequence(
+            (
+                _text_up_to(trigger, other_ids, frame["follows_text"]),
+                _text(frame["after_trigger"]),
+                *parts,
+            )
+        )
+        answer = Choice((_text_without(trigger, other_ids), with_calls))
+    if thoughts is not None and place != "after":
+        end = thoughts["end"]
+        inside = InSequence((_text_up_to(end, other_ids, anywhere=True), _SPACES, answer))
+        if not calls.must_call:
+            return {ROOT: Choice((inside, _text_without(end, other_ids)))}
+        if place == "inside":
+            return {ROOT: inside}
+        return {ROOT: Choice((answer, InSequence((_SPACES, _text(thoughts["begin"]), inside))))}
+    return {ROOT: answer}
+
+
+def _form(
+    form: Sequence[SpellingPart], name: str, schema: object, separators: tuple[str, str]
+) -> Symbol:
+    """Return a call of a function."""
+    in_hole: dict[str, Symbol] = {
+        "name": _text([name]),
+        "arguments": Json(schema, separators),
+        "id": Count(Character(ID_CHARACTERS), ID_LENGTH, ID_LENGTH),
+    }
+    parts = []
+    for part in form:
+        parts.append(in_hole[part["hole"]] if isinstance(part, Mapping) else _text([part]))
+    return InSequence(tuple(parts))
+
+
+def _text(parts: Sequence[SpellingPart]) -> Symbol:
+    """Return exactly these parts."""
+    symbols: list[Symbol] = []
+    for part in parts:
+        if isinstance(part, int):
+            symbols.append(SpecialToken((part,)))
+        else:
+            assert isinstance(part, str)
+            letters = part.encode("latin-1").decode()
+            symbols += [Character(single(ord(letter))) for letter in letters]
+    return InSequence(tuple(symbols))
+
+
+def _text_up_to(
+    needle: Sequence[SpellingPart], special_ids: tuple[int, ...], anywhere: bool
+) -> Symbol:
+    """Return the texts that end with the first occurrence of a needle."""
+    if not anywhere:
+        return InSequence((_SPACES, _text(needle)))
+    if isinstance(needle[0], int):
+        others = tuple(token for token in special_ids if token != needle[0])
+        return InSequence((_any_text(others), _text(needle)))
+    return Lexeme(_ANY_TEXT + _escaped(needle), is_lazy=True)
+
+
+def _text_without(needle: Sequence[SpellingPart], special_ids: tuple[int, ...]) -> Symbol:
+    """Return the texts in which a needle is nowhere."""
+    if isinstance(needle[0], int):
+        return _any_text(tuple(token for token in special_ids if token != needle[0]))
+    return Lexeme(_ANY_TEXT, without=_ANY_TEXT + _escaped(needle) + _ANY_TEXT)
+
+
+def _any_text(special_ids: tuple[int, ...]) -> Symbol:
+    """Return any text with any of these special tokens."""
+    options: list[Symbol] = [Lexeme("(?s:.+)")]
+    if special_ids:
+        options.append(SpecialToken(special_ids))
+    return Count(Choice(tuple(options)), 0, None)
+
+
+def _escaped(needle: Sequence[SpellingPart]) -> str:
+    """Return a needle without special tokens as a regular expression.
+
+    Raises:
+        InputRefused: it has special tokens behind its first part.
+    """
+    if not all(isinstance(part, str) for part in needle):
+        raise InputRefused("llguidance follows no call that text and special tokens begin together")
+    text = "".join(map(str, needle)).encode("latin-1").decode()
+    return "".join(rf"\x{{{ord(letter):x}}}" for letter in text)

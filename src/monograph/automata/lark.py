@@ -1,0 +1,104 @@
+"""Write a grammar in the form of Lark that llguidance reads.
+
+llguidance cuts a text into lexemes before it parses them, and a lexeme is as long as it can be. In a
+grammar that is written as people write it, `[a-z]* "a"` would so accept nothing. Therefore each character
+is a lexeme here, and the parser sees all of them: a text is accepted if and only if the rules have it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from monograph.automata.expression import CodePoints, complement, intersection
+from monograph.automata.rules import (
+    Character,
+    Choice,
+    Count,
+    Json,
+    Lexeme,
+    Reference,
+    Sequence,
+    SpecialToken,
+    Symbol,
+)
+
+_SURROGATES: CodePoints = ((0xD800, 0xDFFF),)
+# All beginnings of a token are allowed, not only that token by which a tokenizer would spell a text that
+# has to follow.
+_OPTIONS = '%llguidance {"no_forcing": true}'
+
+
+def lark_text(rules: Mapping[str, Symbol], root: str) -> str:
+    """Return rules as Lark, in which the rule with the name `root` accepts the whole text."""
+    writer = _Writer({name: f"r{number}" for number, name in enumerate(rules)})
+    lines = [f"{writer.names[name]}: {writer.write(symbol)}" for name, symbol in rules.items()]
+    return "\n".join([_OPTIONS, f"start: {writer.names[root]}", *lines, *writer.lexemes, ""])
+
+
+class _Writer:
+    """Writes symbols.
+
+    Attributes:
+        names: each rule's name in the result.
+        lexemes: the rules of lexemes that are not written in place.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = names
+        self.lexemes: list[str] = []
+
+    def write(self, symbol: Symbol) -> str:
+        """Return a symbol as Lark, which may stand anywhere in a rule."""
+        match symbol:
+            case Character(points):
+                return f"/{_character_class(points)}/"
+            case Sequence(parts):
+                return "(" + " ".join(map(self.write, parts)) + ")" if parts else '""'
+            case Choice(options):
+                return "(" + " | ".join(map(self.write, options)) + ")"
+            case Count(part, least, most):
+                return self._counted(part, least, most)
+            case Reference(name):
+                return self.names[name]
+            case SpecialToken(ids):
+                return "<[" + ",".join(map(str, ids)) + "]>"
+            case Json(schema, separators):
+                return f"%json {json.dumps(_with_separators(schema, separators))}"
+            case Lexeme():
+                return self._lexeme(symbol)
+
+    def _counted(self, part: Symbol, least: int, most: int | None) -> str:
+        if most == 0:
+            return '""'
+        written = self.write(part)
+        bounds = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+        count = f"{{{least},{'' if most is None else most}}}"
+        return f"({written}){bounds.get((least, most), count)}"
+
+    def _lexeme(self, lexeme: Lexeme) -> str:
+        number = len(self.lexemes)
+        text = f"/{lexeme.pattern}/"
+        if lexeme.without is not None:
+            self.lexemes.append(f"T{number}: {text} & ~/{lexeme.without}/")
+            return f"T{number}"
+        option = "[lazy]" if lexeme.is_lazy else ""
+        self.lexemes.append(f"t{number}{option}: {text}")
+        return f"t{number}"
+
+
+def _character_class(points: CodePoints) -> str:
+    """Return a set of code points as an expression in Rust's syntax, in which surrogates are errors."""
+    ranges = intersection(points, complement(_SURROGATES))
+    members = "".join(rf"\x{{{first:x}}}-\x{{{last:x}}}" for first, last in ranges)
+    return f"[{members}]"
+
+
+def _with_separators(schema: Any, separators: tuple[str, str]) -> Any:
+    """Return a schema with llguidance's options for compact JSON."""
+    # `true` allows every value, as a schema without keywords does.
+    keywords = schema if isinstance(schema, dict) else {}
+    item, key = separators
+    options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+    return {**keywords, "x-guidance": options}

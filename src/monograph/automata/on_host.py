@@ -1,0 +1,238 @@
+"""Constraints that need a stack: the host follows them token by token, by the package llguidance.
+
+An automaton in the decode graph has a fixed number of states, so it can follow no recursive grammar, no
+recursive schema and no object with any members. llguidance can, on the host. For each text it says which
+tokens may come next, and the decoder writes that mask into the tables of automata before each step, as
+the classes of an automaton with one state (`HostText`). So the graph stays the same, but the host must
+read each token before it can start the next step.
+
+llguidance is an optional package, an extra of this one; `require_llguidance` says how it is installed.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monograph.automata.calls import Calls
+from monograph.automata.expression import single
+from monograph.automata.gbnf import parse_grammar
+from monograph.automata.host_calls import calls_rules
+from monograph.automata.lark import lark_text
+from monograph.automata.rules import ROOT, Character, Json, Reference, Symbol
+from monograph.automata.rules import Sequence as InSequence
+from monograph.automata.tokens import Automaton
+from monograph.errors import InputRefused
+from monograph.extras import command_for
+
+# The kinds of constraints (`monograph.automata.KINDS`) that the host can follow.
+HOST_KINDS = ("json_schema", "grammar")
+_START = "start of the text"
+# The extra of this package that has llguidance, and what is installed if its metadata does not say.
+_EXTRA, _LIBRARY = "grammar", "llguidance>=1.5"
+# What one text may take of the host: fewer states of the lexer than llguidance's own limit, which could
+# take 500 MB.
+_MAX_LEXER_STATES = 20_000
+# The rules of a grammar; a chain of 1,500 that use each other overflows llguidance's stack.
+_MAX_RULES = 500
+
+
+class Matcher(Protocol):
+    """What is used of llguidance's `LLMatcher`, which follows one text."""
+
+    def compute_bitmask(self) -> bytes:
+        """Return a bit for each token, the lowest first: whether it may come next."""
+
+    def consume_token(self, token: int) -> bool:
+        """Read a token."""
+
+    def is_stopped(self) -> bool:
+        """Return whether only an end token may follow, or the matcher has failed."""
+
+    def is_error(self) -> bool:
+        """Return whether the matcher has failed."""
+
+    def get_error(self) -> str:
+        """Return why it has failed."""
+
+    def deep_copy(self) -> Self:
+        """Return a matcher that follows another text from here."""
+
+
+def has_llguidance() -> bool:
+    """Return whether the package is installed."""
+    return find_spec("llguidance") is not None
+
+
+def require_llguidance(refusal: InputRefused) -> None:
+    """Require the package.
+
+    Args:
+        refusal: why no automaton follows the constraint.
+
+    Raises:
+        InputRefused: it is not installed; the message has the refusal and what to install.
+    """
+    if not has_llguidance():
+        raise InputRefused(
+            f"{refusal}; llguidance follows more, on the host: {command_for(_EXTRA, _LIBRARY)}"
+        )
+
+
+def lark_of(kind: str, value: Any, lead: bytes = b"") -> str:
+    """Return a constraint as a grammar in the form of Lark.
+
+    Args:
+        kind: "json_schema", a schema as an object; "grammar", a text in GBNF.
+        value: what is accepted.
+        lead: bytes that come before the text and are not part of it.
+
+    Raises:
+        InputRefused: the value is no grammar, or has too many rules.
+    """
+    rules: Mapping[str, Symbol] = {ROOT: Json(value)}
+    if kind == "grammar":
+        rules = parse_grammar(value).rules
+        if len(rules) > _MAX_RULES:
+            raise InputRefused(f"{len(rules):,} rules; llguidance follows at most {_MAX_RULES:,}")
+    characters = tuple(Character(single(ord(letter))) for letter in lead.decode())
+    start = InSequence((*characters, Reference(ROOT)))
+    return lark_text({_START: start, **rules}, _START)
+
+
+def lark_of_calls(calls: Calls, pieces: Sequence[bytes]) -> str:
+    """Return the constraint of `monograph.automata.call_constraint` in the form of Lark.
+
+    Raises:
+        InputRefused: the frame needs an automaton.
+    """
+    special_ids = [token for token, piece in enumerate(pieces) if not piece]
+    return lark_text(calls_rules(calls, special_ids), ROOT)
+
+
+def try_lark(lark: str, size: int) -> str:
+    """Return why llguidance refuses a grammar, or an empty text.
+
+    The vocabulary has all bytes, and as many special tokens that each id below `size` is one of both.
+
+    It may also end the process: a grammar that is nested too deep overflows the stack of llguidance.
+    """
+    bytes_ = [bytes([byte]) for byte in range(256)]
+    pieces = [*bytes_, *[b""] * max(1, size - len(bytes_))]
+    return _fault(HostVocabulary(pieces, [len(pieces) - 1]).matcher(lark))
+
+
+def _fault(matcher: Matcher) -> str:
+    """Return why a matcher has failed; an empty text if it has not."""
+    return matcher.get_error().strip().partition("\n")[0] if matcher.is_error() else ""
+
+
+class HostVocabulary:
+    """The tokens of a model, as llguidance reads them.
+
+    Attributes:
+        size: the number of tokens.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], end_ids: Collection[int]) -> None:
+        """Prepare the tokens, which takes about a second for 100,000 of them.
+
+        Args:
+            pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
+            end_ids: the tokens that end a text.
+        """
+        llguidance = import_module("llguidance")
+        ends = sorted(end_ids)
+        self.size = len(pieces)
+        tokens = _Tokens(pieces, ends[0])
+        wrapper = import_module("llguidance._tokenizer").TokenizerWrapper(tokens)
+        self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.size, eos_token=ends)
+        self._limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES)
+        self._matcher_type = llguidance.LLMatcher
+
+    def matcher(self, lark: str) -> Matcher:
+        """Return a matcher of a grammar in the form of Lark, which may have failed."""
+        kind = self._matcher_type
+        grammar = kind.grammar_from_lark(lark)
+        matcher: Matcher = kind(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        return matcher
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer; the names are its own."""
+
+    bos_token_id = None
+
+    def __init__(self, pieces: Sequence[bytes], end_id: int) -> None:
+        self.eos_token_id = end_id
+        self.special_token_ids = [token for token, piece in enumerate(pieces) if not piece]
+        self.tokens = [piece or b"<%d>" % token for token, piece in enumerate(pieces)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return ids of a text. It is only asked for texts that have to follow, which `lark` excludes."""
+        return []
+
+
+@dataclass(frozen=True, eq=False)
+class HostText(Automaton):
+    """The constraint of one text, as an automaton whose classes the host writes before each step.
+
+    Its one state allows the tokens of class 0, and forbids those of class 1.
+
+    Attributes:
+        matcher: follows the text.
+    """
+
+    matcher: Matcher = field(kw_only=True)
+
+    def write_classes(self) -> NDArray[np.int16]:
+        """Return the class of each token now: 0 if it may come next, and else 1."""
+        size = len(self.class_V)
+        if self.matcher.is_error():
+            # It gave up, as a text needs more than llguidance's limits allow.
+            self.class_V.fill(1)
+            return self.class_V
+        mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        np.subtract(1, np.unpackbits(mask, count=size, bitorder="little"), out=self.class_V)
+        return self.class_V
+
+    def take(self, token: int) -> bool:
+        """Read a token; return whether the text is over, since only an end token could follow."""
+        self.matcher.consume_token(token)
+        return bool(self.matcher.is_stopped() and not self.matcher.is_error())
+
+
+class HostConstraint:
+    """A constraint that the host follows, for any number of texts."""
+
+    def __init__(self, lark: str, vocabulary: HostVocabulary, refusal: InputRefused) -> None:
+        """Compile a grammar.
+
+        Args:
+            lark: the grammar (`lark_of`, `lark_of_calls`).
+            vocabulary: the model's tokens.
+            refusal: why no automaton follows it, for an error.
+
+        Raises:
+            InputRefused: llguidance cannot follow it either.
+        """
+        self._vocabulary = vocabulary
+        self._matcher = vocabulary.matcher(lark)
+        fault = _fault(self._matcher)
+        if fault:
+            raise InputRefused(f"{refusal}; llguidance: {fault}")
+
+    def begin(self) -> HostText:
+        """Return the constraint of a new text."""
+        return HostText(
+            "the constraint",
+            next_SC=np.array([[0, -1]], dtype=np.int16),
+            class_V=np.zeros(self._vocabulary.size, dtype=np.int16),
+            stops_S=np.zeros(1, dtype=np.bool_),
+            effect_SC=np.zeros((1, 2), dtype=np.int16),
+            matcher=self._matcher.deep_copy(),
+        )

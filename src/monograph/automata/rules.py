@@ -1,0 +1,90 @@
+"""What the rules of a grammar consist of.
+
+A grammar is a dict of rules by name; the texts of the rule ROOT are accepted. `monograph.automata.gbnf`
+reads rules that people write, and `monograph.automata.host_calls` makes those of calls. The last three
+parts are only for the host (`monograph.automata.on_host`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from monograph.automata.expression import CodePoints
+
+ROOT = "root"
+
+
+@dataclass(frozen=True)
+class Character:
+    """One character of a set."""
+
+    points: CodePoints
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The parts one after another; without parts the empty text."""
+
+    parts: tuple[Symbol, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the options; without options no text."""
+
+    options: tuple[Symbol, ...]
+
+
+@dataclass(frozen=True)
+class Count:
+    """The part `least` to `most` times; if `most` is None, without limit."""
+
+    part: Symbol
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A text of the rule with this name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class SpecialToken:
+    """One of these special tokens, which have no characters."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Json:
+    """JSON that follows a schema.
+
+    Attributes:
+        schema: the schema.
+        separators: what is between two members or items, and between a name and its value.
+    """
+
+    schema: Any
+    separators: tuple[str, str] = (",", ":")
+
+
+@dataclass(frozen=True)
+class Lexeme:
+    """What a regular expression in Rust's syntax matches.
+
+    Attributes:
+        pattern: the expression.
+        without: an expression that must not match the same text; None: any text may.
+        is_lazy: whether it ends at the first place where it can, and not at the last one.
+    """
+
+    pattern: str
+    without: str | None = None
+    is_lazy: bool = False
+
+
+Symbol: TypeAlias = Character | Sequence | Choice | Count | Reference | SpecialToken | Json | Lexeme
