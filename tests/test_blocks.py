@@ -72,7 +72,6 @@ SMALLER = [
     (r"\bRUN/members", "SWEEP/members", "a sweep's folder"),
     (r"^monograph chat RUN", "monograph chat FOLDER", "it has a chat template"),
     (r"(generate .*--prompts prompts)\.jsonl", r"\1.txt", "the records of the pages have answers"),
-    (r"\bRUN --chat\b", "FOLDER --chat", "it has a chat template"),
     (r"init=RUN rl\.environment", "init=FOLDER rl.environment", "it has a chat template"),
     (r"\bBASE (?=.*--adapter )", "FOLDER ", "the base of the adapters"),
     (r"--adapter (\w+)=(FOLDER|RUN)", r"--adapter \1=adapted", "a folder of adapters"),
