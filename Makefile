@@ -5,9 +5,10 @@ PYTHON ?= python3
 ARGS ?=
 RUN = .venv/bin/python -m
 # One process more than there are cores, as some wait, up to four; each takes whole files, in tests/conftest.py's order.
-# If one dies, the tests end: xdist may wait for ever for what it was given.
-WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist=loadfile \
-	--no-loadscope-reorder --max-worker-restart=0
+COUNT = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
+# At night processes can take single tests, too (--dist=load), as few files have many. If one dies, the tests end: xdist
+# may wait for ever for what it was given.
+WORKERS = -n $(COUNT) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # Bytecode that is kept spares every worker, and every command that a test starts, seconds of compiling.
 unexport PYTHONDONTWRITEBYTECODE
@@ -36,14 +37,14 @@ test: setup-dev
 	@$(MAKE) --no-print-directory -j2 lint suite
 
 suite: setup-dev
-	$(RUN) pytest -q -m 'not slow' $(WORKERS) --costs $(ARGS)
+	$(RUN) pytest -q -m 'not slow' --forks $(COUNT) --costs $(ARGS)
 
 quick: lint
 	.venv/bin/python tests/quick.py $(ARGS)
 
 # What `make quick` knows of each file's cost.
 test-costs: lint
-	$(RUN) pytest -q -m 'not slow' $(WORKERS) --costs=benchmarks/results/tests.json $(ARGS)
+	$(RUN) pytest -q -m 'not slow' --forks $(COUNT) --costs=benchmarks/results/tests.json $(ARGS)
 
 # The slow tests that tests/nights.py has for tonight; all come round in four weeks. ARGS='--minutes 15 --dist=load': fewer,
 # which take no longer; --costs=benchmarks/results/nights.json keeps what they cost.
@@ -51,7 +52,7 @@ nightly: setup-dev
 	$(RUN) pytest -q -m slow $(WORKERS) --costs --night $(shell date -u +%F) $(ARGS)
 
 test-all: lint
-	$(RUN) pytest -q $(WORKERS) $(ARGS)
+	$(RUN) pytest -q --forks $(COUNT) $(ARGS)
 
 # In an environment of its own, .pretended-gpu, with torch's CUDA build.
 gpu-less: python

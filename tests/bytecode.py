@@ -1,7 +1,7 @@
-"""Compiles what the tests consist of once, on all cores, before workers begin.
+"""Compiles what the tests consist of once, on all cores, before tests are collected.
 
-Workers collect the same files at the same time. In a fresh checkout each of them would rewrite the
-assertions of all 400, for eight seconds.
+In a fresh checkout the process that collects for all forks would rewrite the assertions of 400
+files on one core, for eight seconds, and each worker of pytest-xdist would do so at the same time.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from hypothesis import settings
 
 from bytecode import compile_all
 from costs import UNKNOWN_CPU_S, Costs, measured_cpu_s
+from forks import Forks, file_of
 from nights import Bounded, is_of_night
 
 if TYPE_CHECKING:
@@ -78,6 +79,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--minutes", type=float, metavar="M", help="with --night: a share that takes no longer"
     )
     parser.addoption(
+        "--forks",
+        type=int,
+        metavar="N",
+        help="collect once, then run the files in N forks of this process",
+    )
+    parser.addoption(
         "--costs",
         nargs="?",
         const="",
@@ -87,11 +94,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if getattr(config.option, "numprocesses", None):  # the process that is about to start workers
+    forks = config.getoption("--forks")
+    # The process that is about to start workers.
+    if forks or getattr(config.option, "numprocesses", None):
         compile_all(config)
+    if forks:
+        config.pluginmanager.register(Forks(forks))
     if config.getoption("--costs") is not None:
         config.pluginmanager.register(
-            Costs(config.getoption("--costs"), added=config.getoption("--night") is not None)
+            Costs(config.getoption("--costs"), added=config.getoption("--night") is not None),
+            "costs",
         )
     if config.getoption("--minutes") is not None:
         if config.getoption("--night") is None:
@@ -185,9 +197,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items=[item for item in items if not is_of_night(item.nodeid, night)]
         )
         items[:] = [item for item in items if is_of_night(item.nodeid, night)]
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if config.getoption("--forks") or "PYTEST_XDIST_WORKER" in os.environ:
         cost = measured_cpu_s()
-        items.sort(key=lambda item: -cost.get(item.nodeid.partition("::")[0], UNKNOWN_CPU_S))
+        items.sort(key=lambda item: -cost.get(file_of(item.nodeid), UNKNOWN_CPU_S))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

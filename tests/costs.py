@@ -76,7 +76,12 @@ class Costs:
         self.tests = defaultdict[str, float](float)
 
     def pytest_collection_finish(self) -> None:
-        self.seen_s = self.collecting_s = cpu_s()
+        self.begin()
+        self.collecting_s = self.seen_s
+
+    def begin(self) -> None:
+        """Count from here on, as a fork does, whose CPU seconds begin at none."""
+        self.seen_s = cpu_s()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:

@@ -130,9 +130,8 @@ def main() -> int:
         "-q",
         "-m",
         "not slow",
-        "-n",
+        "--forks",
         "2",
-        "--dist=loadfile",
         *fits,
     ]
     return subprocess.run([*command, *sys.argv[1:]], cwd=ROOT).returncode

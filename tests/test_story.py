@@ -1,7 +1,8 @@
 """Run: pytest tests/test_story.py
 
 Data, sweep, train, kill, stream, two ranks, resume, follow, compare, generate, serve, export; at
-night also finetune, reinforce on two ranks, prefer, and sweep over what is rewarded and preferred.
+night also sweep adapters, finetune, reinforce on two ranks, prefer, and sweep over what is rewarded
+and preferred.
 """
 
 from __future__ import annotations
@@ -159,9 +160,10 @@ def test_the_story(taught: bool, server: CommandServer, tmp_path: Path) -> None:
     gguf = monograph.run(tmp_path, "export", "last", "--to", "gguf", "--format", "gguf")
     assert gguf.code == 0 and list((tmp_path / "gguf").glob("*.gguf")), gguf.err
 
-    adapted(monograph, tmp_path)
-
     if taught:
+        # adapters on what was exported
+        adapted(monograph, tmp_path)
+
         # finetune what was exported: chat tokens that it never saw, killed once
         finetune(monograph, tmp_path)
 

@@ -96,6 +96,8 @@ def test_members_are_ordinary_runs(place: Path, server: CommandServer) -> None:
     member = result(place)["members"][3]
     drawn = [row for row in rows(place / member["run"]) if "reward" in row]
     assert len(drawn) == UPDATES and drawn[-1]["tokens"] == sum(r["drawn_tokens"] for r in drawn)
+    scored = [row["update"] for row in rows(place / member["run"], "eval_reward")]
+    assert scored[0] == 0 and scored[-1] == UPDATES, "as a single run, before the first update too"
     summary = json.loads((place / member["run"] / "metrics.jsonl").read_text().splitlines()[-1])
     assert summary["summary"]["eval_reward"] == member["eval_reward"]
     typed = ["train", "--from", member["run"], "train.updates=2", "--out", "longer"]

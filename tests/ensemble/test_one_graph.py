@@ -38,16 +38,23 @@ def made(**options: Any) -> Ensemble:
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "graphs"), [(None, 1), pytest.param(3, 2, marks=pytest.mark.slow)]
+    ("micro_batch", "graphs", "backend"),
+    [
+        (None, 1, "eager"),  # Dynamo's graph as it is
+        pytest.param(None, 1, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(3, 2, "aot_eager", marks=pytest.mark.slow),
+    ],
 )
-def test_a_window_of_one_micro_batch_is_one_graph(micro_batch: int | None, graphs: int) -> None:
+def test_a_window_of_one_micro_batch_is_one_graph(
+    micro_batch: int | None, graphs: int, backend: str
+) -> None:
     """Law 1: it equals the eager step. The capture falls back to two graphs if torch cannot trace one, so
     the number is checked, too.
     """
     eager = made(micro_batch=micro_batch)
     captured = made(micro_batch=micro_batch)
     captured.announce = pytest.fail
-    captured_to_train(captured, WINDOWS[0])
+    captured_to_train(captured, WINDOWS[0], backend)
     assert captured._updates_in_one_graph == (graphs == 1)
     for ours, reference in zip(train(captured, WINDOWS), train(eager, WINDOWS), strict=True):
         torch.testing.assert_close(ours.loss, reference.loss, rtol=1e-12, atol=0)

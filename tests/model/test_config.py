@@ -251,6 +251,10 @@ def test_both_spellings_of_rope_in_config_json_are_read():
             r"partial_rotary_factor = 0.5 is not supported",
         ),
         ({"rope_theta": "many"}, r"rope_theta = 'many'"),
+        (
+            {"model_type": "olmo3", "rope_scaling": {"type": "linear", "factor": 4.0}},
+            r"type = 'linear' .* write rope_type",
+        ),
     ],
 )
 def test_a_config_json_that_is_not_ours_is_refused_by_name(values, said):

@@ -276,7 +276,15 @@ def _read_two_tables(
             raise InputRefused(
                 f"rope_parameters.{key}: expected a table for {FULL_ATTENTION!r} and one for {SLIDING_ATTENTION!r}"
             )
-    full_table = _copy_table(tables, FULL_ATTENTION) | _copy_table(values, "rope_scaling")
+    older_table = _copy_table(values, "rope_scaling")
+    # transformers adds this table to one with the rope_type "default", so it never comes to the older
+    # name of that key.
+    if "rope_type" not in older_table and older_table.get("type", "default") != "default":
+        raise InputRefused(
+            f"rope_scaling: type = {older_table['type']!r} is the older name of rope_type, which transformers does not "
+            "read in this family: write rope_type"
+        )
+    full_table = _copy_table(tables, FULL_ATTENTION) | older_table
     # transformers does not read `truncate` from one of two tables.
     full_table.pop("truncate", None)
     sliding_table = _copy_table(tables, SLIDING_ATTENTION)
