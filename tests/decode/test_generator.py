@@ -435,7 +435,7 @@ def test_what_the_host_follows_is_of_the_grammar_whatever_runs_beside(behind: bo
 
 def test_a_step_without_an_automaton_that_allows_all_changes_no_token() -> None:
     """The host follows an automaton by itself while it allows every token, and the steps do without it."""
-    pieces = [b"", *(bytes([64 + token]) for token in range(1, VOCABULARY))]
+    pieces = [b"", *(bytes([64 + token]) for token in range(1, VOCABULARY - 1)), b"ABC"]
     # After an A, of which there is one in a while, BC must follow, and after two of them the text ends.
     calls = constraint("regex", "[^A]*(ABC[^A]*)?|[^A]*ABC[^A]*ABC", pieces, [0])
     assert calls.allows_all_S[0] and not calls.allows_all_S.all()
@@ -466,7 +466,7 @@ def test_a_step_without_an_automaton_that_allows_all_changes_no_token() -> None:
 
 
 def sharp() -> Llama:
-    """A model that likes A."""
+    """A model that likes A, and ABC."""
     model = tiny_llama()
-    model.lm_head.weight.data[1] *= 3
+    model.lm_head.weight.data[[1, VOCABULARY - 1]] *= 3
     return model
