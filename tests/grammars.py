@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from monograph.automata.gbnf import parse_grammar
-from monograph.automata.rules import Character, Choice, Count, Reference, Sequence, Symbol
+from monograph.automata.rules import AnyOf, InOrder, OneCharacter, Repeated, RuleText, Symbol
 
 ALPHABET = "()abé"
 REGULAR = (
@@ -41,16 +41,16 @@ def _texts(symbol: Symbol, known: Mapping[str, set[str]], longest: int) -> set[s
         return {a + b for a in left for b in right if len(a + b) <= longest}
 
     match symbol:
-        case Character(points):
+        case OneCharacter(points):
             return {each for each in ALPHABET if any(a <= ord(each) <= b for a, b in points)}
-        case Sequence(parts):
+        case InOrder(parts):
             texts = {""}
             for part in parts:
                 texts = joined(texts, _texts(part, known, longest))
             return texts
-        case Choice(options):
+        case AnyOf(options):
             return {text for option in options for text in _texts(option, known, longest)}
-        case Count(part, least, most):
+        case Repeated(part, least, most):
             part_texts = _texts(part, known, longest)
             texts = {""}
             found = {""} if least == 0 else set[str]()
@@ -62,6 +62,6 @@ def _texts(symbol: Symbol, known: Mapping[str, set[str]], longest: int) -> set[s
                 if count >= least:
                     found |= texts
             return found
-        case Reference(name):
+        case RuleText(name):
             return known[name]
     raise TypeError(symbol)

@@ -186,7 +186,7 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     how = {"n": 2, "max_tokens": 128, "stop": ["x", "y"], "pairs": [], "chat": False, "json": False}
     how |= {"adapters": [], "use": None, "tools": None, "tool_choice": None}
     how["flag_values"] = {"temperature": 0.8, "top_k": 5, "top_p": 1.0, "min_p": 0.0, "seed": 0}
-    how["constraints"] = {"choices": None, "regex": None, "json_schema": None}
+    how["constraints"] = {"choices": None, "regex": None, "json_schema": None, "grammar": None}
     assert generated == (("last", ["a", "b"]), {"file": None, "options": how})
     assert evaluated == (("last",), {"data": ["a", "b"], "chat": False, "json": True})
     assert compared == (

@@ -38,11 +38,11 @@ from monograph.automata.expression import (
 )
 from monograph.automata.rules import (
     ROOT,
-    Character,
-    Choice,
-    Count,
-    Reference,
-    Sequence,
+    AnyOf,
+    InOrder,
+    OneCharacter,
+    Repeated,
+    RuleText,
     Symbol,
 )
 from monograph.errors import InputRefused
@@ -108,21 +108,21 @@ def expression_of(grammar: Grammar) -> Expression:
 
     def convert(symbol: Symbol) -> Expression:
         match symbol:
-            case Character(points):
+            case OneCharacter(points):
                 return utf8(points)
-            case Sequence(parts):
+            case InOrder(parts):
                 return Concatenation(tuple(map(convert, parts)))
-            case Choice(options):
+            case AnyOf(options):
                 return Alternation(tuple(map(convert, options)))
-            case Count(part, least, most):
+            case Repeated(part, least, most):
                 return Repetition(convert(part), least, most)
-            case Reference(name):
+            case RuleText(name):
                 if name not in known:
                     known[name] = convert(grammar.rules[name])
                 return known[name]
         raise TypeError(f"{symbol}: only the host can follow it")
 
-    return convert(Reference(ROOT))
+    return convert(RuleText(ROOT))
 
 
 class _Parser:
@@ -181,7 +181,7 @@ class _Parser:
         while self.take_bar():
             self.skip(_BLANK_AND_LINES)
             options.append(self.sequence(depth))
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else AnyOf(tuple(options))
 
     def take_bar(self) -> bool:
         """Read a |, which may be on a later line; return whether there is one."""
@@ -201,7 +201,7 @@ class _Parser:
         while (element := self.element(depth)) is not None:
             self.skip(blank)
             parts.append(self.counted(element, blank))
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else InOrder(tuple(parts))
 
     def element(self, depth: int) -> Symbol | None:
         """Read an element without its count; None: there is none."""
@@ -211,7 +211,7 @@ class _Parser:
         if self.take("["):
             return self.character_set(start)
         if self.take("."):
-            return Character(ANY)
+            return OneCharacter(ANY)
         if self.take("("):
             self.skip(_BLANK_AND_LINES)
             inner = self.choice(depth + 1)
@@ -224,7 +224,7 @@ class _Parser:
         if name is None:
             return None
         self._uses.setdefault(name, start)
-        return Reference(name)
+        return RuleText(name)
 
     def counted(self, part: Symbol, blank: re.Pattern[str]) -> Symbol:
         """Read the counts behind an element, and return it with them."""
@@ -237,7 +237,7 @@ class _Parser:
         self.skip(blank)
         if self.text.startswith(("*", "+", "?", "{"), self.position):
             self.refuse("a count behind a count: put the element with the first one in parentheses")
-        return Count(part, least, most)
+        return Repeated(part, least, most)
 
     def counts(self) -> tuple[int, int | None]:
         """Read counts."""
@@ -258,14 +258,14 @@ class _Parser:
         self.position = found.end()
         return least, most
 
-    def text_in_quotes(self, start: int) -> Sequence:
+    def text_in_quotes(self, start: int) -> InOrder:
         """Read a text, whose quote has been read."""
         characters: list[Symbol] = []
         while not self.take('"'):
-            characters.append(Character(single(self.character(start, '"'))))
-        return Sequence(tuple(characters))
+            characters.append(OneCharacter(single(self.character(start, '"'))))
+        return InOrder(tuple(characters))
 
-    def character_set(self, start: int) -> Character:
+    def character_set(self, start: int) -> OneCharacter:
         """Read a set of characters, whose bracket has been read."""
         is_negated = self.take("^")
         ranges: list[tuple[int, int]] = []
@@ -283,7 +283,7 @@ class _Parser:
                 self.refuse("the range ends before it begins", at)
             ranges.append((first, last))
         points = union(ranges)
-        return Character(complement(points) if is_negated else points)
+        return OneCharacter(complement(points) if is_negated else points)
 
     def character(self, start: int, end: str) -> int:
         """Read a character of what began at `start` and goes up to `end`; return its code point."""
@@ -339,12 +339,12 @@ class _Parser:
 def references(symbol: Symbol) -> Iterator[str]:
     """Yield the names of the rules that a symbol uses."""
     match symbol:
-        case Reference(name):
+        case RuleText(name):
             yield name
-        case Sequence(inner) | Choice(inner):
+        case InOrder(inner) | AnyOf(inner):
             for part in inner:
                 yield from references(part)
-        case Count(part):
+        case Repeated(part):
             yield from references(part)
 
 
@@ -366,18 +366,18 @@ def _productive(rules: Mapping[str, Symbol]) -> set[str]:
         missing.append(1)
         owner.append(waits)
         match symbol:
-            case Reference(name):
+            case RuleText(name):
                 waiting[name].append(number)
-            case Sequence(parts):
+            case InOrder(parts):
                 missing[number] = len(parts)
                 for part in parts:
                     add(part, number)
-            case Choice(options):
+            case AnyOf(options):
                 for option in options:
                     add(option, number)
-            case Count(part, least) if least > 0:
+            case Repeated(part, least) if least > 0:
                 add(part, number)
-            case Character(points) if not points:
+            case OneCharacter(points) if not points:
                 return
             case _:
                 missing[number] = 0
@@ -404,15 +404,15 @@ def _productive(rules: Mapping[str, Symbol]) -> set[str]:
 def _can_end(symbol: Symbol, productive: set[str]) -> bool:
     """Return whether a symbol has a text in which only these rules are used."""
     match symbol:
-        case Character(points):
+        case OneCharacter(points):
             return bool(points)
-        case Sequence(parts):
+        case InOrder(parts):
             return all(_can_end(part, productive) for part in parts)
-        case Choice(options):
+        case AnyOf(options):
             return any(_can_end(option, productive) for option in options)
-        case Count(part, least):
+        case Repeated(part, least):
             return least == 0 or _can_end(part, productive)
-        case Reference(name):
+        case RuleText(name):
             return name in productive
     return True
 
@@ -420,15 +420,15 @@ def _can_end(symbol: Symbol, productive: set[str]) -> bool:
 def _pruned(symbol: Symbol, productive: set[str]) -> Symbol:
     """Return a symbol, from which a text can be reached, without the options from which none can."""
     match symbol:
-        case Sequence(parts):
-            return Sequence(tuple(_pruned(part, productive) for part in parts))
-        case Choice(options):
+        case InOrder(parts):
+            return InOrder(tuple(_pruned(part, productive) for part in parts))
+        case AnyOf(options):
             left = [option for option in options if _can_end(option, productive)]
-            return Choice(tuple(_pruned(option, productive) for option in left))
-        case Count(part, least, most):
+            return AnyOf(tuple(_pruned(option, productive) for option in left))
+        case Repeated(part, least, most):
             if not _can_end(part, productive):
-                return Sequence(())
-            return Count(_pruned(part, productive), least, most)
+                return InOrder(())
+            return Repeated(_pruned(part, productive), least, most)
     return symbol
 
 

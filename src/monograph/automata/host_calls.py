@@ -11,18 +11,18 @@ from monograph.automata.calls import ID_CHARACTERS, ID_LENGTH, Calls, SpellingPa
 from monograph.automata.expression import single
 from monograph.automata.rules import (
     ROOT,
-    Character,
-    Choice,
-    Count,
+    AnyOf,
+    InOrder,
     Json,
     Lexeme,
+    OneCharacter,
+    Repeated,
     SpecialToken,
     Symbol,
 )
-from monograph.automata.rules import Sequence as InSequence
 from monograph.errors import InputRefused
 
-_SPACES = Count(Choice(tuple(Character(single(byte)) for byte in b" \t\r\n")), 0, None)
+_SPACES = Repeated(AnyOf(tuple(OneCharacter(single(byte)) for byte in b" \t\r\n")), 0, None)
 _ANY_TEXT = "(?s:.*)"
 
 
@@ -42,7 +42,7 @@ def calls_rules(calls: Calls, special_ids: Sequence[int]) -> dict[str, Symbol]:
             "llguidance follows no answer that may think and need not call: ask for a call"
         )
     forms = [frame["call"], *([] if calls.must_call else frame["variants"])]
-    any_call = Choice(
+    any_call = AnyOf(
         tuple(
             _form(form, name, schema, tuple(frame["separators"]))
             for form in forms
@@ -51,29 +51,29 @@ def calls_rules(calls: Calls, special_ids: Sequence[int]) -> dict[str, Symbol]:
     )
     parts: list[Symbol] = [any_call]
     if calls.parallel and frame["between"] is not None:
-        parts.append(Count(InSequence((_text(frame["between"]), any_call)), 0, None))
+        parts.append(Repeated(InOrder((_text(frame["between"]), any_call)), 0, None))
     parts.append(_text(frame["closing"]))
     other_ids = tuple(special_ids)
     if calls.must_call:
-        answer: Symbol = InSequence((_text(frame["opening"]), *parts))
+        answer: Symbol = InOrder((_text(frame["opening"]), *parts))
     else:
         trigger = frame["trigger"]
-        with_calls = InSequence(
+        with_calls = InOrder(
             (
                 _text_up_to(trigger, other_ids, frame["follows_text"]),
                 _text(frame["after_trigger"]),
                 *parts,
             )
         )
-        answer = Choice((_text_without(trigger, other_ids), with_calls))
+        answer = AnyOf((_text_without(trigger, other_ids), with_calls))
     if thoughts is not None and place != "after":
         end = thoughts["end"]
-        inside = InSequence((_text_up_to(end, other_ids, anywhere=True), _SPACES, answer))
+        inside = InOrder((_text_up_to(end, other_ids, anywhere=True), _SPACES, answer))
         if not calls.must_call:
-            return {ROOT: Choice((inside, _text_without(end, other_ids)))}
+            return {ROOT: AnyOf((inside, _text_without(end, other_ids)))}
         if place == "inside":
             return {ROOT: inside}
-        return {ROOT: Choice((answer, InSequence((_SPACES, _text(thoughts["begin"]), inside))))}
+        return {ROOT: AnyOf((answer, InOrder((_SPACES, _text(thoughts["begin"]), inside))))}
     return {ROOT: answer}
 
 
@@ -84,12 +84,12 @@ def _form(
     in_hole: dict[str, Symbol] = {
         "name": _text([name]),
         "arguments": Json(schema, separators),
-        "id": Count(Character(ID_CHARACTERS), ID_LENGTH, ID_LENGTH),
+        "id": Repeated(OneCharacter(ID_CHARACTERS), ID_LENGTH, ID_LENGTH),
     }
     parts = []
     for part in form:
         parts.append(in_hole[part["hole"]] if isinstance(part, Mapping) else _text([part]))
-    return InSequence(tuple(parts))
+    return InOrder(tuple(parts))
 
 
 def _text(parts: Sequence[SpellingPart]) -> Symbol:
@@ -101,8 +101,8 @@ def _text(parts: Sequence[SpellingPart]) -> Symbol:
         else:
             assert isinstance(part, str)
             letters = part.encode("latin-1").decode()
-            symbols += [Character(single(ord(letter))) for letter in letters]
-    return InSequence(tuple(symbols))
+            symbols += [OneCharacter(single(ord(letter))) for letter in letters]
+    return InOrder(tuple(symbols))
 
 
 def _text_up_to(
@@ -110,10 +110,10 @@ def _text_up_to(
 ) -> Symbol:
     """Return the texts that end with the first occurrence of a needle."""
     if not anywhere:
-        return InSequence((_SPACES, _text(needle)))
+        return InOrder((_SPACES, _text(needle)))
     if isinstance(needle[0], int):
         others = tuple(token for token in special_ids if token != needle[0])
-        return InSequence((_any_text(others), _text(needle)))
+        return InOrder((_any_text(others), _text(needle)))
     return Lexeme(_ANY_TEXT + _escaped(needle), is_lazy=True)
 
 
@@ -129,7 +129,7 @@ def _any_text(special_ids: tuple[int, ...]) -> Symbol:
     options: list[Symbol] = [Lexeme("(?s:.+)")]
     if special_ids:
         options.append(SpecialToken(special_ids))
-    return Count(Choice(tuple(options)), 0, None)
+    return Repeated(AnyOf(tuple(options)), 0, None)
 
 
 def _escaped(needle: Sequence[SpellingPart]) -> str:

@@ -13,13 +13,13 @@ from typing import Any
 
 from monograph.automata.expression import CodePoints, complement, intersection
 from monograph.automata.rules import (
-    Character,
-    Choice,
-    Count,
+    AnyOf,
+    InOrder,
     Json,
     Lexeme,
-    Reference,
-    Sequence,
+    OneCharacter,
+    Repeated,
+    RuleText,
     SpecialToken,
     Symbol,
 )
@@ -52,15 +52,15 @@ class _Writer:
     def write(self, symbol: Symbol) -> str:
         """Return a symbol as Lark, which may stand anywhere in a rule."""
         match symbol:
-            case Character(points):
+            case OneCharacter(points):
                 return f"/{_character_class(points)}/"
-            case Sequence(parts):
+            case InOrder(parts):
                 return "(" + " ".join(map(self.write, parts)) + ")" if parts else '""'
-            case Choice(options):
+            case AnyOf(options):
                 return "(" + " | ".join(map(self.write, options)) + ")"
-            case Count(part, least, most):
+            case Repeated(part, least, most):
                 return self._counted(part, least, most)
-            case Reference(name):
+            case RuleText(name):
                 return self.names[name]
             case SpecialToken(ids):
                 return "<[" + ",".join(map(str, ids)) + "]>"

@@ -23,8 +23,7 @@ from monograph.automata.expression import single
 from monograph.automata.gbnf import parse_grammar
 from monograph.automata.host_calls import calls_rules
 from monograph.automata.lark import lark_text
-from monograph.automata.rules import ROOT, Character, Json, Reference, Symbol
-from monograph.automata.rules import Sequence as InSequence
+from monograph.automata.rules import ROOT, InOrder, Json, OneCharacter, RuleText, Symbol
 from monograph.automata.tokens import Automaton
 from monograph.errors import InputRefused
 from monograph.extras import command_for
@@ -99,8 +98,8 @@ def lark_of(kind: str, value: Any, lead: bytes = b"") -> str:
         rules = parse_grammar(value).rules
         if len(rules) > _MAX_RULES:
             raise InputRefused(f"{len(rules):,} rules; llguidance follows at most {_MAX_RULES:,}")
-    characters = tuple(Character(single(ord(letter))) for letter in lead.decode())
-    start = InSequence((*characters, Reference(ROOT)))
+    characters = tuple(OneCharacter(single(ord(letter))) for letter in lead.decode())
+    start = InOrder((*characters, RuleText(ROOT)))
     return lark_text({_START: start, **rules}, _START)
 
 

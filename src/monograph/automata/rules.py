@@ -16,28 +16,28 @@ ROOT = "root"
 
 
 @dataclass(frozen=True)
-class Character:
+class OneCharacter:
     """One character of a set."""
 
     points: CodePoints
 
 
 @dataclass(frozen=True)
-class Sequence:
+class InOrder:
     """The parts one after another; without parts the empty text."""
 
     parts: tuple[Symbol, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class AnyOf:
     """One of the options; without options no text."""
 
     options: tuple[Symbol, ...]
 
 
 @dataclass(frozen=True)
-class Count:
+class Repeated:
     """The part `least` to `most` times; if `most` is None, without limit."""
 
     part: Symbol
@@ -46,7 +46,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Reference:
+class RuleText:
     """A text of the rule with this name."""
 
     name: str
@@ -87,4 +87,6 @@ class Lexeme:
     is_lazy: bool = False
 
 
-Symbol: TypeAlias = Character | Sequence | Choice | Count | Reference | SpecialToken | Json | Lexeme
+Symbol: TypeAlias = (
+    OneCharacter | InOrder | AnyOf | Repeated | RuleText | SpecialToken | Json | Lexeme
+)

@@ -364,7 +364,6 @@ _WRITING = {
     "num_beams": "say -n N for several texts: beams are not searched",
     "stop_sequence": "--stop",
     "stop_sequences": "--stop",
-    "grammar": "--regex",
     "schema": "--json-schema",
     "model": _RUN,
     "checkpoint": _RUN,
