@@ -58,7 +58,7 @@ _ESCAPES = {letter: ord(letter) for letter in '\\"[]'} | {"n": 10, "r": 13, "t":
 _HEX_LENGTHS = {"x": 2, "u": 4, "U": 8}
 
 
-class Grammar(NamedTuple):
+class GbnfGrammar(NamedTuple):
     """A grammar.
 
     Attributes:
@@ -73,7 +73,7 @@ class Grammar(NamedTuple):
     where: str
 
 
-def parse_grammar(text: str, where: str = "the grammar") -> Grammar:
+def parse_grammar(text: str, where: str = "the grammar") -> GbnfGrammar:
     """Return a grammar.
 
     Args:
@@ -99,10 +99,10 @@ def parse_grammar(text: str, where: str = "the grammar") -> Grammar:
     pruned = {name: _pruned(rules[name], productive) for name in productive}
     reachable = _reachable(pruned)
     needed = {name: pruned[name] for name in rules if name in reachable}
-    return Grammar(needed, _uses_itself(needed), where)
+    return GbnfGrammar(needed, _uses_itself(needed), where)
 
 
-def expression_of(grammar: Grammar) -> Expression:
+def expression_of(grammar: GbnfGrammar) -> Expression:
     """Return an expression for the texts of a grammar that is not recursive, over their bytes in UTF-8."""
     known: dict[str, Expression] = {}
 
