@@ -515,6 +515,17 @@ def test_a_child_may_use_nothing_but_its_pipe(served: Served) -> None:
     served.runner.run(go())
 
 
+@pytest.mark.skipif(not has_llguidance(), reason="llguidance is missing")
+def test_a_grammar_that_kills_llguidance_kills_a_child_alone(served: Served) -> None:
+    def tried(lark: str) -> str:
+        return served.runner.run(served.compiler.try_on_host(lark))
+
+    chain = "\n".join(f'r{number}: "x" r{number + 1}' for number in range(5000))
+    assert "made its compiler fail (-11)" in tried(f'start: r0\n{chain}\nr5000: "x"\n')
+    assert "Undefined" in tried("start: nothing\n") or "nothing" in tried("start: nothing\n")
+    assert tried(lark_of("grammar", 'root ::= "(" root ")" | ""')) == ""
+
+
 def test_the_process_ends_with_its_server(served: Served) -> None:
     served("regex", "after the clock")
     assert served.compiler._streams is not None
@@ -542,14 +553,3 @@ def test_nothing_is_left_after_close(served: Served) -> None:
     for process in served.runner.run(go()):
         await_end(process)
     assert served.compiler._process is None
-
-
-@pytest.mark.skipif(not has_llguidance(), reason="llguidance is missing")
-def test_a_grammar_that_kills_llguidance_kills_a_child_alone(served: Served) -> None:
-    def tried(lark: str) -> str:
-        return served.runner.run(served.compiler.try_on_host(lark))
-
-    chain = "\n".join(f'r{number}: "x" r{number + 1}' for number in range(5000))
-    assert "made its compiler fail (-11)" in tried(f'start: r0\n{chain}\nr5000: "x"\n')
-    assert "Undefined" in tried("start: nothing\n") or "nothing" in tried("start: nothing\n")
-    assert tried(lark_of("grammar", 'root ::= "(" root ")" | ""')) == ""

@@ -514,7 +514,7 @@ RESPONSE_FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"background": True}, "background", "background is not supported: wait for the answer"),
     ({"truncation": "auto"}, "truncation", "truncation: expected disabled: a prompt is never cut"),
     ({"tools": [{"type": "web_search"}]}, "tools", "tools[0]"),
-    ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}]}, "tools",
+    ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "list"}, "strict": True}]}, "tools",
      "the arguments of f: the JSON schema at #"),
     ({"tool_choice": {"type": "function", "name": "g"}, "tools": [{"type": "function", "name": "f"}]}, "tool_choice",
      "there is no function 'g'"),

@@ -30,7 +30,6 @@ class Request(NamedTuple):
             earlier.
         stop_ids: the ids that end the text.
         constraint: the automaton of the allowed texts; None: any text.
-        host_constraint: what the host follows instead of an automaton; None: there is no such thing.
         stop_automaton: the automaton of the stop strings; None: no stop strings.
         breaker_V: bool [V], the sequence breakers (`chain.breakers`); None: no breakers.
         seed: replaces the seed of `sampling`, so that many requests can share one `Sampling`; None:
@@ -43,6 +42,7 @@ class Request(NamedTuple):
         continues: the number of the ended request, with `keeps_row` and the same adapter, whose row this
             one continues. Its prompt begins with the prompt and the tokens of that request, of which only
             the last token is read again. None: it begins in a free row.
+        host_constraint: what the host follows instead of an automaton; None: there is no such thing.
     """
 
     prompt_ids: tuple[int, ...]
@@ -50,7 +50,6 @@ class Request(NamedTuple):
     max_tokens: int
     stop_ids: tuple[int, ...] = ()
     constraint: Automaton | None = None
-    host_constraint: HostConstraint | None = None
     stop_automaton: Automaton | None = None
     breaker_V: Tensor | None = None
     seed: int | None = None
@@ -58,6 +57,7 @@ class Request(NamedTuple):
     adapter: int = 0
     keeps_row: bool = False
     continues: int | None = None
+    host_constraint: HostConstraint | None = None
 
 
 class LogProbability(NamedTuple):
