@@ -67,7 +67,7 @@ ROOMS = {
          "step/parameters.py", "step/parts.py", "step/retries.py", "step/step.py"),
         ("test_parts.py", "test_step.py", "test_resident.py", "test_loop.py", "laws/test_accumulated_is_large_batch.py",
          "laws/test_one_bad_number.py", "test_clip.py", "laws/test_replayed_is_called.py",
-         "ops/test_fused_gradients.py"),
+         "ops/test_fused_gradients.py", "test_modules.py"),
     ),
     "optim": Room(
         (
@@ -80,7 +80,7 @@ ROOMS = {
             "optim/state_format.py",
             "optim/updates.py",
         ),
-        ("test_optim.py", "test_muon.py", "test_narrow.py", "test_transfer.py", "test_arguments.py"),
+        ("test_optim.py", "test_muon.py", "test_narrow.py", "test_transfer.py", "test_arguments.py", "test_modules.py"),
     ),
     "ops": Room(
         ("ops/attention.py", "ops/cross_entropy.py", "ops/philox.py", "ops/rms_norm.py",
