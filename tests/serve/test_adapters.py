@@ -176,7 +176,7 @@ def test_what_is_refused(served: Served, folders: Path, tmp_path: Path) -> None:
         ({"lora_name": "x", "lora_path": str(folders / "a2")}, "lora_path", "the name of a folder"),
         ({"lora_name": "a0", "lora_path": "a2"}, "lora_name", "a model 'a0' already"),
         ({"lora_name": "last", "lora_path": "a2"}, "lora_name", "a model 'last' already"),
-        ({"lora_name": "base", "lora_path": "a2"}, "lora_path", "base: this name means"),
+        ({"lora_name": "base", "lora_path": "a2"}, "lora_name", "base: this name means"),
         ({"lora_name": "x"}, "lora_path", "lora_path is missing"),
     ):
         answer = change(served, "load", **fields)

@@ -140,6 +140,15 @@ def test_no_value_is_advised_past_one_that_diverged(place: Path, name: str) -> N
     assert {point["optim.lr"] for point in asked(found).points} == expected
 
 
+def test_a_rate_that_diverged_says_nothing_of_ranks(place: Path) -> None:
+    points = grid({"lora.rank": (2, 4), "optim.lr": (1e-3, 1e6)}, seeds=(0,))
+    given = {"data.source": "texts", "model.init": "base", "lora.rank": 2, "train.updates": 50}
+    sweep = Sweep.create(Path("ranks"), load(None, given, {}), points, None)
+    found = advise(sweep, table_of(points, [2.0, None, 2.1, None]))
+    assert not any("the only rank" in each.text for each in found)
+    assert any("2 is the smallest rank that this sweep tried" in each.text for each in found)
+
+
 def test_no_larger_dropout_is_advised_than_makes_sense(place: Path) -> None:
     points = grid({"lora.dropout": (0.0, 0.2)}, seeds=(0,))
     given = {"data.source": "texts", "model.init": "base", "lora.rank": 2, "train.updates": 50}

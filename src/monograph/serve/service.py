@@ -269,6 +269,9 @@ class Service:
                 raise Refused(400, message, "lora_name")
             try:
                 require_name("lora_name", name)
+            except MonographError as error:
+                raise Refused(400, str(error), "lora_name") from None
+            try:
                 stored = await asyncio.to_thread(
                     version.base.read, place, self.source.warn, bank.rank
                 )

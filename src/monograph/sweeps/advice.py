@@ -109,7 +109,12 @@ def _edge_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
         tried = _distinct([setting.knobs[key] for setting in table.settings])
         if len(tried) < 2 or not _is_ordered(key, tried):
             continue
-        diverged = {setting.knobs[key] for setting in table.settings if setting.failed} - {value}
+        # Only settings that are like the best in all other knobs tell whether this knob's value diverges.
+        diverged = {
+            setting.knobs[key]
+            for setting in table.settings
+            if setting.failed and {**setting.knobs, key: value} == best.knobs
+        } - {value}
         sound = [each for each in tried if each not in diverged]
         name = short_key(key)
         further = dict[bool, list[Any]]()  # by whether they are above the best value
