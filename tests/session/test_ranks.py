@@ -6,10 +6,14 @@ import io
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from monograph.distributed.world import World
 from monograph.run.progress import Progress
+from monograph.session import ranks
 from monograph.session.shown_commands import command_line, show_command
 
 
@@ -88,3 +92,14 @@ def test_a_command_is_never_cut(length: int, capsys: pytest.CaptureFixture[str])
     screen = io.StringIO()
     show_command(Progress(screen), "next", "generate", "x" * length)
     assert "x" * length in screen.getvalue() + capsys.readouterr().err
+
+
+def test_an_interrupted_sweep_is_continued_as_a_sweep(tmp_path: Path) -> None:
+    begun: Any = SimpleNamespace(folder=tmp_path, has_begun=True)
+    with (
+        pytest.raises(KeyboardInterrupt, match=r"^continue: monograph sweep --out s$"),
+        ranks.report_error_once(
+            World(), begun, lambda: "monograph sweep --out s", has_not_begun=lambda: False
+        ),
+    ):
+        raise KeyboardInterrupt

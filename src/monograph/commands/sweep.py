@@ -25,7 +25,7 @@ from monograph.session import ranks
 from monograph.session.objectives import objective_of
 from monograph.session.reporting import final_summary
 from monograph.session.setup import make_repeatable
-from monograph.session.shown_commands import show_command
+from monograph.session.shown_commands import command_line, show_command
 from monograph.step.retries import empty_cache
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
@@ -81,7 +81,10 @@ def run(
         ExitStack() as resources,
         sweep.run.lock() if world.leads else nullcontext(),
         ranks.report_error_once(
-            world, sweep.run, has_not_begun=lambda: "groups" not in sweep.record
+            world,
+            sweep.run,
+            continue_command=lambda: command_line("sweep", "--out", str(sweep.run.folder)),
+            has_not_begun=lambda: "groups" not in sweep.record,
         ),
     ):
         if world.leads:

@@ -21,7 +21,7 @@ from monograph.session.record import ConfigRecord
 from monograph.session.reporting import final_summary
 from monograph.session.requirements import require_possible, require_trained_model
 from monograph.session.setup import make_repeatable
-from monograph.session.shown_commands import show_command
+from monograph.session.shown_commands import command_line, show_command
 from monograph.storage.reading import exists
 
 
@@ -84,6 +84,7 @@ def locked_run(
         ranks.report_error_once(
             world,
             folder,
+            continue_command=lambda: command_line("train", "--resume", folder.handle),
             has_not_begun=lambda: not is_resumed and not exists(folder.checkpoints),
         ) as retry_rows,
     ):

@@ -183,7 +183,9 @@ def agreed_record(world: World, record: ConfigRecord) -> ConfigRecord:
 
 
 @contextmanager
-def report_error_once(world: World, run: Run, has_not_begun: Callable[[], bool]) -> Iterator[int]:
+def report_error_once(
+    world: World, run: Run, continue_command: Callable[[], str], has_not_begun: Callable[[], bool]
+) -> Iterator[int]:
     """Let only one rank report an error of the `with` block, and record the error for the next
     attempt.
 
@@ -194,13 +196,14 @@ def report_error_once(world: World, run: Run, has_not_begun: Callable[[], bool])
     Args:
         world: the ranks.
         run: the run.
+        continue_command: returns the command that continues it.
         has_not_begun: returns whether the run has not begun, so that its folder has nothing of value.
 
     Yields:
         The maximum number of rows of a micro-batch if the attempt before ran out of memory; else 0.
 
     Raises:
-        KeyboardInterrupt: the block was interrupted; the message has the command that resumes the
+        KeyboardInterrupt: the block was interrupted; the message has the command that continues the
             run if it has begun.
         Ended: the attempt before ended with an error that another attempt would meet again.
         PeerLost: another rank is gone.
@@ -212,9 +215,7 @@ def report_error_once(world: World, run: Run, has_not_begun: Callable[[], bool])
     except KeyboardInterrupt:
         if not (world.alone and run.has_begun):
             raise
-        raise KeyboardInterrupt(
-            f"continue: {command_line('train', '--resume', run.handle)}"
-        ) from None
+        raise KeyboardInterrupt(f"continue: {continue_command()}") from None
     except BaseException as raised:
         error = _final_error(world, run, raised)
         if world.alone and exists(run.folder) and has_not_begun():
