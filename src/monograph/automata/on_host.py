@@ -32,7 +32,8 @@ from monograph.extras import command_for
 HOST_KINDS = ("json_schema", "grammar")
 _START = "start of the text"
 # The extra of this package that has llguidance, and what is installed if its metadata does not say.
-_EXTRA, _LIBRARY = "grammar", "llguidance>=1.9"
+_EXTRA = "grammar"
+_LIBRARY = "llguidance>=1.9"
 # What one text may take of the host: fewer states of the lexer than llguidance's own limit, which could
 # take 500 MB.
 _MAX_LEXER_STATES = 20_000

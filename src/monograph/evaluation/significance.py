@@ -211,11 +211,13 @@ class Table:
         """Return whether all have the same score, such as rewards of 0: all settings, or all members of the
         only setting.
         """
-        means = {setting.mean.value for setting in self.settings if setting.mean}
         if len(self.settings) > 1:
-            scored = [setting for setting in self.settings if setting.mean]
-            return len(scored) > 1 and len(means) == 1
-        return len(self.values) > 1 and len(set(self.values)) == 1 and bool(means)
+            scores = [setting.mean.value for setting in self.settings if setting.mean]
+        else:
+            scores = [value for value in self.values if value is not None]
+            if len(scores) < len(self.values):  # a member diverged, and the others are better
+                return False
+        return len(scores) > 1 and len(set(scores)) == 1
 
     @property
     def _any_stopped(self) -> bool:
@@ -247,11 +249,9 @@ class Table:
             fate: which of its members diverged or were stopped, in words; "": none.
         """
         standing = ""
-        if self.none_is_better:
-            standing = ""
-        elif self.best and setting is self.best.setting:
+        if self.best and setting is self.best.setting and not self.none_is_better:
             standing = "best"
-        elif setting.tied and setting.difference:
+        elif setting.tied and setting.difference and not self.none_is_better:
             standing = f"tied ({setting.difference.value:+.3f})"
         return ", ".join(filter(None, (standing, fate)))
 
