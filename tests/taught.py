@@ -1,14 +1,17 @@
 """A small model that was taught to call a tool: it adds by calling `add`, and says what the tool answers.
 
 model, tokenizer = taught(folder)    # about three minutes of training by `monograph train`, on two cores
+model, tokenizer = taught(folder, dialogue_of_texts)    # as smolagents has dialogues
 """
 
 from __future__ import annotations
 
 import json
 import random
+import string
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +72,8 @@ def _tool(draws: random.Random) -> dict[str, Any]:
     return {"type": "function", "function": function | {"parameters": dict(pairs)}}
 
 
-def _record(draws: random.Random) -> dict[str, Any]:
+def dialogue(draws: random.Random) -> dict[str, Any]:
+    """A question, a call, its result and an answer, as most clients have them."""
     a, b = draws.randrange(10), draws.randrange(10)
     call = {"name": "add", "arguments": {"a": a, "b": b}}
     messages: list[dict[str, Any]] = []
@@ -84,10 +88,52 @@ def _record(draws: random.Random) -> dict[str, Any]:
     return {"tools": [_tool(draws)], "messages": messages}
 
 
-def taught(folder: Path) -> tuple[Llama, Tokenizer]:
-    """Teach a new model in a folder, and return it."""
+def _number(description: str) -> dict[str, str]:
+    return {"type": "integer", "description": description}
+
+
+def _function(name: str, description: str, **properties: dict[str, str]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+TOOLS_OF_TEXTS = [
+    _function("add", "Add two numbers.", a=_number("a number"), b=_number("a number")),
+    _function(
+        "final_answer",
+        "Provides a final answer to the given problem.",
+        answer={"type": "string", "description": "The final answer to the problem"},
+    ),
+]
+
+
+def dialogue_of_texts(draws: random.Random) -> dict[str, Any]:
+    """A turn of smolagents, where each answer is a call, and earlier calls and results are texts."""
+    a, b = draws.randrange(10), draws.randrange(10)
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": draws.choice(_SYSTEMS)},
+        {"role": "user", "content": f"New task:\n{question(a, b)}"},
+    ]
+    call: dict[str, Any] = {"name": "add", "arguments": {"a": a, "b": b}}
+    if draws.random() < 0.6:
+        name = "".join(draws.choices(string.ascii_letters + string.digits, k=9))
+        made = [{"id": name, "type": "function", "function": call}]
+        messages += [
+            {"role": "assistant", "content": f"Calling tools:\n{made}", "weight": 0},
+            {"role": "user", "content": f"Observation:\n{a + b}"},
+        ]
+        call = {"name": "final_answer", "arguments": {"answer": saying(a + b)}}
+    messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": call}]})
+    return {"tools": TOOLS_OF_TEXTS, "messages": messages}
+
+
+def taught(
+    folder: Path, record: Callable[[random.Random], dict[str, Any]] = dialogue
+) -> tuple[Llama, Tokenizer]:
+    """Teach a new model in a folder by chats that `record` draws, and return it."""
     draws = random.Random(1)
-    records = [json.dumps(_record(draws)) for _ in range(RECORDS)]
+    records = [json.dumps(record(draws)) for _ in range(RECORDS)]
     (folder / "chats.jsonl").write_text("\n".join(records))
     tokenizer = speaking(folder / "speech", "tags", text="\n".join(records[:200]), size=512)
     model = tiny_llama(

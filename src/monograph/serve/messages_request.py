@@ -332,7 +332,10 @@ class MessagesRequest(CountRequest, SampledRequest):
         list[ShortText],
         Field(max_length=MAX_STOPS),
         Expected(f"up to {MAX_STOPS} texts of 1 to {MAX_STOP_BYTES} bytes"),
-    ] = Field([], description="The answer ends before the first of these texts. Excludes tools.")
+    ] = Field(
+        [],
+        description="The answer ends before the first of these texts. Excludes tools, unless the answer must call one.",
+    )
     thread: Annotated[Any, _NO_THREAD] = None
 
 

@@ -640,7 +640,10 @@ class TextRequest(SampledRequest):
             | Annotated[list[ShortText], Field(max_length=MAX_STOPS)],
         ),
         Expected(f"up to {MAX_STOPS} texts of 1 to {MAX_STOP_BYTES} bytes"),
-    ] = Field([], description="The text ends before the first of these texts.")
+    ] = Field(
+        [],
+        description="The text ends before the first of these texts. Excludes tools, unless the answer must call one.",
+    )
     stream_options: StreamOptions | None = Field(None, description="Is allowed only with stream.")
     regex: str | None = Field(
         None,
@@ -685,6 +688,11 @@ class TextRequest(SampledRequest):
     web_search_options: Annotated[Any, not_supported("leave it out")] = None
     verbosity: Annotated[Any, not_supported("leave it out")] = None
     order: Annotated[Any, not_supported("leave it out")] = None
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """The texts before which the text ends."""
+        return self.stop
 
     @property
     def wants_usage(self) -> bool:
@@ -957,6 +965,12 @@ class ChatRequest(TextRequest):
         )
 
     @property
+    def stop_texts(self) -> list[str]:
+        """The texts before which the content ends. An answer that must call tools has no content."""
+        must_call = self.tool_use is not None and self.tool_use.must_call
+        return [] if must_call else self.stop
+
+    @property
     def token_limit(self) -> int | None:
         """The maximum number of tokens of each text; None: as many as the context holds."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -985,7 +999,7 @@ class ChatRequest(TextRequest):
             raise Refused(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         if self.tool_use is not None:
             # A call would break the constraint, and a stop text could cut a call off.
-            conflicting_field = "stop" if self.stop else None
+            conflicting_field = "stop" if self.stop_texts else None
             if self.constraint is not None:
                 conflicting_field = self.constraint.field
             if conflicting_field is not None:
