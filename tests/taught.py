@@ -27,8 +27,7 @@ CONTEXT = 1024
 RECORDS = 4000
 SETTINGS = [
     "chats.jsonl", "model.init=base", "data.sequence_length=256", "data.held_out=0.02",
-    "train.tokens_per_update=2048", "train.updates=800", "train.precision=fp32", "train.compile=none",
-    "train.save_every=800", "optim.lr=4e-3",
+    "train.tokens_per_update=2048", "train.precision=fp32", "train.compile=none", "optim.lr=4e-3",
 ]  # fmt: skip
 _SYSTEMS = (
     "You are a helpful assistant.",
@@ -129,7 +128,9 @@ def dialogue_of_texts(draws: random.Random) -> dict[str, Any]:
 
 
 def taught(
-    folder: Path, record: Callable[[random.Random], dict[str, Any]] = dialogue
+    folder: Path,
+    record: Callable[[random.Random], dict[str, Any]] = dialogue,
+    updates: int = 800,
 ) -> tuple[Llama, Tokenizer]:
     """Teach a new model in a folder by chats that `record` draws, and return it."""
     draws = random.Random(1)
@@ -144,7 +145,8 @@ def taught(
         num_hidden_layers=3,
     )
     save(model, folder / "base", tokenizer)
-    command = [sys.executable, "-m", "monograph", "train", *SETTINGS, "--out", "run"]
+    length = [f"train.updates={updates}", f"train.save_every={updates}"]
+    command = [sys.executable, "-m", "monograph", "train", *SETTINGS, *length, "--out", "run"]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=HANG_S, check=False
     )
