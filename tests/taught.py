@@ -26,8 +26,8 @@ from monograph.text.tokenizer import Tokenizer
 CONTEXT = 1024
 RECORDS = 4000
 SETTINGS = [
-    "chats.jsonl", "model.init=base", "data.sequence_length=256", "data.held_out=0.02",
-    "train.tokens_per_update=2048", "train.precision=fp32", "train.compile=none", "optim.lr=4e-3",
+    "chats.jsonl", "model.init=base", "data.held_out=0.02", "train.tokens_per_update=2048", "train.updates=800",
+    "train.precision=fp32", "train.compile=none", "train.save_every=800", "optim.lr=4e-3",
 ]  # fmt: skip
 _SYSTEMS = (
     "You are a helpful assistant.",
@@ -108,31 +108,35 @@ TOOLS_OF_TEXTS = [
 
 
 def dialogue_of_texts(draws: random.Random) -> dict[str, Any]:
-    """A turn of smolagents, where each answer is a call, and earlier calls and results are texts."""
-    a, b = draws.randrange(10), draws.randrange(10)
-    messages: list[dict[str, Any]] = [
-        {"role": "system", "content": draws.choice(_SYSTEMS)},
-        {"role": "user", "content": f"New task:\n{question(a, b)}"},
-    ]
-    call: dict[str, Any] = {"name": "add", "arguments": {"a": a, "b": b}}
-    if draws.random() < 0.6:
-        name = "".join(draws.choices(string.ascii_letters + string.digits, k=9))
-        made = [{"id": name, "type": "function", "function": call}]
-        messages += [
-            {"role": "assistant", "content": f"Calling tools:\n{made}", "weight": 0},
-            {"role": "user", "content": f"Observation:\n{a + b}"},
-        ]
-        call = {"name": "final_answer", "arguments": {"answer": saying(a + b)}}
-    messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": call}]})
+    """Turns of smolagents, where each answer is a call, and earlier calls and results are texts.
+
+    A task ends here with any call, so that there are several in a row, from each of which something is
+    learned.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": draws.choice(_SYSTEMS)}]
+    for _ in range(draws.randint(1, 4)):
+        a, b = draws.randrange(10), draws.randrange(10)
+        messages.append({"role": "user", "content": f"New task:\n{question(a, b)}"})
+        call: dict[str, Any] = {"name": "add", "arguments": {"a": a, "b": b}}
+        if draws.random() < 0.6:
+            name = "".join(draws.choices(string.ascii_letters + string.digits, k=9))
+            made = [{"id": name, "type": "function", "function": call}]
+            messages += [
+                {"role": "assistant", "content": f"Calling tools:\n{made}", "weight": 0},
+                {"role": "user", "content": f"Observation:\n{a + b}"},
+            ]
+            call = {"name": "final_answer", "arguments": {"answer": saying(a + b)}}
+        calls = [{"type": "function", "function": call}]
+        messages.append({"role": "assistant", "tool_calls": calls})
     return {"tools": TOOLS_OF_TEXTS, "messages": messages}
 
 
 def taught(
     folder: Path,
     record: Callable[[random.Random], dict[str, Any]] = dialogue,
-    updates: int = 800,
+    length: int = 256,
 ) -> tuple[Llama, Tokenizer]:
-    """Teach a new model in a folder by chats that `record` draws, and return it."""
+    """Teach a new model in a folder by chats that `record` draws, in rows of this length, and return it."""
     draws = random.Random(1)
     records = [json.dumps(record(draws)) for _ in range(RECORDS)]
     (folder / "chats.jsonl").write_text("\n".join(records))
@@ -145,8 +149,8 @@ def taught(
         num_hidden_layers=3,
     )
     save(model, folder / "base", tokenizer)
-    length = [f"train.updates={updates}", f"train.save_every={updates}"]
-    command = [sys.executable, "-m", "monograph", "train", *SETTINGS, *length, "--out", "run"]
+    settings = [*SETTINGS, f"data.sequence_length={length}"]
+    command = [sys.executable, "-m", "monograph", "train", *settings, "--out", "run"]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=HANG_S, check=False
     )

@@ -27,7 +27,7 @@ def smolagents() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def served(smolagents: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model, tokenizer = taught(tmp_path_factory.mktemp("taught"), dialogue_of_texts)
+    model, tokenizer = taught(tmp_path_factory.mktemp("taught"), dialogue_of_texts, length=512)
     with Served(model, tokenizer) as served:
         yield served
 
