@@ -1,17 +1,14 @@
 """A small model that was taught to call a tool: it adds by calling `add`, and says what the tool answers.
 
 model, tokenizer = taught(folder)    # about three minutes of training by `monograph train`, on two cores
-model, tokenizer = taught(folder, dialogue_of_texts)    # as smolagents has dialogues
 """
 
 from __future__ import annotations
 
 import json
 import random
-import string
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,9 @@ from monograph.text.tokenizer import Tokenizer
 CONTEXT = 1024
 RECORDS = 4000
 SETTINGS = [
-    "chats.jsonl", "model.init=base", "data.held_out=0.02", "train.tokens_per_update=2048", "train.updates=800",
-    "train.precision=fp32", "train.compile=none", "train.save_every=800", "optim.lr=4e-3",
+    "chats.jsonl", "model.init=base", "data.sequence_length=256", "data.held_out=0.02",
+    "train.tokens_per_update=2048", "train.updates=800", "train.precision=fp32", "train.compile=none",
+    "train.save_every=800", "optim.lr=4e-3",
 ]  # fmt: skip
 _SYSTEMS = (
     "You are a helpful assistant.",
@@ -71,8 +69,7 @@ def _tool(draws: random.Random) -> dict[str, Any]:
     return {"type": "function", "function": function | {"parameters": dict(pairs)}}
 
 
-def dialogue(draws: random.Random) -> dict[str, Any]:
-    """A question, a call, its result and an answer, as most clients have them."""
+def _record(draws: random.Random) -> dict[str, Any]:
     a, b = draws.randrange(10), draws.randrange(10)
     call = {"name": "add", "arguments": {"a": a, "b": b}}
     messages: list[dict[str, Any]] = []
@@ -87,58 +84,10 @@ def dialogue(draws: random.Random) -> dict[str, Any]:
     return {"tools": [_tool(draws)], "messages": messages}
 
 
-def _number(description: str) -> dict[str, str]:
-    return {"type": "integer", "description": description}
-
-
-def _function(name: str, description: str, **properties: dict[str, str]) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": properties, "required": list(properties)}
-    function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-TOOLS_OF_TEXTS = [
-    _function("add", "Add two numbers.", a=_number("a number"), b=_number("a number")),
-    _function(
-        "final_answer",
-        "Provides a final answer to the given problem.",
-        answer={"type": "string", "description": "The final answer to the problem"},
-    ),
-]
-
-
-def dialogue_of_texts(draws: random.Random) -> dict[str, Any]:
-    """Turns of smolagents, where each answer is a call, and earlier calls and results are texts.
-
-    A task ends here with any call, so that there are several in a row, from each of which something is
-    learned.
-    """
-    messages: list[dict[str, Any]] = [{"role": "system", "content": draws.choice(_SYSTEMS)}]
-    for _ in range(draws.randint(1, 4)):
-        a, b = draws.randrange(10), draws.randrange(10)
-        messages.append({"role": "user", "content": f"New task:\n{question(a, b)}"})
-        call: dict[str, Any] = {"name": "add", "arguments": {"a": a, "b": b}}
-        if draws.random() < 0.6:
-            name = "".join(draws.choices(string.ascii_letters + string.digits, k=9))
-            made = [{"id": name, "type": "function", "function": call}]
-            messages += [
-                {"role": "assistant", "content": f"Calling tools:\n{made}", "weight": 0},
-                {"role": "user", "content": f"Observation:\n{a + b}"},
-            ]
-            call = {"name": "final_answer", "arguments": {"answer": saying(a + b)}}
-        calls = [{"type": "function", "function": call}]
-        messages.append({"role": "assistant", "tool_calls": calls})
-    return {"tools": TOOLS_OF_TEXTS, "messages": messages}
-
-
-def taught(
-    folder: Path,
-    record: Callable[[random.Random], dict[str, Any]] = dialogue,
-    length: int = 256,
-) -> tuple[Llama, Tokenizer]:
-    """Teach a new model in a folder by chats that `record` draws, in rows of this length, and return it."""
+def taught(folder: Path) -> tuple[Llama, Tokenizer]:
+    """Teach a new model in a folder, and return it."""
     draws = random.Random(1)
-    records = [json.dumps(record(draws)) for _ in range(RECORDS)]
+    records = [json.dumps(_record(draws)) for _ in range(RECORDS)]
     (folder / "chats.jsonl").write_text("\n".join(records))
     tokenizer = speaking(folder / "speech", "tags", text="\n".join(records[:200]), size=512)
     model = tiny_llama(
@@ -149,8 +98,7 @@ def taught(
         num_hidden_layers=3,
     )
     save(model, folder / "base", tokenizer)
-    settings = [*SETTINGS, f"data.sequence_length={length}"]
-    command = [sys.executable, "-m", "monograph", "train", *settings, "--out", "run"]
+    command = [sys.executable, "-m", "monograph", "train", *SETTINGS, "--out", "run"]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=HANG_S, check=False
     )
