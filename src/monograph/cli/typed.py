@@ -282,7 +282,10 @@ GrammarOption = Annotated[
 ]
 AdapterOption = Annotated[
     list[str] | None,
-    _option("NAME=FOLDER", "an adapter of this model, a folder of PEFT or a run; may be repeated"),
+    _option(
+        "NAME=FOLDER",
+        "an adapter of this model: a folder that PEFT can load, or a run; may be repeated",
+    ),
 ]
 UseOption = Annotated[
     str | None,
@@ -427,7 +430,7 @@ def sweep(
         float | None,
         _option(
             "P",
-            "stop members early that can hardly win; the best is stopped with a probability of at most P",
+            "stop members early if they can hardly win; the best is stopped with a probability of at most P",
         ),
     ] = None,
     trust_code: TrustCodeOption = False,
@@ -748,7 +751,10 @@ def chat(
 def serve(
     run: RunArgument,
     host: Annotated[
-        str, _option("ADDRESS", "where to listen; any other address needs --api-key-file")
+        str,
+        _option(
+            "ADDRESS", "where to listen; an address other than the default needs --api-key-file"
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, _option("N", "the port; 0: any free one", min=0, max=65535)] = 8000,
     api_key_file: Annotated[
