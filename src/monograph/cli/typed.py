@@ -791,7 +791,7 @@ def serve(
         _option("N", "the largest rank of an adapter; default: as those given, at least 16", min=1),
     ] = None,
 ) -> None:
-    """Serve a model through an OpenAI-compatible API, with a chat page."""
+    """Serve a model through OpenAI's and Anthropic's APIs, with a chat page."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
         from monograph.extras import install_command
 
