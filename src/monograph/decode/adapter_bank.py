@@ -533,6 +533,7 @@ def rows_with_adapters(bank: AdapterBank | None, slot_B: Tensor) -> Iterator[Non
         yield
         return
     bank.slot_B = slot_B
+    bank.groups = None
     try:
         yield
     finally:

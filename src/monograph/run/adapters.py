@@ -188,8 +188,8 @@ def require_name(origin: str, name: str) -> None:
     """
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME_LENGTH:
         raise UsageError(
-            f"{origin} {name!r:.80}: expected a name such as poet-2: up to {MAX_NAME_LENGTH} of the letters a to z "
-            "and A to Z, digits, and . _ - of which none is the first"
+            f"{origin} {name!r:.80}: expected a name such as poet-2: a letter or digit (a-z, A-Z, 0-9), then up to "
+            f"{MAX_NAME_LENGTH - 1} of these and of . _ -"
         )
     if name == BASE:
         raise UsageError(f"{origin} {name}: this name means the model without an adapter")
