@@ -13,6 +13,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
+from made_parts import with_made_parts
+
 import monograph
 from monograph.config.keys import KEYS, SECTIONS, Fraction, Key, key_declaration
 from monograph.config.settings import toml_of
@@ -29,7 +31,7 @@ PACKAGE = Path(monograph.__file__).parent
 # them, or suppose them for a plan alone.
 NOT_DECIDING = {"requirements", "recorded", "locked_run", "evaluated_model", "ladder", "supposed"}
 REFUSING = ("require", "_require")  # how functions begin that refuse settings
-BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_tables.py -->"
 ACCUMULATED, COMPILED = (
     "tests/laws/test_accumulated_is_large_batch.py",
     "tests/laws/test_compiled_is_eager.py",
@@ -307,20 +309,11 @@ def pages() -> dict[Path, list[str]]:
     return {SUPPORT: [table()], CONFIGURATION: [keys()]}
 
 
-def parts(page: Path) -> list[str]:
-    """Return what stands between the markers of a page."""
-    return [
-        part.split(END)[0].strip() for part in page.read_text(encoding="utf-8").split(BEGIN)[1:]
-    ]
-
-
 def main() -> None:
     """Write the tables to their pages."""
     for page, made in pages().items():
-        before, *rest = page.read_text(encoding="utf-8").split(BEGIN)
-        after = [part.split(END, 1)[1] for part in rest]
-        filled = (f"{BEGIN}\n{part}\n{END}{text}" for part, text in zip(made, after, strict=True))
-        page.write_text(before + "".join(filled), encoding="utf-8")
+        text = with_made_parts(page.read_text(encoding="utf-8"), BEGIN, made)
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
