@@ -287,6 +287,10 @@ AdapterOption = Annotated[
         "an adapter of this model: a folder that PEFT can load, or a run; may be repeated",
     ),
 ]
+DraftOption = Annotated[
+    str | None,
+    _option("RUN", "a small model that proposes tokens, which the model checks together"),
+]
 UseOption = Annotated[
     str | None,
     _option("NAME", "the adapter that writes; default: the first; base: none of them"),
@@ -650,6 +654,7 @@ def generate(
         str | None,
         _option("CHOICE", "auto, required, or the name of the tool to call; default: auto"),
     ] = None,
+    draft: DraftOption = None,
     json: JsonOption = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
@@ -680,6 +685,7 @@ def generate(
         use=use,
         tools=tools,
         tool_choice=tool_choice,
+        draft=draft,
     )
     if chat and not prompts and file is None:
         if json or n > 1:
@@ -713,6 +719,7 @@ def chat(
     grammar: GrammarOption = None,
     adapter: AdapterOption = None,
     use: UseOption = None,
+    draft: DraftOption = None,
 ) -> None:
     """Talk to a model in the terminal; /help there lists what you can type.
 
@@ -743,6 +750,7 @@ def chat(
         json=False,
         adapters=adapter or [],
         use=use,
+        draft=draft,
     )
     interrupts.interruptible(command)(run, system=system, options=options)
 
