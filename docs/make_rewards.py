@@ -194,7 +194,7 @@ def planned() -> str:
 
 
 def inverse(ratio: dict[str, Any]) -> str:
-    """Return `0.58 × (0.49-0.68)` of what Monograph's rate is divided by."""
+    """Return 1 / ratio as `0.58 × (0.49-0.68)`; the ratio is Monograph's rate over another rate."""
     return f"{1 / ratio['median']:.2f} × ({1 / ratio['high']:.2f}-{1 / ratio['low']:.2f})"
 
 
