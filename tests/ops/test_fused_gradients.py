@@ -44,7 +44,7 @@ from monograph.ops.fused_gradients import (
     product,
 )
 from monograph.ops.rotation import rotate_by_operators
-from monograph.optim import Plane, vectors_at_once
+from monograph.optim import AdamW, Plane, vectors_at_once
 from monograph.resident import Resident
 from monograph.stream import Streamed
 from streamed import other_bits
@@ -58,6 +58,7 @@ def engine(
     remat: Any = None,
     dtype: torch.dtype = torch.float32,
     kind: Callable[..., Any] = Resident,
+    optim: Any = None,
     **sizes: Any,
 ) -> Any:
     """An engine of two rows a micro-batch; fused as on a GPU, or separate as on a CPU."""
@@ -65,8 +66,9 @@ def engine(
         for module in (monograph.step.on_device, monograph.stream.parameters):
             patched.setattr(module, "can_fuse_gradients", lambda *_: fused)
         return kind(
-            tiny_llama(dtype, **sizes), precision=Precision(precision), remat=remat, micro_batch=2
-        )
+            tiny_llama(dtype, **sizes), precision=Precision(precision), remat=remat, micro_batch=2,
+            **{} if optim is None else {"optim": optim},
+        )  # fmt: skip
 
 
 def gradient(made: Resident, window: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -271,6 +273,19 @@ def test_rows_of_padding_and_repeated_tokens():
     with fused_gradients():
         (embedding(tokens, weight, 0) * factor).sum().backward()
     assert torch.equal(total, weight.grad + 1)
+
+
+def test_gradients_of_weights_without_masters_are_added_once():
+    """Their `.grad`, in another dtype, is taken away for the forward pass."""
+    no_masters = {"precision": "bf16", "optim": AdamW(state="bf16", master_weights=False)}
+    fused, separate = engine(True, **no_masters), engine(**no_masters)
+    exact = engine(dtype=torch.float64)
+    for name, weight in exact.state().model.items():
+        weight.copy_(fused.state().model[name])  # which are rounded
+    ours, theirs, expected = (gradient(made, packed(4)) for made in (fused, separate, exact))
+    for name in ours:
+        # The CPU rounds products before it adds them.
+        assert error_within(ours[name].bfloat16(), theirs[name].bfloat16(), expected[name]), name
 
 
 def test_siblings_of_a_llama_are_known():

@@ -181,18 +181,20 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
     # Streamed planes have weights on the host and gradients on the device. They are left out, because
     # their parameters never have a `.grad`.
     of_two_dtypes = [
-        plane
+        placed.parameter
         for plane in planes
         if plane.grad.device == plane.param.device and plane.param.dtype != plane.grad.dtype
+        for placed in plane.placed
     ]
-    for plane in of_two_dtypes:
-        for placed in plane.placed:
-            placed.parameter.grad = None
+    # Not `Plane.link` after the block: a caller such as `vectors_at_once` may have removed some itself.
+    grads = [parameter.grad for parameter in of_two_dtypes]
+    for parameter in of_two_dtypes:
+        parameter.grad = None
     try:
         yield
     finally:
-        for plane in of_two_dtypes:
-            plane.link()
+        for parameter, grad in zip(of_two_dtypes, grads, strict=True):
+            parameter.grad = grad
 
 
 @contextmanager
