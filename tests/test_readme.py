@@ -607,15 +607,20 @@ def test_the_table_of_runs_of_earlier_versions_is_the_scripts() -> None:
     )
 
 
-def test_the_table_of_hybrids_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("result", "command"),
+    [
+        ("hybrid_peers", "benchmarks/hybrid_peers.py"),
+        ("hybrid_mamba", "benchmarks/hybrid_peers.py --family granitemoehybrid"),
+    ],
+)
+def test_the_tables_of_hybrids_are_the_scripts(
+    monkeypatch: pytest.MonkeyPatch, result: str, command: str
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    kept = json.loads((ROOT / "benchmarks/results/hybrid_peers.json").read_text())
+    kept = json.loads((ROOT / f"benchmarks/results/{result}.json").read_text())
     page = (ROOT / "docs/model.md").read_text()
-    shown = (
-        page.split("<!-- printed by benchmarks/hybrid_peers.py -->")[1]
-        .split("<!-- end -->")[0]
-        .strip()
-    )
+    shown = page.split(f"<!-- printed by {command} -->")[1].split("<!-- end -->")[0].strip()
     assert shown == script("benchmarks/hybrid_peers.py").table(kept["cases"])
 
 
