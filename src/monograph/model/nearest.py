@@ -66,14 +66,16 @@ _IDLE_KEYS = {
     "use_bfloat16",
     "use_cache",
 }
-# Keys that give the types of layers by a rule, and the list that makes them idle.
+# Keys that give the types of layers by a rule, and the list that makes them idle. A rule about windows is
+# also idle if there are none.
 _RULES = {
     "full_attention_interval": "layer_types",
     "max_window_layers": "layer_types",
     "no_rope_layer_interval": "no_rope_layers",
     "sliding_window_pattern": "layer_types",
 }
-# Parts that are off if their key is false or null.
+_WINDOW_RULES = ("max_window_layers", "sliding_window_pattern")
+# Parts that are off if their key is null, false or an empty list.
 _OFF_IF_FALSE = {"attention_bias", "clip_qkv", "mlp_only_layers", "sliding_window"}
 _ROTARY_TABLES = ("rope_parameters", "rope_scaling")
 # The keys of a table of rotary positions.
@@ -193,6 +195,8 @@ def _is_understood(key: str, values: Mapping[str, Any], family: Family) -> bool:
     value = values[key]
     if key in _IDLE_KEYS:
         return True
+    if key in _WINDOW_RULES and not _has_window(values):
+        return True
     if key in _RULES:
         return isinstance(values.get(_RULES[key]), list)
     if key == "use_sliding_window":
@@ -204,9 +208,9 @@ def _is_understood(key: str, values: Mapping[str, Any], family: Family) -> bool:
     if key in keys_in_files(family):
         return True
     if key.endswith(("dropout", "pdrop")):
-        return bool(value == 0)
+        return value is None or value == 0
     if key in _OFF_IF_FALSE:
-        return not value
+        return value is None or value is False or value == []
     if key == "layer_types":
         all_full = isinstance(value, list) and all(each == FULL_ATTENTION for each in value)
         return all_full and values.get("sliding_window") is None
@@ -223,6 +227,12 @@ def _agrees_about_windows(values: Mapping[str, Any], family: Family) -> bool:
     has_no_window = is_read or values.get("sliding_window") is None
     is_off = values["use_sliding_window"] is False
     return is_off and has_no_window and not _lists_windows(values)
+
+
+def _has_window(values: Mapping[str, Any]) -> bool:
+    """Return whether a file states a window, and does not switch it off."""
+    is_off = values.get("use_sliding_window") is False
+    return values.get("sliding_window") is not None and not is_off
 
 
 def _lists_windows(values: Mapping[str, Any]) -> bool:
@@ -248,8 +258,19 @@ def _config_as(name: str, values: Mapping[str, Any], has_head: bool) -> LlamaCon
 
 
 def _rotary_tables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tables of rotary positions."""
-    return [values[name] for name in _ROTARY_TABLES if isinstance(values.get(name), dict)]
+    """Return the tables of rotary positions that are read.
+
+    Beside a `rope_scaling`, only the inner tables of `rope_parameters` are.
+    """
+    tables = [values[name] for name in _ROTARY_TABLES if isinstance(values.get(name), dict)]
+    if not values.get("rope_scaling"):
+        return tables
+    return [table for table in tables if table is values["rope_scaling"] or _is_nested(table)]
+
+
+def _is_nested(table: Mapping[str, Any]) -> bool:
+    """Return whether a table of rotary positions has a table for each kind of layer."""
+    return any(isinstance(each, dict) for each in table.values())
 
 
 def _inner_tables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -288,8 +309,7 @@ def _required(family: Family, values: Mapping[str, Any]) -> list[str]:
         if not _states_both_bases(values):
             keys.append(_LOCAL_BASE)
     # A window without a list could be that of any of the layers.
-    has_window = values.get("sliding_window") is not None
-    if has_window and values.get("use_sliding_window") is not False:
+    if _has_window(values):
         keys.append("layer_types")
     if not family.other_layers.attends:
         keys += ["layer_types", *family.other_layers.size_keys]
