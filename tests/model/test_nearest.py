@@ -86,7 +86,7 @@ def test_a_family_under_another_name_computes_the_same_bits(tmp_path, family):
         return
     loaded = load_model(tmp_path / "new")
     assert torch.equal(_logits(loaded), _logits(model))
-    assert f"'{UNKNOWN}' is not known and computed as {loaded.config.model_type}," in assumption(
+    assert f"'{UNKNOWN}' is unknown: computed as {loaded.config.model_type}," in assumption(
         tmp_path / "new"
     )
 

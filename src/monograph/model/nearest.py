@@ -159,8 +159,8 @@ def find_nearest(
             continue
         return Nearest(
             config,
-            f"model_type = {model_type!r} is not known and computed as {name}, whose keys and tensors it has: "
-            "compare its logits with those of its own code before you rely on them",
+            f"model_type = {model_type!r} is unknown: computed as {name}, by its keys and tensors; "
+            "compare its logits with its own code's",
         )
     raise InputRefused(f"model_type = {model_type!r} is not supported: {fault}")
 
