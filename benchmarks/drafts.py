@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     args = parser.parse_args()
     if args.smoke:
-        args.tokens, args.pairs, args.rows = 24, 1, [1]
+        args.tokens, args.pairs, args.rows = 25, 1, [1]
     found = harness.result(
         "drafts",
         {
