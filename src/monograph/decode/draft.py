@@ -146,7 +146,7 @@ class Drafter:
         stages = tuple(stage for stage in chain.stages if stage in _TEMPERATURES)
         own_chain = Chain(stages=stages)
         last_slot = self.cache.slots - 1
-        proposed = list[Tensor]()
+        proposed: list[Tensor] = []
         # The first pass also reads the token before the last one. If it was read before, the same key and
         # value are written again. A row of one token has none before it.
         tokens_BT = torch.stack([self.previous_B, state.token_B], dim=1)
