@@ -546,6 +546,12 @@ def test_the_table_of_constrained_steps_is_the_scripts(monkeypatch: pytest.Monke
     assert printed("constraints", "constrained_steps") == [table]
 
 
+def test_the_table_of_drafts_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kept = json.loads((ROOT / "benchmarks/results/drafts.json").read_text())
+    assert printed("generate", "drafts") == [script("benchmarks/drafts.py").table(kept["cases"])]
+
+
 def test_the_tables_of_recipes_are_those_of_their_results() -> None:
     recipe = script("benchmarks/recipe.py")
     tables = [
