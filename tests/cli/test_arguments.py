@@ -184,7 +184,7 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     assert monograph_("profile", "train.seed=2", "--out", "there") == 0
     generated, evaluated, compared, exported, followed, shown, built, checked, profiled = calls
     how = {"n": 2, "max_tokens": 128, "stop": ["x", "y"], "pairs": [], "chat": False, "json": False}
-    how |= {"adapters": [], "use": None, "tools": None, "tool_choice": None}
+    how |= {"adapters": [], "use": None, "tools": None, "tool_choice": None, "draft": None}
     how["flag_values"] = {"temperature": 0.8, "top_k": 5, "top_p": 1.0, "min_p": 0.0, "seed": 0}
     how["constraints"] = {"choices": None, "regex": None, "json_schema": None, "grammar": None}
     assert generated == (("last", ["a", "b"]), {"file": None, "options": how})

@@ -115,5 +115,5 @@ def test_chats_still_need_a_template(tmp_path: Path) -> None:
     ] * 3
     with pytest.raises(InputRefused, match="the model has no chat template"):
         opened(tmp_path, chats)
-    with pytest.raises(UsageError, match="records of 'prompt' and 'completion', texts, need none"):
+    with pytest.raises(UsageError, match="records with a 'prompt' and a 'completion' that are"):
         opened(tmp_path, chats, tokenizer="bpe")

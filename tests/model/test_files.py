@@ -134,8 +134,8 @@ DAMAGES = {
         r"config.json: expected a JSON object",
     ),
     "another family": (
-        lambda f: _config(f, model_type="gpt2"),
-        r"config.json: model_type = 'gpt2'",
+        lambda f: _config(f, model_type="gpt2", layer_norm_epsilon=1e-5),
+        r"config.json: model_type = 'gpt2'.*layer_norm_epsilon",
     ),
     "heads": (
         lambda f: _config(f, num_key_value_heads=3),

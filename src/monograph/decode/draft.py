@@ -77,7 +77,7 @@ class Drafter:
         """Allocate the draft model's caches.
 
         Args:
-            model: the draft model.
+            model: the draft model, in evaluation mode.
             checked_by: the model whose texts are written.
             tokens: K, at least 1.
             rows: B.
@@ -98,7 +98,7 @@ class Drafter:
                 f"the draft model has {model.config.max_position_embeddings} positions, but texts may have "
                 f"{sizes.per_row}: ask for fewer tokens"
             )
-        self.model = model.eval()
+        self.model = model
         self.tokens = tokens
         weight = model.lm_head.weight
         own_sizes = sizes._replace(pads_products=False)

@@ -195,7 +195,7 @@ class Generator:
                     "a draft: the model has recurrent layers, which cannot take a proposed token back"
                 )
             self.drafter = Drafter(
-                draft, model, draft_tokens, rows, sizes, vocabulary, chunk, wrap, recorder
+                draft.eval(), model, draft_tokens, rows, sizes, vocabulary, chunk, wrap, recorder
             )
             lines = max(lines, 1 + draft_tokens)
         self.state = State.allocate(
