@@ -162,8 +162,8 @@ def test_what_is_put_elsewhere_is_not_seen(moved):
         step = made.step
         if moved == "tokens":
             step.micro_step._inputs = {
-                key: (batch, [leaf.clone() for leaf in own])
-                for key, (batch, own) in step.micro_step._inputs.items()
+                key: buffers._replace(leaves=[leaf.clone() for leaf in buffers.leaves])
+                for key, buffers in step.micro_step._inputs.items()
             }
         elif moved == "grad":
             for plane in step.planes:
