@@ -219,7 +219,7 @@ def decoding(
     assert block
     parts = {
         "block of 16 replayed": counted(generator._launch_block),
-        "block read": counted(lambda: generator.outbox.read(block.half, block.steps)),
+        "block read": counted(lambda: generator.outbox.read(block.half, block.lines)),
     }
     step, blocks = generator.steps.step_for(generator.chain), generator.cache.block_counts[-1]
     for truncation in ("window", "search"):

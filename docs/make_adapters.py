@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from made_parts import with_made_parts
+
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "lora.md"
 RESULTS = DOCS.parent / "benchmarks" / "results"
-END = "<!-- end -->"
 GIB = 2**30
 
 
@@ -85,9 +86,8 @@ def page(text: str) -> str:
     """Return the page with new tables."""
     for name, table in TABLES.items():
         begin = f"<!-- {name}, made by docs/make_adapters.py -->"
-        head, rest = text.split(begin)
         made = table(json.loads((RESULTS / f"{name}.json").read_text()))
-        text = f"{head}{begin}\n{made}\n{END}{rest.split(END, 1)[1]}"
+        text = with_made_parts(text, begin, [made])
     return text
 
 

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from made_parts import with_made_parts
+
 from monograph.cli import command_tree
 from monograph.cli.typed import bounds, by_heading, example
 
 PAGE = Path(__file__).resolve().parent / "commands.md"
-BEGIN, END = "<!-- made by docs/make_commands.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_commands.py -->"
 DEFAULT = "; default: "  # what stands before a default in an option's help, where it is no value
 HEAD = "| {} | value | default | meaning |\n|---|---|---|---|"
 GUIDES = {
@@ -39,8 +41,7 @@ GUIDES = {
 
 def page(text: str) -> str:
     """Return the page's text with a new middle part."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{made()}\n{END}{rest.split(END, 1)[1]}"
+    return with_made_parts(text, BEGIN, [made()])
 
 
 def made() -> str:

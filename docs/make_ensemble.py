@@ -9,13 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from made_parts import with_made_parts
+
 from monograph.report import figures
 from monograph.report.figures import themed
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "ensemble.md", DOCS / "figures" / "crossover.svg"
 RESULTS = DOCS.parent / "benchmarks" / "results"
-BEGIN, END = "<!-- made by docs/make_ensemble.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_ensemble.py -->"
 Found = dict[str, Any]
 
 
@@ -106,13 +108,9 @@ def drawn(found: Found) -> str:
 
 def made() -> tuple[str, str]:
     """Return the page with its tables, and the picture."""
-    before, *rests = PAGE.read_text(encoding="utf-8").split(BEGIN)
     tables = peers(result("ensemble_peers")), crossover(result("crossover"))
-    parts = [
-        f"{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
-        for table, rest in zip(tables, rests, strict=True)
-    ]
-    return "".join([before, *parts]), drawn(result("crossover"))
+    page = with_made_parts(PAGE.read_text(encoding="utf-8"), BEGIN, tables)
+    return page, drawn(result("crossover"))
 
 
 def main() -> None:

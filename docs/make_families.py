@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from made_parts import with_made_parts
+
 from monograph.model.families import FAMILIES
 
 PAGE = Path(__file__).resolve().parent / "model.md"
-BEGIN, END = "<!-- made by docs/make_families.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_families.py -->"
 # A column's name, the test, and the table of its members there.
 COLUMNS = {
     "transformers": ("tests/model/test_families.py", "FAMILIES"),
@@ -31,8 +33,7 @@ COLUMNS = {
 
 def page(text: str) -> str:
     """Return the page's text with a new table."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END, 1)[1]}"
+    return with_made_parts(text, BEGIN, [table()])
 
 
 def table() -> str:

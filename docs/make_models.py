@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from made_parts import with_made_parts
+
 from monograph.errors import InputRefused
 from monograph.model.families import FAMILIES, find_family
 from monograph.model.hub import text_model_type
 
 PAGE = Path(__file__).resolve().parent / "model.md"
-BEGIN, END = "<!-- made by docs/make_models.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_models.py -->"
 # The published models of a model_type, which is what their config.json says.
 NAMES = {
     "llama": "Llama 2, 3, 3.1, 3.2 1B and 3B, 3.3; TinyLlama; SmolLM 1 and 2; R1-Distill-Llama",
@@ -59,8 +61,7 @@ def table() -> str:
 
 def page(text: str) -> str:
     """Return the page's text with a new table."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END, 1)[1]}"
+    return with_made_parts(text, BEGIN, [table()])
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import measured_tables as tables
+from made_parts import with_made_parts
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- made by docs/make_numbers.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_numbers.py -->"
 
 
 def pages() -> dict[Path, list[str]]:
@@ -53,12 +54,8 @@ def pages() -> dict[Path, list[str]]:
 def main() -> None:
     """Write the tables between the markers."""
     for page, shown in pages().items():
-        before, *rests = page.read_text(encoding="utf-8").split(BEGIN)
-        made = [
-            f"{BEGIN}\n{each}\n{END}{rest.split(END, 1)[1]}"
-            for each, rest in zip(shown, rests, strict=True)
-        ]
-        page.write_text("".join([before, *made]), encoding="utf-8")
+        text = with_made_parts(page.read_text(encoding="utf-8"), BEGIN, shown)
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

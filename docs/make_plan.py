@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from made_parts import with_made_parts
+
 from monograph import planner
 from monograph.device import card_device
 from monograph.errors import OutOfDeviceMemory
@@ -28,7 +30,7 @@ from monograph.stream.clock import Link
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "plan.md", DOCS / "figures" / "plan-8b.svg"
-BEGIN, END = "<!-- made by docs/make_plan.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_plan.py -->"
 CARDS = ("4090", "L40S", "H100", "H200")
 STREAM_BEGIN = "<!-- streamed, made by docs/make_plan.py -->"
 STREAMED_ON, HOSTS = ("4090", "H100", "H200"), (128, 512)  # of the hosts: GiB
@@ -146,10 +148,8 @@ def _drawn(found: list[Plan], figure: Any) -> str:
 def main() -> None:
     """Rewrite the text between the markers, and the picture."""
     found = plans()
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.split(END, 1)[1]}")
-    before, rest = PAGE.read_text().split(STREAM_BEGIN)
-    PAGE.write_text(f"{before}{STREAM_BEGIN}\n{streamed_table()}\n{END}{rest.split(END, 1)[1]}")
+    page = with_made_parts(PAGE.read_text(), BEGIN, [table(found)])
+    PAGE.write_text(with_made_parts(page, STREAM_BEGIN, [streamed_table()]))
     PICTURE.write_text(drawn(found), encoding="utf-8")
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from made_parts import with_made_parts
+
 from monograph.data.forms import (
     COMPLETED_FORM,
     FORMS,
@@ -24,7 +26,7 @@ from monograph.data.forms import (
 )
 
 DOCS = Path(__file__).resolve().parent
-BEGIN, END = "<!-- made by docs/make_records.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_records.py -->"
 LEARNED_ON = {
     RecordKind.CONVERSATIONS: "[conversations](finetune.md)",
     RecordKind.PAIRS: "[pairs of answers](preferences.md)",
@@ -69,19 +71,11 @@ def tables() -> dict[Path, list[str]]:
     }
 
 
-def page(text: str, made: Sequence[str]) -> str:
-    """Return a page with these tables between its markers."""
-    first, *rest = text.split(BEGIN)
-    parts = [first]
-    for part, table in zip(rest, made, strict=True):
-        parts.append(f"\n{table}\n{END}{part.split(END, 1)[1]}")
-    return BEGIN.join(parts)
-
-
 def main() -> None:
     """Write the tables to their pages."""
     for path, made in tables().items():
-        path.write_text(page(path.read_text(encoding="utf-8"), made), encoding="utf-8")
+        text = with_made_parts(path.read_text(encoding="utf-8"), BEGIN, made)
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from made_parts import with_made_parts
+
 from monograph.report import figures
 from monograph.report.figures import themed
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "memory.md", DOCS / "figures" / "remat.svg"
 RESULT = DOCS.parent / "benchmarks" / "results" / "remat.json"
-BEGIN, END = "<!-- made by docs/make_remat.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_remat.py -->"
 Found = dict[str, Any]  # a case of the result file
 # The lines of the picture: the way, its name, and its style.
 LINES = (
@@ -121,13 +123,9 @@ def drawn(found: Found) -> str:
 def main() -> None:
     """Rewrite the text between the markers, and the picture."""
     found = result()
-    before, *rests = PAGE.read_text(encoding="utf-8").split(BEGIN)
     tables = (budgets(found), policies(found))
-    made = [
-        f"{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
-        for table, rest in zip(tables, rests, strict=True)
-    ]
-    PAGE.write_text("".join([before, *made]), encoding="utf-8")
+    page = with_made_parts(PAGE.read_text(encoding="utf-8"), BEGIN, tables)
+    PAGE.write_text(page, encoding="utf-8")
     PICTURE.write_text(drawn(found), encoding="utf-8")
 
 

@@ -11,6 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from made_parts import with_made_parts
+
 from monograph.report import figures
 from monograph.report.figures import themed
 
@@ -19,7 +21,7 @@ PAGE, PICTURE = DOCS / "rewards.md", DOCS / "figures" / "rewards.svg"
 PICTURE_OF_EPISODES = DOCS / "figures" / "episodes.svg"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 STYLES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 3)))  # of the lines of objectives
-BEGIN, END = "<!-- made by docs/make_rewards.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_rewards.py -->"
 Case = dict[str, Any]
 TASKS = {
     "makes": '"57=" -> two numbers that add up to it',
@@ -192,7 +194,7 @@ def planned() -> str:
 
 
 def inverse(ratio: dict[str, Any]) -> str:
-    """Return `0.58 × (0.49-0.68)` of what Monograph's rate is divided by."""
+    """Return 1 / ratio as `0.58 × (0.49-0.68)`; the ratio is Monograph's rate over another rate."""
     return f"{1 / ratio['median']:.2f} × ({1 / ratio['high']:.2f}-{1 / ratio['low']:.2f})"
 
 
@@ -268,12 +270,9 @@ TABLES = {
 def main() -> None:
     """Rewrite the text between the markers, and the picture."""
     for page, tables in TABLES.items():
-        before, *rests = page.read_text(encoding="utf-8").split(BEGIN)
-        made = [
-            f"{BEGIN}\n{table()}\n{END}{rest.split(END, 1)[1]}"
-            for table, rest in zip(tables, rests, strict=True)
-        ]
-        page.write_text("".join([before, *made]), encoding="utf-8")
+        made = [table() for table in tables]
+        text = with_made_parts(page.read_text(encoding="utf-8"), BEGIN, made)
+        page.write_text(text, encoding="utf-8")
     PICTURE.write_text(drawn(), encoding="utf-8")
     PICTURE_OF_EPISODES.write_text(drawn_episodes(), encoding="utf-8")
 

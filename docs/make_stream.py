@@ -9,10 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from made_parts import with_made_parts
+
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "stream.md"
 RESULT = DOCS.parent / "benchmarks" / "results" / "stream.json"
-BEGIN, END = "<!-- made by docs/make_stream.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_stream.py -->"
 GIB = 2**30
 
 
@@ -41,8 +43,7 @@ def table(found: dict[str, Any]) -> str:
 
 def page(text: str) -> str:
     """Return the page with a new table."""
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{table(json.loads(RESULT.read_text()))}\n{END}{rest.split(END, 1)[1]}"
+    return with_made_parts(text, BEGIN, [table(json.loads(RESULT.read_text()))])
 
 
 if __name__ == "__main__":

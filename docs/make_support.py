@@ -7,9 +7,10 @@ tests/test_support.py compares)
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any, Literal
+
+from made_parts import with_made_parts
 
 from monograph.config import load
 from monograph.device import Device, card_device
@@ -26,7 +27,7 @@ from monograph.session.requirements import exclusions, require_possible
 from monograph.step import Step
 
 PAGE = Path(__file__).resolve().parent / "support.md"
-BEGIN, END = "<!-- made by docs/make_support.py -->", "<!-- end -->"
+BEGIN = "<!-- made by docs/make_support.py -->"
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8_head")
 REMATS = ("none", "pointwise", "0.3", "full", "offload")
 SCOPES: tuple[Literal["none", "whole", "blocks"], ...] = ("none", "whole", "blocks")
@@ -205,12 +206,8 @@ def ranks() -> str:
 
 def page(text: str) -> str:
     """Return the page with new tables, in the order of its markers."""
-    head, *rest = text.split(BEGIN)
     tables = (excluded(), combinations(), replays(), precisions(), states(), adapters(), ranks())
-    return head + "".join(
-        f"{BEGIN}\n{table}\n{END}{part.split(END, 1)[1]}"
-        for table, part in itertools.zip_longest(tables, rest)
-    )
+    return with_made_parts(text, BEGIN, tables)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
+from made_parts import with_made_parts
+
 import monograph
 from monograph.config.keys import KEYS, SECTIONS, Fraction, Key, key_declaration
 from monograph.config.settings import toml_of
@@ -25,11 +27,11 @@ from monograph.session.job import Job
 SUPPORT = Path(__file__).resolve().parent / "support.md"
 CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
 PACKAGE = Path(monograph.__file__).parent
-# Files of `session` that only refuse settings, take them over from another run, make other runs of
-# them, or suppose them for a plan alone.
+# Files of `session` that decide no key. They refuse settings, take them over from another run, make the
+# settings of other runs, or assume settings for a plan.
 NOT_DECIDING = {"requirements", "recorded", "locked_run", "evaluated_model", "ladder", "supposed"}
-REFUSING = ("require", "_require")  # how functions begin that refuse settings
-BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
+REFUSING = ("require", "_require")  # beginnings of the names of functions that refuse settings
+BEGIN = "<!-- made by docs/make_tables.py -->"
 ACCUMULATED, COMPILED = (
     "tests/laws/test_accumulated_is_large_batch.py",
     "tests/laws/test_compiled_is_eager.py",
@@ -51,7 +53,7 @@ SCHEDULE = "tests/test_schedule.py"
 
 
 def own_test(name: str, otherwise: str) -> str:
-    """Return the file of tests that has this name, or else another."""
+    """Return the path of tests/test_NAME.py if there is such a file, or else `otherwise`."""
     path = f"tests/test_{name}.py"
     return path if (SUPPORT.parents[1] / path).exists() else otherwise
 
@@ -249,8 +251,10 @@ def _keys_written(function: ast.FunctionDef) -> set[str]:
 
 
 def deciding() -> dict[str, list[str]]:
-    """Return by key what decides it: the functions that write it, or otherwise those that read it
-    and do more than refuse, and the field of a job that has its value as it is.
+    """Return what decides each key, by key.
+
+    These are the functions that write the key. If there are none, they are the functions that read it and
+    do more than refuse it, and the field of a job that has the key's value unchanged.
     """
     reading: dict[str, list[str]] = {key: [] for key in KEYS}
     writing: dict[str, list[str]] = {key: [] for key in KEYS}
@@ -307,20 +311,11 @@ def pages() -> dict[Path, list[str]]:
     return {SUPPORT: [table()], CONFIGURATION: [keys()]}
 
 
-def parts(page: Path) -> list[str]:
-    """Return what stands between the markers of a page."""
-    return [
-        part.split(END)[0].strip() for part in page.read_text(encoding="utf-8").split(BEGIN)[1:]
-    ]
-
-
 def main() -> None:
     """Write the tables to their pages."""
     for page, made in pages().items():
-        before, *rest = page.read_text(encoding="utf-8").split(BEGIN)
-        after = [part.split(END, 1)[1] for part in rest]
-        filled = (f"{BEGIN}\n{part}\n{END}{text}" for part, text in zip(made, after, strict=True))
-        page.write_text(before + "".join(filled), encoding="utf-8")
+        text = with_made_parts(page.read_text(encoding="utf-8"), BEGIN, made)
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

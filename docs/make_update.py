@@ -48,8 +48,8 @@ class Stop(NamedTuple):
     """What the picture says of a function.
 
     Attributes:
-        each: for which things the function is called; empty if its caller calls it once.
-        calls_each: for which things it makes all of its calls.
+        each: what the function is called for, such as "for each micro-batch"; empty if its caller calls it once.
+        calls_each: what the function makes its own calls for, such as "for each update".
         number: the number of the step of docs/design.md that begins with this call.
     """
 

@@ -1,11 +1,11 @@
-"""`pytest --forks N`: tests are collected once, and then run by N forks of the process, each of which
-takes the next file when it is about to end its last one.
+"""`pytest --forks N`: tests are collected once, and then run by N forks of the process. Each fork takes
+the next file of tests when it begins the last test of the one before.
 
-Workers that begin anew, as those of pytest-xdist do, would each import torch and collect all tests:
-eight CPU seconds a worker.
+Workers that start from nothing, as those of pytest-xdist do, would each import torch and collect all
+tests, which takes eight CPU seconds a worker.
 
-A fork has only the thread that forks. So nothing may have begun others: PyTorch's are limited to one,
-and tokenizers' and Arrow's wait until there are forks.
+Of a process's threads, a fork has only the one that forked. So no library may have started threads
+before: PyTorch is limited to one thread, and tokenizers and Arrow may start theirs only in the forks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import pytest
 
-# Until the forks have begun: what would begin threads, and how it is told not to.
+# Variables that keep libraries from starting threads; each fork removes them.
 UNTIL_FORKED = {
     "TOKENIZERS_PARALLELISM": "false",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
@@ -33,28 +33,26 @@ NUMBER_BYTES = 4  # of a file's number, as the workers read it from the queue
 
 
 def file_of(test: str) -> str:
-    """Return the file of a test, of which its node id is given."""
+    """Return the file of a test, given the test's node id."""
     return test.partition("::")[0]
 
 
 @dataclass
 class Worker:
-    """A fork, as the process that was called knows it."""
+    """A fork, as its parent process sees it."""
 
     pid: int
     reports: Connection
     running: str = "no test"
 
     def ended(self) -> str:
-        """Wait for its end, and return how it ended."""
+        """Wait until the fork has ended, and return how it ended."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 class Forks:
-    """Runs the collected tests in `count` forks; the files in the order in which they were
-    collected.
-    """
+    """Runs the collected tests in `count` forks, which take the files in the order of collection."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -67,7 +65,7 @@ class Forks:
         config = session.config
         is_broken = session.testsfailed and not config.option.continue_on_collection_errors
         if is_broken or config.option.collectonly:
-            return None  # and pytest's own loop says so
+            return None  # so that pytest's own loop runs, and reports it
         files = [
             list(tests) for _, tests in groupby(session.items, lambda item: file_of(item.nodeid))
         ]
@@ -89,7 +87,7 @@ class Forks:
 
 
 def _logged(session: pytest.Session, workers: list[Worker]) -> None:
-    """Log what the workers report until each has taken its leave, which takes it off the list."""
+    """Log what the workers report, and remove each worker from the list when it has no more tests."""
     hook = session.config.hook
     while workers:
         ready = wait([worker.reports for worker in workers])
@@ -140,7 +138,7 @@ def _become_worker(
         for name in UNTIL_FORKED:
             del os.environ[name]
         manager = session.config.pluginmanager
-        # Its own files for what tests print, and a folder of its own for their files.
+        # The fork needs files of its own for what its tests print, and a folder for temporary files.
         capture = manager.get_plugin("capturemanager")
         capture.stop_global_capturing()
         capture.start_global_capturing()
@@ -154,7 +152,7 @@ def _become_worker(
         test = next(tests, None)
         while test is not None and not session.shouldfail:
             reports.send(test.nodeid)
-            following = next(tests, None)  # none: all fixtures end with this test
+            following = next(tests, None)  # None: pytest tears down all fixtures after this test
             test.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
             test = following
         reports.send(None)
@@ -166,7 +164,7 @@ def _become_worker(
 
 
 def _tests(files: list[list[pytest.Item]], queue: int) -> Iterator[pytest.Item]:
-    """Yield the tests of one file after another that the queue has."""
+    """Yield the tests of the next file in the queue, again and again until the queue is empty."""
     while number := os.read(queue, NUMBER_BYTES):
         yield from files[int.from_bytes(number)]
 

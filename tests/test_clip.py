@@ -262,6 +262,6 @@ def test_what_the_key_says() -> None:
         ):
             of(wrong)
     with pytest.raises(
-        UsageError, match="optim.skip_spikes = true is of gradients that are clipped"
+        UsageError, match="optim.skip_spikes = true needs gradients that are clipped"
     ):
         require_compatible(load(None, {"optim.grad_clip": "none", "optim.skip_spikes": True}, {}))

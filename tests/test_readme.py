@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_parts import made_parts
 
 import monograph as mono
 from monograph import cli
@@ -368,7 +369,8 @@ def test_the_readme_is_read_in_minutes() -> None:
 def test_the_tables_of_keys_and_of_what_works_are_made_from_the_code() -> None:
     tables = script("docs/make_tables.py")
     for page, made in tables.pages().items():
-        assert tables.parts(page) == made, "run: python docs/make_tables.py"
+        shown = made_parts(page.read_text(encoding="utf-8"), tables.BEGIN)
+        assert shown == made, "run: python docs/make_tables.py"
 
 
 def test_the_configurations_page_has_each_key_with_its_meaning_values_and_default() -> None:
@@ -395,15 +397,10 @@ def test_the_commands_page_is_made_from_the_program_and_has_each_option() -> Non
         assert f"```bash\nmonograph {name} " in named[name]
 
 
-def test_the_table_of_what_was_measured_is_made_from_the_results(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
+def test_the_table_of_what_was_measured_is_made_from_the_results() -> None:
     numbers = script("docs/make_numbers.py")
     for page, tables in numbers.pages().items():
-        shown = [
-            part.split(numbers.END)[0].strip() for part in page.read_text().split(numbers.BEGIN)[1:]
-        ]
+        shown = made_parts(page.read_text(), numbers.BEGIN)
         assert shown == tables, "run: python docs/make_numbers.py"
     made = {page for page in PAGES if f"\n{numbers.BEGIN}\n" in page.read_text()}
     assert made == numbers.pages().keys(), "each page is made"
@@ -519,17 +516,17 @@ def test_a_number_that_nobody_measured_is_noticed() -> None:
     assert not is_among("75", [0.7412]) and not is_among("1.74", [1.7312])
 
 
+def printed(page: str, benchmark: str) -> list[str]:
+    """The parts of a page of docs/ that a benchmark printed."""
+    begin = f"<!-- printed by benchmarks/{benchmark}.py -->"
+    return made_parts((ROOT / "docs" / f"{page}.md").read_text(), begin)
+
+
 def test_the_accumulation_table_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # scripts share harness.py
     accumulation = script("benchmarks/accumulation.py")
     kept = json.loads((ROOT / "benchmarks/results/accumulation.json").read_text())
-    page = (ROOT / "docs" / "training.md").read_text()
-    shown = (
-        page.split("<!-- printed by benchmarks/accumulation.py -->")[1]
-        .split("<!-- end -->")[0]
-        .strip()
-    )
-    assert shown == accumulation.table(kept["cases"])
+    assert printed("training", "accumulation") == [accumulation.table(kept["cases"])]
     again = accumulation.measured(4)
     assert again["fp32"] < 1e-6 and again["fp64"] < 1e-12
     assert again["mean_of_means"] == pytest.approx(kept["cases"][2]["mean_of_means"], rel=1e-6)
@@ -538,68 +535,44 @@ def test_the_accumulation_table_is_the_scripts(monkeypatch: pytest.MonkeyPatch) 
 def test_the_table_of_mixtures_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/mixture_peers.json").read_text())
-    page = (ROOT / "docs/model.md").read_text()
-    shown = (
-        page.split("<!-- printed by benchmarks/mixture_peers.py -->")[1]
-        .split("<!-- end -->")[0]
-        .strip()
-    )
-    assert shown == script("benchmarks/mixture_peers.py").table(kept["cases"])
+    table = script("benchmarks/mixture_peers.py").table(kept["cases"])
+    assert printed("model", "mixture_peers") == [table]
 
 
 def test_the_table_of_constrained_steps_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/constrained_steps.json").read_text())
-    page = (ROOT / "docs/constraints.md").read_text()
-    begin = "<!-- printed by benchmarks/constrained_steps.py -->"
-    shown = page.split(begin)[1].split("<!-- end -->")[0].strip()
-    assert shown == script("benchmarks/constrained_steps.py").table(kept["cases"])
+    table = script("benchmarks/constrained_steps.py").table(kept["cases"])
+    assert printed("constraints", "constrained_steps") == [table]
 
 
 def test_the_tables_of_recipes_are_those_of_their_results() -> None:
-    parts = (
-        (ROOT / "docs/training.md")
-        .read_text()
-        .split("<!-- printed by benchmarks/recipe.py -->")[1:]
-    )
-    for part, name in zip(parts, ("recipe", "decay"), strict=True):
-        kept = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
-        assert part.split("<!-- end -->")[0].strip() == script("benchmarks/recipe.py").table(
-            kept["cases"]
-        ), name
+    recipe = script("benchmarks/recipe.py")
+    tables = [
+        recipe.table(json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["cases"])
+        for name in ("recipe", "decay")
+    ]
+    assert printed("training", "recipe") == tables
 
 
 def test_the_table_of_few_texts_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/few_texts.json").read_text())
-    shown = (
-        (ROOT / "docs/training.md")
-        .read_text()
-        .split("<!-- printed by benchmarks/few_texts.py -->")[1]
-    )
-    assert shown.split("<!-- end -->")[0].strip() == script("benchmarks/few_texts.py").table(
-        kept["cases"]
-    )
+    table = script("benchmarks/few_texts.py").table(kept["cases"])
+    assert printed("training", "few_texts") == [table]
 
 
 def test_the_table_of_balance_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/balance.json").read_text())
-    page = (ROOT / "docs/model.md").read_text()
-    shown = (
-        page.split("<!-- printed by benchmarks/balance.py -->")[1].split("<!-- end -->")[0].strip()
-    )
-    assert shown == script("benchmarks/balance.py").table(kept["cases"])
+    table = script("benchmarks/balance.py").table(kept["cases"])
+    assert printed("model", "balance") == [table]
 
 
 def test_the_table_of_runs_of_earlier_versions_is_the_scripts() -> None:
     kept = json.loads((ROOT / "benchmarks/results/old_runs.json").read_text())
-    shown = (
-        (ROOT / "docs/runs.md").read_text().split("<!-- printed by benchmarks/old_runs.py -->")[1]
-    )
-    assert shown.split("<!-- end -->")[0].strip() == script("benchmarks/old_runs.py").table(
-        kept["runs"]
-    )
+    table = script("benchmarks/old_runs.py").table(kept["runs"])
+    assert printed("runs", "old_runs") == [table]
     assert all(
         result in ("ok", "the same bits")
         for uses in kept["runs"].values()
@@ -610,13 +583,8 @@ def test_the_table_of_runs_of_earlier_versions_is_the_scripts() -> None:
 def test_the_table_of_hybrids_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/hybrid_peers.json").read_text())
-    page = (ROOT / "docs/model.md").read_text()
-    shown = (
-        page.split("<!-- printed by benchmarks/hybrid_peers.py -->")[1]
-        .split("<!-- end -->")[0]
-        .strip()
-    )
-    assert shown == script("benchmarks/hybrid_peers.py").table(kept["cases"])
+    table = script("benchmarks/hybrid_peers.py").table(kept["cases"])
+    assert printed("model", "hybrid_peers") == [table]
 
 
 def test_the_table_of_laws_and_families_is_what_the_tests_have() -> None:
@@ -641,10 +609,7 @@ def test_the_table_of_families_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -
     families = script("benchmarks/families.py")
     kept = json.loads((ROOT / "benchmarks/results/families.json").read_text())
     page = (ROOT / "docs" / "model.md").read_text()
-    shown = (
-        page.split("<!-- printed by benchmarks/families.py -->")[1].split("<!-- end -->")[0].strip()
-    )
-    assert shown == families.table(kept["cases"])
+    assert printed("model", "families") == [families.table(kept["cases"])]
     assert (
         re.findall(r"^\| `(\w+)` \|", page, re.M)
         == [case["family"] for case in kept["cases"]]
@@ -662,13 +627,8 @@ def test_the_table_of_families_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -
 def test_the_table_of_loading_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     loading = script("benchmarks/loading.py")
-    page = (ROOT / "docs" / "model.md").read_text()
-    shown = (
-        page.split("<!-- printed by benchmarks/loading.py -->")[1].split("<!-- end -->")[0].strip()
-    )
-    assert shown == loading.table(
-        json.loads((ROOT / "benchmarks/results/loading.json").read_text())["cases"]
-    )
+    kept = json.loads((ROOT / "benchmarks/results/loading.json").read_text())
+    assert printed("model", "loading") == [loading.table(kept["cases"])]
 
 
 RECORDED = {"page.png"}  # of a browser

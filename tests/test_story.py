@@ -127,12 +127,15 @@ def test_the_story(taught: bool, server: CommandServer, tmp_path: Path) -> None:
     assert scores["bits_per_byte"] == pytest.approx(trained["eval_bits_per_byte"], rel=1e-6)
     assert scores["weights"] == trained["eval_weights"] == "averaged"
 
-    # generate
+    # generate, alone and with drafts
     typed = ("generate", "last", "alpha ", "--seed", "1", "--max-tokens", "8", "--json")
-    first, second = (
-        json.loads(monograph.run(tmp_path, *typed).out)["completions"] for _ in range(2)
+    alone, drafted = (
+        json.loads(monograph.run(tmp_path, *typed, *draft).out)
+        for draft in ((), ("--draft", "last"))
     )
-    assert first == second and len(first[0]["token_ids"]) <= 8
+    first = alone["completions"]
+    assert drafted["completions"] == first and len(first[0]["token_ids"]) <= 8
+    assert drafted["drafted_tokens"] > drafted["drafted_passes"] > alone["drafted_passes"] == 0
     assert (
         served(monograph, tmp_path) == first[0]["text"]
         and monograph.run(tmp_path, "check", "last").code == 0

@@ -285,11 +285,11 @@ class Engine:
 
         Counters change. Weights and the optimizer's state do not.
         """
-        # A streamed model may be updated in the backward pass, and the device refuses such updates if the
+        # A streamed model may be updated in the backward pass. The device refuses these updates because the
         # loss is NaN.
         self.step.loss_sum.fill_(math.nan)
         self.accumulate(window)
-        # Without a gradient there are no targets, and the device refuses an update without targets.
+        # `discard` sets the number of targets to 0, and the device refuses an update without targets.
         self.step.discard()
         self.step.apply()
         self.step.parameters.wait_for_planes(to_write=False)
@@ -467,7 +467,7 @@ class Engine:
             if self.retries.captured and batch_rows not in self._captured_sizes:
                 self._captured_sizes.add(batch_rows)
                 self.announce(
-                    f"a micro-batch of {rows_text(batch_rows)} is one more graph, as the loss has no `fill`"
+                    f"a micro-batch of {rows_text(batch_rows)} needs one more graph, as the loss has no `fill`"
                 )
             return batch
         empty = self._empty_rows(batch, rows - batch_rows, fill)

@@ -53,7 +53,8 @@ class EngineState:
         missing = sorted(own.scalars.keys() - self.scalars.keys())
         if missing:
             raise InputRefused(
-                f"the saved state lacks {missing[0]!r}: it was saved with another train.precision or optim.grad_clip"
+                f"the saved state lacks {missing[0]!r}: it was saved with another train.precision, optim.grad_clip or "
+                "optim.skip_spikes"
             )
         for kind, own_tensors, saved_tensors in (
             ("model", own.model, self.model),

@@ -66,7 +66,7 @@ def test_a_recursive_grammar_is_no_automaton(grammar: str) -> None:
         ("root ::= root", "root never comes to an end"),
         ('root ::= "a"{3,1}', "the second count, 1, is less than the first, 3"),
         ('root ::= "a"{x}', "line 1, column 13: expected {m}, {m,} or {m,n}"),
-        ('root ::= "a"**', "a count behind a count"),
+        ('root ::= "a"**', "a count after a count"),
         ('root ::= "a"{2001}', "a count is at most 2,000"),
         ('root ::= "a" )', "line 1, column 14: expected the end of the rule"),
         ("root ::= <think>", "tokens such as <think> are not supported"),
@@ -75,7 +75,7 @@ def test_a_recursive_grammar_is_no_automaton(grammar: str) -> None:
         ('root ::= "\\uD800"', "there is no character"),
         ("root ::= [z-a]", "the range ends before it begins"),
         ('root ::= "a"\nroot ::= "b"', "line 2, column 1: the rule root is there twice"),
-        ("root ::= " + "(" * 60, "at most 50 parentheses"),
+        ("root ::= " + "(" * 60, "parentheses may be nested at most 50 deep"),
         ("#" * (MAX_GRAMMAR_LENGTH + 1), "characters; at most"),
     ],
 )

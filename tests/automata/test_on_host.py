@@ -180,7 +180,7 @@ def test_thoughts_before_a_call_may_look_like_one() -> None:
         token = 1 if letter == "$" else pieces.index(letter.encode())
         assert not state.write_classes()[token], letter
         state.take(token)
-    with pytest.raises(InputRefused, match="ask for a call"):
+    with pytest.raises(InputRefused, match="require a call"):
         lark_of_calls(calls._replace(must_call=False), pieces)
 
 

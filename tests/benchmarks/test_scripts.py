@@ -256,6 +256,15 @@ def test_adapter_rows(script, monkeypatch, tmp_path):
     assert all(each["cpu"]["median"] > 0 for each in case["of_the_base"].values())
 
 
+def test_drafts(script, monkeypatch, tmp_path):
+    drafts = script("drafts")
+    found = smoke(drafts, monkeypatch, tmp_path / "drafts.json")
+    per_pass = [case["tokens_in_a_pass"] for case in found["cases"]]
+    # A model without its last layers agrees with one whose last layers add nothing.
+    assert per_pass[0] == 5 > per_pass[-1] >= 1
+    assert "| 1 | " in drafts.table(found["cases"])
+
+
 @pytest.mark.slow
 def test_constrained_steps(script, monkeypatch, tmp_path):
     """Each constraint is measured beside steps without one."""

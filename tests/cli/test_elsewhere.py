@@ -138,7 +138,7 @@ def test_an_options_value_is_answered_with_what_it_takes(
         ("generate last text --device cpu", "say CUDA_VISIBLE_DEVICES=0 before the command"),
         ("train --set optim.lr=1e-4", "type optim.lr=1e-4 as it is"),
         ("train -c run.toml", "type run.toml as it is"),
-        ("data stats", "there are show, build"),
+        ("data stats", "the commands are show, build"),
         ("train --lr_scheduler_type constant_with_warmup", "did you mean optim.schedule=constant?"),
         ("recipes lora --lr 3", "`monograph recipes` takes no keys of a run; it has no options"),
     ],

@@ -136,6 +136,12 @@ TOO_SMALL = (
             7,
             "cannot write standard output: No space left on device",
         ),
+        (OSError(errno.EFBIG, "File too large"), 7, "cannot write standard output: File too large"),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            7,
+            "no folder for temporary files can be written to: make room in /tmp, or set TMPDIR to another folder",
+        ),
         (
             OSError(errno.EROFS, "Read-only file system", "a/file"),
             7,

@@ -220,9 +220,13 @@ def test_what_the_command_line_says_wrong(here: Path, server: CommandServer) -> 
 
 def test_names_of_adapters() -> None:
     assert named_folders("--adapter", ["a=b=c", "d=e"]) == {"a": "b=c", "d": "e"}
-    for text in ("=x", "a=", "a", "\n=x", "x" * 201 + "=y"):
-        with pytest.raises(UsageError):
+    assert named_folders("--adapter", ["gpt-4.1_b=x"]) == {"gpt-4.1_b": "x"}
+    for text in ("a=", "a"):
+        with pytest.raises(UsageError, match="expected NAME=FOLDER"):
             named_folders("--adapter", [text])
+    for name in ("", "\n", "a b", "a/b", "-a", "..", "gedicht\u00e4", "last@7+a", "x" * 201):
+        with pytest.raises(UsageError, match="--adapter .*expected a name such as poet-2"):
+            named_folders("--adapter", [f"{name}=x"])
 
 
 def test_prompts_with_their_own_adapters_need_one_name_each() -> None:

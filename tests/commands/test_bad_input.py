@@ -179,7 +179,11 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", "--from", "nothere@3"], 3, "nothere is not a run"),
     # the other commands
     (["generate", "nothere", "a"], 3, "nothere: no such folder"),
-    (["generate", "full", "a"], 3, "'config.json' is not a file"),
+    (
+        ["generate", "full", "a"],
+        3,
+        "'config.json' is not a file in this folder; expected the folder of a run or a Hugging Face model",
+    ),
     (["evaluate", "full"], 3, "'config.json' is not a file"),
     (["train", *TINY, "--out", "loop"], 3, "loop"),
     (["train", "loop.toml"], 3, "loop.toml"),

@@ -117,7 +117,7 @@ def test_what_holds_a_model_is_no_text(
 ) -> None:
     for command in (["plan"], ["data", "show"], ["sweep", "optim.lr=1,2"]):
         done = server.run(Path(begun["here"]), *command, begun[name])
-        assert done.code == 2 and "no text: give" in done.err and "model.init=" in done.err, (
+        assert done.code == 2 and "not text: give" in done.err and "model.init=" in done.err, (
             done.err
         )
 

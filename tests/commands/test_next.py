@@ -69,7 +69,7 @@ def here(tmp_path: Path) -> Path:
 
 def following(done: Done) -> list[list[str]]:
     """The arguments of each command that is named at the end of what was printed."""
-    lines = done.err.partition("\nnext ")[2].splitlines()
+    lines = done.err.partition("\nnext ")[2].replace("\\\n", "").splitlines()
     named = [line[line.index("monograph ") :] for line in lines if re.search(r"\bmonograph ", line)]
     assert len(named) == len([line for line in lines if line.strip()]) > 0, done.err
     return [shlex.split(line)[1:] for line in named]

@@ -285,7 +285,7 @@ def test_pairs_after_rewards_and_texts_of_pairs(here: Path, monograph: CommandSe
         "pairs.jsonl",
         "data.text_key=chosen",
         "--from",
-        "run",
+        "after-rewards",
         "data.held_out=0",
         "--out",
         "of-pairs",

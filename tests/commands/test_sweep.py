@@ -336,11 +336,14 @@ def test_members_whose_checkpoints_are_gone_begin_anew_and_it_is_said(
         == 0
     )
     shutil.rmtree(here / "s/members/001/checkpoints")
-    done = server.run(here, "sweep", "--out", "s", figures=0)
+    done = server.run(here, "sweep", "--out", "s", "--verify", "0", figures=0)
     assert (
         done.code == 0
         and "warning   no update of which every member has a sound checkpoint" in done.err
     ), done.err
+    assert (
+        "verify    1 of 2 members are not trained to the end: the sweep goes on first" in done.err
+    )
 
 
 def test_a_signal_saves_and_the_printed_command_goes_on(server: CommandServer, here: Path) -> None:

@@ -216,7 +216,7 @@ def test_the_last_lines_work_as_printed(server: CommandServer, here: Path) -> No
     assert tiny.code == 0, tiny.err
     lines = [
         line[10:].strip() if line.startswith(("next", " " * 10)) else line
-        for line in tiny.err.splitlines()
+        for line in tiny.err.replace("\\\n", "").splitlines()
     ]
     commands = [line for line in lines if " -m monograph " in line]
     assert re.search(r"^done +[\d.]+ s of training ", tiny.err, re.MULTILINE), (

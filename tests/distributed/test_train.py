@@ -107,7 +107,7 @@ def test_a_stopped_run_is_saved_and_goes_on_alone(server: CommandServer, tmp_pat
     refused = server.run(tmp_path, "train", "--resume", "run")
     assert (
         refused.code == 2
-        and "train.parallel = ddp takes a process for each device: torchrun" in refused.err
+        and 'train.parallel = "ddp" needs a process for each device: torchrun' in refused.err
     )
     alone = server.start(tmp_path, "train", "--resume", "run", "train.parallel=none", figures=0)
     alone.until(lambda: len(rows(tmp_path / "run")) > saved + 2)

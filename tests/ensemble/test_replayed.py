@@ -15,7 +15,7 @@ from batches import captured_to_train
 from monograph.ensemble import Ensemble
 from monograph.ensemble.replayed_calls import MAX_SETTINGS, ReplayedCalls, _layout
 from monograph.graph.capture import stop_replaying
-from monograph.graph.replay import WARM_UP, CudaGraphs, StaticInputs
+from monograph.graph.replay import MAX_DISCARDED, WARM_UP, CudaGraphs, StaticInputs
 from monograph.laws.comparisons import differing, outcome
 from monograph.optim import AdamW
 from monograph.schedule import warmup_cosine
@@ -206,6 +206,19 @@ def test_weights_that_are_written_or_moved(device):
             engine.model.eval()
         with torch.no_grad():
             assert torch.equal(replayed(rows), called(rows))
+
+
+def test_each_mode_keeps_its_graph_however_often_it_changes():
+    """A graph that two modes share is thrown away at each change, and after a few never made again."""
+    replayed, called = replaying("cpu", made=plain)
+    rows = window("cpu")["x"]
+    with torch.no_grad():
+        for _ in range(MAX_DISCARDED):
+            for training in (True, False):
+                for engine in (replayed, called):
+                    engine.model.train(training)
+                assert torch.equal(replayed(rows), called(rows))
+    assert graphs(replayed) == 2
 
 
 @pytest.mark.slow

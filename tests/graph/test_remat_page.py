@@ -6,6 +6,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as xml
 
 import pytest
+from made_parts import made_parts
 
 from scripts import script
 
@@ -17,9 +18,7 @@ def made():
 
 def test_the_tables_of_the_page_are_the_result_s(made):
     found = made.result()
-    shown = [
-        part.split(made.END)[0].strip() for part in made.PAGE.read_text().split(made.BEGIN)[1:]
-    ]
+    shown = made_parts(made.PAGE.read_text(), made.BEGIN)
     assert shown == [made.budgets(found), made.policies(found)], "run: python docs/make_remat.py"
 
 

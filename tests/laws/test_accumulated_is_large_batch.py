@@ -332,11 +332,11 @@ def test_short_micro_batches_are_one_more_graph_which_is_said_once_and_warmed_be
         engine.accumulate(measured(7, seed))
         engine.update()
     assert captured_graphs() == graphs, "the last micro-batch's size was warmed"
-    assert lines == ["a micro-batch of 1 row is one more graph, as the loss has no `fill`"]
+    assert lines == ["a micro-batch of 1 row needs one more graph, as the loss has no `fill`"]
     for _ in range(2):
         engine.accumulate(measured(8))
         engine.update()
-    assert lines[1:] == ["a micro-batch of 2 rows is one more graph, as the loss has no `fill`"]
+    assert lines[1:] == ["a micro-batch of 2 rows needs one more graph, as the loss has no `fill`"]
 
 
 def test_a_fill_is_what_the_loss_says_and_its_promise_is_tried():

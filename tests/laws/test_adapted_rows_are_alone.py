@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from adapted import many_stored
 from batches import tiny_llama
 from monograph import decode
-from monograph.decode import adapter_bank
+from monograph.decode import adapter_bank, banked_layers
 from monograph.decode.adapter_bank import (
     BASE,
     AdapterBank,
@@ -39,6 +39,7 @@ from monograph.decode.prompt_reader import PromptToRead
 from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
+from monograph.graph import grouped, matmul
 from monograph.graph.capture import compiled
 from monograph.graph.lora import Lora
 from monograph.graph.lora_base import quantise_base
@@ -78,6 +79,9 @@ KINDS = pytest.mark.parametrize(
     ids=["llama", "hybrid", "qwen2", "parts", "parts, tied"],
 )
 VOCABULARY, POSITIONS = 61, 128
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
+)
 SAMPLING = Sampling(0.9, top_k=20, logprobs=2)
 
 
@@ -523,3 +527,35 @@ def test_prompts_are_not_shared_after_a_slot_got_another_adapter() -> None:
         machine(many.model, rows=1), [request._replace(adapter=many.bank.slot_of("a1"))]
     )
     assert outcomes(generator, [request]) == expected
+
+
+@pytest.mark.parametrize("onednn", [False, pytest.param(True, marks=needs_onednn)])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_fast_products_give_a_row_its_bits_in_any_batch(
+    positions: int, onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order and number of rows, and what the adapters of the others are."""
+    monkeypatch.setattr(banked_layers, "LARGE_WEIGHT", 1)
+    monkeypatch.setattr(matmul, "mkl_is_slow", lambda: onednn)
+    if not onednn:
+        monkeypatch.setattr(grouped, "mkl_is_slow", lambda: False)
+    many = Many()
+    layer = many.bank.layers["model.layers.0.mlp.down_proj"]
+    input_BTK = torch.randn(32, positions, layer.in_features)
+    slot_B = torch.randint(0, 1 + len(LORAS), (32,))
+
+    def output(rows: Tensor, fast: bool = True) -> Tensor:
+        many.bank.has_fast_products = fast
+        with rows_with_adapters(many.bank, slot_B[rows]):
+            found: Tensor = layer(input_BTK[rows])
+            assert (many.bank.groups is not None) == fast
+        return found
+
+    every = torch.arange(32)
+    expected = output(every)
+    assert torch.allclose(expected, output(every, fast=False), atol=1e-5)
+    for rows in (torch.randperm(32), every[:8], every[20:]):
+        assert torch.equal(output(rows), expected[rows])
+    layer.bank_A_SRK[2] = torch.nan
+    others = slot_B != 2
+    assert torch.equal(output(every)[others], expected[others]) and others.sum() < 32

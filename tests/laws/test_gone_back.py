@@ -123,8 +123,8 @@ def test_what_is_never_finite_again_is_an_end_that_says_where(weight: bool) -> N
         if weight
         else "every module's output is finite; look at"
     )
-    passed_over = f"rows passed over {MAX_REWINDS} times before"
-    said = f"{PATIENCE} updates in a row, up to {last}, skipped as not finite, {passed_over}: "
+    passed_over = f"although rows were passed over {MAX_REWINDS} times"
+    said = f"{PATIENCE} updates in a row, up to {last}, skipped as not finite {passed_over}: "
     with pytest.raises(Diverged, match=f"{said}the loss is nan: {where}"):
         start("run", SETTINGS)
     checkpoint = checkpointing.load_newest(Path("run/checkpoints"), print)
@@ -140,9 +140,7 @@ def test_what_it_goes_back_to_is_kept(capsys: pytest.CaptureFixture[str]) -> Non
     start("run", SETTINGS | {"train.save_every": 3, "train.keep": 2})
     [row] = gone_back("run")
     assert row["update"] == BAD_FROM // 3 * 3
-    said = (
-        f"updates 26 to 45 were skipped: back to update {row['update']}, skipping 168 rows of data"
-    )
+    said = f"updates 26 to 45 were skipped: back to update {row['update']}, passing over 168 rows of data"
     assert said in " ".join(capsys.readouterr().err.split())
 
 

@@ -16,10 +16,12 @@ import torch
 from adapted import SMALL, trained
 from batches import captured_to_train, tiny_llama
 from monograph import member_rollouts, policy_loss, rollouts
+from monograph.decode import banked_layers
 from monograph.decode.completion import Completion
 from monograph.decode.prompt_reader import PromptReader
 from monograph.ensemble import Ensemble
 from monograph.errors import Diverged, UsageError
+from monograph.graph import matmul
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.shared_base import copy_with_shared_base
 from monograph.laws.comparisons import LOG_PROBABILITY_BOUND, member_is_alone, outcome
@@ -144,6 +146,7 @@ class Sampled:
 
 CASES: dict[str, dict[str, Any]] = {
     "dr_grpo": {},
+    "large weights": {},
     "dapo, several draws": {"advantage": "dapo", "draws": 3, "prompts": 3},
     # Of advantages that sum to zero, the loss of the first update would be nothing but rounding.
     "two updates of a sample": {"advantage": "reinforce", "updates": 2},
@@ -167,6 +170,8 @@ NIGHTLY = ("dapo, several draws", "nf4, dora")
     ],
 )
 def test_members_sample_and_learn_as_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "large weights":
+        monkeypatch.setattr(banked_layers, "LARGE_WEIGHT", 1)
     options = CASES.get(name, {})
     members = members_of()
     if name in BASES:
@@ -190,7 +195,12 @@ def test_members_sample_and_learn_as_alone(name: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_members_sample_is_scored_within_1e_5(captured: bool) -> None:
+def test_what_members_sample_is_scored_within_1e_5(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by the products of large weights, on a processor where MKL is slow."""
+    monkeypatch.setattr(banked_layers, "LARGE_WEIGHT", 1)
+    monkeypatch.setattr(matmul, "mkl_is_slow", torch.backends.mkldnn.is_available)
     engine, windows = together(members_of(dtype=torch.float32), micro_batch=2)
     if captured:
         captured_to_train(engine, next(windows), "aot_eager")

@@ -74,6 +74,31 @@ def test_nothing_to_predict():
     assert loss == 0 and not any(g.any() for g in grads)
 
 
+class _Ignored(torch.autograd.Function):
+    """Pass a value on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, _grad):
+        return None
+
+
+@pytest.mark.parametrize("members", [False, True], ids=["one", "members"])
+def test_a_loss_on_which_nothing_depends_gives_no_gradient(members):
+    hidden, weight, targets = inputs()
+    if members:
+        frozen = torch.nn.Parameter(weight.detach(), requires_grad=False)
+        hidden = hidden.detach()[None].requires_grad_()
+        loss, _ = torch.vmap(lambda h, t: linear_cross_entropy(h, frozen, t))(hidden, targets[None])
+    else:
+        loss, _ = linear_cross_entropy(hidden, weight, targets)
+    (grad,) = torch.autograd.grad(_Ignored.apply(loss).sum(), (hidden,), allow_unused=True)
+    assert grad is None
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_captured(backend):
     args = inputs()

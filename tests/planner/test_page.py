@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import pytest
+from made_parts import made_parts
 
 from scripts import script
 
 
 def shown(made) -> str:
-    return made.PAGE.read_text().split(made.BEGIN)[1].split(made.END)[0].strip()
+    return made_parts(made.PAGE.read_text(), made.BEGIN)[0]
 
 
 @pytest.mark.slow
@@ -37,5 +38,5 @@ def test_the_table_and_the_picture_of_the_page_are_the_planner_s():
 @pytest.mark.slow  # 18 plans, of up to 80 blocks, played by the clock
 def test_the_table_of_what_is_streamed_is_the_planner_s():
     made = script("docs/make_plan.py")
-    streamed = made.PAGE.read_text().split(made.STREAM_BEGIN)[1].split(made.END)[0].strip()
+    (streamed,) = made_parts(made.PAGE.read_text(), made.STREAM_BEGIN)
     assert streamed == made.streamed_table(), "run: python docs/make_plan.py"

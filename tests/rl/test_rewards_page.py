@@ -4,16 +4,15 @@ was measured).
 
 from __future__ import annotations
 
+from made_parts import made_parts
+
 from scripts import script
 
 
 def test_tables_and_picture_are_the_results_s() -> None:
     made = script("docs/make_rewards.py")
     for page, tables in made.TABLES.items():
-        shown = [
-            part.split(made.END)[0].strip()
-            for part in page.read_text(encoding="utf-8").split(made.BEGIN)[1:]
-        ]
+        shown = made_parts(page.read_text(encoding="utf-8"), made.BEGIN)
         assert shown == [table() for table in tables], "run: python docs/make_rewards.py"
     for drawn, picture in (
         (made.drawn, made.PICTURE),

@@ -165,6 +165,22 @@ def test_an_adapter_comes_and_goes(served: Served, folders: Path) -> None:
         "the adapter 'new' was removed: expected given@0"
     )
     assert change(served, "unload", lora_name="new").status == 404
+    served.service._any_name = (
+        True  # it allows names that mean nothing, and this one meant another model
+    )
+    assert served.post("/v1/completions", body, **WITH_KEY).status == 404
+    assert ask(served, "gpt-4o", max_tokens=1)["model"] == "given@0"
+    served.service._any_name = False
+
+
+def test_a_full_room_is_no_fault_of_a_field(folders: Path) -> None:
+    with serving(folders, slots=2) as served:
+        full = change(served, "load", lora_name="new", lora_path="a2")
+        assert (full.status, full.body["error"]["param"]) == (400, None)
+        words = (
+            "room for 2 adapters (--adapter-slots), and all of it is taken by a0, a1: remove one"
+        )
+        assert words in full.body["error"]["message"]
 
 
 def test_what_is_refused(served: Served, folders: Path, tmp_path: Path) -> None:
@@ -177,6 +193,7 @@ def test_what_is_refused(served: Served, folders: Path, tmp_path: Path) -> None:
         ({"lora_name": "a0", "lora_path": "a2"}, "lora_name", "a model 'a0' already"),
         ({"lora_name": "last", "lora_path": "a2"}, "lora_name", "a model 'last' already"),
         ({"lora_name": "base", "lora_path": "a2"}, "lora_name", "base: this name means"),
+        ({"lora_name": "a b", "lora_path": "a2"}, "lora_name", "a name such as poet-2"),
         ({"lora_name": "x"}, "lora_path", "lora_path is missing"),
     ):
         answer = change(served, "load", **fields)

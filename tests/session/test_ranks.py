@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from monograph.distributed.world import World
-from monograph.run.progress import Progress
+from monograph.run.progress import LABEL_WIDTH, Progress
+from monograph.run.screen import WIDTH
 from monograph.session import ranks
 from monograph.session.shown_commands import command_line, show_command
 
@@ -92,6 +93,17 @@ def test_a_command_is_never_cut(length: int, capsys: pytest.CaptureFixture[str])
     screen = io.StringIO()
     show_command(Progress(screen), "next", "generate", "x" * length)
     assert "x" * length in screen.getvalue() + capsys.readouterr().err
+
+
+def test_a_long_command_goes_on_indented_and_is_read_as_one() -> None:
+    screen = io.StringIO()
+    words = ["sweep", *(f"optim.key_{number}=a b" for number in range(9))]
+    show_command(Progress(screen), "next", *words)
+    lines = screen.getvalue().splitlines()
+    assert len(lines) > 2 and all(line.startswith(" " * LABEL_WIDTH) for line in lines[1:])
+    command = "\n".join(line[LABEL_WIDTH:] for line in lines).replace("\\\n", "")  # as a shell does
+    assert shlex.split(command)[-len(words) :] == words
+    assert all(len(line) <= WIDTH for line in lines) and lines[0].startswith("next ")
 
 
 def test_an_interrupted_sweep_is_continued_as_a_sweep(tmp_path: Path) -> None:

@@ -154,7 +154,8 @@ def test_a_time_that_hardly_suffices_to_start_and_end_is_noted_before_anything_i
 ) -> None:
     least = _short_time_note(minutes, Started(0.0, 4.0))
     assert (
-        least == "to start and to end a run takes about 10 s of 12 s; reading comes on top"
+        least
+        == "starting and ending a run takes about 10 s of 12 s; reading the texts comes on top"
     ) == said
     assert bool(least) == said
 

@@ -22,14 +22,17 @@ from monograph.ensemble import Ensemble
 from monograph.graph.capture import Backend
 from monograph.loop import train
 from monograph.resident import Resident
+from monograph.run import writing
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.objectives.texts import TextTask
 from monograph.session.record import write_config
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun, build_run, make_engine
+from monograph.storage.writing import write_durably
 from monograph.sweeps import cohort
 from monograph.sweeps.cohort import Cohort
+from monograph.sweeps.folder import Sweep
 from monograph.sweeps.spec import Member, members_of
 
 UPDATES = 6
@@ -253,3 +256,48 @@ def test_settings_are_written_once_and_are_whole(runs: list[Run], text: Corpus) 
     write_config(runs[1], own.resolve({"optim.lr": 0.5}, "test"))
     mustered(members(), runs, text).close()
     assert load(runs[1].config, {}, {}).optim.lr == 0.5, "a run that has begun is left as it is"
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_a_member_that_is_killed_while_it_begins_begins_again(
+    partly: bool, text: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each of its files, or when that file is written under its passing name."""
+    sweep = Sweep.create(tmp_path / "sweep", load(None, KEYS, {}), POINTS[:1], None)
+    run = sweep.member(0)
+    these = members(POINTS[:1])
+    written = list[str]()
+
+    def begin(kill_at: int) -> None:
+        def write(path: Path, content: str | bytes, new: bool = True) -> None:
+            dies = len(written) == kill_at
+            if dies and not partly:
+                raise Killed
+            write_durably(path, content, new)
+            if dies:
+                raise Killed
+            written.append(path.name)
+
+        written.clear()
+        monkeypatch.setattr(writing, "write_durably", write)
+        with sweep.lock_members(these) as runs:
+            mustered(these, runs, text).close()
+
+    def files() -> dict[str, bytes]:
+        found = {path.name: path.read_bytes() for path in run.folder.iterdir()}
+        del found["run.lock"]  # counts each start
+        return found
+
+    begin(kill_at=-1)
+    expected = files()
+    assert expected.keys() == {"config.toml", "tokenizer.json"}
+    for kill_at in range(len(written)):
+        sweep.forget_members()
+        with pytest.raises(Killed):
+            begin(kill_at)
+        begin(kill_at=-1)
+        assert files() == expected

@@ -170,7 +170,9 @@ def test_of_equal_scores_none_is_called_best() -> None:
     ):
         table = tabulate([0.0, 0.0], points, SEED, "reward", higher_is_better=True)
         assert table.none_is_better and table.best is not None
-        assert results.verdict(table) == "none: all have the same score"
+        assert results.verdict(table) == (
+            "none: all have the same score; what is called best is member 0's"
+        )
         assert "best" not in str(table).replace("none is better", "")
         drawn = results.chart_settings(table)
         assert {each["standing"] for each in drawn} == {""}

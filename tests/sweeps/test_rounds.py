@@ -63,6 +63,15 @@ def test_what_does_not_pay_is_said() -> None:
     )
 
 
+def test_evaluations_count_in_the_choice() -> None:
+    """Training takes 8 s alone and 6 s at once, evaluations 1 s alone and 5 s at once."""
+    timed = {1: WidthTime(0.1, 20), 8: WidthTime(0.6, 20)}
+    assert choose_width(timed, 8, 10).members == 8
+    found = choose_width(timed, 8, 10, held_out_s={1: 1.0, 8: 5.0})
+    assert found.members == 1 and found.total_s == pytest.approx(9)
+    assert ": 0.82x over one after another" in found.why
+
+
 def test_the_reason_names_the_planned_memory() -> None:
     found = choose_width(
         {1: WidthTime(0.1, 20), 8: WidthTime(0.2, 20)}, 8, 1000, {1: 9 * 10**8, 8: 2**31}

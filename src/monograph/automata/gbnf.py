@@ -11,11 +11,11 @@ A grammar is a list of rules `name ::= alternatives`. The texts of the rule `roo
 | `* + ? {m} {m,} {m,n}` | counts of what stands before |
 | `# ...` | a comment, up to the end of the line |
 
-A rule ends with its line, but not inside parentheses, and not after `::=` or before or after `|`. A character is a code
+A rule ends where its line ends, except inside parentheses, after `::=`, and before or after `|`. A character is a code
 point, as in llama.cpp.
 
-A grammar whose rules do not use themselves describes a regular language, and is compiled to an automaton
-in the graph (`expression_of`). Others need a stack, which only the host has (`monograph.automata.on_host`).
+A grammar without recursion describes a regular language, and is compiled to an automaton in the graph
+(`expression_of`). A recursive one needs a stack, which only the host has (`monograph.automata.on_host`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class GbnfGrammar(NamedTuple):
     """A grammar.
 
     Attributes:
-        rules: what each rule accepts, of the rules that `root` needs. From each of them a text can be
-            reached, so every beginning that is allowed can be finished.
+        rules: the rules that `root` needs, by name. Each of them accepts at least one text, so every
+            beginning that is allowed can be finished.
         is_recursive: whether a rule uses itself, perhaps by way of others.
         where: the grammar's name in an error.
     """
@@ -81,8 +81,8 @@ def parse_grammar(text: str, where: str = "the grammar") -> GbnfGrammar:
         where: its name in an error, such as a file.
 
     Raises:
-        InputRefused: it is no grammar, or no text has the form that it describes; the message has the
-            line, the column, and what was expected.
+        InputRefused: the text is not a grammar, or the grammar accepts no text. For a mistake in the
+            syntax the message has the line, the column and what was expected.
     """
     if len(text) > MAX_GRAMMAR_LENGTH:
         raise InputRefused(
@@ -176,7 +176,7 @@ class _Parser:
     def choice(self, depth: int) -> Symbol:
         """Read alternatives; `depth` counts the open parentheses."""
         if depth > MAX_DEPTH:
-            self.refuse(f"at most {MAX_DEPTH} parentheses may be inside each other")
+            self.refuse(f"parentheses may be nested at most {MAX_DEPTH} deep")
         options = [self.sequence(depth)]
         while self.take_bar():
             self.skip(_BLANK_AND_LINES)
@@ -227,7 +227,7 @@ class _Parser:
         return RuleText(name)
 
     def counted(self, part: Symbol, blank: re.Pattern[str]) -> Symbol:
-        """Read the counts behind an element, and return it with them."""
+        """Read the counts after an element, if there are any, and return the element with them."""
         if not self.text.startswith(("*", "+", "?", "{"), self.position):
             return part
         start = self.position
@@ -236,11 +236,11 @@ class _Parser:
             self.refuse(f"a count is at most {MAX_COUNT:,}", start)
         self.skip(blank)
         if self.text.startswith(("*", "+", "?", "{"), self.position):
-            self.refuse("a count behind a count: put the element with the first one in parentheses")
+            self.refuse("a count after a count: put the element and its first count in parentheses")
         return Repeated(part, least, most)
 
     def counts(self) -> tuple[int, int | None]:
-        """Read counts."""
+        """Read `*`, `+`, `?` or counts in braces; return the smallest and the largest count."""
         for sign, bounds in {"*": (0, None), "+": (1, None), "?": (0, 1)}.items():
             if self.take(sign):
                 return bounds
@@ -259,14 +259,14 @@ class _Parser:
         return least, most
 
     def text_in_quotes(self, start: int) -> InOrder:
-        """Read a text, whose quote has been read."""
+        """Read a text whose opening quote, at `start`, has been read."""
         characters: list[Symbol] = []
         while not self.take('"'):
             characters.append(OneCharacter(single(self.character(start, '"'))))
         return InOrder(tuple(characters))
 
     def character_set(self, start: int) -> OneCharacter:
-        """Read a set of characters, whose bracket has been read."""
+        """Read a set of characters whose opening bracket, at `start`, has been read."""
         is_negated = self.take("^")
         ranges: list[tuple[int, int]] = []
         while not self.take("]"):
@@ -286,7 +286,12 @@ class _Parser:
         return OneCharacter(complement(points) if is_negated else points)
 
     def character(self, start: int, end: str) -> int:
-        """Read a character of what began at `start` and goes up to `end`; return its code point."""
+        """Read a character of a text or a set, and return its code point.
+
+        Args:
+            start: where the text or the set begins, for an error.
+            end: the character that closes it.
+        """
         if self.position >= len(self.text) or self.text[self.position] in "\r\n":
             self.refuse(f"expected {end} before the end of the line", start)
         letter = self.text[self.position]
@@ -349,10 +354,10 @@ def references(symbol: Symbol) -> Iterator[str]:
 
 
 def _productive(rules: Mapping[str, Symbol]) -> set[str]:
-    """Return the rules from which a text can be reached.
+    """Return the names of the rules that accept at least one text.
 
-    Each symbol waits for its parts, or for one of its options, and is told when they are found, so the
-    time grows with the length of the grammar alone.
+    Each symbol waits until all of its parts, or one of its options, are known to accept a text. So each
+    symbol is visited once, and the time is linear in the length of the grammar.
     """
     found = set[str]()
     # The symbols that wait for a rule, as indices of `missing` and `owner`.
@@ -402,7 +407,7 @@ def _productive(rules: Mapping[str, Symbol]) -> set[str]:
 
 
 def _can_end(symbol: Symbol, productive: set[str]) -> bool:
-    """Return whether a symbol has a text in which only these rules are used."""
+    """Return whether a symbol accepts a text for which only these rules are used."""
     match symbol:
         case OneCharacter(points):
             return bool(points)
@@ -418,7 +423,7 @@ def _can_end(symbol: Symbol, productive: set[str]) -> bool:
 
 
 def _pruned(symbol: Symbol, productive: set[str]) -> Symbol:
-    """Return a symbol, from which a text can be reached, without the options from which none can."""
+    """Return a symbol that accepts a text without those of its options that accept none."""
     match symbol:
         case InOrder(parts):
             return InOrder(tuple(_pruned(part, productive) for part in parts))
@@ -433,7 +438,7 @@ def _pruned(symbol: Symbol, productive: set[str]) -> Symbol:
 
 
 def _reachable(rules: Mapping[str, Symbol]) -> set[str]:
-    """Return the rules that `root` uses, with itself."""
+    """Return `root` and the rules that it uses, perhaps by way of others."""
     found = {ROOT}
     waiting = [ROOT]
     while waiting:
@@ -452,7 +457,7 @@ def _uses_itself(rules: Mapping[str, Symbol]) -> bool:
         unread[name] = len(used)
         for other in used:
             users[other].append(name)
-    # A rule is read when all that it uses have been. Those that use themselves never are.
+    # A rule is read once all rules that it uses have been read. One that uses itself never is.
     ready = [name for name, count in unread.items() if count == 0]
     read = 0
     while ready:

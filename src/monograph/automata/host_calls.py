@@ -1,8 +1,10 @@
 """The grammar of all answers that call functions, for the host to follow.
 
-It accepts what the automaton of `monograph.automata.calls` accepts, for schemas of arguments that need a
-stack. Two kinds of frames are left to automata alone: those that write arguments one by one, and answers
-that may call and may think before.
+It accepts what the automaton of `monograph.automata.calls` accepts, also for arguments whose schema needs
+a stack. Two kinds of answers are left to the automaton: those in which a template writes arguments one by
+one, and those that may begin with thoughts and need not call a function.
+
+Frames and their parts are described in `monograph.automata.calls`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,19 +29,23 @@ _ANY_TEXT = "(?s:.*)"
 
 
 def calls_rules(calls: Calls, special_ids: Sequence[int]) -> dict[str, Symbol]:
-    """Return the rules of the answers, of which ROOT accepts an answer.
+    """Return a grammar whose rule ROOT accepts the answers.
+
+    Args:
+        calls: the calls that an answer may or must have.
+        special_ids: the ids of all special tokens.
 
     Raises:
-        InputRefused: the frame needs an automaton.
+        InputRefused: only an automaton can follow such answers.
     """
     frame = calls.frame
     if frame["fields"] is not None:
-        raise InputRefused("llguidance follows no arguments that a template writes one by one")
+        raise InputRefused("llguidance cannot follow arguments that a template writes one by one")
     thoughts = frame.get("thoughts")
     place = "after" if thoughts is None else thoughts["place"]
     if place == "before" and not calls.must_call:
         raise InputRefused(
-            "llguidance follows no answer that may think and need not call: ask for a call"
+            "llguidance cannot follow an answer that may think and need not call: require a call"
         )
     forms = [frame["call"], *([] if calls.must_call else frame["variants"])]
     any_call = AnyOf(
@@ -93,14 +99,14 @@ def _form(
 
 
 def _text(parts: Sequence[SpellingPart]) -> Symbol:
-    """Return exactly these parts."""
+    """Return these parts, one after another, and nothing else."""
     symbols: list[Symbol] = []
     for part in parts:
         if isinstance(part, int):
             symbols.append(SpecialToken((part,)))
         else:
             assert isinstance(part, str)
-            letters = part.encode("latin-1").decode()
+            letters = part.encode("latin-1").decode()  # a part has a character for each byte
             symbols += [OneCharacter(single(ord(letter))) for letter in letters]
     return InOrder(tuple(symbols))
 
@@ -108,7 +114,13 @@ def _text(parts: Sequence[SpellingPart]) -> Symbol:
 def _text_up_to(
     needle: Sequence[SpellingPart], special_ids: tuple[int, ...], anywhere: bool
 ) -> Symbol:
-    """Return the texts that end with the first occurrence of a needle."""
+    """Return the texts that end with the first occurrence of a needle.
+
+    Args:
+        needle: what is searched for.
+        special_ids: the ids of all special tokens.
+        anywhere: whether any text may come before the needle, or only white space.
+    """
     if not anywhere:
         return InOrder((_SPACES, _text(needle)))
     if isinstance(needle[0], int):
@@ -118,7 +130,7 @@ def _text_up_to(
 
 
 def _text_without(needle: Sequence[SpellingPart], special_ids: tuple[int, ...]) -> Symbol:
-    """Return the texts in which a needle is nowhere."""
+    """Return the texts that do not contain a needle."""
     if isinstance(needle[0], int):
         return _any_text(tuple(token for token in special_ids if token != needle[0]))
     return Lexeme(_ANY_TEXT, without=_ANY_TEXT + _escaped(needle) + _ANY_TEXT)
@@ -136,9 +148,11 @@ def _escaped(needle: Sequence[SpellingPart]) -> str:
     """Return a needle without special tokens as a regular expression.
 
     Raises:
-        InputRefused: it has special tokens behind its first part.
+        InputRefused: there are special tokens in it.
     """
     if not all(isinstance(part, str) for part in needle):
-        raise InputRefused("llguidance follows no call that text and special tokens begin together")
+        raise InputRefused(
+            "llguidance cannot follow calls that begin with text and a special token"
+        )
     text = "".join(map(str, needle)).encode("latin-1").decode()
     return "".join(rf"\x{{{ord(letter):x}}}" for letter in text)

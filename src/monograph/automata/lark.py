@@ -1,8 +1,9 @@
 """Write a grammar in the form of Lark that llguidance reads.
 
-llguidance cuts a text into lexemes before it parses them, and a lexeme is as long as it can be. In a
-grammar that is written as people write it, `[a-z]* "a"` would so accept nothing. Therefore each character
-is a lexeme here, and the parser sees all of them: a text is accepted if and only if the rules have it.
+llguidance cuts a text into lexemes before it parses them, and each lexeme is as long as it can be. If
+`[a-z]* "a"` were written as two lexemes, it would accept nothing, because the first one would take the
+last `a` too. So each character is a lexeme here, and the parser sees every character: a text is accepted
+if and only if the rules accept it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from monograph.automata.rules import (
 )
 
 _SURROGATES: CodePoints = ((0xD800, 0xDFFF),)
-# All beginnings of a token are allowed, not only that token by which a tokenizer would spell a text that
-# has to follow.
+# Where only one text can follow, every token that begins this text is allowed, and not only the token with
+# which the tokenizer would spell it.
 _OPTIONS = '%llguidance {"no_forcing": true}'
 
 
@@ -78,6 +79,11 @@ class _Writer:
         return f"({written}){bounds.get((least, most), count)}"
 
     def _lexeme(self, lexeme: Lexeme) -> str:
+        """Add a rule for a lexeme, and return the rule's name.
+
+        Only a terminal, whose name begins with a capital letter, may have `&` and `~`, and only a rule, whose
+        name does not, an option such as `[lazy]`.
+        """
         number = len(self.lexemes)
         text = f"/{lexeme.pattern}/"
         if lexeme.without is not None:
@@ -96,7 +102,7 @@ def _character_class(points: CodePoints) -> str:
 
 
 def _with_separators(schema: Any, separators: tuple[str, str]) -> Any:
-    """Return a schema with llguidance's options for compact JSON."""
+    """Return a schema with llguidance's options, by which it writes these separators and no spaces."""
     # `true` allows every value, as a schema without keywords does.
     keywords = schema if isinstance(schema, dict) else {}
     item, key = separators

@@ -1,10 +1,10 @@
-"""Constraints that need a stack: the host follows them token by token, by the package llguidance.
+"""Constraints that need a stack: the host follows them token by token, with the package llguidance.
 
-An automaton in the decode graph has a fixed number of states, so it can follow no recursive grammar, no
-recursive schema and no object with any members. llguidance can, on the host. For each text it says which
-tokens may come next, and the decoder writes that mask into the tables of automata before each step, as
-the classes of an automaton with one state (`HostText`). So the graph stays the same, but the host must
-read each token before it can start the next step.
+An automaton in the decode graph has a fixed number of states, so it cannot follow a recursive grammar, a
+recursive schema or an object whose members may have any names. llguidance can, on the host. For each text
+it says which tokens may come next. Before each step the decoder writes this mask into the tables of
+automata, as the classes of an automaton with one state (`HostText`). So the graph stays the same, but the
+host must read each token before it can start the next step.
 
 llguidance is an optional package, an extra of this one; `require_llguidance` says how it is installed.
 """
@@ -31,13 +31,13 @@ from monograph.extras import command_for
 # The kinds of constraints (`monograph.automata.KINDS`) that the host can follow.
 HOST_KINDS = ("json_schema", "grammar")
 _START = "start of the text"
-# The extra of this package that has llguidance, and what is installed if its metadata does not say.
+# The extra of this package that installs llguidance, and the requirement that an error names if this
+# package's metadata cannot be read.
 _EXTRA = "grammar"
 _LIBRARY = "llguidance>=1.9"
-# What one text may take of the host: fewer states of the lexer than llguidance's own limit, which could
-# take 500 MB.
+# Maximum states of the lexer for one text. llguidance's own limit is higher, and could take 500 MB.
 _MAX_LEXER_STATES = 20_000
-# The rules of a grammar; a chain of 1,500 that use each other overflows llguidance's stack.
+# Maximum rules of a grammar. A chain of 1,500 rules, each of which uses the next, overflows llguidance's stack.
 _MAX_RULES = 500
 
 
@@ -51,7 +51,7 @@ class Matcher(Protocol):
         """Read a token."""
 
     def is_stopped(self) -> bool:
-        """Return whether only an end token may follow, or the matcher has failed."""
+        """Return whether the matcher has failed, or only an end token may follow."""
 
     def is_error(self) -> bool:
         """Return whether the matcher has failed."""
@@ -75,7 +75,7 @@ def require_llguidance(refusal: InputRefused) -> None:
         refusal: why no automaton follows the constraint.
 
     Raises:
-        InputRefused: it is not installed; the message has the refusal and what to install.
+        InputRefused: it is not installed. The message has the refusal and the command that installs it.
     """
     if not has_llguidance():
         raise InputRefused(
@@ -92,7 +92,7 @@ def lark_of(kind: str, value: Any, lead: bytes = b"") -> str:
         lead: bytes that come before the text and are not part of it.
 
     Raises:
-        InputRefused: the value is no grammar, or has too many rules.
+        InputRefused: the text is not a grammar, or has too many rules.
     """
     rules: Mapping[str, Symbol] = {ROOT: Json(value)}
     if kind == "grammar":
@@ -115,9 +115,9 @@ def lark_of_calls(calls: Calls, pieces: Sequence[bytes]) -> str:
 
 
 def try_lark(lark: str, size: int) -> str:
-    """Return why llguidance refuses a grammar, or an empty text.
+    """Return why llguidance refuses a grammar in the form of Lark; an empty text if it accepts it.
 
-    The vocabulary has all bytes, and as many special tokens that each id below `size` is one of both.
+    It is tried with a vocabulary of the 256 bytes, followed by special tokens for all other ids below `size`.
 
     It may also end the process: a grammar that is nested too deep overflows the stack of llguidance.
     """
@@ -155,7 +155,7 @@ class HostVocabulary:
         self._matcher_type = llguidance.LLMatcher
 
     def matcher(self, lark: str) -> Matcher:
-        """Return a matcher of a grammar in the form of Lark, which may have failed."""
+        """Return a matcher for a grammar in the form of Lark; the matcher may have failed."""
         kind = self._matcher_type
         grammar = kind.grammar_from_lark(lark)
         matcher: Matcher = kind(self._tokenizer, grammar, log_level=0, limits=self._limits)
@@ -173,7 +173,7 @@ class _Tokens:
         self.tokens = [piece or b"<%d>" % token for token, piece in enumerate(pieces)]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return ids of a text. It is only asked for texts that have to follow, which `lark` excludes."""
+        """Return no ids: llguidance asks only where one text must follow, which `lark` switches off."""
         return []
 
 
@@ -193,7 +193,7 @@ class HostText(Automaton):
         """Return the class of each token now: 0 if it may come next, and else 1."""
         size = len(self.class_V)
         if self.matcher.is_error():
-            # It gave up, as a text needs more than llguidance's limits allow.
+            # The matcher gave up, because the text needs more than llguidance's limits allow.
             self.class_V.fill(1)
             return self.class_V
         mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
@@ -201,7 +201,7 @@ class HostText(Automaton):
         return self.class_V
 
     def take(self, token: int) -> bool:
-        """Read a token; return whether the text is over, since only an end token could follow."""
+        """Read a token; return whether the text is over, because only an end token could follow."""
         self.matcher.consume_token(token)
         return bool(self.matcher.is_stopped() and not self.matcher.is_error())
 

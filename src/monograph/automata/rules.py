@@ -1,8 +1,8 @@
-"""What the rules of a grammar consist of.
+"""The symbols of which the rules of a grammar consist.
 
-A grammar is a dict of rules by name; the texts of the rule ROOT are accepted. `monograph.automata.gbnf`
-reads rules that people write, and `monograph.automata.host_calls` makes those of calls. The last three
-parts are only for the host (`monograph.automata.on_host`).
+A grammar is a dict from a rule's name to its symbol; the texts of the rule ROOT are accepted.
+`monograph.automata.gbnf` reads rules that people write, and `monograph.automata.host_calls` makes the rules
+of calls. Only the host (`monograph.automata.on_host`) can follow `SpecialToken`, `Json` and `Lexeme`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AnyOf:
 
 @dataclass(frozen=True)
 class Repeated:
-    """The part `least` to `most` times; if `most` is None, without limit."""
+    """The part, `least` to `most` times; if `most` is None, there is no upper limit."""
 
     part: Symbol
     least: int
@@ -79,7 +79,7 @@ class Lexeme:
     Attributes:
         pattern: the expression.
         without: an expression that must not match the same text; None: any text may.
-        is_lazy: whether it ends at the first place where it can, and not at the last one.
+        is_lazy: whether a match ends at the first place where it can, instead of the last.
     """
 
     pattern: str

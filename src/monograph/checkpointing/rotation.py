@@ -98,8 +98,8 @@ def save(
             consequence = "nothing was trained yet, so nothing is lost"
         raise DiskFull(
             f"{error.filename or checkpoints}: cannot save the checkpoint of update {checkpoint.update}: "
-            f"{error.strerror} ({_space_needed(checkpoints, files)}); {consequence}: make room there or mend it, "
-            "then resume"
+            f"{error.strerror} ({_space_needed(checkpoints, files)}); {consequence}: make room there, or correct "
+            "what prevents writing, then resume"
         ) from error
     # The new checkpoint is durable. It is no error if an old one cannot be removed, because the next save
     # tries again.

@@ -39,7 +39,9 @@ _INPUT_ERRORS = {
     errno.EINTR,
 }
 # Errors of the operating system about a disk.
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+# How the message of Python's tempfile begins if it can write to none of the folders that it tries.
+_NO_TEMPORARY_FOLDER = "No usable temporary directory"
 # Options whose value is a path or a run. An unset shell variable, as in `--out "$OUT"`, makes the
 # value empty, and an empty path would be the working folder.
 _PATH_OPTIONS = {
@@ -327,6 +329,13 @@ def _report_unforeseen(error: BaseException, arguments: list[str]) -> int:
         # The error of a stream has no file name, and commands write to no stream but stdout.
         place = error.filename or "standard output"
         _print_error(f"cannot {verb} {place}: {error.strerror}")
+        return errors.DiskFull.exit_code
+    if isinstance(error, FileNotFoundError) and str(error.strerror).startswith(
+        _NO_TEMPORARY_FOLDER
+    ):
+        _print_error(
+            "no folder for temporary files can be written to: make room in /tmp, or set TMPDIR to another folder"
+        )
         return errors.DiskFull.exit_code
     if isinstance(error, PermissionError):
         _print_error(f"no permission for {error.filename or 'a file'}")

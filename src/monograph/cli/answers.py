@@ -117,7 +117,7 @@ def _message_of(error: BadCommandLine, tree: Command, arguments: Sequence[str]) 
     if isinstance(command, TyperGroup):
         if "?" in typer_message:  # typer suggests a command
             return typer_message
-        return f"{typer_message}; there are {', '.join(command.commands)}"
+        return f"{typer_message}; the commands are {', '.join(command.commands)}"
     if _is_unknown_option(error):
         option = _option_of(error)
         similar = getattr(error, "possibilities", None) or ()

@@ -282,7 +282,14 @@ GrammarOption = Annotated[
 ]
 AdapterOption = Annotated[
     list[str] | None,
-    _option("NAME=FOLDER", "an adapter of this model, a folder of PEFT or a run; may be repeated"),
+    _option(
+        "NAME=FOLDER",
+        "an adapter of this model: a folder that PEFT can load, or a run; may be repeated",
+    ),
+]
+DraftOption = Annotated[
+    str | None,
+    _option("RUN", "a small model that proposes tokens, which the model checks together"),
 ]
 UseOption = Annotated[
     str | None,
@@ -427,7 +434,7 @@ def sweep(
         float | None,
         _option(
             "P",
-            "stop members early that can hardly win; the best is stopped with a probability of at most P",
+            "stop members early if they can hardly win; the best is stopped with a probability of at most P",
         ),
     ] = None,
     trust_code: TrustCodeOption = False,
@@ -647,6 +654,7 @@ def generate(
         str | None,
         _option("CHOICE", "auto, required, or the name of the tool to call; default: auto"),
     ] = None,
+    draft: DraftOption = None,
     json: JsonOption = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
@@ -677,6 +685,7 @@ def generate(
         use=use,
         tools=tools,
         tool_choice=tool_choice,
+        draft=draft,
     )
     if chat and not prompts and file is None:
         if json or n > 1:
@@ -710,6 +719,7 @@ def chat(
     grammar: GrammarOption = None,
     adapter: AdapterOption = None,
     use: UseOption = None,
+    draft: DraftOption = None,
 ) -> None:
     """Talk to a model in the terminal; /help there lists what you can type.
 
@@ -740,6 +750,7 @@ def chat(
         json=False,
         adapters=adapter or [],
         use=use,
+        draft=draft,
     )
     interrupts.interruptible(command)(run, system=system, options=options)
 
@@ -748,7 +759,10 @@ def chat(
 def serve(
     run: RunArgument,
     host: Annotated[
-        str, _option("ADDRESS", "where to listen; any other address needs --api-key-file")
+        str,
+        _option(
+            "ADDRESS", "where to listen; an address other than the default needs --api-key-file"
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, _option("N", "the port; 0: any free one", min=0, max=65535)] = 8000,
     api_key_file: Annotated[
@@ -785,7 +799,7 @@ def serve(
         _option("N", "the largest rank of an adapter; default: as those given, at least 16", min=1),
     ] = None,
 ) -> None:
-    """Serve a model through an OpenAI-compatible API, with a chat page."""
+    """Serve a model through OpenAI's and Anthropic's APIs, with a chat page."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
         from monograph.extras import install_command
 

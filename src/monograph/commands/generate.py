@@ -45,7 +45,7 @@ PromptContent = str | list[Message]
 # Flags of the command that are not options of `Sampling`. --sampler refuses them with a hint.
 _FLAGS = (
     *("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json"),
-    *("grammar", "adapter", "use", "tools", "tool_choice"),
+    *("grammar", "adapter", "use", "tools", "tool_choice", "draft"),
 )
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
 # The types whose values a user writes as they are, with the words for them in messages. Values of all
@@ -321,6 +321,7 @@ class GenerateOptions(NamedTuple):
         use: the name of the adapter that writes; None: the first one, if there are any.
         tools: a file with the tools that an answer may call; None: there are none.
         tool_choice: which tools an answer calls; see `answer_tools`. None: "auto".
+        draft: a small model that proposes tokens; None: there is none.
     """
 
     flag_values: dict[str, Any]
@@ -335,6 +336,7 @@ class GenerateOptions(NamedTuple):
     use: str | None = None
     tools: Path | None = None
     tool_choice: str | None = None
+    draft: str | None = None
 
 
 class ReadyModel(NamedTuple):
@@ -350,6 +352,7 @@ class ReadyModel(NamedTuple):
         options: the command line's options.
         adapter: the name of the adapter that writes, unless a prompt names another one.
         tools: the tools that an answer may call; None: there are none.
+        draft: the model that proposes tokens; None: there is none.
     """
 
     model: Llama
@@ -360,6 +363,7 @@ class ReadyModel(NamedTuple):
     options: GenerateOptions
     adapter: str = BASE
     tools: AnswerTools | None = None
+    draft: Llama | None = None
 
     def generate(
         self,
@@ -384,6 +388,7 @@ class ReadyModel(NamedTuple):
             n=self.options.n,
             constraint=self.constraint,
             adapters=self.adapter if adapters is None else adapters,
+            draft=self.draft,
         )
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -415,6 +420,7 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
             f"--use {options.use}: expected {', '.join([*folders, BASE])}, a name that --adapter gives"
         )
     model, tokenizer = load_with_tokenizer(run, warn)
+    draft = _load_draft(options.draft, tokenizer) if options.draft is not None else None
     base = AdapterBase(model, tokenizer)
     stored_adapters = {name: base.read(folder, warn) for name, folder in folders.items()}
     end_ids = [tokenizer.eos_id]
@@ -431,7 +437,21 @@ def open_model(run: str, options: GenerateOptions) -> ReadyModel:
         text = _read_text(options.tools, "--tools", LARGEST_TOOLS_BYTES)
         choice = options.tool_choice or AUTO
         tools = answer_tools(text, options.tools, choice, tokenizer, end_ids)
-    return ReadyModel(model, tokenizer, sampling, stop, None, options, adapter, tools)
+    return ReadyModel(model, tokenizer, sampling, stop, None, options, adapter, tools, draft)
+
+
+def _load_draft(name: str, tokenizer: Tokenizer) -> Llama:
+    """Load the model that proposes tokens.
+
+    Raises:
+        InputRefused: it cannot be loaded, or its tokens are not those of the model.
+    """
+    draft, own_tokenizer = load_with_tokenizer(name, warn)
+    if own_tokenizer.pieces != tokenizer.pieces:
+        raise InputRefused(
+            f"--draft {name}: its tokens are not the model's: expected a model with the same tokenizer.json"
+        )
+    return draft.to(default_device())
 
 
 def _check_tool_flags(options: GenerateOptions) -> None:
@@ -553,10 +573,13 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
     _print_text(generation, text_before, model.constraint is not None)
     tokens_per_s = generation.tokens / max(clock() - began, 1e-9)
     speed = f"{counted(generation.tokens, 'token')}, {tokens_per_s:.0f} tok/s"
-    masks = generation.generator.masks
-    if masks:
-        mask_us = generation.generator.masks_s / masks * 1e6
+    generator = generation.generator
+    if generator.masks:
+        mask_us = generator.masks_s / generator.masks * 1e6
         speed += f", masks of llguidance {mask_us:.0f} µs each"
+    if generator.drafted_passes:
+        per_pass = generator.drafted_tokens / generator.drafted_passes
+        speed += f", {per_pass:.1f} tokens in a pass with drafts"
     print(
         f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})",
         file=sys.stderr,
@@ -665,6 +688,8 @@ def _print_json(generation: Generation, tools: AnswerTools | None) -> None:
         "prefill_s": generator.prefill_s,
         "masks": generator.masks,
         "masks_s": generator.masks_s,
+        "drafted_passes": generator.drafted_passes,
+        "drafted_tokens": generator.drafted_tokens,
         "graphs": generator.replays.variant_count,
         "host_syncs_per_token": generator.blocks_read / tokens,
         "device_to_host_bytes_per_token": generator.outbox.bytes_out / tokens,

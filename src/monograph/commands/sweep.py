@@ -18,6 +18,7 @@ from monograph.device import default_device, describe
 from monograph.distributed.world import World, read_place
 from monograph.errors import Diverged, UsageError
 from monograph.loop import train
+from monograph.report.quantities import counted
 from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.signals import StopSignal
 from monograph.run.started import note_start
@@ -96,6 +97,8 @@ def run(
         if world.leads and prune is not None:
             _set_prune(sweep, prune)
         state = resources.enter_context(closing(SweepProgress(sweep, progress, world)))
+        if world.leads and verify is not None and not arguments:
+            _say_what_verify_waits_for(state, verify, progress)
         if not world.broadcast(state.are_over(state.members)):
             _train(state, progress)
             world.rank_0_waits_for_others()  # because it compares the members of all ranks
@@ -211,6 +214,17 @@ def _require_member(verify: int | None, members: int) -> None:
     """
     if verify is not None and not 0 <= verify < members:
         raise UsageError(f"--verify {verify}: the sweep has members 0 to {members - 1}")
+
+
+def _say_what_verify_waits_for(state: SweepProgress, verify: int, progress: Progress) -> None:
+    """Say that an existing sweep has members to be trained before one of them is verified."""
+    waiting = [member for member in state.members if not state.are_over([member])]
+    if waiting:
+        progress.line(
+            "verify",
+            f"{len(waiting)} of {counted(len(state.members), 'member')} are not trained to the end: the sweep "
+            f"goes on first, and member {verify} is verified after that",
+        )
 
 
 def _train(state: SweepProgress, progress: Progress) -> None:

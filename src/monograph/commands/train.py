@@ -68,8 +68,8 @@ def run(
 def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     """Train to the end of the run or until the user stops it.
 
-    Each update is followed by what is due after it: going back after a spike, an evaluation, samples,
-    a checkpoint.
+    Each update is followed by what is due after it: going back to an earlier checkpoint after many
+    skipped updates, an evaluation, samples, a checkpoint.
     """
     with (
         report.training_block() as block,

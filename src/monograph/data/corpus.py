@@ -292,8 +292,8 @@ def _rows(
 
 
 _NEEDS_TEMPLATE = (
-    "the tokenizer and chat template of a model: start from one with model.init = FOLDER, or name its folder here "
-    "(records of 'prompt' and 'completion', texts, need none)"
+    "the tokenizer and chat template of a model: start from one with model.init = FOLDER, or give its folder as "
+    "data.tokenizer (records with a 'prompt' and a 'completion' that are texts need neither)"
 )
 
 

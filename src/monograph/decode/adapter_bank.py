@@ -311,6 +311,23 @@ class AdapterBank(BankOfRows):
                 f"{_BEGIN_WITH_IT}"
             )
 
+    def require_free_slot(self) -> None:
+        """Refuse another adapter if there is no room for it.
+
+        Raises:
+            UsageError: no slot is free.
+        """
+        if self._free:
+            return
+        taken_by = list(self.slots)
+        retired = self.capacity - len(self.slots)
+        if retired:
+            taken_by.append(f"{retired} removed, whose requests have not ended")
+        raise UsageError(
+            f"there is room for {self.capacity} adapters (--adapter-slots), and all of it is taken by "
+            f"{', '.join(taken_by)}: remove one first"
+        )
+
     def add(self, name: str, adapter: StoredAdapter) -> int:
         """Write an adapter to a free slot, from which requests may use it; return the slot.
 
@@ -321,10 +338,7 @@ class AdapterBank(BankOfRows):
         if name in self.slots or name == BASE:
             raise UsageError(f"there is an adapter {name!r:.80} already: choose another name")
         self.require_fits(adapter)
-        if not self._free:
-            raise UsageError(
-                f"there is room for {self.capacity} adapters, and all of it is in use: remove one first"
-            )
+        self.require_free_slot()
         slot = self._free.pop(0)
         self._write(slot, adapter)
         self._digests[slot] = adapter.digest
@@ -519,6 +533,7 @@ def rows_with_adapters(bank: AdapterBank | None, slot_B: Tensor) -> Iterator[Non
         yield
         return
     bank.slot_B = slot_B
+    bank.groups = None
     try:
         yield
     finally:

@@ -15,11 +15,33 @@ Shapes: S slots, B rows of the pass, T positions, K inputs, N outputs, R the ban
 rows of their own, D hidden size, V vocabulary.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
+from monograph.graph import grouped
 from monograph.graph.frozen import Int8Linear, NF4Linear
+from monograph.graph.matmul import linear
 from monograph.model.layers import Linear
+
+# Entries of a weight from which its products are computed in the fastest way, if the bank allows it. Less
+# is not worth sorting the rows, nor oneDNN's call.
+LARGE_WEIGHT = 2**17
+
+
+class RowGroups(NamedTuple):
+    """The rows of a pass, sorted by their slots.
+
+    Attributes:
+        order_B: the row at each place.
+        place_B: the place of each row.
+        ends_S: the place after the last row of each slot, int32.
+    """
+
+    order_B: Tensor
+    place_B: Tensor
+    ends_S: Tensor
 
 
 class BankOfRows:
@@ -27,14 +49,27 @@ class BankOfRows:
 
     Attributes:
         slot_B: the slots of the rows of the present pass; None: no row has an adapter.
+        groups: the rows by their slots; None: no layer of the present pass has needed them yet.
         scale_S: s of each slot.
         token_ids_SC: the tokens with rows of their own of each slot, padded with -1; None: there is no
             room for them.
+        has_fast_products: whether products of large weights are computed in the fastest way. A row has the
+            same bits in any batch then, too, but not those of a model without a bank or with one adapter.
     """
 
+    has_fast_products = False
     slot_B: Tensor | None = None
+    groups: RowGroups | None = None
     scale_S: Tensor
     token_ids_SC: Tensor | None = None
+
+    def groups_of(self, slot_B: Tensor) -> RowGroups:
+        """Return the rows of the present pass by their slots; computed by its first layer."""
+        if self.groups is None:
+            counts_S = torch.bincount(slot_B, minlength=len(self.scale_S))
+            order_B = slot_B.argsort(stable=True)
+            self.groups = RowGroups(order_B, order_B.argsort(), counts_S.cumsum(0).int())
+        return self.groups
 
 
 class Banked(nn.Linear):
@@ -54,16 +89,19 @@ class Banked(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [B, T, K] to [B, T, N], or [B, K] to [B, N], with the adapter of each row."""
-        output = super().forward(input)
+        output = self.base_output(input)
         slot_B = self.bank.slot_B
         if slot_B is None:
             return output
         # One slot may be that of many positions.
         input_BTK = input.reshape(len(slot_B), -1, self.in_features).to(self.bank_A_SRK.dtype)
-        low_BTR = torch.bmm(input_BTK, self.bank_A_SRK.index_select(0, slot_B).mT)
-        # In this order the kernels multiply, too (`monograph.ops.layer_kernels`).
-        low_BTR = low_BTR * self.bank.scale_S.index_select(0, slot_B)[:, None, None]
-        added_BTN = torch.bmm(low_BTR, self.bank_B_SRN.index_select(0, slot_B))
+        if self._is_fast(input):
+            added_BTN = self._added_by_groups(input_BTK, slot_B)
+        else:
+            low_BTR = torch.bmm(input_BTK, self.bank_A_SRK.index_select(0, slot_B).mT)
+            # In this order the kernels multiply, too (`monograph.ops.layer_kernels`).
+            low_BTR = low_BTR * self.bank.scale_S.index_select(0, slot_B)[:, None, None]
+            added_BTN = torch.bmm(low_BTR, self.bank_B_SRN.index_select(0, slot_B))
         if self.bank_gain_SN is not None:
             base = output if self.bias is None else output - self.bias
             gain_B1N = self.bank_gain_SN.index_select(0, slot_B)[:, None]
@@ -71,9 +109,46 @@ class Banked(nn.Linear):
         # The sum is in the dtype of the adapters, and is rounded once.
         return (output + added_BTN.view(output.shape)).to(output.dtype)
 
+    def base_output(self, input: Tensor) -> Tensor:
+        """Return W x + b."""
+        return super().forward(input)
+
+    def _is_fast(self, input: Tensor) -> bool:
+        """Return whether products are computed in the fastest way: on a CPU, without a graph.
+
+        It does not depend on the number of rows, and so a row's bits do not.
+        """
+        return (
+            self.bank.has_fast_products
+            and input.device.type == "cpu"
+            and self.in_features * self.out_features >= LARGE_WEIGHT
+            and not torch.compiler.is_compiling()
+        )
+
+    def _added_by_groups(self, input_BTK: Tensor, slot_B: Tensor) -> Tensor:
+        """Return s_i B'_i A_i x of each row, [B, T, N], by one product for all rows of a slot.
+
+        The matrices of a slot are not copied for each of its rows.
+        """
+        order_B, place_B, ends_S = self.bank.groups_of(slot_B)
+        rows, positions, _ = input_BTK.shape
+        ends_S = ends_S * positions
+        sorted_PK = input_BTK.index_select(0, order_B).flatten(0, 1)
+        low_PR = grouped.plain_product(sorted_PK, self.bank_A_SRK, ends_S)
+        scale_B = self.bank.scale_S.index_select(0, slot_B.index_select(0, order_B))
+        low_BTR = low_PR.view(rows, positions, -1) * scale_B[:, None, None]
+        added_PN = grouped.plain_product(low_BTR.flatten(0, 1), self.bank_B_SRN.mT, ends_S)
+        return added_PN.view(rows, positions, -1).index_select(0, place_B)
+
 
 class BankedLinear(Banked):
     """A linear layer with a bank of adapters."""
+
+    def base_output(self, input: Tensor) -> Tensor:
+        """Return W x + b, by the faster library if the bank allows it."""
+        if self._is_fast(input):
+            return linear(input, self.weight, self.bias)
+        return super().base_output(input)
 
 
 class BankedInt8Linear(Banked, Int8Linear):

@@ -18,6 +18,7 @@ from monograph.automata.on_host import HostConstraint
 from monograph.decode.adapter_bank import BASE, BASE_SLOT, bank_of
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.chain import breakers
+from monograph.decode.draft import DRAFT_TOKENS
 from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import continuation_seed
@@ -199,6 +200,8 @@ def generate(
     n: int = 1,
     constraint: Automaton | HostConstraint | None = None,
     adapters: str | Sequence[str] = BASE,
+    draft: Llama | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
 ) -> Generation:
     """Continue each prompt `n` times.
 
@@ -220,6 +223,10 @@ def generate(
         adapters: the name of the adapter that writes, if the model has a bank of them
             (`monograph.decode.adapter_bank.install`), for all prompts; or a list with one for each
             prompt. "base" is the model without an adapter.
+        draft: a small model with the same vocabulary, which proposes tokens that the model checks
+            together (`monograph.decode.draft`). The texts are those without it, except for what a pass
+            over several tokens rounds otherwise. None: each step samples one token.
+        draft_tokens: the number of tokens that it proposes at a time.
 
     Returns:
         An iterable of completions, prompt by prompt, which are written while one iterates over it.
@@ -229,7 +236,8 @@ def generate(
         OutOfDeviceMemory: the keys and values of one row do not fit.
         UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text
             is given instead of a list, the number of samplings or adapters is not that of the
-            prompts, there is no adapter with a name, or `Sampling` refuses an option for this vocabulary.
+            prompts, there is no adapter with a name, or `Sampling` refuses an option for this vocabulary;
+            or the draft model has recurrent layers, another vocabulary or too few positions.
     """
     max_tokens = COUNT.integer("max_tokens", max_tokens)
     n = COMPLETIONS_PER_PROMPT.integer("n", n)
@@ -276,7 +284,11 @@ def generate(
     _refuse_leading_spaces(strings, requests, tokenizer)
     # The generator puts only `unwrapped_model` into evaluation mode, which may be a copy of the model.
     model.eval()
-    generator = generator_for(unwrapped_model, requests, n, tokenizer.vocab_size)
+    if draft is not None:
+        draft = unwrapped(draft.eval())
+    generator = generator_for(
+        unwrapped_model, requests, n, tokenizer.vocab_size, draft, draft_tokens
+    )
     return Generation(generator, requests, tokenizer, strings, n)
 
 
@@ -321,13 +333,21 @@ def _refuse_leading_spaces(
             )
 
 
-def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary: int) -> Generator:
+def generator_for(
+    model: Llama,
+    requests: Sequence[Request],
+    n: int,
+    vocabulary: int,
+    draft: Llama | None = None,
+    draft_tokens: int = DRAFT_TOKENS,
+) -> Generator:
     """Return a generator for `n` texts of each request of `generate`, with at most MAX_ROWS rows.
 
-    Keys and values take at most half of the free memory.
+    Keys and values take at most half of the free memory, without those of the draft model.
 
     Raises:
         OutOfDeviceMemory: one row takes more than half of the free memory.
+        UsageError: see `Generator`.
     """
     config = model.config
     weight = model.lm_head.weight
@@ -354,6 +374,8 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
         vocabulary=vocabulary,
         automata=automata,
         mode=mode_for(steps, device, torch.is_autocast_enabled(device)),
+        draft=draft,
+        draft_tokens=draft_tokens,
     )
 
 

@@ -33,6 +33,7 @@ from monograph.decode.automaton_tables import AutomatonTables
 from monograph.decode.cache import CacheSizes, KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import first_counts
+from monograph.decode.draft import DRAFT_TOKENS, MAX_LOST_STEPS, DraftedStep, Drafter
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, read_codes, read_log_probabilities
 from monograph.decode.prompt_reader import (
@@ -53,7 +54,7 @@ from monograph.decode.request import (
 )
 from monograph.decode.request_queue import RequestQueue, WaitingRequest
 from monograph.decode.sampling import Sampling
-from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, StepFunction, Steps
+from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, Steps
 from monograph.device import clock, tensor_on
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
@@ -100,6 +101,7 @@ class Generator:
         tables: the automata of the requests, on the device.
         vocabulary: V.
         steps: the steps, one for each chain.
+        drafter: the draft model, which proposes tokens; None: there is none.
         outbox: copies the rings of the state to the host.
         reads_behind: whether the host reads a block while the next one runs. It is false on a CPU,
             where nothing would run in parallel. The steps that the next block spends on requests that
@@ -111,6 +113,8 @@ class Generator:
         masks_s: the seconds that they took.
         reused: the number of tokens of prompts that were not read again, because a row already had
             their keys and values.
+        drafted_passes: how many passes over proposed tokens rows have had, one for each row.
+        drafted_tokens: how many tokens these passes gave.
     """
 
     def __init__(
@@ -125,6 +129,8 @@ class Generator:
         pace: int | Pace | None = None,
         mode: Mode = "eager",
         impl: Literal["auto", "reference"] = "auto",
+        draft: Llama | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
     ) -> None:
         """Allocate the cache, the state and the tables of all rows.
 
@@ -144,6 +150,12 @@ class Generator:
                 "captured": it is only replayed; "eager": neither.
             impl: "reference": a step is the model's own forward pass; "auto": on a GPU, special
                 kernels compute it where they can (`monograph.decode.fast_forward.obstacle`).
+            draft: a small model with the same vocabulary, which proposes tokens
+                (`monograph.decode.draft`); None: each step samples one token.
+            draft_tokens: the number of tokens that it proposes at a time.
+
+        Raises:
+            UsageError: the draft model cannot be used, or the model cannot check proposals.
         """
         weight = model.eval().lm_head.weight
         sizes = slots if isinstance(slots, CacheSizes) else CacheSizes(slots)
@@ -173,8 +185,21 @@ class Generator:
         # The final hidden state of the last token of each row's prompt, copied from `PromptReader.last_RD`.
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)
         # A ring has lines for two blocks of steps (`Outbox`).
+        lines = self.pace.steps
+        self.drafter: Drafter | None = None
+        if draft is not None:
+            # Such a cache is for answers to learn from, whose decoding has no drafts.
+            assert not sizes.pads_products
+            if self.cache.recurrences:
+                raise UsageError(
+                    "a draft: the model has recurrent layers, which cannot take a proposed token back"
+                )
+            self.drafter = Drafter(
+                draft, model, draft_tokens, rows, sizes, vocabulary, chunk, wrap, recorder
+            )
+            lines = max(lines, 1 + draft_tokens)
         self.state = State.allocate(
-            rows, self.slots, vocabulary, 2 * self.pace.steps, self.chain, weight.device
+            rows, self.slots, vocabulary, 2 * lines, self.chain, weight.device
         )
         self.knobs = new_knobs(self.chain, rows, weight.device)
         if isinstance(automata, AutomatonTables):
@@ -199,8 +224,8 @@ class Generator:
             if not sizes.pads_products:
                 forward_kernels = fast_forward(model, rows)
 
-        def make_step(chain: Chain) -> StepFunction:
-            step = DecodeStep(
+        def new_step(chain: Chain) -> DecodeStep:
+            return DecodeStep(
                 model=model,
                 state=self.state.for_chain(chain),
                 cache=self.cache,
@@ -212,12 +237,23 @@ class Generator:
                 fast_sampler=fast_sampler,
                 bank=self.bank,
             )
-            return wrap(step.__call__)
 
         # A step that is compiled or captured takes long to make, so steps are made only for the given chains.
         # This is also so if a single chain was given, which is meant for all requests.
         only_given_chains = self.compiled or recorder is not None or len(chains) == 1
-        self.steps = Steps(chains, make_step, recorder, only_given_chains)
+        self.steps = Steps(
+            chains, lambda chain: wrap(new_step(chain).__call__), recorder, only_given_chains
+        )
+        # The steps with drafts.
+        self.drafted_steps: Steps | None = None
+        drafter = self.drafter
+        if drafter is not None:
+            self.drafted_steps = Steps(
+                chains,
+                lambda chain: wrap(DraftedStep(new_step(chain), drafter).__call__),
+                recorder,
+                only_given_chains,
+            )
         rings = (self.state.codes_RB, self.state.values_RBN, self.state.ids_RBN)
         self.outbox = Outbox([ring for ring in rings if ring is not None])
         self.reads_behind = weight.is_cuda
@@ -226,6 +262,8 @@ class Generator:
         self.masks = 0
         self.masks_s = 0.0
         self.reused = 0
+        self.drafted_passes = 0
+        self.drafted_tokens = 0
         # Whether a free row keeps the keys and values of its last prompt. A free row takes part in every
         # step: it writes a key and a value at its position, and attends to the positions up to there. So
         # its position is the last one, which no prompt reaches (`_end_requests`). But with a sliding
@@ -283,6 +321,10 @@ class Generator:
             raise UsageError(f"the model has no slot {request.adapter} for an adapter")
         if request.continues is not None:
             self._require_kept(request.continues, request)
+        if request.host_constraint is not None and self.drafter is not None:
+            raise UsageError(
+                "a draft: the host follows the constraint token by token, so none can be proposed"
+            )
         number = self._submitted
         self._submitted += 1
         entry = WaitingRequest(number, request, smallest_chain, knobs)
@@ -377,6 +419,9 @@ class Generator:
 
         self.reader.warm_up()
         self.steps.warm_up(self.cache.block_counts, begin)
+        if self.drafter is not None and self.drafted_steps is not None:
+            self.drafter.reader.warm_up()
+            self.drafted_steps.warm_up(self.cache.block_counts, begin)
 
     def run(self) -> Iterator[Event]:
         """Decode until every request has ended; yield the events, in order for each request."""
@@ -565,6 +610,8 @@ class Generator:
         self.cache.copy_rows(rows, self.reader.cache, reader_rows, tokens_read)
         if self.reader.reads_last_token:
             self._last_BD[rows] = self.reader.last_RD[reader_rows]
+        if self.drafter is not None:
+            self.drafter.begin(rows, [entry.request.prompt_ids for entry in entries])
         values = [
             self._begin_request(row, entry, states)
             for row, entry, states in zip(rows, entries, automaton_states, strict=True)
@@ -685,19 +732,29 @@ class Generator:
         running = [record for record in self._records if record is not None]
         # Whether a request waits for a row, or for its first token.
         is_awaited = self._queue or not all(record.launched for record in running)
-        max_steps = self.pace.steps_while_waiting if is_awaited else self.pace.steps
+        max_lines = self.pace.steps_while_waiting if is_awaited else self.pace.steps
         if limit is not None:
-            max_steps = min(max_steps, limit)
-        needed_steps = max((record.limit - record.launched for record in running), default=0)
-        steps = min(max_steps, needed_steps)
-        if steps <= 0:
+            max_lines = min(max_lines, limit)
+        needed_lines = max((record.limit - record.launched for record in running), default=0)
+        if needed_lines <= 0:
             return None
+        steps = self.steps
+        lines_of_step = 1
+        if self.drafted_steps is not None and not self._drafts_lose():
+            assert self.drafter is not None
+            steps = self.drafted_steps
+            lines_of_step = 1 + self.drafter.tokens
+        # A step with drafts may have more lines than the pace or the texts would need.
+        count = max(1, min(max_lines, needed_lines) // lines_of_step)
+        lines = count * lines_of_step
         # Attention reads as many blocks of the cache in all rows as the longest row needs. The additional
         # blocks do not change a bit of the shorter rows.
         longest = max(
-            len(record.request.prompt_ids) + min(record.launched + steps, record.limit)
+            len(record.request.prompt_ids) + min(record.launched + lines, record.limit)
             for record in running
         )
+        # A pass over proposed tokens may go on behind the end of a text.
+        longest += lines_of_step - 1
         # The rows that are kept take part in the steps, too, and recurrences may take in their last tokens now.
         waiting_rows = [*self._kept.values(), *(kept for kept, _ in self._continuing)]
         longest = max([longest, *(kept.known + 1 for kept in waiting_rows)])
@@ -705,8 +762,8 @@ class Generator:
         truncation: Truncation = (
             "search" if any(record.needs_search for record in running) else "window"
         )
-        chain = self.steps.choose_chain(frozenset(record.smallest_chain for record in running))
-        follow_automata = any(self._needs_automata(record, steps) for record in running)
+        chain = steps.choose_chain(frozenset(record.smallest_chain for record in running))
+        follow_automata = any(self._needs_automata(record, lines) for record in running)
         if follow_automata:
             self._write_automaton_states()
         else:
@@ -716,28 +773,29 @@ class Generator:
         # If the reader has read the prompts' last tokens, and no row has sampled a token yet, the first
         # step needs no pass of the model, and so no blocks of the cache. It is not captured.
         has_hidden = self.reader.reads_last_token and not any(record.launched for record in running)
-        model_steps = steps
+        model_steps = count
         if has_hidden:
             model_steps -= 1
-            step = self.steps.step_for(chain)
+            step = steps.step_for(chain)
             step(0, truncation, follow_automata, self._last_BD)
-        self.replays.run(
+        steps.replays.run(
             model_steps, chain, self.cache.block_count_for(longest), truncation, follow_automata
         )
         for record in running:
-            record.launched = min(record.launched + steps, record.limit)
+            record.launched += lines
+        drafted_passes = count if steps is self.drafted_steps else 0
         # The list of records is copied, since rows may have other requests when the block is read.
-        return StepBlock(steps, self.outbox.send(steps), list(self._records))
+        return StepBlock(lines, drafted_passes, self.outbox.send(lines), list(self._records))
 
-    def _needs_automata(self, record: RowRecord, steps: int) -> bool:
-        """Return whether the automata of a request can change the next steps."""
+    def _needs_automata(self, record: RowRecord, lines: int) -> bool:
+        """Return whether the automata of a request can change the tokens of the next lines."""
         constraint = record.request.constraint
         if constraint is None or record.request.stop_automaton is not None:
             return record.request.stop_automaton is not None
         # While every token is allowed, as it is with tools until a call begins, a single step can do without
         # the automaton, since the host knows the state after it. A compiled step would be compiled twice
         # for that.
-        if steps > 1 or self.compiled or not self._tracks_automata:
+        if lines > 1 or self.compiled or not self._tracks_automata:
             return True
         return not constraint.allows_all_S[record.automaton_state & STATE_MASK]
 
@@ -775,7 +833,7 @@ class Generator:
         The codes of a row after the end of its request are skipped.
         """
         codes_BR, *report_rings = (
-            ring.transpose(0, 1) for ring in self.outbox.read(block.half, block.steps)
+            ring.transpose(0, 1) for ring in self.outbox.read(block.half, block.lines)
         )
         codes_of_rows = codes_BR.tolist()
         # All rows are converted at once, since a call for each row takes longer than its numbers.
@@ -793,6 +851,9 @@ class Generator:
                 continue
             tokens, status = read_codes(codes_of_rows[row])
             record.received += len(tokens)
+            record.launched -= block.lines - len(tokens)
+            if block.drafted_passes:
+                self._count_drafts(record, block.drafted_passes, len(tokens))
             finish = FINISHES.get(status)
             if self._follow(record, tokens):
                 # The device does not know it unless it has followed the automaton.
@@ -828,6 +889,22 @@ class Generator:
         if freed:
             self._free(freed)
         return events
+
+    def _drafts_lose(self) -> bool:
+        """Return whether the rest of the text in the only row is written without drafts.
+
+        With several rows drafts go on, so that a text does not depend on the others.
+        """
+        record = self._records[0]
+        return self.rows == 1 and record is not None and record.lost_steps > MAX_LOST_STEPS
+
+    def _count_drafts(self, record: RowRecord, passes: int, tokens: int) -> None:
+        """Count what passes over proposed tokens gave a row."""
+        self.drafted_passes += passes
+        self.drafted_tokens += tokens
+        assert self.drafter is not None
+        lost_steps = record.lost_steps + passes * self.drafter.cost - tokens
+        record.lost_steps = max(0.0, lost_steps)
 
 
 def _chunk_length(model: Llama, sizes: CacheSizes) -> int:

@@ -83,12 +83,16 @@ class Outbox:
 def read_codes(codes: Sequence[int]) -> tuple[list[int], Status]:
     """Return the tokens that a row sampled in a block, and the row's status after it.
 
+    A row that waits for the next pass runs on, so it has the status RUNNING.
+
     Args:
         codes: the row's code of each step, token + status * 2^TOKEN_BITS.
     """
     tokens = []
     status = Status.RUNNING.value
     for code in codes:
+        if code >> TOKEN_BITS == Status.WAITING:
+            continue
         status = code >> TOKEN_BITS
         if status in HAS_TOKEN:
             tokens.append(code & ((1 << TOKEN_BITS) - 1))

@@ -111,12 +111,14 @@ class RowRecord:
         request: the request.
         limit: the maximum number of tokens that it may sample.
         smallest_chain: the smallest chain (`monograph.decode.knobs`) that serves it.
-        launched: the number of steps that were started for it, including those that the host has not
-            read yet.
+        launched: the number of its tokens that the host has read, and of the lines of steps that were
+            started for it and that the host has not read yet. Each has at most one token more.
         received: the number of its tokens that the host has read.
         automaton_state: the state of its constraint after the tokens that the host has read, unless blocks
             are read behind (`Generator.reads_behind`).
         is_ahead: whether `automaton_state` is further than the row's state on the device.
+        lost_steps: the time that passes over proposed tokens have cost more than they saved since it was
+            last 0, in steps (`monograph.decode.draft`).
         needs_search: whether its steps use the exact truncation "search", which is so after a step
             with the status UNDECIDED. The record is then replaced by a new one, so that the host can
             tell blocks that were launched before, and skip their codes for this row.
@@ -130,6 +132,7 @@ class RowRecord:
     received: int = 0
     automaton_state: int = 0
     is_ahead: bool = False
+    lost_steps: float = 0.0
     needs_search: bool = False
 
 
@@ -137,12 +140,14 @@ class StepBlock(NamedTuple):
     """Steps that were started together.
 
     Attributes:
-        steps: the number of steps.
+        lines: the number of lines of the rings that they wrote.
+        drafted_passes: how many of the steps checked proposed tokens.
         half: the half of the rings that has their results, 0 or 1 (`monograph.decode.outbox`).
         records: each row's record when the block was started; None for a free row.
     """
 
-    steps: int
+    lines: int
+    drafted_passes: int
     half: int
     records: list[RowRecord | None]
 

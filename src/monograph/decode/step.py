@@ -81,6 +81,8 @@ class Status(IntEnum):
         UNDECIDED: the truncation "window" could not decide which tokens a filter keeps. The row
             samples nothing until the host sets it to RUNNING, for steps with the exact truncation
             "search".
+        WAITING: the row has sampled another token than was proposed (`monograph.decode.draft`), and
+            samples nothing until the pass has ended. Then it runs again.
     """
 
     FREE = 0
@@ -90,6 +92,7 @@ class Status(IntEnum):
     NOT_FINITE = 4
     NOTHING_ALLOWED = 5
     UNDECIDED = 6
+    WAITING = 7
 
 
 # A step in which a row gets one of these statuses sampled a token.
@@ -349,13 +352,25 @@ class DecodeStep:
             blocks: how many blocks of the cache attention reads, from the first on. They must include
                 the position of every running row.
             truncation: see `sample`.
-            follow_automata: whether the automata of the rows are used; it may be False only if no
-                running row has one.
+            follow_automata: see `sample_after`.
             hidden_BD: the final hidden states of the rows' last tokens; None: the model computes
                 them.
         """
+        self.sample_after(self._logits(blocks, hidden_BD), truncation, follow_automata)
+
+    def sample_after(
+        self, logits_BV: Tensor, truncation: Truncation, follow_automata: bool
+    ) -> None:
+        """Sample one token in every running row, given the logits after the rows' last tokens.
+
+        Args:
+            logits_BV: the logits, [B, V] or with more ids than the tokenizer has.
+            truncation: see `sample`.
+            follow_automata: whether the automata of the rows are used; it may be False only if no
+                running row has one.
+        """
         state = self.state
-        logits_BV = self._logits(blocks, hidden_BD)[:, : self.vocabulary]
+        logits_BV = logits_BV[:, : self.vocabulary]
         rows = SamplerRows(
             seed_B=state.seed_B,
             # The position of the token to be sampled, which follows the token that is read.
@@ -392,6 +407,25 @@ class DecodeStep:
             return sample(logits_BV, rows, allowed_BV, self.chain, truncation)
         edited_BV = edit_logits_or_nan(logits_BV, rows, allowed_BV, self.chain)
         return sampler.sample(edited_BV.contiguous(), rows, self.state.position_B, self.chain)
+
+    def logits_of_proposed(self, proposed_BK: Tensor, blocks: int) -> Tensor:
+        """Return the logits after each row's last token and after each proposed one, [B, K + 1, V].
+
+        Args:
+            proposed_BK: the ids that are proposed to follow the last token.
+            blocks: how many blocks of the cache attention reads.
+        """
+        state = self.state
+        tokens_BS = torch.cat([state.token_B[:, None], proposed_BK], dim=1)
+        columns_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        # What is proposed after a row's last position is written to the last slot, which no query reads.
+        positions_BS = (state.position_B[:, None] + columns_S).clamp(max=self.cache.slots - 1)
+        with rows_with_adapters(self.bank, state.adapter_B):
+            hidden_BSD = self.model(
+                tokens_BS, positions=positions_BS, cache=self.cache.with_first_blocks(blocks)
+            )
+            logits_BSV: Tensor = self.model.logits(hidden_BSD)
+        return logits_BSV
 
     def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
         state = self.state

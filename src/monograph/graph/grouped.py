@@ -106,9 +106,11 @@ def _uses_batches(rows: Tensor, ends_E: Tensor) -> bool:
     return rows.dtype.itemsize == 2 and len(rows) >= grouped_batches.MIN_MEAN_ROWS * len(ends_E)
 
 
-@torch.library.custom_op("monograph::grouped_linear", mutates_args=())
-def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Return `grouped_linear` of an input and a weight of the same dtype, [P, N]."""
+def plain_product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """Return `grouped_linear` of an input and a weight of the same dtype, [P, N], without a gradient.
+
+    It is for eager code; its call is cheaper than the operator's.
+    """
     if input_PK.is_cuda:
         if _uses_torch(input_PK, *weight_ENK.shape[1:]):
             return _product_by_torch(input_PK, weight_ENK, ends_E)
@@ -129,6 +131,9 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
         padded_rows = F.pad(input_PK[rows], (0, 0, 0, padding))
         product_PN[rows] = (padded_rows @ weight_ENK[group].mT)[:count]
     return product_PN
+
+
+product = torch.library.custom_op("monograph::grouped_linear", plain_product, mutates_args=())
 
 
 @torch.library.custom_op("monograph::grouped_outer", mutates_args=())

@@ -382,7 +382,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         number = error_number(error)
         if number in DISK_FULL_ERRORS:
             raise DiskFull(
-                f"{target}: no space left to write the model; nothing was kept"
+                f"{target}: no space left to write the model ({os.strerror(number)}); nothing was kept"
             ) from error
         reason: object = error
         if isinstance(error, OSError) and error.strerror:

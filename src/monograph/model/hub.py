@@ -199,7 +199,8 @@ def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
         raise InputRefused(
             f"{folder}: {fault}; expected a Hugging Face model folder with config.json"
         )
-    path = file_inside(folder, "config.json")
+    hint = "; expected the folder of a run or a Hugging Face model"
+    path = file_inside(folder, "config.json", hint)
     return path, read_json(path)
 
 

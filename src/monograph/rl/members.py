@@ -66,6 +66,8 @@ class MembersDrawer:
         self.model = cast(Llama, copy_without_adapters(ensemble.members[0]))
         rank = max(adapter.rank for adapter in adapters.values())
         self.bank = install(self.model, adapters, rank=rank)
+        # But for rounding, an answer is that of the member alone; no bits are promised.
+        self.bank.has_fast_products = True
         self.diverged: set[int] = set()
         # The decoder that `_generator` returned last, and its mode.
         self._cached_generator: tuple[Mode, Generator] | None = None

@@ -8,6 +8,7 @@ if rows of them are trained.
 Shape suffixes: V the vocabulary, D the model's width.
 """
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,7 @@ from monograph.run.recipe import ModelRecipe, find_run, module_digest, recorded_
 from monograph.text.tokenizer import Tokenizer
 
 MAX_NAME_LENGTH = 200
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class AdapterBase:
@@ -174,7 +176,8 @@ def named_folders(flag: str, pairs: Sequence[str]) -> dict[str, str]:
 
 
 def require_name(origin: str, name: str) -> None:
-    """Refuse a name of an adapter that could not be sent or read, or that means the base.
+    """Refuse a name of an adapter that means the base, or that a request, an address such as
+    /v1/models/NAME, a shell or a file could not carry as it is.
 
     Args:
         origin: the flag or field that the name comes from, for the message.
@@ -183,10 +186,10 @@ def require_name(origin: str, name: str) -> None:
     Raises:
         UsageError: the name is unusable.
     """
-    is_visible = bool(name.strip()) and name.isprintable()
-    if not is_visible or len(name) > MAX_NAME_LENGTH:
+    if not _NAME.fullmatch(name) or len(name) > MAX_NAME_LENGTH:
         raise UsageError(
-            f"{origin} {name!r:.80}: expected a name of 1 to {MAX_NAME_LENGTH} visible characters"
+            f"{origin} {name!r:.80}: expected a name such as poet-2: a letter or digit (a-z, A-Z, 0-9), then up to "
+            f"{MAX_NAME_LENGTH - 1} of these and of . _ -"
         )
     if name == BASE:
         raise UsageError(f"{origin} {name}: this name means the model without an adapter")

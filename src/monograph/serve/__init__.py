@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint over the decode graph."""
+"""An endpoint over the decode graph, in the protocols of OpenAI and of Anthropic."""

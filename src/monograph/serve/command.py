@@ -1,4 +1,4 @@
-"""`monograph serve`: serve a model through an OpenAI-compatible API, until SIGTERM or Ctrl-C."""
+"""`monograph serve`: serve a model through OpenAI's and Anthropic's APIs, until SIGTERM or Ctrl-C."""
 
 import asyncio
 import logging

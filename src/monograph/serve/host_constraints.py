@@ -1,4 +1,4 @@
-"""Constraints that no automaton can follow, and llguidance follows on the host."""
+"""Constraints of requests that no automaton can follow, so that llguidance follows them on the host."""
 
 import asyncio
 from collections import OrderedDict
@@ -22,9 +22,9 @@ MAX_CACHED = 64
 
 
 class HostConstraints:
-    """Constraints of one vocabulary. Those that were used last are cached.
+    """Constraints for one vocabulary, of which those used last are cached.
 
-    All methods are called in one event loop; what takes long runs in a thread of its own, one at a time.
+    All methods are called in one event loop. Grammars are compiled in another thread, one at a time.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class HostConstraints:
         if kind not in HOST_KINDS:
             raise refusal
         if kind == "grammar":
-            # What is no grammar is refused as such.
+            # A text that is not a grammar is refused as such, whether llguidance is installed or not.
             await asyncio.to_thread(parse_grammar, value)
         require_llguidance(refusal)
         return await self._followed(await asyncio.to_thread(lark_of, kind, value, lead), refusal)
@@ -79,7 +79,7 @@ class HostConstraints:
         return await self._followed(lark_of_calls(calls, self._pieces), refusal)
 
     async def _followed(self, lark: str, refusal: InputRefused) -> HostConstraint:
-        """Return the constraint with a grammar in the form of Lark."""
+        """Return the constraint for a grammar in the form of Lark, from the cache if it is there."""
         async with self._lock:
             if lark not in self._cache:
                 # A hostile grammar could end the process, so another one tries it first.
@@ -95,11 +95,11 @@ class HostConstraints:
             return self._cache[lark]
 
     def _tokens(self) -> HostVocabulary:
-        """Return the vocabulary, which takes about a second to prepare when it is used first."""
+        """Return the vocabulary, which takes about a second to prepare for the first constraint."""
         if self._vocabulary is None:
             self._vocabulary = HostVocabulary(self._pieces, self._stop_ids)
             self._say(
-                "a request has a constraint that no automaton can follow: llguidance follows such ones on the "
-                "host, token by token, and while one runs all texts wait for it"
+                "a request has a constraint that no automaton can follow: llguidance follows it on the host, "
+                "token by token. While such a text is written, all other texts wait for it at each token"
             )
         return self._vocabulary

@@ -219,12 +219,14 @@ class Service:
         """Yield the model with this name, which is not dropped before the end of the block.
 
         Raises:
-            Refused: there is no model with this name, and not every name is allowed.
+            Refused: there is no model with this name, and not every name is allowed, or it is that of an
+                adapter that was removed.
         """
         models = self.served_models()
-        if name not in models and not self._any_name:
+        was_removed = name in self._removed_names
+        if name not in models and (was_removed or not self._any_name):
             known = ", ".join(models)
-            if name in self._removed_names:
+            if was_removed:
                 message = f"the adapter {name!r:.80} was removed: expected {known}"
             else:
                 hint = "other names: `monograph serve` with --served-name or --any-name"
@@ -271,6 +273,11 @@ class Service:
                 require_name("lora_name", name)
             except MonographError as error:
                 raise Refused(400, str(error), "lora_name") from None
+            try:
+                bank.require_free_slot()
+            except MonographError as error:
+                # No field of the request is wrong.
+                raise Refused(400, str(error)) from None
             try:
                 stored = await asyncio.to_thread(
                     version.base.read, place, self.source.warn, bank.rank

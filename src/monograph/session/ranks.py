@@ -78,7 +78,7 @@ def require_launched(parallel: str, said: str, own: Place | None) -> None:
     """
     if parallel != "none" and own is None:
         raise UsageError(
-            f"{said} takes a process for each device: {TORCHRUN.format(2)} ... train.parallel={parallel}"
+            f"{said} needs a process for each device: {TORCHRUN.format(2)} ... train.parallel={parallel}"
         )
     if parallel == "none" and own is not None and own.size > 1:
         raise UsageError(

@@ -256,10 +256,10 @@ def refuse_model_as_text(settings: Settings) -> None:
         folder = Path(os.path.expanduser(place))
         if is_file(folder / "run.lock") or update_of_checkpoint(folder) is not None:
             raise UsageError(
-                f"{place} is a run, no text: give its config.toml, or model.init={place}"
+                f"{place} is a run, not text: give its config.toml, or model.init={place}"
             )
         if is_file(folder / "config.json") and entries(folder, "model"):
-            raise UsageError(f"{place} is a model, no text: give it as model.init={place}")
+            raise UsageError(f"{place} is a model, not text: give it as model.init={place}")
 
 
 def foreign_text_warning(run: Run, source: str | Sequence[str], programs: Sequence[str]) -> str:

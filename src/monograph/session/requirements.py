@@ -114,7 +114,7 @@ STEP_EXCLUSIONS = (
     Exclusion(
         ADAPTED,
         STREAMED,
-        "train.memory = stream fetches weights that are trained: with lora.rank it is device",
+        "train.memory = stream is only for weights that are trained: with lora.rank take device",
     ),
     Exclusion(
         ADAPTED,
@@ -127,7 +127,7 @@ STEP_EXCLUSIONS = (
     Exclusion(
         GATHERED_IN_BF16,
         NOT_SHARDED,
-        "train.gather_dtype = bf16 is of weights that ranks share out: take fsdp or hsdp",
+        "train.gather_dtype = bf16 is for weights that are shared out among ranks: take fsdp or hsdp",
     ),
     excludes(GATHERED_IN_BF16, PRECISION_OTHER_THAN_BF16, "products read bf16 weights: take bf16"),
     excludes(GATHERED_IN_BF16, LORA_RANK_GIVEN, "frozen weights stay as they are"),
@@ -155,7 +155,7 @@ OPTIMIZER_EXCLUSIONS = (
     Exclusion(
         SPIKES_SKIPPED,
         NOT_CLIPPED,
-        "optim.skip_spikes = true is of gradients that are clipped: give optim.grad_clip a number",
+        "optim.skip_spikes = true needs gradients that are clipped: give optim.grad_clip a number",
     ),
     Exclusion(
         MIN_LR_RATIO_GIVEN,
@@ -165,7 +165,7 @@ OPTIMIZER_EXCLUSIONS = (
     Exclusion(
         TRANSFER_BASE_GIVEN,
         NO_TRANSFER,
-        "optim.transfer_base is of width transfer: say optim.transfer = width, too",
+        "optim.transfer_base belongs to width transfer: give optim.transfer = width, too",
     ),
 )
 

@@ -102,7 +102,7 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     progress.line(
         "warning",
         f"updates {last - streak + 1} to {last} were skipped: back to update {checkpoint.update}, "
-        f"skipping {passed_over} of data",
+        f"passing over {passed_over} of data",
     )
     return MetricsLog(session.run, log.every)
 
@@ -140,7 +140,7 @@ def _diverged(session: Session, log: MetricsLog) -> Diverged:
     """Return the error that says where the run diverged."""
     rewinds = len(session.batches.skip)
     last = log.last
-    earlier = f", rows passed over {counted(rewinds, 'time')} before" if rewinds else ""
+    earlier = f" although rows were passed over {counted(rewinds, 'time')}" if rewinds else ""
     is_finite = math.isfinite(last["train_loss"]) and math.isfinite(last["grad_norm"])
     reason = "spikes" if is_finite else "not finite"
     return Diverged(
@@ -155,7 +155,7 @@ def describe_non_finite(session: Session) -> str:
     that is not finite.
     """
     if not session.world.alone:
-        return "one process alone would say where"
+        return "train in one process to see where"
     rows = session.batches.rows_per_window
     window = next(session.open_batches(session.batches.rows_consumed - rows))
     graph.uncapture(session.engine.step)
@@ -166,4 +166,4 @@ def describe_non_finite(session: Session) -> str:
             session.engine.trial(batch)  # refuses a value that is not finite, by its name
         except InputRefused as refusal:
             return str(refusal)
-    return "computed once more, they are finite"
+    return "computed again, all values are finite"

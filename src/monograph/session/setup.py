@@ -130,7 +130,8 @@ def _print_notes(built: BuiltRun, progress: Progress) -> None:
     ):
         progress.line(
             "note",
-            "output_router_logits = true balances experts by texts; rewards and pairs train without it",
+            "output_router_logits = true balances experts only when texts are learned; rewards and pairs train "
+            "without this balance",
         )
 
 
@@ -376,7 +377,8 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         # second copy in memory. On a GPU all are copied to the device first.
         copies_trained = device.type != "cpu"
         model = materialize_(model, device, trained=copies_trained).to(device)
-        # Code of the user's own module could write weights in a way that torch does not count.
+        # Only a `Llama` rounds its weights in the update: a module of the user's could write weights in a
+        # way that torch does not count, and the rounded copies would then be stale.
         return Resident(
             model,
             micro_batch=micro_batch,

@@ -6,9 +6,16 @@ They call this program as it was called, so they work unchanged in the same work
 import os
 import shutil
 import sys
+from collections.abc import Sequence
+
+from rich.cells import cell_len
 
 from monograph.run.progress import LABEL_WIDTH, Progress
 from monograph.terminal import shell_words
+
+# What a shell reads as the end of a line that goes on.
+_CONTINUED = " \\"
+_INDENT = "    "
 
 
 def command_line(*arguments: str) -> str:
@@ -19,14 +26,35 @@ def command_line(*arguments: str) -> str:
 
 
 def show_command(progress: Progress, label: str, *arguments: str) -> None:
-    """Print a command line that calls this program, on a line that is never cut, so that it can be
-    copied.
+    """Print a command line that calls this program, so that it can be copied.
+
+    A long one is continued on further lines, as a shell continues it. If a word is longer than a line,
+    the command is printed on one line, which is not cut.
     """
-    text = command_line(*arguments)
-    if len(text) + LABEL_WIDTH < progress.screen.width:
-        progress.line(label, text)
+    words = [shell_words(word) for word in (*_program(), *arguments)]
+    room = progress.screen.width - LABEL_WIDTH
+    lines = _continued_lines(words, room)
+    if all(cell_len(line) <= room for line in lines):
+        progress.line(label, *lines)
     else:
-        print(text, file=sys.stderr)
+        print(" ".join(words), file=sys.stderr)
+
+
+def _continued_lines(words: Sequence[str], room: int) -> list[str]:
+    """Return a command on as few lines of at most `room` columns as its words allow.
+
+    Each line but the last ends with a backslash, and each but the first is indented.
+    """
+    lines = [words[0]]
+    for number, word in enumerate(words[1:], 1):
+        is_last = number == len(words) - 1
+        longer = f"{lines[-1]} {word}"
+        if cell_len(longer) + (0 if is_last else len(_CONTINUED)) <= room:
+            lines[-1] = longer
+        else:
+            lines[-1] += _CONTINUED
+            lines.append(_INDENT + word)
+    return lines
 
 
 def _program() -> list[str]:

@@ -78,7 +78,7 @@ def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Sess
     # Rank 0 is the first to read the records, and the others find its results in the cache.
     with world.rank_0_first(), checking_time:
         task = exit_stack.enter_context(closing(open_task(folder, plan, progress, world.size)))
-    # Calls `_open_or_resume` for this run; the plan and the display are still to be given.
+    # `open_or_resume(plan, progress=...)` opens or resumes this run.
     open_or_resume = partial(
         _open_or_resume, folder, task=task, world=world, retry_rows=locked.retry_rows
     )
@@ -91,7 +91,7 @@ def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Sess
         session.deadline_s = started.at_s + 60 * wall_minutes
         session.reserved_s = defaults.seconds_for_end(started.took_s, 60 * wall_minutes)
     eager_reason = ""
-    # An open choice is an "auto", here of train.compile.
+    # An open choice is a key that is "auto" in the settings; here it is train.compile.
     if "compile" in plan.open_choices and not resumed:
         eager_reason = why_uncompiled(session, window, opening_s)
     if eager_reason:
@@ -198,22 +198,22 @@ def _require_time(plan: RunPlan, started: Started, doing: str) -> None:
 
 
 def _short_time_note(wall_minutes: float | None, started: Started) -> str:
-    """Return a note that starting and ending a run take much of its train.wall_minutes; "" if they
-    do not.
-    """
+    """Return a note if starting and ending a run take much of its train.wall_minutes, or else ""."""
     limit_s = 60 * (wall_minutes or math.inf)
     # Ending a run takes about END_STARTS times as long as starting it.
     start_and_end_s = started.took_s * (1 + defaults.END_STARTS)
     if start_and_end_s <= NOTED_SHARE * limit_s:
         return ""
     return (
-        f"to start and to end a run takes about {duration(start_and_end_s)} of {duration(limit_s)}; "
-        "reading comes on top"
+        f"starting and ending a run takes about {duration(start_and_end_s)} of {duration(limit_s)}; "
+        "reading the texts comes on top"
     )
 
 
 def _time_line(session: Session, window: Batch, since_s: float) -> str:
-    """Return the line on how long a run whose length is a time trains, and takes in all.
+    """Return the line that says how long a run trains, and how long it takes in all.
+
+    It is for runs whose length is given as a time.
 
     Args:
         session: the session at its beginning.

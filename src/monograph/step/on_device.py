@@ -69,7 +69,7 @@ class OnDevice(Parameters):
             master_weights=step.optim.master_weights,
             layers=parameter_blocks(step.model),
         )
-        # Those that do not, as they are updated in different ways, are multiplied separately.
+        # Families whose parameters do not, because they are updated in different ways, are multiplied one by one.
         siblings.split_separated_families(step.model)
         for plane in new_planes:
             step.prepare_plane(plane)

@@ -147,9 +147,10 @@ class Parameters(ABC):
     def with_directions(
         self, grads: Sequence[Tensor], scale: Tensor
     ) -> AbstractContextManager[None]:
-        """Return a context in which planes hold what an update needs of other ranks' rows.
+        """Return a context in which the planes can be updated.
 
-        Only sharded parameters need this, for example for Muon's directions.
+        Muon's direction of a matrix depends on all of its rows, and a sharded plane has only this rank's.
+        Sharded parameters therefore fetch the directions here, and others have nothing to do.
 
         Args:
             grads: each plane's summed gradient.

@@ -86,7 +86,7 @@ class Step:
         planes: the trainable parameters, in flat buffers.
         left_in_bf16: names of the weights that fp8 leaves in bf16.
         holds_average: whether the planes hold the averaged weights now, see `averaged`.
-        scope: what one graph of a capture has; "none" if the step is not captured.
+        scope: what one graph of a capture holds (`monograph.capture`); "none" if the step is not captured.
         lr: learning rate of the current update. `lr` to `loss_factor` are tensors on the device,
             0-d ([1] for `loss_factor`), or [N] for an ensemble of N members.
         loss_sum: sum of losses in the current window.
@@ -134,7 +134,7 @@ class Step:
                 window's targets are counted before the first backward pass. Otherwise the summed
                 gradient is divided by the summed count before clipping, which gives the same
                 gradient.
-            optim: the optimizer, AdamW or Muon; AdamW() by default.
+            optim: the optimizer, such as `Muon()`; `AdamW()` by default.
             schedule: factor of the learning rate by update index; constant by default.
             clip: largest norm of an update's gradient; None: no clipping. A `Clip` may also skip
                 spikes.

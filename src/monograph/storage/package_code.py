@@ -1,4 +1,4 @@
-"""Recognise a change of this package's own code, for what is kept in caches and made by that code."""
+"""A digest of this package's own code, by which a cache recognises what other code has made."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,11 +14,12 @@ PACKAGE = Path(__file__).parents[1]
 def code_digest(*parts: str) -> str:
     """Return the hex SHA-256 of Python files of this package.
 
-    What the files contain decides, and not their sizes and dates: an installation gives the same files
-    new dates, and some package managers give all files one date.
+    It depends on the names and contents of the files, and not on their dates: an installation gives the
+    same files new dates, and some package managers give all files one date.
 
     Args:
-        *parts: files, and folders with all below them, relative to the package; none for all of it.
+        *parts: files and folders, relative to the package. Of a folder, all files below it count. Without
+            parts the whole package counts.
 
     Raises:
         Unreadable: the system failed to read a file.
@@ -27,14 +28,14 @@ def code_digest(*parts: str) -> str:
     for part in parts or ("",):
         for path in _python_files(PACKAGE / part):
             content = read_input(path)
-            # The name and the length keep what moves from one file to another apart.
+            # With name and length, code that moves from one file to the next changes the digest.
             digest.update(f"{path.relative_to(PACKAGE)} {len(content)} ".encode())
             digest.update(content)
     return digest.hexdigest()
 
 
 def _python_files(path: Path) -> Iterator[Path]:
-    """Yield a path if it is a Python file's, or the Python files below a folder."""
+    """Yield the path itself if it is a Python file, or else the Python files below the folder."""
     if path.suffix == ".py":
         yield path
     elif is_folder(path):

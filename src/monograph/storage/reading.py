@@ -316,18 +316,23 @@ def without_links(path: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def file_inside(folder: Path, name: str) -> Path:
+def file_inside(folder: Path, name: str, hint: str = "") -> Path:
     """Return the path of a regular file in a folder that a stranger may have made.
 
     The file may be a link into Hugging Face's cache of the same model. Any other link that leads
     out of the folder is refused, since it could lead to any file of the user.
+
+    Args:
+        folder: the folder.
+        name: the file's name.
+        hint: what the error says in addition if there is no such file.
 
     Raises:
         InputRefused: the name contains a path, there is no such file, or a link leads elsewhere.
     """
     path = folder / name
     if Path(name).name != name or not is_file(path):
-        raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
+        raise InputRefused(f"{folder}: {name!r} is not a file in this folder{hint}")
     real_folder = resolved(folder)
     target = resolved(path)
     allowed = [real_folder]

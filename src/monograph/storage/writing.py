@@ -38,12 +38,13 @@ def cache_errors_explained(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in DISK_FULL_ERRORS:
             raise DiskFull(
-                f"{folder}: no room to write ({error.strerror}); free some, or set `cache` or MONOGRAPH_HOME to another"
+                f"{folder}: no room to write ({error.strerror}); make room there, or set `cache` or MONOGRAPH_HOME to "
+                "another folder"
             ) from None
         if error.errno == errno.EIO:
             raise DiskFull(
                 f"{error.filename or folder}: cannot be written ({error.strerror}); look at the disk, or set `cache` "
-                "or MONOGRAPH_HOME to another"
+                "or MONOGRAPH_HOME to another folder"
             ) from None
         raise InputRefused(
             f"{error.filename or folder}: cannot be written ({error.strerror or error}); set `cache` or MONOGRAPH_HOME "

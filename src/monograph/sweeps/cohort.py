@@ -43,6 +43,7 @@ from monograph.session.setup import (
     make_engine,
     stop_balancing_,
 )
+from monograph.storage.reading import exists
 from monograph.sweeps.spec import Member
 
 EVALUATIONS = 6  # how often each member is evaluated, if the settings give no interval
@@ -376,8 +377,7 @@ def begin_cohort(
     set_planned_schedules(engine, built_runs)
     cohort = open_cohort(members, runs, built_runs, task, engine)
     for session in cohort.sessions:
-        if not session.run.has_begun:
-            begin_run(session)
+        begin_run(session)
     return cohort
 
 
@@ -426,9 +426,15 @@ def _takes_own_rows(engine: Engine) -> bool:
 
 
 def begin_run(session: Session) -> None:
-    """Write the tokenizer and the settings into a member's folder, which makes it a run's."""
-    write_tokenizer(session.run, session.records.tokenizer)
-    session.plan.record.write(session.run)
+    """Write settings and tokenizer into a member's folder if it does not have them yet.
+
+    The settings come first, since a run has begun once it has them: `Run.create` refuses a folder that
+    has anything else of a run, so a process that was killed in between could not be continued.
+    """
+    if not session.run.has_begun:
+        session.plan.record.write(session.run)
+    if not exists(session.run.tokenizer):
+        write_tokenizer(session.run, session.records.tokenizer)
 
 
 def resume_cohort(cohort: Cohort, divergences: dict[int, int], progress: Progress) -> int:

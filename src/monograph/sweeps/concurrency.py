@@ -79,7 +79,8 @@ class Width(NamedTuple):
 
     Attributes:
         members: the number; 1 means one after another.
-        total_s: seconds of the whole training, with the compiling that is still to do.
+        total_s: seconds of the whole training, with the evaluations, and the compiling that is still to
+            do.
         why: the reason, in one line.
     """
 
@@ -193,6 +194,7 @@ def choose_width(
     members: int,
     updates: int,
     peak_bytes: Mapping[int, int] = types.MappingProxyType({}),
+    held_out_s: Mapping[int, float] = types.MappingProxyType({}),
 ) -> Width:
     """Return the measured width with the shortest total time; of equal widths, the smaller one.
 
@@ -201,19 +203,23 @@ def choose_width(
         members: the number of members.
         updates: the number of updates of each member.
         peak_bytes: the planned memory by width, which the reason names; empty: there is no plan.
+        held_out_s: by width, the seconds of all evaluations, which are added; 0 where there are none.
     """
-    best = min(sorted(timed), key=lambda width: predict_total_s(timed, members, width, updates))
+    totals = {
+        width: predict_total_s(timed, members, width, updates) + held_out_s.get(width, 0.0)
+        for width in sorted(timed)
+    }
+    best = min(totals, key=totals.__getitem__)
     # The reason compares a width with members one after another. If that is what is chosen, it is
     # compared with the fastest graph of several members.
     compared = best
-    wider = [width for width in timed if width > 1]
+    wider = [width for width in totals if width > 1]
     if best == 1 and wider:
-        compared = min(wider, key=lambda width: predict_total_s(timed, members, width, updates))
-    totals = {width: predict_total_s(timed, members, width, updates) for width in (1, compared)}
+        compared = min(wider, key=totals.__getitem__)
     speedup = totals[1] / totals[compared]
     return Width(
         best,
-        predict_total_s(timed, members, best, updates),
+        totals[best],
         _why(timed, members, best, compared, speedup, peak_bytes),
     )
 
@@ -399,20 +405,23 @@ class TimedGroup:
             if self._memory
             else {}
         )
-        choice = choose_width(self.timed, len(self.group.members), updates, peak_bytes)
-        self.group.round_sizes = sizes_of_rounds(len(self.group.members), choice.members)
+        members = len(self.group.members)
+        held_out_s = {
+            width: self.held_out_s(sizes_of_rounds(members, width)) for width in self.timed
+        }
+        choice = choose_width(self.timed, members, updates, peak_bytes, held_out_s)
+        self.group.round_sizes = sizes_of_rounds(members, choice.members)
         self.group.why = choice.why
         if self.refusal:
-            members = counted(len(self.group.members), "member")
-            self.group.why = f"{members}, one after another: {self.refusal}"
+            self.group.why = f"{counted(members, 'member')}, one after another: {self.refusal}"
         self.group.update_s = sum(
             predict_update_s(self.timed, size) for size in self.group.round_sizes
         )
-        self.group.compile_s = max(0.0, choice.total_s - updates * self.group.update_s)
-        self.group.held_out_s = self.held_out_s(self.group.round_sizes)
-        one_by_one = [1] * len(self.group.members)
-        self.group.one_by_one_update_s = len(one_by_one) * self.timed[1].update_s
-        self.group.one_by_one_held_out_s = self.held_out_s(one_by_one)
+        self.group.held_out_s = held_out_s[choice.members]
+        training_s = updates * self.group.update_s
+        self.group.compile_s = max(0.0, choice.total_s - training_s - self.group.held_out_s)
+        self.group.one_by_one_update_s = members * self.timed[1].update_s
+        self.group.one_by_one_held_out_s = held_out_s[1]
         unused_widths = self.engines.keys() - set(self.group.round_sizes)
         for width in unused_widths:
             del self.engines[width]
@@ -445,9 +454,15 @@ class TimedGroup:
         rows = EVALUATIONS * CURVE_ROWS + (initial + 1) * self.task.held_out_rows
         if not self.task.held_out_rows:
             rows = initial + EVALUATIONS  # each of them scores the same answers
-        # A width that was not timed counts like one member.
-        row_s = sum(self.held_out_row_s.get(size, self.held_out_row_s[1]) for size in rounds)
-        return rows * row_s
+        return rows * sum(map(self._held_out_row_s_of, rounds))
+
+    def _held_out_row_s_of(self, width: int) -> float:
+        """Return the seconds in which all members of a graph of this width score one held-out row.
+
+        If it was not timed, a member takes as long as a member of the nearest width that was.
+        """
+        nearest = min(self.held_out_row_s, key=lambda timed: abs(timed - width))
+        return self.held_out_row_s[nearest] * width / nearest
 
     def cohort_of_round(
         self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress

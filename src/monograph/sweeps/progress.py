@@ -276,9 +276,11 @@ class SweepProgress:
             name = f"{group.name}: " if group.name else ""
             time = f", about {duration(predicted_s)}" if predicted_s else ""
             one_by_one_s = remaining * group.one_by_one_update_s + group.one_by_one_held_out_s
-            # The width was chosen by updates alone. With evaluations, very short runs may gain nothing.
-            if predicted_s < one_by_one_s and max(group.round_sizes) > 1:
-                time += f" instead of {duration(one_by_one_s)} one after another"
+            # After eager updates, what is left may gain nothing any more, or nothing that is seen.
+            alone = duration(one_by_one_s)
+            is_faster = predicted_s < one_by_one_s and alone != duration(predicted_s)
+            if is_faster and max(group.round_sizes) > 1:
+                time += f" instead of {alone} one after another"
             self.progress.line(
                 "plan",
                 f"{name}{counted(updates, 'update')} of "

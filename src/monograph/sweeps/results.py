@@ -313,7 +313,7 @@ def verdict(table: Table) -> str:
     if table.best is None:
         return "every member diverged"
     if table.none_is_better:
-        return "none: all have the same score"
+        return f"none: all have the same score; what is called best is member {table.best.member}'s"
     knobs = table.best.setting.knobs
     if not knobs:  # only the seed varies
         return f"member {table.best.member}"

@@ -1,0 +1,217 @@
+"""Drafts: a small model proposes tokens, and the model checks them in one pass (speculative decoding).
+
+The small model, called the draft model, writes the next K tokens of each row, one after another. The
+model then reads the row's last token and these K tokens in one pass, and samples as in K + 1 ordinary
+steps. It samples the token after the row's last one, and goes on as long as the sampled token is the
+proposed one: only then did the pass read the right text. So the text is the model's own, whatever was
+proposed. The proposals only decide how many tokens a pass gives, from 1 to K + 1.
+
+    proposed_k = sample(draft(text, proposed_1 .. proposed_k-1), noise of the position)
+    logits_0 .. logits_K = model(text, proposed_1 .. proposed_K)
+    token_k = sample(logits_k, noise of the position), as long as token_1 .. token_k-1 were proposed
+
+Both models sample with the same Gumbel noise, which is a function of the row's seed, the position and
+the id (`monograph.decode.reproducible`). So at a temperature above 0, too, models that agree mostly
+sample the same token (Daliri, Musco and Suresh, arXiv 2408.07978). The draft model samples with the
+temperature of the request, but without its filters and constraints.
+
+The keys and values of tokens that were proposed and not sampled stay in both caches, after the row's
+last token, where no query reads them. The next pass overwrites them.
+
+Shapes: B rows, K proposed tokens, S = K + 1 positions of a pass, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from monograph.decode.cache import CacheSizes, KVCache
+from monograph.decode.candidates import Truncation
+from monograph.decode.chain import SamplerRows, sample
+from monograph.decode.knobs import Chain
+from monograph.decode.prompt_reader import PromptReader, PromptToRead, Wrap
+from monograph.decode.step import DecodeStep, State, Status
+from monograph.device import tensor_on
+from monograph.errors import UsageError
+from monograph.graph.replay import Recorder
+from monograph.model.llama import Llama
+
+# The number of tokens that are proposed at a time, K.
+DRAFT_TOKENS = 4
+# A pass over proposed tokens takes the time of 1 + PASS_COST steps, and each proposed token that of the
+# share of weights that the draft model has, and TOKEN_COST more. Measured on a CPU, one row (dev/log.md).
+PASS_COST = 0.25
+TOKEN_COST = 0.1
+# A row has no more drafts after they have cost it the time of this number of steps.
+MAX_LOST_STEPS = 4.0
+# The stages of the model's chain that the draft model samples with, too.
+_TEMPERATURES = ("temperature", "dynamic_temperature")
+
+
+class Drafter:
+    """The draft model with the keys and values of all rows.
+
+    Attributes:
+        model: the draft model, in evaluation mode.
+        tokens: K.
+        cost: about how many steps without drafts take the time of a pass with them.
+        reader: reads prompts.
+        cache: keys and values of the rows.
+        previous_B: the token before the row's last one. The draft model has not read it if all
+            proposed tokens were sampled, since it has only written the last of them.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        checked_by: Llama,
+        tokens: int,
+        rows: int,
+        sizes: CacheSizes,
+        vocabulary: int,
+        chunk: int,
+        wrap: Wrap,
+        recorder: Recorder | None,
+    ) -> None:
+        """Allocate the draft model's caches.
+
+        Args:
+            model: the draft model.
+            checked_by: the model whose texts are written.
+            tokens: K, at least 1.
+            rows: B.
+            sizes: the sizes of the model's cache.
+            vocabulary: V of the tokenizer, which both models have.
+            chunk: see `PromptReader`.
+            wrap: see `PromptReader`.
+            recorder: see `PromptReader`.
+
+        Raises:
+            UsageError: one of the models has layers that cannot take tokens back, or the draft model
+                has fewer positions than a row.
+        """
+        if tokens < 1:
+            raise UsageError(f"draft_tokens = {tokens}: expected at least 1")
+        if sizes.per_row > model.config.max_position_embeddings:
+            raise UsageError(
+                f"the draft model has {model.config.max_position_embeddings} positions, but texts may have "
+                f"{sizes.per_row}: ask for fewer tokens"
+            )
+        self.model = model.eval()
+        self.tokens = tokens
+        weight = model.lm_head.weight
+        own_sizes = sizes._replace(pads_products=False)
+        self.reader = PromptReader(model, own_sizes, chunk, wrap, recorder)
+        self.cache = KVCache.allocate(
+            model.config, rows, sizes.per_row, weight.dtype, weight.device, sizes.block
+        )
+        if self.cache.recurrences:
+            raise UsageError(
+                "the draft model has recurrent layers, which cannot take a token back: expected one with "
+                "attention alone"
+            )
+        self.previous_B = torch.zeros(rows, dtype=torch.int64, device=weight.device)
+        self._vocabulary = vocabulary
+        share = _weights_read(model) / _weights_read(checked_by)
+        self.cost = 1 + PASS_COST + tokens * (share + TOKEN_COST)
+
+    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Begin texts after these prompts in rows."""
+        device = self.previous_B.device
+        before_last = [ids[-2] if len(ids) > 1 else ids[-1] for ids in prompts]
+        self.previous_B.index_copy_(0, tensor_on(rows, device), tensor_on(before_last, device))
+        to_read = [(row, PromptToRead(tuple(ids))) for row, ids in zip(rows, prompts, strict=True)]
+        while to_read:
+            self.reader.choose_prompts(prompt for _, prompt in to_read)
+            self.reader.read_chunks()
+            reader_rows = self.reader.rows_of(prompt for _, prompt in to_read)
+            read = to_read[: len(reader_rows)]
+            del to_read[: len(reader_rows)]
+            longest = max(len(prompt.ids) for _, prompt in read)
+            self.cache.copy_rows([row for row, _ in read], self.reader.cache, reader_rows, longest)
+
+    def propose(
+        self, state: State, knobs: Mapping[str, Tensor], chain: Chain, blocks: int
+    ) -> Tensor:
+        """Return the tokens that the draft model writes after each row's last token, int64 [B, K].
+
+        Args:
+            state: the state of the rows.
+            knobs: the numbers that the chain's stages read.
+            chain: the chain of the model's step.
+            blocks: how many blocks of the cache attention reads.
+        """
+        cache = self.cache.with_first_blocks(blocks)
+        stages = tuple(stage for stage in chain.stages if stage in _TEMPERATURES)
+        own_chain = Chain(stages=stages)
+        last_slot = self.cache.slots - 1
+        proposed: list[Tensor] = []
+        # The first pass also reads the token before the last one. If it was read before, the same key and
+        # value are written again. A row of one token has none before it.
+        tokens_BT = torch.stack([self.previous_B, state.token_B], dim=1)
+        positions_BT = torch.stack([state.position_B - 1, state.position_B], dim=1).clamp(min=0)
+        for index in range(self.tokens):
+            hidden_BTD = self.model(tokens_BT, positions=positions_BT, cache=cache)
+            logits_BV = self.model.logits(hidden_BTD[:, -1])[:, : self._vocabulary]
+            position_B = state.position_B + 1 + index
+            rows = SamplerRows(
+                seed_B=state.seed_B,
+                position_B=position_B,
+                generated_B=state.generated_B,
+                knobs=dict(knobs),
+                counts_BV=None,
+                prompt_BV=None,
+                past=None,
+                mu_B=None,
+            )
+            # Without filters, all truncations are the same.
+            token_B = sample(logits_BV, rows, None, own_chain, "search").token_B
+            proposed.append(token_B)
+            tokens_BT = token_B[:, None]
+            positions_BT = position_B.clamp(max=last_slot)[:, None]
+        return torch.stack(proposed, dim=1)
+
+
+class DraftedStep:
+    """A step that samples 1 to K + 1 tokens in every running row.
+
+    It writes K + 1 lines of the rings. In the lines after its last token a row has the status WAITING.
+    """
+
+    def __init__(self, step: DecodeStep, drafter: Drafter) -> None:
+        """Take the model's step and the draft model."""
+        self.step = step
+        self.drafter = drafter
+
+    @torch.no_grad()
+    def __call__(self, blocks: int, truncation: Truncation, follow_automata: bool = True) -> None:
+        """Sample tokens; the arguments are those of `DecodeStep.__call__`."""
+        step = self.step
+        state = step.state
+        status_B = state.status_B
+        # Plain ints, since Dynamo does not treat an IntEnum as a number.
+        running = Status.RUNNING.value
+        waiting = Status.WAITING.value
+        proposed_BK = self.drafter.propose(state, step.knobs, step.chain, blocks)
+        logits_BSV = step.logits_of_proposed(proposed_BK, blocks)
+        for index in range(self.drafter.tokens + 1):
+            before_B = state.token_B.clone()
+            count_B = state.generated_B.clone()
+            step.sample_after(logits_BSV[:, index], truncation, follow_automata)
+            sampled_B = state.generated_B > count_B
+            previous_B = self.drafter.previous_B
+            previous_B.copy_(torch.where(sampled_B, before_B, previous_B))
+            if index < self.drafter.tokens:
+                is_other_B = state.token_B != proposed_BK[:, index]
+                waits_B = is_other_B & (status_B == running)
+                status_B.copy_(torch.where(waits_B, waiting, status_B))
+        status_B.copy_(torch.where(status_B == waiting, running, status_B))
+
+
+def _weights_read(model: Llama) -> int:
+    """Return how many weights a step reads, all but those of embeddings that the head does not share."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if model.config.tie_word_embeddings:
+        return count
+    return count - model.model.embed_tokens.weight.numel()
