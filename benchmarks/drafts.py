@@ -130,7 +130,7 @@ def table(cases: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure and print; see `--help`."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=256, help="of a text")
     parser.add_argument("--pairs", type=int, default=9)
     args = parser.parse_args()

@@ -32,7 +32,7 @@ from typing import Any
 import harness
 import torch
 from episodes import COMMON, FOLDER, TASKS, prepared, supervise
-from reward_peers import BETAS, CLIP, OURS, WARM_UP, PeerFailed, compare, figures
+from reward_peers import BETAS, CLIP, OURS, WARM_UP, PeerFailed, compare, figures, training_length
 
 from monograph.device import clock
 
@@ -71,7 +71,7 @@ def prepare(folder: Path) -> None:
     (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
 
 
-def monograph(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
+def monograph(folder: Path, options: Namespace, seed: int) -> dict[str, Any]:
     """Train once by the command line, and return figures."""
     out = folder / f"played-{seed}"
     _, whole_s = harness.command(
@@ -80,7 +80,7 @@ def monograph(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
         f"rl.group={GROUP}", f"rl.max_new_tokens={TASK.tokens}", "rl.advantage=dr_grpo", "rl.temperature=1",
         "data.held_out=0", f"data.sequence_length={TASK.length}", f"optim.lr={TASK.rate}",
         f"optim.betas={BETAS[0]},{BETAS[1]}", f"optim.warmup_updates={WARM_UP}", "optim.weight_decay=0",
-        f"optim.grad_clip={CLIP}", "optim.skip_spikes=false", f"train.minutes={seconds / 60}", f"train.seed={seed}",
+        f"optim.grad_clip={CLIP}", "optim.skip_spikes=false", training_length(options), f"train.seed={seed}",
         "--out", str(out),
     )  # fmt: skip
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -104,7 +104,7 @@ def trl(folder: Path, options: Namespace, seed: int) -> dict[str, Any]:
     """
     order = {
         "seed": seed, "group": GROUP, "prompts": PROMPTS, "max_new_tokens": TASK.length, "lr": TASK.rate,
-        "betas": BETAS, "clip": CLIP, "warmup": WARM_UP, "seconds": options.seconds,
+        "betas": BETAS, "clip": CLIP, "warmup": WARM_UP, "updates": options.updates, "seconds": options.seconds,
         "threads": torch.get_num_threads(), "model": "hf", "records": "asked.jsonl", "answer": "answer.json",
         "response_template": RESPONSE, "more": {"max_tool_calling_iterations": TASK.turns - 1},
     }  # fmt: skip
@@ -141,7 +141,7 @@ def measure(folder: Path, options: Namespace) -> list[dict[str, Any]]:
             if way == TRL:
                 answer = trl(folder, options, seed)
             else:
-                answer = monograph(folder, options.seconds, seed)
+                answer = monograph(folder, options, seed)
         except PeerFailed as error:
             entry["error"] = f"not measured: {error}"
             continue
@@ -173,15 +173,18 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each training with rewards")
+    parser.add_argument("--updates", type=int, help="of each training, instead of its seconds")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--peer-python", default=sys.executable, metavar="PYTHON", help="of an environment with trl"
     )
     options = parser.parse_args()
     if options.smoke:
-        options.seeds, options.seconds = 1, 8.0
+        # Two updates, whose rate is that of the second, however busy the machine is.
+        options.seeds, options.updates = 1, 2
     torch.set_num_threads(options.threads)
-    settings = {name: getattr(options, name) for name in ("seeds", "seconds", "threads", "smoke")}
+    names = ("seeds", "seconds", "updates", "threads", "smoke")
+    settings = {name: getattr(options, name) for name in names}
     sizes = {"group": GROUP, "prompts": PROMPTS, "betas": BETAS, "clip": CLIP, "warm_up": WARM_UP}
     found = harness.result("episode-peers", settings | sizes)
     harness.print_machine(found)

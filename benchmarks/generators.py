@@ -26,7 +26,9 @@ from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Request
 from monograph.device import default_device
+from monograph.graph.lora_merge import plain_parameters
 from monograph.model.config import LlamaConfig
+from monograph.model.layouts import to_file_tensors
 from monograph.model.llama import Llama
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import byte_alphabet
@@ -232,10 +234,13 @@ def _transformers(task: Task, options: dict[str, Any]) -> Write:
     config = transformers.AutoConfig.for_model(**task.model.config.to_hf())
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    # Shared: a GPU has no room for a second copy.
-    theirs.load_state_dict(task.model.state_dict(), assign=True)
-    with weight.device:  # buffers that are computed, not loaded
-        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
+    # Shared, except for layers that are joined in files: a GPU has no room for a second copy.
+    in_files = to_file_tensors(plain_parameters(task.model), task.model.config)
+    theirs.load_state_dict({each.name: each.read() for each in in_files}, assign=True)
+    theirs.tie_weights()
+    if theirs.model.rotary_emb is not None:  # a model may rotate nothing
+        with weight.device:  # buffers that are computed, not loaded
+            theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
     ids_BT = torch.tensor([task.prompt_ids] * task.rows, device=weight.device)
 
     def write(tokens: int, greedy: bool) -> list[str]:

@@ -63,7 +63,7 @@ def settings(order: dict[str, Any], folder: str) -> GRPOConfig:
             "top_p": 1.0,
             "top_k": 0,
             "max_grad_norm": order["clip"],
-            # The time ends it.
+            # `Clock` ends it.
             "max_steps": 10**6,
             "save_strategy": "no",
             "report_to": "none",
@@ -74,10 +74,10 @@ def settings(order: dict[str, Any], folder: str) -> GRPOConfig:
 
 
 class Clock(TrainerCallback):
-    """Notes when each update ends, and ends training after the given seconds."""
+    """Notes when each update ends, and ends training after the given updates, or else seconds."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.began = seconds, 0.0
+    def __init__(self, updates: int | None, seconds: float) -> None:
+        self.updates, self.seconds, self.began = updates, seconds, 0.0
         self.ends: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -87,8 +87,10 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count an update."""
         self.ends.append(time.perf_counter() - self.began)
-        if self.ends[-1] >= self.seconds:
-            control.should_training_stop = True
+        if self.updates is None:
+            control.should_training_stop = self.ends[-1] >= self.seconds
+        else:
+            control.should_training_stop = len(self.ends) == self.updates
 
 
 class Watched(GRPOTrainer):
@@ -152,7 +154,7 @@ def main(path: str) -> None:
         tokenizer_file=str(Path(order["model"]) / "tokenizer.json"), padding_side="left",
         bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>",
     )  # fmt: skip
-    watch = Clock(order["seconds"])
+    watch = Clock(order["updates"], order["seconds"])
     columns = {name: [record[name] for record in records] for name in ("prompt", order["reads"])}
     with tempfile.TemporaryDirectory() as folder:
         trainer = Watched(

@@ -113,7 +113,7 @@ def main(path: str) -> None:
     )  # fmt: skip
     # The template is not one that TRL knows, so it is told how a call is read.
     words.response_template = order["response_template"]
-    watch = peer_trl.Clock(order["seconds"])
+    watch = peer_trl.Clock(order["updates"], order["seconds"])
     columns = {name: [record[name] for record in records] for name in ("prompt", "numbers")}
     with tempfile.TemporaryDirectory() as home:
         trainer = Watched(

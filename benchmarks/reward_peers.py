@@ -75,7 +75,14 @@ def base(home: Path, updates: int) -> None:
     harness.called(home, "export", "base", "--to", "hf")
 
 
-def monograph(home: Path, seconds: float, compiled: bool, seed: int) -> dict[str, Any]:
+def training_length(options: Namespace) -> str:
+    """Return the setting that ends a training with rewards."""
+    if options.updates is None:
+        return f"train.minutes={options.seconds / 60}"
+    return f"train.updates={options.updates}"
+
+
+def monograph(home: Path, options: Namespace, compiled: bool, seed: int) -> dict[str, Any]:
     """Train once by the command line, and return figures."""
     out, scope = f"rewarded-{seed}{'-compiled' * compiled}", "auto" if compiled else "none"
     _, whole_s = harness.command(
@@ -84,7 +91,7 @@ def monograph(home: Path, seconds: float, compiled: bool, seed: int) -> dict[str
         "rl.temperature=1", "data.held_out=0", f"data.sequence_length={LENGTH}", f"optim.lr={LR}",
         f"optim.betas={BETAS[0]},{BETAS[1]}", "optim.schedule=constant", f"optim.warmup_updates={WARM_UP}",
         "optim.weight_decay=0", f"optim.grad_clip={CLIP}", "optim.skip_spikes=false", f"train.compile={scope}",
-        f"train.minutes={seconds / 60}", f"train.seed={seed}", "--out", out,
+        training_length(options), f"train.seed={seed}", "--out", out,
     )  # fmt: skip
     rows = [json.loads(line) for line in (home / out / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "reward" in row]
@@ -103,9 +110,9 @@ def trl(home: Path, options: Namespace, way: str, seed: int) -> dict[str, Any]:
     """
     order = {
         "seed": seed, "group": GROUP, "prompts": PROMPTS, "max_new_tokens": TASK.most_tokens, "lr": LR, "betas": BETAS,
-        "clip": CLIP, "warmup": WARM_UP, "seconds": options.seconds, "threads": torch.get_num_threads(), "model": "hf",
-        "records": "prompts.jsonl", "reads": "number", "reward": "makes.py", "first": "first.safetensors",
-        "answer": "answer.json", "more": TRL[way],
+        "clip": CLIP, "warmup": WARM_UP, "updates": options.updates, "seconds": options.seconds,
+        "threads": torch.get_num_threads(), "model": "hf", "records": "prompts.jsonl", "reads": "number",
+        "reward": "makes.py", "first": "first.safetensors", "answer": "answer.json", "more": TRL[way],
     }  # fmt: skip
     (home / "order.json").write_text(json.dumps(order))
     began = clock()
@@ -234,7 +241,7 @@ def measure(home: Path, options: Namespace) -> list[dict[str, Any]]:
             if way in TRL:
                 answer = trl(home, options, way, seed)
             else:
-                answer = monograph(home, options.seconds, way == COMPILED, seed)
+                answer = monograph(home, options, way == COMPILED, seed)
         except PeerFailed as error:
             entry["error"] = f"not measured: {error}"
             continue
@@ -317,17 +324,18 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each training with rewards")
+    parser.add_argument("--updates", type=int, help="of each training, instead of its seconds")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--peer-python", default=sys.executable, metavar="PYTHON", help="of an environment with trl"
     )
     options = parser.parse_args()
     if options.smoke:
-        options.ways, options.seeds, options.seconds = [OURS, "trl"], 1, 1.2
+        # Two updates, whose rate is that of the second, however busy the machine is.
+        options.ways, options.seeds, options.updates = [OURS, "trl"], 1, 2
     torch.set_num_threads(options.threads)
-    settings = {
-        name: getattr(options, name) for name in ("ways", "seeds", "seconds", "threads", "smoke")
-    }
+    names = ("ways", "seeds", "seconds", "updates", "threads", "smoke")
+    settings = {name: getattr(options, name) for name in names}
     sizes = {
         "group": GROUP,
         "prompts": PROMPTS,

@@ -516,9 +516,9 @@ def test_a_number_that_nobody_measured_is_noticed() -> None:
     assert not is_among("75", [0.7412]) and not is_among("1.74", [1.7312])
 
 
-def printed(page: str, benchmark: str) -> list[str]:
+def printed(page: str, benchmark: str, arguments: str = "") -> list[str]:
     """The parts of a page of docs/ that a benchmark printed."""
-    begin = f"<!-- printed by benchmarks/{benchmark}.py -->"
+    begin = f"<!-- printed by benchmarks/{benchmark}.py{arguments} -->"
     return made_parts((ROOT / "docs" / f"{page}.md").read_text(), begin)
 
 
@@ -544,6 +544,12 @@ def test_the_table_of_constrained_steps_is_the_scripts(monkeypatch: pytest.Monke
     kept = json.loads((ROOT / "benchmarks/results/constrained_steps.json").read_text())
     table = script("benchmarks/constrained_steps.py").table(kept["cases"])
     assert printed("constraints", "constrained_steps") == [table]
+
+
+def test_the_table_of_drafts_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kept = json.loads((ROOT / "benchmarks/results/drafts.json").read_text())
+    assert printed("generate", "drafts") == [script("benchmarks/drafts.py").table(kept["cases"])]
 
 
 def test_the_tables_of_recipes_are_those_of_their_results() -> None:
@@ -580,11 +586,16 @@ def test_the_table_of_runs_of_earlier_versions_is_the_scripts() -> None:
     )
 
 
-def test_the_table_of_hybrids_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("result", "arguments"), [("hybrid_peers", ""), ("hybrid_mamba", " --family granitemoehybrid")]
+)
+def test_the_tables_of_hybrids_are_the_scripts(
+    monkeypatch: pytest.MonkeyPatch, result: str, arguments: str
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    kept = json.loads((ROOT / "benchmarks/results/hybrid_peers.json").read_text())
+    kept = json.loads((ROOT / f"benchmarks/results/{result}.json").read_text())
     table = script("benchmarks/hybrid_peers.py").table(kept["cases"])
-    assert printed("model", "hybrid_peers") == [table]
+    assert printed("model", "hybrid_peers", arguments) == [table]
 
 
 def test_the_table_of_laws_and_families_is_what_the_tests_have() -> None:

@@ -153,6 +153,7 @@ def test_an_object(text: str, valid: bool) -> None:
         ),
         ({"type": "object", "additionalProperties": False}, [{}], [{"a": 1}]),
         ({"type": "string", "enum": ["a", 1], "title": "x"}, ["a"], [1]),
+        ({"type": "string", "enum": ["a", None], "nullable": True}, ["a"], [None]),
         ({"enum": [1, "1", True]}, [1, "1", True], [0, False]),
         ({"enum": [1, 2], "const": 2}, [2], [1]),
         (

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,10 +101,19 @@ def seen_by_others(monkeypatch):
 
 
 def without_update(monkeypatch):
-    """A resident engine that does not learn."""
-    monkeypatch.setattr(
-        module.Resident, "update", lambda engine: SimpleNamespace(index=engine.index)
-    )
+    """A resident engine whose weights do not change."""
+    real = module.Resident.update
+
+    def update(engine):
+        parameters = list(engine.step.model.parameters())
+        before = [parameter.detach().clone() for parameter in parameters]
+        done = real(engine)
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
+        return done
+
+    monkeypatch.setattr(module.Resident, "update", update)
 
 
 def kept(monkeypatch):

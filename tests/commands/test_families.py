@@ -12,7 +12,7 @@ import torch
 from commands.forked import CommandServer
 from commands.inputs import OWN, TINY, over
 from monograph.model.families import FAMILIES
-from monograph.model.layer_types import LINEAR_ATTENTION
+from monograph.model.layer_types import LINEAR_ATTENTION, MAMBA
 from monograph.model.torch_file import read
 from monograph.text.tokenizer import Tokenizer
 from reference import pieces
@@ -98,7 +98,16 @@ def test_a_folder_of_transformers_has_the_bits_per_byte_of_transformers_own_loss
             "linear_num_value_heads": 2,
             "head_dim": 8,
         }
-    if FAMILIES[family].expert_width_key:
+    if FAMILIES[family].other_layer_type == MAMBA:
+        window = {
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_state": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+        }
+    elif FAMILIES[family].expert_width_key:
         window |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     torch.manual_seed(0)
     sizes = SIZES | {"max_position_embeddings": 512, "pad_token_id": None}  # a document is one row

@@ -20,8 +20,8 @@ TRAIN = (
 )
 COMMANDS = {
     "train --resume run": TRAIN,
-    "generate run alpha -n 2 --max-tokens 4": "schema completions tokens_per_s prefill_s masks masks_s graphs "
-    "host_syncs_per_token device_to_host_bytes_per_token",
+    "generate run alpha -n 2 --max-tokens 4": "schema completions tokens_per_s prefill_s masks masks_s "
+    "drafted_passes drafted_tokens graphs host_syncs_per_token device_to_host_bytes_per_token",
     "evaluate run": "schema bits_per_byte perplexity loss tokens acc acc_stderr acc_norm acc_norm_stderr acc_bytes "
     "acc_bytes_stderr chance questions weights",
     "sweep --out s": "schema run measure members best advice wall_s tokens_per_s",

@@ -203,7 +203,7 @@ def test_a_sweep_of_ranks(folder: Path, server: CommandServer) -> None:
         (["lora.rank=4"], "lora.rank: adapters are added to frozen weights"),
         (["model.init=base", "lora.alpha=8"], "lora.alpha is for adapters, and none are trained: give their rank too"),
         (["model.init=base", "lora.rank=4", 'lora.targets=["qproj"]'], "no linear layer is called 'qproj'"),
-        (["model.init=base", "lora.rank=4", "train.memory=stream"], "with lora.rank it is device"),
+        (["model.init=base", "lora.rank=4", "train.memory=stream"], "with lora.rank take device"),
         (["model.init=base", "lora.rank=4", "train.precision=fp8"], "with lora.rank take bf16 or fp32"),
         (["model.init=base", "lora.rank=0"], "lora.rank = \"0\": expected a whole number above 0"),
         (["model.init=base", "lora.rank=1000"], "lora.rank = 1000: these layers' weights have rank 16 at most; lower"),

@@ -25,8 +25,9 @@ from monograph.errors import InputRefused
 from monograph.rl.pairs import read_pairs
 from monograph.rl.prompts import read_prompts
 from monograph.rl.rewards import reward_of
+from monograph.serve.fields import read
 from monograph.serve.refused import Refused
-from monograph.serve.requests import ChatRequest, read
+from monograph.serve.requests import ChatRequest
 from monograph.text.chat import chat_ids
 from monograph.text.messages import MESSAGE_KEYS, METADATA
 from monograph.text.tokenizer import Tokenizer

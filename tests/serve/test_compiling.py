@@ -34,8 +34,9 @@ from monograph.serve.compiling import (
     _read_automaton,
     _result_chunks,
 )
+from monograph.serve.fields import read
 from monograph.serve.refused import Refused
-from monograph.serve.requests import CompletionRequest, read
+from monograph.serve.requests import CompletionRequest
 
 PIECES = [b"", b"", *(bytes([byte]) for byte in range(256)), *vocabulary('ab{}":,1', 200)[2:]]
 # Its pattern alone, which no budget counts, is read for about five seconds.

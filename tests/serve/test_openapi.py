@@ -22,6 +22,7 @@ from monograph.serve import compiling, requests
 from monograph.serve.app import OPEN_PATHS, Guard, application
 from monograph.serve.document import OPERATIONS as DECLARED
 from monograph.serve.document import document
+from monograph.serve.fields import read
 from monograph.serve.messages_request import CountRequest, MessagesRequest
 from monograph.serve.refused import Refused
 from monograph.serve.requests import (
@@ -29,7 +30,6 @@ from monograph.serve.requests import (
     CompletionRequest,
     RequestMessage,
     TokenizeRequest,
-    read,
 )
 from monograph.serve.responses_request import ResponsesRequest
 from monograph.serve.service import Service

@@ -216,6 +216,19 @@ def test_several_calls_may_follow_each_other(tags: Served) -> None:
     assert found
 
 
+@pytest.mark.parametrize("name", ["tags", "fields"])
+def test_no_stop_text_cuts_a_required_call(name: str, family: Callable[[str], Served]) -> None:
+    """Agents send stop texts with every request. Here some are in the call, and in its frame."""
+    served = family(name)
+    for more in ({"tool_choice": "required"}, {"tool_choice": ADD_CHOICE}):
+        [whole] = choices(served, **more)
+        [choice] = choices(served, stop=["add", "sum", "<", "}"], **more)
+        require_valid(choice["message"])
+        for each in (whole, choice):
+            each["message"]["tool_calls"][0].pop("id")
+        assert choice == whole
+
+
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_a_call_that_the_limit_cuts_ends_with_length(step: int, tags: Served) -> None:
     whole = choices(tags, tool_choice=ADD_CHOICE)[0]["message"]["tool_calls"][0]["function"][

@@ -62,6 +62,8 @@ _ANNOTATIONS = {
     "$comment",
     "$defs",
     "definitions",
+    # OpenAPI 3.0 lets null in by it. JSON Schema does not know it, so here null stays out.
+    "nullable",
 }
 # The keywords that an enumeration may have.
 _ENUMERATION = {"type", "enum", "const"}

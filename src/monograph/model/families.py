@@ -117,7 +117,7 @@ class Family(NamedTuple):
         activation: transformers' key for the activation of the feed-forward layer, and the value of
             this key.
         only_default_keys: keys that this family reads, and of which only transformers' default is
-            supported. `_SUPPORTED_VALUES` has the default.
+            supported. `SUPPORTED_VALUES` has the default.
         head_dim_is_derived: whether head_dim must be hidden_size / num_attention_heads.
         expert_width_key: the key for the width of a mixture's experts; "": the family has no mixtures
             of experts.
@@ -142,7 +142,8 @@ class Family(NamedTuple):
         may_have_mtp_layers: whether files may have layers for multi-token prediction, which neither
             transformers nor this package reads.
         own_keys: the module that translates keys of config.json which only this family has, with
-            the functions `from_hf` and `to_hf`; None: all keys are those of `LlamaConfig`.
+            the functions `from_hf` and `to_hf`, and the keys in `KEYS`; None: all keys are those of
+            `LlamaConfig`.
         llama_cpp: how llama.cpp computes an exported model; None: no file for llama.cpp is written.
     """
 
@@ -627,7 +628,7 @@ FAMILIES: dict[str, Family] = {
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it
 # computes the same as `Llama`. The first value is transformers' default.
-_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
@@ -644,6 +645,50 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 _KEYS_READ_BY_SOME = {key for family in FAMILIES.values() for key in family.only_default_keys}
 # The names that transformers has for one activation.
 _ACTIVATION_NAMES = {"silu": ("silu", "swish"), "gelu_pytorch_tanh": ("gelu_pytorch_tanh",)}
+
+
+# The keys of config.json that all families read.
+_KEYS_OF_ALL = {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "initializer_range",
+    "attention_dropout",
+    "quantization_config",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+}
+
+
+def keys_in_files(family: Family) -> set[str]:
+    """Return the keys of config.json that a family reads.
+
+    Not among them are keys that give the types of layers by a rule, which count only in a file without
+    layer_types or no_rope_layers.
+    """
+    keys = {*_KEYS_OF_ALL, *family.optional_keys, *family.only_default_keys, family.activation[0]}
+    if "mlp_only_layers" in keys:
+        keys.add("decoder_sparse_step")
+    if {"sliding_window", "layer_types"} <= keys:
+        keys.add("use_sliding_window")
+    if LONGROPE in family.rope_types:
+        keys.add("original_max_position_embeddings")
+    if family.own_keys is not None:
+        # Some of its optional keys are fields of `LlamaConfig` that have other names in its files.
+        keys = keys - {*family.own_keys.NOT_IN_FILES} | {*family.own_keys.KEYS}
+    # A field of `LlamaConfig` that no file has.
+    return keys - {"rope_local_theta"}
 
 
 def find_family(model_type: object) -> Family:
@@ -666,7 +711,7 @@ def check_supported(values: Mapping[str, Any]) -> None:
     """
     family = find_family(values["model_type"])
     activation_key, activation = family.activation
-    supported_values = {activation_key: _ACTIVATION_NAMES[activation], **_SUPPORTED_VALUES}
+    supported_values = {activation_key: _ACTIVATION_NAMES[activation], **SUPPORTED_VALUES}
     for key, supported in supported_values.items():
         is_read = key not in _KEYS_READ_BY_SOME or key in family.only_default_keys
         is_checked_here = is_read and key not in family.optional_keys

@@ -15,6 +15,23 @@ from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, MAMBA,
 if TYPE_CHECKING:
     from monograph.model.config import LlamaConfig
 
+# The keys that only files of this family have, and the fields of `LlamaConfig` that these files have not.
+KEYS = (
+    "layers_block_type",
+    "mamba_chunk_size",
+    "mamba_expand",
+    "num_local_experts",
+    "shared_intermediate_size",
+    "time_step_limit",
+)
+# Those without which nothing can be said of a model, if transformers' defaults do not hold for it.
+REQUIRED = (
+    "mamba_expand",
+    "num_local_experts",
+    "position_embedding_type",
+    "shared_intermediate_size",
+)
+NOT_IN_FILES = ("moe_intermediate_size", "num_experts", "shared_expert_intermediate_size")
 # The words that files have for the kinds of layers. transformers writes "linear_attention" and
 # "full_attention" since its version 5, and wrote "mamba" and "attention" before.
 _LAYER_TYPES = {

@@ -23,6 +23,7 @@ from monograph.model.families import FAMILIES
 from monograph.model.files import (
     DTYPES,
     StoredTensor,
+    has_weights,
     mapped_weights,
     new_folder,
     read_headers,
@@ -32,6 +33,7 @@ from monograph.model.files import (
 )
 from monograph.model.layouts import to_decoder_tensors, to_file_tensors
 from monograph.model.llama import Llama
+from monograph.model.nearest import Nearest, find_nearest
 from monograph.storage.reading import exists, file_inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
 
@@ -176,12 +178,16 @@ def _text_tensors(
 def read_config(folder: str | Path) -> LlamaConfig:
     """Return the configuration in a folder's config.json.
 
+    If its model_type is unknown, the headers of the weights are read, too (`monograph.model.nearest`).
+
     Raises:
         InputRefused: no such folder or file, a file that is not JSON, or a model that `Llama` does
             not compute. The message has the file and the key.
     """
     path, values = _config_json(Path(folder))
     try:
+        if _may_be_near(Path(folder), values):
+            return _nearest(Path(folder), values).config
         return LlamaConfig.from_hf(_text_values(values))
     except InputRefused as error:
         fault = str(error)
@@ -190,6 +196,40 @@ def read_config(folder: str | Path) -> LlamaConfig:
         if len(fault) > MAX_ERROR_LENGTH:
             fault = f"{fault[: MAX_ERROR_LENGTH // 2]} ... {fault[-100:]}"
         raise InputRefused(f"{path}: {fault}") from None
+
+
+def assumption(folder: str | Path) -> str:
+    """Return a line that says as what a model of an unknown model_type is computed; "": it is known."""
+    _, values = _config_json(Path(folder))
+    if not _may_be_near(Path(folder), values):
+        return ""
+    return _nearest(Path(folder), values).assumption
+
+
+def _may_be_near(folder: Path, values: Mapping[str, Any]) -> bool:
+    """Return whether a folder has an unknown model_type, and weights to compare with the families'."""
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        return False
+    return text_model_type(model_type) not in FAMILIES and has_weights(folder)
+
+
+def _nearest(folder: Path, values: Mapping[str, Any]) -> Nearest:
+    """Return the family that computes a folder's model, whose model_type is unknown."""
+    stored = read_headers(folder)
+
+    def require_tensors(config: LlamaConfig) -> None:
+        check_headers(_decoder_tensors(stored, config), config, folder)
+
+    return find_nearest(values, _HEAD in stored, require_tensors)
+
+
+def _decoder_tensors(
+    stored: Mapping[str, StoredTensor], config: LlamaConfig
+) -> dict[str, StoredTensor]:
+    """Return descriptions of a text model's tensors in the decoder's form."""
+    weights = {name: each for name, each in stored.items() if not _ROTARY_BUFFER.fullmatch(name)}
+    return to_decoder_tensors(weights, config)
 
 
 def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -230,8 +270,7 @@ def read_checked_headers(
     headers = read_headers(Path(folder))
     _, values = _config_json(Path(folder))
     stored, _ = _text_tensors(headers, values.get("model_type"))
-    stored = {name: tensor for name, tensor in stored.items() if not _ROTARY_BUFFER.fullmatch(name)}
-    stored = to_decoder_tensors(stored, config)
+    stored = _decoder_tensors(stored, config)
     check_headers(stored, config, Path(folder))
     return config, stored
 

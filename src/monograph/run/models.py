@@ -343,6 +343,9 @@ def _load_unmerged(
         return hub.assemble(shape, weights, Path(folder))
     if not exists(folder):
         raise InputRefused(no_folder(folder))
+    assumption = hub.assumption(folder)
+    if assumption:
+        warn(assumption)
     return hub.mapped_model(folder, dtype)
 
 

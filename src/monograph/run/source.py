@@ -130,6 +130,11 @@ class ModelSource:
             return ""
         return ", ".join(f"{prefix}*" for prefix in hub.prefixes_left_out(self.base))
 
+    @property
+    def assumption(self) -> str:
+        """Return as what a folder of an unknown model_type is computed; "" if there is nothing to say."""
+        return hub.assumption(self.base) if self._is_folder else ""
+
     def require_headers(self, sizes: Mapping[str, Any]) -> None:
         """Require usable weights, as far as the headers of their files show; no weights are read.
 

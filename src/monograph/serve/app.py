@@ -31,6 +31,7 @@ from monograph.serve import shapes
 from monograph.serve.answers import send_error, send_json
 from monograph.serve.body import ClientGone, parse_body, read_body
 from monograph.serve.document import OPERATIONS, document
+from monograph.serve.fields import read
 from monograph.serve.messages_answer import CountedTokens
 from monograph.serve.messages_request import read_count_request
 from monograph.serve.metrics import RequestCounts
@@ -42,7 +43,6 @@ from monograph.serve.requests import (
     LoadAdapterRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
-    read,
 )
 from monograph.serve.service import Service
 from monograph.serve.texts import TextEndpoint

@@ -10,30 +10,31 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, ValidationInfo
 
 from monograph.ranges import whole
+from monograph.serve.fields import (
+    AnyTextPart,
+    Body,
+    Expected,
+    Ignored,
+    list_of_tools,
+    not_supported,
+    number_within,
+    read,
+    read_as,
+    read_object,
+    text_or_parts,
+)
 from monograph.serve.refused import THREAD_UNSUPPORTED, Refused, field_names
 from monograph.serve.requests import (
     MAX_MESSAGES,
     MAX_STOP_BYTES,
     MAX_STOPS,
-    MAX_TOOLS,
     SAMPLER_OPTIONS,
-    AnyTextPart,
     BaseRequest,
-    Body,
     ChatRequest,
-    Expected,
-    FunctionNameText,
-    Ignored,
+    DescribedTool,
     ModelName,
     SampledRequest,
     ShortText,
-    not_supported,
-    number_within,
-    read,
-    read_as,
-    read_list,
-    read_object,
-    text_of_parts,
     with_options,
 )
 
@@ -56,13 +57,7 @@ class TextBlock(AnyTextPart):
     citations: Annotated[Any, not_supported("leave it out")] = None
 
 
-def _check_content(value: object, info: ValidationInfo) -> str:
-    return text_of_parts(value, str(info.field_name), TextBlock)
-
-
-_Content = Annotated[
-    str, PlainValidator(_check_content, json_schema_input_type=str | list[TextBlock])
-]
+_Content = Annotated[str, text_or_parts(TextBlock)]
 
 
 class ThinkingBlock(Body):
@@ -213,19 +208,12 @@ def _told_messages(role: str, blocks: list[Body]) -> list[dict[str, Any]]:
 # ── tools ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class CustomTool(Body):
+class CustomTool(DescribedTool):
     """A tool that the model may use."""
 
     type: Literal["custom"] = "custom"
-    name: FunctionNameText
-    description: str | None = Field(None, description="What it does, for the model.")
     input_schema: dict[str, Any] = Field(
         description="The JSON schema of its input, which is an object."
-    )
-    strict: bool | None = Field(
-        None,
-        description="Whether every call follows the schema. It must then be one that docs/constraints.md lists, and so "
-        "must those of the request's other tools.",
     )
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None
@@ -244,10 +232,6 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool = Field(
         False, description="Whether a strict answer has one call at most."
     )
-
-
-def _check_tools(value: object, info: ValidationInfo) -> list[CustomTool]:
-    return read_list(CustomTool, value, str(info.field_name), MAX_TOOLS, "tools")
 
 
 # ── requests ──────────────────────────────────────────────────────────────────────────────────────
@@ -291,13 +275,7 @@ class CountRequest(BaseRequest):
         ),
     ] = Field(description="The dialogue so far. The model's chat template makes the prompt of it.")
     system: _Content | None = Field(None, description="What the model is told first.")
-    tools: Annotated[
-        list[CustomTool],
-        PlainValidator(
-            _check_tools,
-            json_schema_input_type=Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)],
-        ),
-    ] = Field(
+    tools: Annotated[list[CustomTool], list_of_tools(CustomTool)] = Field(
         [],
         description="What the model may call. A call is not made here: the client sends its result in a block "
         "tool_result.",
@@ -332,7 +310,10 @@ class MessagesRequest(CountRequest, SampledRequest):
         list[ShortText],
         Field(max_length=MAX_STOPS),
         Expected(f"up to {MAX_STOPS} texts of 1 to {MAX_STOP_BYTES} bytes"),
-    ] = Field([], description="The answer ends before the first of these texts. Excludes tools.")
+    ] = Field(
+        [],
+        description="The answer ends before the first of these texts. Excludes tools, unless the answer must call one.",
+    )
     thread: Annotated[Any, _NO_THREAD] = None
 
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from monograph.serve import messages_request, responses_request
 from monograph.serve.answers import AnswerBuilder, ChatAnswerBuilder, CompletionAnswerBuilder
+from monograph.serve.fields import read
 from monograph.serve.messages_answer import MessageBuilder
-from monograph.serve.requests import AnyTextRequest, ChatRequest, CompletionRequest, read
+from monograph.serve.requests import AnyTextRequest, ChatRequest, CompletionRequest
 from monograph.serve.responses_answer import ResponseBuilder
 from monograph.serve.versions import ServedModel
 

@@ -7,14 +7,15 @@ A request is refused by raising `Refused(status, message, field, code)`. The cli
 HTTP status, an error message, the name of the wrong field, and OpenAI's name of the error.
 
 `monograph.serve.document` makes the OpenAPI document from the same models. Where a validator replaces
-pydantic's own check, `json_schema_input_type` says what the document shows instead.
+pydantic's own check, `json_schema_input_type` says what the document shows instead. What the types are
+made of is in `monograph.serve.fields`.
 """
 
 import math
 import re
 import secrets
 from dataclasses import Field as DataclassField
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
@@ -22,18 +23,13 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
-    GetJsonSchemaHandler,
     PlainValidator,
-    ValidationError,
     ValidationInfo,
-    WithJsonSchema,
     create_model,
     model_validator,
 )
-from pydantic_core import CoreSchema, ErrorDetails
 
 from monograph.automata import argument_types
 from monograph.automata.pattern import MAX_PATTERN_LENGTH
@@ -42,8 +38,20 @@ from monograph.data.records import Unusable
 from monograph.decode import Sampling
 from monograph.decode.sampling import BIAS, RANGES, PenaltyScope
 from monograph.errors import did_you_mean
-from monograph.ranges import Range, whole
+from monograph.ranges import whole
 from monograph.serve.compiling import MAX_CHOICES, MAX_CONSTRAINT_BYTES
+from monograph.serve.fields import (
+    TOOL_CHOICE_DESCRIPTION,
+    AnyTextPart,
+    Body,
+    Expected,
+    Ignored,
+    MustBeEmpty,
+    list_of_tools,
+    not_supported,
+    number_within,
+    tool_choice_or,
+)
 from monograph.serve.refused import Refused
 from monograph.text.field_reader import ArgumentTypes
 
@@ -54,7 +62,6 @@ MAX_MESSAGES = 1024
 MAX_PROMPTS = 1024
 MAX_STOPS = 4  # texts in `stop`
 MAX_STOP_BYTES = 64  # of each text in `stop`, and of each sequence breaker
-MAX_TOOLS = 128
 # Sequence breakers of the sampler's DRY penalty. Each of them is searched for in every token of the
 # vocabulary.
 MAX_BREAKERS = 64
@@ -68,75 +75,6 @@ _Model = TypeVar("_Model", bound=BaseModel)
 # ── types and validators of fields ────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class Expected:
-    """How the error for a wrong value describes what the field allows.
-
-    It is part of a field's annotation if pydantic's own message would be unclear; `_refusal` reads it.
-
-    Attributes:
-        words: the end of the sentence "expected ...".
-        shows_value: whether the error shows the wrong value, too.
-    """
-
-    words: str
-    shows_value: bool = False
-
-
-def number_within(allowed: Range) -> PlainValidator:
-    """Return a validator that refuses all values but the numbers in a range.
-
-    It is also that of fields whose default is None: a field that is missing or null is not validated.
-    """
-    bounds = Field(ge=allowed.low, le=allowed.high)
-
-    def check(value: object, info: ValidationInfo) -> Any:
-        if not allowed.holds(value):
-            name = info.field_name
-            raise Refused(400, f"{name} = {value!r:.80}: expected {allowed.expected}", name)
-        return value
-
-    number_type = int if allowed.whole else float
-    return PlainValidator(check, json_schema_input_type=Annotated[number_type, bounds])
-
-
-_NotSupported = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "enum": [None, False, 0, "", [], {}, "none"],
-            "description": "Is not supported, and would change the text: other values are refused.",
-        }
-    ),
-]
-
-
-def not_supported(advice: str, code: str = "unsupported_parameter") -> PlainValidator:
-    """Return a validator of a field that is not supported and would change the text.
-
-    It accepts only values that turn the field off, and returns None for them.
-
-    Args:
-        advice: what to do instead.
-        code: the protocol's name of the error.
-    """
-
-    def check(value: object, info: ValidationInfo) -> None:
-        name = str(info.field_name)
-        is_off = not value or value == "none"
-        if not is_off:
-            raise Refused(400, f"{name} is not supported: {advice}", name, code)
-
-    return PlainValidator(check, json_schema_input_type=_NotSupported)
-
-
-Ignored = Annotated[Any, WithJsonSchema({"description": "Is accepted and changes nothing."})]
-MustBeEmpty = Annotated[
-    Any,
-    WithJsonSchema(
-        {"enum": [None, False, 0, "", [], {}], "description": "Any other value is refused."}
-    ),
-]
 TokenId = Annotated[int, Field(ge=0, description="A token of the model's vocabulary.")]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
@@ -262,69 +200,8 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
 # ── bodies ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Body(BaseModel):
-    """A JSON object; unknown fields are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, body: object) -> Any:
-        """Return the body without the fields that are null, and refuse unknown fields."""
-        if not isinstance(body, dict):  # pydantic itself refuses it
-            return body
-        # A field has an alias if pydantic reserves its name for itself, as it does `schema`.
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        fields_set = {name: value for name, value in body.items() if value is not None}
-        for name in fields_set:
-            if name not in known:
-                hint = did_you_mean(name, known)
-                raise Refused(400, f"there is no field {name!r:.80}{hint}", name)
-        return fields_set
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        """Return the schema, in which every field that is not required may be null."""
-        # The handler may return a reference to the schema, so that is looked up.
-        schema = handler.resolve_ref_schema(handler(core_schema))
-        for name, value in schema.get("properties", {}).items():
-            if name not in schema.get("required", ()):
-                schema["properties"][name] = _nullable(value)
-        return schema
-
-
-def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a field's JSON schema, changed so that it also allows null, and without its title."""
-    annotations = {
-        key: schema[key] for key in ("default", "description") if schema.get(key) is not None
-    }
-    constraints = {
-        key: inner
-        for key, inner in schema.items()
-        if key not in ("default", "description", "title")
-    }
-    # A schema without constraints allows every value.
-    allows_null = not constraints or None in constraints.get("enum", ())
-    if allows_null:
-        return constraints | annotations
-    if "anyOf" not in constraints:
-        constraints = {"anyOf": [constraints]}
-    # Null comes last, and once if the schema has it already.
-    options = [option for option in constraints["anyOf"] if option != {"type": "null"}]
-    return constraints | {"anyOf": [*options, {"type": "null"}]} | annotations
-
-
 # The following models of a message only describe it in the OpenAPI document. `_read_message` reads
 # messages, with the function that also reads those of training data.
-class AnyTextPart(Body):
-    """A part of a content that has a text. Each class below this one says which types it may have."""
-
-    type: str
-    text: str
-
-
 class TextPart(AnyTextPart):
     """A part of a message's content."""
 
@@ -439,19 +316,24 @@ class BaseRequest(Body):
 FunctionNameText = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class FunctionDefinition(Body):
-    """A function that the model may call."""
+class DescribedTool(Body):
+    """What the tools of all protocols have."""
 
     name: FunctionNameText
     description: str | None = Field(None, description="What it does, for the model.")
-    parameters: dict[str, Any] | None = Field(
-        None,
-        description="The JSON schema of its arguments, which are an object. If it is missing, there are none.",
-    )
     strict: bool | None = Field(
         None,
         description="Whether every call follows the schema. It must then be one that docs/constraints.md lists, and so "
         "must those of the request's other tools.",
+    )
+
+
+class FunctionDefinition(DescribedTool):
+    """A function that the model may call."""
+
+    parameters: dict[str, Any] | None = Field(
+        None,
+        description="The JSON schema of its arguments, which are an object. If it is missing, there are none.",
     )
 
 
@@ -496,40 +378,6 @@ class ToolUse(NamedTuple):
     def argument_types(self) -> dict[str, ArgumentTypes]:
         """For each function the types that its arguments may have."""
         return {function.name: argument_types(function.parameters) for function in self.functions}
-
-
-ToolChoiceWord = Literal["none", "auto", "required"]
-
-
-def _check_tools(value: object, info: ValidationInfo) -> list[Tool]:
-    return read_list(Tool, value, str(info.field_name), MAX_TOOLS, "tools")
-
-
-def _check_tool_choice(value: object, info: ValidationInfo) -> str | NamedTool:
-    form = '{"type": "function", "function": {"name": ...}}'
-    return check_tool_choice(value, str(info.field_name), NamedTool, form)
-
-
-def check_tool_choice(
-    value: object, field: str, named_type: type[_Model], form: str
-) -> str | _Model:
-    """Return the value of a field that is one of `ToolChoiceWord`, or names a tool.
-
-    Args:
-        value: the value.
-        field: the field.
-        named_type: the type of an object that names a tool.
-        form: the form of such an object, for the error.
-
-    Raises:
-        Refused: the value is neither.
-    """
-    if isinstance(value, str) and value in get_args(ToolChoiceWord):
-        return value
-    if isinstance(value, dict):
-        return read_object(named_type, value, field, field)
-    words = ", ".join(get_args(ToolChoiceWord))
-    raise Refused(400, f"{field} = {value!r:.80}: expected {words} or {form}", field)
 
 
 class TokenizeRequest(BaseRequest):
@@ -640,7 +488,10 @@ class TextRequest(SampledRequest):
             | Annotated[list[ShortText], Field(max_length=MAX_STOPS)],
         ),
         Expected(f"up to {MAX_STOPS} texts of 1 to {MAX_STOP_BYTES} bytes"),
-    ] = Field([], description="The text ends before the first of these texts.")
+    ] = Field(
+        [],
+        description="The text ends before the first of these texts. Excludes tools, unless the answer must call one.",
+    )
     stream_options: StreamOptions | None = Field(None, description="Is allowed only with stream.")
     regex: str | None = Field(
         None,
@@ -685,6 +536,11 @@ class TextRequest(SampledRequest):
     web_search_options: Annotated[Any, not_supported("leave it out")] = None
     verbosity: Annotated[Any, not_supported("leave it out")] = None
     order: Annotated[Any, not_supported("leave it out")] = None
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """The texts before which the text ends."""
+        return self.stop
 
     @property
     def wants_usage(self) -> bool:
@@ -858,8 +714,19 @@ class CompletionRequest(TextRequest):
         return self
 
 
+class DialogueFields(BaseRequest):
+    """The fields that chats and requests to /v1/responses have in common."""
+
+    chat_template_kwargs: TemplateOptions = Field(
+        TemplateOptions(), description="What the chat template reads in addition to the messages."
+    )
+    parallel_tool_calls: bool = Field(
+        True, description="Whether a strict answer may have several calls."
+    )
+
+
 @with_options
-class ChatRequest(TextRequest):
+class ChatRequest(DialogueFields, TextRequest):
     """A dialogue to be continued."""
 
     messages: Annotated[
@@ -889,31 +756,15 @@ class ChatRequest(TextRequest):
         None,
         description="Reports this number of the likeliest tokens at the position of each token. Needs logprobs.",
     )
-    chat_template_kwargs: TemplateOptions = Field(
-        TemplateOptions(), description="What the chat template reads in addition to the messages."
-    )
-    tools: Annotated[
-        list[Tool],
-        PlainValidator(
-            _check_tools,
-            json_schema_input_type=Annotated[list[Tool], Field(max_length=MAX_TOOLS)],
-        ),
-    ] = Field(
+    tools: Annotated[list[Tool], list_of_tools(Tool)] = Field(
         [],
         description="What the model may call. A call is not made here: the client sends its result in a message of "
         "the role tool.",
     )
     tool_choice: Annotated[
         str | NamedTool | None,
-        PlainValidator(_check_tool_choice, json_schema_input_type=ToolChoiceWord | NamedTool),
-    ] = Field(
-        None,
-        description="none: the model does not see the tools. auto, which is the default: it may call them. required: "
-        "it does. Or the function that it calls once.",
-    )
-    parallel_tool_calls: bool = Field(
-        True, description="Whether a strict answer may have several calls."
-    )
+        tool_choice_or(NamedTool, '{"type": "function", "function": {"name": ...}}'),
+    ] = Field(None, description=TOOL_CHOICE_DESCRIPTION)
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -957,6 +808,12 @@ class ChatRequest(TextRequest):
         )
 
     @property
+    def stop_texts(self) -> list[str]:
+        """The texts before which the content ends. An answer that must call tools has no content."""
+        must_call = self.tool_use is not None and self.tool_use.must_call
+        return [] if must_call else self.stop
+
+    @property
     def token_limit(self) -> int | None:
         """The maximum number of tokens of each text; None: as many as the context holds."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -985,7 +842,7 @@ class ChatRequest(TextRequest):
             raise Refused(400, "top_logprobs needs logprobs to be true", "top_logprobs")
         if self.tool_use is not None:
             # A call would break the constraint, and a stop text could cut a call off.
-            conflicting_field = "stop" if self.stop else None
+            conflicting_field = "stop" if self.stop_texts else None
             if self.constraint is not None:
                 conflicting_field = self.constraint.field
             if conflicting_field is not None:
@@ -995,162 +852,3 @@ class ChatRequest(TextRequest):
 
 
 AnyTextRequest = CompletionRequest | ChatRequest
-
-
-# ── reading ───────────────────────────────────────────────────────────────────────────────────────
-
-# What the error for a missing field says: one entry for each field that a request must have.
-_MISSING_WORDS = {
-    "model": "GET /v1/models says which there are",
-    "prompt": "expected a text, a list of texts, or lists of token ids",
-    "messages": "expected a list of messages",
-    "input": "expected a text or a list of items",
-    "max_tokens": "expected the maximum number of tokens of the answer",
-    "tokens": "expected a list of token ids",
-    "lora_name": "expected the adapter's name",
-    "lora_path": "expected the name of a folder in --adapter-dir",
-}
-# What the error for a value of another type says was expected, by pydantic's name of the error.
-_TYPE_WORDS = {
-    "string_type": "a text",
-    "bool_type": "true or false",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-}
-
-
-def read(model: type[_Model], body: dict[str, Any], **context: int) -> _Model:
-    """Return a body as a request of type `model`.
-
-    Args:
-        model: the type of request.
-        body: the JSON object.
-        context: numbers of the server's model: `rows`, the largest n of a request for texts, or
-            `vocabulary`, the number of token ids, for a request to decode tokens.
-
-    Raises:
-        Refused: a field is wrong; the error names it.
-    """
-    try:
-        return model.model_validate(body, context=context)
-    except ValidationError as error:
-        raise _refusal(model, error) from None
-
-
-def read_object(model: type[_Model], value: object, place: str, field: str) -> _Model:
-    """Return a JSON object that is in the value of a field, as an object of type `model`.
-
-    Args:
-        model: the type.
-        value: the object as JSON has it.
-        place: its place in the request, such as "tools[0]", which an error names.
-        field: the request's field, such as "tools".
-
-    Raises:
-        Refused: the object is wrong.
-    """
-    try:
-        return model.model_validate(value)
-    except Refused as refused:  # there is an unknown field somewhere inside
-        raise Refused(400, f"{place}: {refused}", field) from None
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in fault["loc"]]
-        inner = place + "".join(steps)
-        if fault["type"] == "missing":
-            raise Refused(400, f"{inner} is missing", field) from None
-        words = _expected_words(fault)
-        raise Refused(400, f"{inner} = {fault['input']!r:.80}: expected {words}", field) from None
-
-
-def read_as(model: type[BaseModel]) -> PlainValidator:
-    """Return a validator of a field that is an object of type `model`.
-
-    Its errors name the place inside the object, unlike pydantic's own, of which `_refusal` shows the end.
-    """
-
-    def check(value: object, info: ValidationInfo) -> BaseModel:
-        name = str(info.field_name)
-        return read_object(model, value, name, name)
-
-    return PlainValidator(check, json_schema_input_type=model)
-
-
-def read_list(
-    model: type[_Model], value: object, field: str, max_count: int, what: str
-) -> list[_Model]:
-    """Return the value of a field that is a list of objects of type `model`.
-
-    Args:
-        model: the type.
-        value: the list as JSON has it.
-        field: the request's field.
-        max_count: how many objects the list may have.
-        what: what they are, for the error.
-
-    Raises:
-        Refused: the value is no list, or too long, or an object is wrong.
-    """
-    if not isinstance(value, list) or len(value) > max_count:
-        raise Refused(400, f"{field}: expected a list of up to {max_count} {what}", field)
-    return [
-        read_object(model, each, f"{field}[{index}]", field) for index, each in enumerate(value)
-    ]
-
-
-def text_of_parts(value: object, field: str, part_type: type[AnyTextPart]) -> str:
-    """Return a content as one text. If it is a list of parts, their texts are joined.
-
-    Args:
-        value: the content as JSON has it.
-        field: the name of the key that has it, for the error.
-        part_type: the type of a part.
-
-    Raises:
-        Refused: it is neither a text nor a list of such parts.
-    """
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise Refused(400, f"{field} = {value!r:.80}: expected a text or a list of parts", field)
-    texts = []
-    kinds = get_args(part_type.model_fields["type"].annotation)
-    for index, part in enumerate(value):
-        # A part of another type has other fields, too, so its type is looked at first.
-        if isinstance(part, dict) and part.get("type") not in kinds:
-            known = " or ".join(kinds)
-            message = f"{field}[{index}].type = {part.get('type')!r:.80}: expected {known}"
-            raise Refused(400, message, field)
-        texts.append(read_object(part_type, part, f"{field}[{index}]", field).text)
-    return "".join(texts)
-
-
-def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
-    """Return the refusal for the first error that pydantic has found in a request."""
-    fault = error.errors(include_url=False)[0]
-    # The names from the request's own field to the wrong one inside it, without the indices of lists.
-    path = [step for step in fault["loc"] if isinstance(step, str)]
-    outer = path[0]
-    inner = path[-1]
-    is_missing = fault["type"] == "missing"
-    is_inside = len(path) > 1
-    if is_missing and not is_inside:
-        return Refused(400, f"{inner} is missing: {_MISSING_WORDS[inner]}", inner)
-    # If the field's `Expected` shows the form of the whole value, this is the clearest answer, also to
-    # a value that lacks something. For a wrong value inside a list or an object, pydantic's message is
-    # more exact.
-    if is_missing or not is_inside:
-        for expected in model.model_fields[outer].metadata:
-            if isinstance(expected, Expected):
-                shown = f" = {fault['input']!r:.80}" if expected.shows_value else ""
-                return Refused(400, f"{outer}{shown}: expected {expected.words}", outer)
-    words = _expected_words(fault)
-    return Refused(400, f"{inner} = {fault['input']!r:.80}: expected {words}", inner)
-
-
-def _expected_words(fault: ErrorDetails) -> str:
-    """Return what the error for a wrong value says was expected."""
-    if fault["type"] == "literal_error":
-        return str(fault["ctx"]["expected"])
-    return _TYPE_WORDS.get(fault["type"], fault["msg"])

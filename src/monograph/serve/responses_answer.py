@@ -19,8 +19,9 @@ from monograph.serve.answers import (
     sampled_token,
 )
 from monograph.serve.blocks import AnswerBlock, BlockBuilder, BlockStep
+from monograph.serve.fields import ToolChoiceWord
 from monograph.serve.refused import Refused, error_body
-from monograph.serve.requests import ChatRequest, ToolChoiceWord
+from monograph.serve.requests import ChatRequest
 from monograph.serve.responses_request import (
     FunctionTool,
     NamedFunction,

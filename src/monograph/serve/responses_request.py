@@ -10,31 +10,32 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, ValidationInfo
 
 from monograph.ranges import whole
-from monograph.serve.refused import Refused, field_names
-from monograph.serve.requests import (
-    MAX_LOGPROBS,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    SAMPLER_OPTIONS,
+from monograph.serve.fields import (
+    TOOL_CHOICE_DESCRIPTION,
     AnyTextPart,
     Body,
-    ChatRequest,
     Expected,
-    FunctionDefinition,
     Ignored,
-    JsonSchema,
-    SampledRequest,
-    TemplateOptions,
-    TextFormat,
-    ToolChoiceWord,
-    check_tool_choice,
+    list_of_tools,
     not_supported,
     number_within,
     read,
     read_as,
-    read_list,
     read_object,
-    text_of_parts,
+    text_or_parts,
+    tool_choice_or,
+)
+from monograph.serve.refused import Refused, field_names
+from monograph.serve.requests import (
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    SAMPLER_OPTIONS,
+    ChatRequest,
+    DialogueFields,
+    FunctionDefinition,
+    JsonSchema,
+    SampledRequest,
+    TextFormat,
     with_options,
 )
 
@@ -62,20 +63,8 @@ class ThoughtPart(AnyTextPart):
     type: Literal["reasoning_text", "summary_text"]
 
 
-def _check_content(value: object, info: ValidationInfo) -> str:
-    return text_of_parts(value, str(info.field_name), InputPart)
-
-
-def _check_thoughts(value: object, info: ValidationInfo) -> str:
-    return text_of_parts(value, str(info.field_name), ThoughtPart)
-
-
-_Content = Annotated[
-    str, PlainValidator(_check_content, json_schema_input_type=str | list[InputPart])
-]
-_Thoughts = Annotated[
-    str, PlainValidator(_check_thoughts, json_schema_input_type=str | list[ThoughtPart])
-]
+_Content = Annotated[str, text_or_parts(InputPart)]
+_Thoughts = Annotated[str, text_or_parts(ThoughtPart)]
 
 
 class MessageItem(Body):
@@ -162,15 +151,6 @@ class NamedFunction(Body):
     name: str
 
 
-def _check_tools(value: object, info: ValidationInfo) -> list[FunctionTool]:
-    return read_list(FunctionTool, value, str(info.field_name), MAX_TOOLS, "tools")
-
-
-def _check_choice(value: object, info: ValidationInfo) -> str | NamedFunction:
-    form = '{"type": "function", "name": ...}'
-    return check_tool_choice(value, str(info.field_name), NamedFunction, form)
-
-
 class NamedSchemaFormat(JsonSchema):
     """JSON that follows a schema."""
 
@@ -187,7 +167,7 @@ class TextOptions(Body):
 
 
 @with_options
-class ResponsesRequest(SampledRequest):
+class ResponsesRequest(DialogueFields, SampledRequest):
     """A dialogue to be continued, as a list of items."""
 
     input: Annotated[
@@ -208,28 +188,15 @@ class ResponsesRequest(SampledRequest):
         None,
         description="The maximum number of tokens of the answer. If it is missing, the rest of the context.",
     )
-    tools: Annotated[
-        list[FunctionTool],
-        PlainValidator(
-            _check_tools,
-            json_schema_input_type=Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)],
-        ),
-    ] = Field(
+    tools: Annotated[list[FunctionTool], list_of_tools(FunctionTool)] = Field(
         [],
         description="What the model may call. A call is not made here: the client sends its result in an item "
         "function_call_output.",
     )
     tool_choice: Annotated[
         str | NamedFunction | None,
-        PlainValidator(_check_choice, json_schema_input_type=ToolChoiceWord | NamedFunction),
-    ] = Field(
-        None,
-        description="none: the model does not see the tools. auto, which is the default: it may call them. required: "
-        "it does. Or the function that it calls once.",
-    )
-    parallel_tool_calls: bool = Field(
-        True, description="Whether a strict answer may have several calls."
-    )
+        tool_choice_or(NamedFunction, '{"type": "function", "name": ...}'),
+    ] = Field(None, description=TOOL_CHOICE_DESCRIPTION)
     text: Annotated[TextOptions, read_as(TextOptions)] = Field(
         TextOptions(format=None), description="The form of the answer's text."
     )
@@ -245,9 +212,6 @@ class ResponsesRequest(SampledRequest):
         None,
         description="Reports this number of the likeliest tokens at the position of each token. Needs include to have "
         f"{_LOGPROBS}.",
-    )
-    chat_template_kwargs: TemplateOptions = Field(
-        TemplateOptions(), description="What the chat template reads in addition to the messages."
     )
     stream_options: Ignored = None
     max_tool_calls: Ignored = None

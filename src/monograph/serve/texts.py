@@ -278,8 +278,8 @@ class TextEndpoint:
         constraint = _Constraint()
         stop_automaton = None
         try:
-            if request.stop:
-                stop_automaton = await compiler.stop_strings(request.stop)
+            if request.stop_texts:
+                stop_automaton = await compiler.stop_strings(request.stop_texts)
             if request.constraint is not None:
                 field = request.constraint.field
                 kind, value = request.constraint.kind, request.constraint.value
@@ -434,7 +434,7 @@ class TextEndpoint:
         # ends the text. In a chat the protocol has no entry for that one.
         return TextBuilder(
             text,
-            request.stop,
+            request.stop_texts,
             request.likeliest_count,
             reports_end=isinstance(request, CompletionRequest),
             echo=echo,
@@ -489,7 +489,7 @@ def _lead(request: AnyTextRequest, tokenizer: Tokenizer, prompts: PromptIds) -> 
     """
     leads = {bytes(tokenizer.inserted_space(ids)) for ids in prompts}
     inserts_space = any(leads)
-    if inserts_space and any(text.startswith(" ") for text in request.stop):
+    if inserts_space and any(text.startswith(" ") for text in request.stop_texts):
         message = "stop: the tokenizer begins every text with a space: leave out the stop's own"
         raise Refused(400, message, "stop")
     # The automaton of a constraint is compiled for one lead. Only an empty prompt may have another lead
@@ -504,7 +504,9 @@ def _thoughts(request: AnyTextRequest, version: Version) -> Thoughts | None:
 
     A constraint is on the whole text, and so are stop strings.
     """
-    if not isinstance(request, ChatRequest) or request.constraint is not None or request.stop:
+    if not isinstance(request, ChatRequest) or request.constraint is not None:
+        return None
+    if request.stop_texts:
         return None
     return version.thoughts
 

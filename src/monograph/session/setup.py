@@ -120,6 +120,8 @@ def _print_notes(built: BuiltRun, progress: Progress) -> None:
             f"attention_dropout = {config.attention_dropout} stays in config.json; nothing is dropped in training here",
         )
     source = built.plan.job.source
+    if source and source.assumption:
+        progress.line("note", source.assumption)
     left_out = source.left_out if source else ""
     if left_out:
         progress.line("note", f"only the text model is trained: {left_out} are left out")

@@ -1,0 +1,358 @@
+"""Find the family that computes a model of an unknown model_type.
+
+A new model_type is often an old decoder under a new name. Such a model is computed as the nearest family
+if nothing in its folder says that it differs:
+
+- Each key of its config.json is one that the family reads, or changes no number, or has the value at
+  which a part that the family lacks is off.
+- Nothing is left to defaults of the model_type, which are not known. The keys of `_required` must be
+  there, and a part without a key is off, whatever the family's own default is.
+- All tensors have the names and shapes of the family's.
+
+A difference that neither a key nor a tensor shows is not found in this way. `_HIDDEN_DIFFERENCES` has those
+of the types that transformers computes. tests/model/test_nearest.py compares with these types. The module
+needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from monograph.errors import InputRefused
+from monograph.model.checks import check_positive_integer, check_positive_number
+from monograph.model.config import LlamaConfig
+from monograph.model.families import FAMILIES, SUPPORTED_VALUES, Family, keys_in_files
+from monograph.model.layer_keys import layer_count
+from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
+
+# What differs in models that may have the keys and the tensors of a family.
+_HIDDEN_DIFFERENCES = {
+    "ernie4_5": "it rotates neighbouring channels of a head",
+    "exaone4": "its layers without a window do not rotate queries and keys",
+    "gemma": "its norms multiply by 1 + weight, and its embedded tokens are scaled",
+    "glm": "it rotates neighbouring channels of a head",
+    "helium": "it rotates neighbouring channels of a head",
+}
+# Keys that change no number of a model: notes about the file, what transformers returns or keeps in memory,
+# and settings of generation and classification.
+_IDLE_KEYS = {
+    "_commit_hash",
+    "_name_or_path",
+    "architectures",
+    "attn_implementation",
+    "chunk_size_feed_forward",
+    "dtype",
+    "experts_implementation",
+    "finetuning_task",
+    "gradient_checkpointing",
+    "id2label",
+    "label2id",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "prefix",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "task_specific_params",
+    "tokenizer_class",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "unsloth_version",
+    "use_bfloat16",
+    "use_cache",
+}
+# Keys that give the types of layers by a rule, and the list that makes them idle. A rule about windows is
+# also idle if there are none.
+_RULES = {
+    "full_attention_interval": "layer_types",
+    "max_window_layers": "layer_types",
+    "no_rope_layer_interval": "no_rope_layers",
+    "sliding_window_pattern": "layer_types",
+}
+_WINDOW_RULES = ("max_window_layers", "sliding_window_pattern")
+# Parts that are off if their key is null, false or an empty list.
+_OFF_IF_FALSE = {"attention_bias", "clip_qkv", "mlp_only_layers", "sliding_window"}
+_ROTARY_TABLES = ("rope_parameters", "rope_scaling")
+# The keys of a table of rotary positions.
+_ROTARY_KEYS = {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "short_factor",
+    "truncate",
+    "type",
+}
+# The number of characters of a value in a message.
+MAX_SHOWN = 60
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+_LOCAL_BASE = "rope_local_base_freq"
+_NORMALISED = "norm_topk_prob"
+
+
+class Nearest(NamedTuple):
+    """A family that computes a model of an unknown model_type.
+
+    Attributes:
+        config: the model's configuration as one of this family.
+        assumption: a line that says what was assumed.
+    """
+
+    config: LlamaConfig
+    assumption: str
+
+
+def find_nearest(
+    values: Mapping[str, Any],
+    has_head: bool,
+    require_tensors: Callable[[LlamaConfig], None],
+) -> Nearest:
+    """Return the configuration of a model of an unknown model_type as one of the nearest family.
+
+    If several families compute the same model, the first in `FAMILIES` is taken.
+
+    Args:
+        values: the content of the config.json.
+        has_head: whether the weights have an output head.
+        require_tensors: raises InputRefused if the weights do not have the names and shapes of a
+            configuration.
+
+    Raises:
+        InputRefused: no family computes this model. The message has the nearest family, and the key or
+            the tensor that differs.
+    """
+    model_type = values["model_type"]
+    if model_type in _HIDDEN_DIFFERENCES:
+        raise InputRefused(
+            f"model_type = {model_type!r} is not supported: {_HIDDEN_DIFFERENCES[model_type]}"
+        )
+    # A family that lacks fewer keys is nearer.
+    fewest_lacking = len(values) + 1
+    fault = ""
+    for name, family in FAMILIES.items():
+        lacking = [each for key in values for each in _not_understood(key, values, family)]
+        if len(lacking) > fewest_lacking:
+            continue
+        try:
+            if lacking:
+                raise InputRefused(f"it has no {lacking[0]}")
+            config = _config_as(name, values, has_head)
+            require_tensors(config)
+        except InputRefused as error:
+            if len(lacking) < fewest_lacking:
+                fewest_lacking = len(lacking)
+                fault = f"the nearest family is {name}, but {error}"
+            continue
+        return Nearest(
+            config,
+            f"model_type = {model_type!r} is unknown: computed as {name}, by its keys and tensors; "
+            "compare its logits with its own code's",
+        )
+    raise InputRefused(f"model_type = {model_type!r} is not supported: {fault}")
+
+
+def _not_understood(key: str, values: Mapping[str, Any], family: Family) -> list[str]:
+    """Return descriptions of what a family does not read of a key of a config.json, with its value."""
+    value = values[key]
+    if key in _ROTARY_TABLES and isinstance(value, dict):
+        tables = {key: value} | {
+            f"{key}.{name}": inner for name, inner in value.items() if isinstance(inner, dict)
+        }
+        return [
+            _shown(f"{place}.{name}", entry)
+            for place, table in tables.items()
+            for name, entry in table.items()
+            if name not in _ROTARY_KEYS and not isinstance(entry, dict)
+        ]
+    return [] if _is_understood(key, values, family) else [_shown(key, value)]
+
+
+def _shown(key: str, value: object) -> str:
+    """Return a key and its value, shortened."""
+    text = repr(value)
+    return f"{key} = {text}" if len(text) <= MAX_SHOWN else f"{key} = {text[:MAX_SHOWN]}..."
+
+
+def _is_understood(key: str, values: Mapping[str, Any], family: Family) -> bool:
+    """Return whether a key with its value means in a family what it means in the file.
+
+    Only the key's name can tell: a key that the family has is taken to mean the same.
+    """
+    value = values[key]
+    if key in _IDLE_KEYS:
+        return True
+    if key in _WINDOW_RULES and not _has_window(values):
+        return True
+    if key in _RULES:
+        return isinstance(values.get(_RULES[key]), list)
+    if key == "use_sliding_window":
+        return _agrees_about_windows(values, family)
+    if key == _LOCAL_BASE and _states_both_bases(values):
+        return True
+    if key == _NORMALISED and family.always_norm_topk_prob:
+        return value is True
+    if key in keys_in_files(family):
+        return True
+    if key.endswith(("dropout", "pdrop")):
+        return value is None or value == 0
+    if key in _OFF_IF_FALSE:
+        return value is None or value is False or value == []
+    if key == "layer_types":
+        all_full = isinstance(value, list) and all(each == FULL_ATTENTION for each in value)
+        return all_full and values.get("sliding_window") is None
+    if key == "no_rope_layers":
+        return isinstance(value, list) and all(each == 1 for each in value)
+    return key in SUPPORTED_VALUES and value in SUPPORTED_VALUES[key]
+
+
+def _agrees_about_windows(values: Mapping[str, Any], family: Family) -> bool:
+    """Return whether use_sliding_window agrees with the keys that a family reads about windows."""
+    if values["use_sliding_window"] is True:
+        return _lists_windows(values) or values.get("sliding_window") is None
+    is_read = "use_sliding_window" in keys_in_files(family)
+    has_no_window = is_read or values.get("sliding_window") is None
+    is_off = values["use_sliding_window"] is False
+    return is_off and has_no_window and not _lists_windows(values)
+
+
+def _has_window(values: Mapping[str, Any]) -> bool:
+    """Return whether a file states a window, and does not switch it off."""
+    is_off = values.get("use_sliding_window") is False
+    return values.get("sliding_window") is not None and not is_off
+
+
+def _lists_windows(values: Mapping[str, Any]) -> bool:
+    """Return whether layer_types has layers with a window."""
+    listed = values.get("layer_types")
+    return isinstance(listed, list) and SLIDING_ATTENTION in listed
+
+
+def _config_as(name: str, values: Mapping[str, Any], has_head: bool) -> LlamaConfig:
+    """Return the configuration that a config.json states if its model is one of a family.
+
+    Raises:
+        InputRefused: a required key is missing, or the family refuses a value.
+    """
+    family = FAMILIES[name]
+    for key in _required(family, values):
+        if values.get(key) is None:
+            raise InputRefused(f"the key {key} is missing, whose default is not known")
+    stated = {key: value for key, value in values.items() if value is not None}
+    if "layer_types" not in family.optional_keys:
+        stated.pop("layer_types", None)  # all layers are full attention
+    return LlamaConfig.from_hf(_with_parts_off(family, stated, has_head) | {"model_type": name})
+
+
+def _rotary_tables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tables of rotary positions that are read.
+
+    Beside a `rope_scaling`, only the inner tables of `rope_parameters` are.
+    """
+    tables = [values[name] for name in _ROTARY_TABLES if isinstance(values.get(name), dict)]
+    if not values.get("rope_scaling"):
+        return tables
+    return [table for table in tables if table is values["rope_scaling"] or _is_nested(table)]
+
+
+def _is_nested(table: Mapping[str, Any]) -> bool:
+    """Return whether a table of rotary positions has a table for each kind of layer."""
+    return any(isinstance(each, dict) for each in table.values())
+
+
+def _inner_tables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tables of rotary positions that are for one kind of layer each."""
+    tables = _rotary_tables(values)
+    return [each for table in tables for each in table.values() if isinstance(each, dict)]
+
+
+def _states_both_bases(values: Mapping[str, Any]) -> bool:
+    """Return whether there is a base for layers with a window, and one for the others."""
+    inner_tables = _inner_tables(values)
+    return len(inner_tables) == 2 and all("rope_theta" in each for each in inner_tables)
+
+
+def _required(family: Family, values: Mapping[str, Any]) -> list[str]:
+    """Return the keys that a file must have if its model is one of a family."""
+    keys = [
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        family.activation[0],
+    ]
+    tables = _rotary_tables(values)
+    if not any("rope_theta" in table for table in (*tables, *_inner_tables(values))):
+        keys.append("rope_theta")
+    is_scaled = any(
+        table.get("rope_type", table.get("type", "default")) != "default" for table in tables
+    )
+    if is_scaled and _ORIGINAL_LENGTH in family.defaults:
+        keys.append(_ORIGINAL_LENGTH)
+    if _lists_windows(values) and family.default_local_theta is not None:
+        # Layers with a window have a base of their own.
+        if not _states_both_bases(values):
+            keys.append(_LOCAL_BASE)
+    # A window without a list could be that of any of the layers.
+    if _has_window(values):
+        keys.append("layer_types")
+    if not family.other_layers.attends:
+        keys += ["layer_types", *family.other_layers.size_keys]
+    if family.expert_width_key:
+        keys.append("num_experts_per_tok")
+        if not family.always_norm_topk_prob:
+            keys.append(_NORMALISED)
+    if family.own_keys is not None:
+        keys += family.own_keys.REQUIRED
+    return keys
+
+
+def _with_parts_off(family: Family, stated: dict[str, Any], has_head: bool) -> dict[str, Any]:
+    """Return the content of a config.json in which parts without a key are off.
+
+    So no key is left to the family's own defaults.
+
+    Args:
+        family: the family.
+        stated: the keys of the file that are not null.
+        has_head: whether the weights have an output head.
+    """
+    for key in ("hidden_size", "num_attention_heads", "max_position_embeddings"):
+        check_positive_integer(key, stated[key])
+    layers = layer_count(stated)
+    values: dict[str, Any] = dict.fromkeys(family.defaults)
+    values["tie_word_embeddings"] = not has_head
+    if family.expert_width_key != "intermediate_size":
+        # A family with a mixture in each layer does not use it.
+        values.pop("intermediate_size", None)
+    if _ORIGINAL_LENGTH in values:
+        values[_ORIGINAL_LENGTH] = stated["max_position_embeddings"]
+    if "rope_parameters" in values:
+        values["rope_parameters"] = {}
+    if "attention_multiplier" in values:
+        head_dim = stated.get("head_dim", stated["hidden_size"] / stated["num_attention_heads"])
+        check_positive_number("head_dim", head_dim)
+        values["attention_multiplier"] = head_dim**-0.5
+    if "layer_types" in family.optional_keys:
+        values["layer_types"] = [FULL_ATTENTION] * layers
+    if "no_rope_layers" in family.optional_keys:
+        values["no_rope_layers"] = [1] * layers
+    values |= stated
+    if _lists_windows(values):
+        values["use_sliding_window"] = True
+    return values
