@@ -15,6 +15,8 @@ branches that are hardly taken among them).
 
 One of torch's own kernels moves as much as Triton's largest: the norm of the gradients. The MFU is printed
 without and with its bytes.
+
+A window is one micro-batch. So all gradients are written, and none is added to an earlier one.
 """
 
 from __future__ import annotations
@@ -147,6 +149,7 @@ def training(shape: Shape, packed: bool, precision: str) -> dict[str, Numbers]:
         step._micro_step(batch)
     with pretended.Products() as products:
         step._micro_step(batch)
+    engine.accumulate(window)
     with pretended.Counted() as updated:
         engine.update()
     if not any("ForeachReduce" in name for _, name in updated.launches):

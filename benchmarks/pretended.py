@@ -288,7 +288,9 @@ def _own_kernel(
         if name in tensors:
             weight = tensors[name]
             sizes[weight.data_ptr()] = weight[0].nbytes * tensors["experts"].numel()
-    if function.fn.__name__ == "_add_scaled":  # writes over what it reads
+    if (
+        function.fn.__name__ == "_add_scaled" and not keywords["IS_FIRST"]
+    ):  # writes over what it reads
         sizes[-1] = tensors["total"].nbytes
     again, instructions = 0, 0.0
     if (

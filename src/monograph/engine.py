@@ -242,7 +242,13 @@ class Engine:
             if step.recorder:
                 # On a GPU, a recorder records the kernels of a micro-step, and replays them later. The
                 # first WARM_UP calls only run. `rehearse` below makes the last of these.
-                accumulate(step, [batch] * (WARM_UP - 1))
+                calls = WARM_UP - 1
+                if step.parameters.begins_sums:
+                    # A window's first micro-step has a recording, and those that add to its gradients have
+                    # another.
+                    calls += WARM_UP
+                accumulate(step, [batch] * calls)
+                step.discard()
             self.rehearse(batch)
             if step.recorder and step.parameters.replays_update:
                 # The first WARM_UP updates only run, too. `rehearse` has made one of them.

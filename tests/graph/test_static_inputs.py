@@ -28,7 +28,7 @@ from laws.replaying import (
 )
 from monograph.graph.capture import capture, uncapture
 from monograph.graph.remat import Remat
-from monograph.graph.replay import MAX_SHAPES
+from monograph.graph.replay import MAX_SHAPES, HostState, StaticInputs
 from monograph.laws.comparisons import outcome
 from monograph.loss import TokenLoss
 from tape import Tape
@@ -89,6 +89,48 @@ def test_plain_values_beside_the_tensors_are_part_of_the_shape():
         results.append(outcome(made.state()))
     assert len(made.step.recorder.graphs) == 2
     assert_same_bits(*results)
+
+
+def test_each_mode_has_graphs_of_its_own():
+    """Those of modes that come in turns are kept, with the same buffers for their batches."""
+    total, modes = torch.zeros(2), ["write", "add", "add"]
+
+    def run(batch):
+        total.copy_(batch) if modes[0] == "write" else total.add_(batch)
+        return total * 2
+
+    tape = Tape()
+    replay = StaticInputs(
+        run, tape, torch.device("cpu"), HostState, pytest.fail, mode=lambda: modes[0]
+    )
+    for number in range(1, 6):
+        for _ in range(3):
+            doubled = replay(torch.full((2,), float(number)))
+            modes.append(modes.pop(0))
+        assert total.tolist() == [3.0 * number] * 2 and torch.equal(doubled, 2 * total)
+    # The second one was called once. It was then captured, and replayed at once.
+    assert replay.graph_count == len(tape.graphs) == 2
+    assert (tape.called, tape.replays) == (3, 3 * 4)
+
+
+def test_a_second_mode_that_cannot_be_captured_is_called():
+    class FailsTwice(Tape):
+        def record(self, work):
+            if self.graphs:
+                work()
+                raise RuntimeError("out of memory")
+            return super().record(work)
+
+    modes, lines = ["write", "add"], []
+    replay = StaticInputs(
+        lambda batch: batch * (1 if modes[0] == "write" else 2),
+        FailsTwice(), torch.device("cpu"), HostState, lines.append, mode=lambda: modes[0],
+    )  # fmt: skip
+    for number in range(1, 5):
+        for factor in (1, 2):
+            assert replay(torch.tensor(float(number))) == factor * number
+            modes.append(modes.pop(0))
+    assert lines == ["the capture failed: out of memory"] and replay.graph_count == 0
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────

@@ -44,7 +44,8 @@ from monograph.ops.fused_gradients import (
     product,
 )
 from monograph.ops.rotation import rotate_by_operators
-from monograph.optim import AdamW, Plane, vectors_at_once
+from monograph.ops.unwritten import unwritten
+from monograph.optim import AdamW, Plane, added_at_once
 from monograph.resident import Resident
 from monograph.stream import Streamed
 from streamed import other_bits
@@ -366,11 +367,11 @@ def test_gradients_of_vectors_are_added_at_once_to_where_they_were():
         plane.link()
         plane.grad.fill_(1.0)
     totals = [parameter.grad for parameter in parameters]
-    with vectors_at_once(planes):
+    with added_at_once(planes):
         (parameters[0] * 2).sum().backward()
     assert all(parameter.grad is total for parameter, total in zip(parameters, totals, strict=True))
     assert [float(total.mean()) for total in totals] == [3.0, *[1.0] * (len(totals) - 1)]
-    with pytest.raises(RuntimeError, match="stopped"), vectors_at_once(planes):
+    with pytest.raises(RuntimeError, match="stopped"), added_at_once(planes):
         raise RuntimeError("stopped")
     assert all(parameter.grad is total for parameter, total in zip(parameters, totals, strict=True))
 
@@ -378,7 +379,7 @@ def test_gradients_of_vectors_are_added_at_once_to_where_they_were():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [(), (3,)])
-def test_a_product_is_added_to_what_is_there(
+def test_a_product_is_added_or_begins_a_total(
     batch: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> None:
     draws = torch.Generator().manual_seed(0)
@@ -386,12 +387,19 @@ def test_a_product_is_added_to_what_is_there(
         torch.randn(*batch, *size, generator=draws) for size in ((6, 5), (40, 6), (40, 5))
     )
     left, right = left.to(dtype), right.to(dtype)
-    exact = total.double() + left.double().mT @ right.double()
+    exact = left.double().mT @ right.double()
+    before = total.double()
     total, left, right = (tensor.to(device) for tensor in (total, left, right))
     add_product_(total, left, right)
+    written, weight = torch.full_like(total, torch.nan), torch.zeros_like(total)
+    with unwritten([(weight, written)]):
+        add_product_(written, left, right, weight)
     # Which has no product of bf16 with an fp32 result.
     rounded = dtype == torch.bfloat16 and device == "cpu"
-    torch.testing.assert_close(total.cpu().double(), exact, rtol=0, atol=0.05 if rounded else 1e-5)
+    for found, expected in ((total, before + exact), (written, exact)):
+        torch.testing.assert_close(
+            found.cpu().double(), expected, rtol=0, atol=0.05 if rounded else 1e-5
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -409,7 +417,7 @@ def test_a_sum_begins_with_a_product(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", [(0, 1), (1, 1), (3, 2048), (33, 129)])
 @pytest.mark.parametrize("is_contiguous", [True, False])
-def test_a_scaled_tensor_is_added_in_place(
+def test_a_scaled_tensor_is_added_or_begins_a_total(
     shape: tuple[int, int], device: str, is_contiguous: bool
 ) -> None:
     draws = torch.Generator().manual_seed(0)
@@ -423,4 +431,9 @@ def test_a_scaled_tensor_is_added_in_place(
     placed.copy_(total)
     add_scaled_(placed, grad.to(device), factor.to(device))
     torch.testing.assert_close(placed.cpu().double(), exact, rtol=0, atol=1e-6)
+    if is_contiguous:
+        placed.fill_(torch.nan)
+        with unwritten([(grad, placed)]):
+            add_scaled_(placed, grad.to(device), factor.to(device), grad)
+        torch.testing.assert_close(placed.cpu(), grad * factor, rtol=0, atol=1e-6)
     assert float(memory[-1]) == 7.0

@@ -60,6 +60,10 @@ class FunctionsToCompile(Protocol):
     """
 
     @property
+    def begins_sums(self) -> bool:
+        """Return whether the next micro-step writes gradients instead of adding to them."""
+
+    @property
     def replays_update(self) -> bool:
         """Return whether the step's `apply` is replayed, as its micro-step is, if it has a recorder."""
 
@@ -247,6 +251,8 @@ def replayed(step: Capturable) -> StaticInputs:
             step.model, step.loss, attributes=[(step, "loss"), (step.forward, "function")]
         ),
         announce=lambda reason: step.announce(f"{ONE_BY_ONE}: {reason}"),
+        # The first micro-step of an update writes gradients, and the others add to them.
+        mode=lambda: step.parameters.begins_sums,
     )
 
 

@@ -31,6 +31,7 @@ from monograph.graph.matmul import grouped_out, grouped_outer_out, mkl_is_slow
 from monograph.ops.autograd import Context, VmapInfo
 from monograph.ops.fused_gradients import fused_gradient_of
 from monograph.ops.padded_rows import padded_count
+from monograph.ops.unwritten import zero_if_unwritten_
 
 # Major compute capabilities on which torch's grouped products do not copy `ends` to the host, see
 # aten/src/ATen/native/cuda/GroupedBlas.cpp.
@@ -246,6 +247,7 @@ _outer.register_vmap(_vmap_rule(_outer))
 
 
 class _FusedContext(Context):
+    weight: Tensor
     total: Tensor
 
 
@@ -265,11 +267,13 @@ class _FusedGrouped(torch.autograd.Function):
         # The total is not a saved tensor: autograd refuses a saved tensor that has changed, and the
         # backward passes of other layers may change the total.
         ctx.total = total_ENK
+        ctx.weight = weight_ENK
         return product(input_PK, rounded_ENK, ends_E)
 
     @staticmethod
     def backward(ctx: _FusedContext, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
         input_PK, rounded_ENK, ends_E = ctx.saved_tensors
+        zero_if_unwritten_(ctx.total, ctx.weight)
         ctx.total.add_(_outer(grad_PN, input_PK, ends_E))
         return product(grad_PN, rounded_ENK.mT, ends_E), None, None, None, None
 

@@ -53,7 +53,15 @@ class Recorder(Protocol):
 
 
 class NotReplayable(Exception):
-    """The error of work that can be called, but not captured. The work was done before the error."""
+    """The error of work that can be called, but not captured.
+
+    Attributes:
+        is_done: whether the work was done before the error.
+    """
+
+    def __init__(self, reason: str, is_done: bool = True) -> None:
+        super().__init__(reason)
+        self.is_done = is_done
 
 
 class CudaGraphs:
@@ -141,19 +149,30 @@ class Replays:
     The function's only effect must be on device memory. The first WARM_UP runs of a variant are
     ordinary calls. The capture follows the last of them. A capture records the function's work without
     doing it, so the work is done exactly as often as the caller asks.
+
+    Variants may be of the same kind, which need the same memory. If one of a kind is captured, another one is
+    captured instead of called for the last time, and then replayed: a call would need as much memory
+    again, besides what the graphs share.
     """
 
-    def __init__(self, function: Callable[..., None], recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., None],
+        recorder: Recorder | None,
+        kind_of: Callable[[tuple[Hashable, ...]], Hashable] = lambda variant: variant,
+    ) -> None:
         """Take a function and the recorder that captures it.
 
         Args:
             function: the function.
             recorder: captures it; None: the function is called every time.
+            kind_of: returns the kind of a variant; by default each is a kind of its own.
         """
+        self._kind_of = kind_of
         self._function = function
         self._recorder = recorder
         self._calls: dict[Hashable, int] = {}
-        self._graphs: dict[Hashable, Graph] = {}
+        self._graphs: dict[tuple[Hashable, ...], Graph] = {}
 
     @property
     def variant_count(self) -> int:
@@ -179,7 +198,8 @@ class Replays:
         """Run the function `times` times with the arguments `variant`.
 
         Raises:
-            NotReplayable: the function ran, but cannot be captured; the message says why.
+            NotReplayable: the function cannot be captured; the message says why. It ran before, unless
+                variants have kinds (`NotReplayable.is_done`).
         """
         for _ in range(times):
             graph = self._graphs.get(variant)
@@ -194,6 +214,9 @@ class Replays:
             elif calls < WARM_UP:
                 # A reason against a capture is not read here: compiling, in the first call, may give one.
                 self._recorder.warm_up(work)
+            elif self._kind_of(variant) in {self._kind_of(captured) for captured in self._graphs}:
+                self._graphs[variant] = _capture(work, self._recorder, is_done=False)
+                self._graphs[variant].replay()
             else:
                 self._graphs[variant] = _call_and_capture(work, self._recorder)
 
@@ -210,13 +233,22 @@ def _call_and_capture(work: GraphWork, recorder: Recorder) -> Graph:
         obstacle = "it draws random numbers on the host (Python's or NumPy's)"
     if obstacle is not None:
         raise NotReplayable(obstacle)
+    return _capture(work, recorder, is_done=True)
+
+
+def _capture(work: GraphWork, recorder: Recorder, is_done: bool) -> Graph:
+    """Capture the work, without doing it.
+
+    Raises:
+        NotReplayable: it cannot be captured; `is_done` is then in the error.
+    """
     try:
         return recorder.record(work)
     except RuntimeError as error:  # such as out of memory
         message = str(error).splitlines()[0]
     # This is outside of the except block, whose traceback would keep the failed capture's tensors
     # alive.
-    raise NotReplayable(f"the capture failed: {message}")
+    raise NotReplayable(f"the capture failed: {message}", is_done)
 
 
 def _host_generator_states() -> tuple[object, ...]:
@@ -297,7 +329,7 @@ def _is_unchanged(value: Any, recorded: Any) -> bool:
     return bool(value == recorded)
 
 
-# The maximum number of variants of a batch that are captured. Each needs memory for its buffers.
+# The maximum number of kinds of batches that are captured. Each needs memory for its buffers.
 MAX_SHAPES = 4
 # How many times all captures may be discarded because the host's state has changed. After that, nothing
 # is captured any more.
@@ -305,7 +337,7 @@ MAX_DISCARDED = 4
 
 
 class _BatchBuffers(NamedTuple):
-    """The buffers that a capture reads.
+    """The buffers that captures read.
 
     Attributes:
         batch: a batch whose tensors are the buffers.
@@ -334,6 +366,7 @@ class StaticInputs:
         device: torch.device,
         host: Callable[[], HostState],
         announce: Callable[[str], None],
+        mode: Callable[[], Hashable] = lambda: None,
     ):
         """Take a function; nothing is allocated before the first batch.
 
@@ -344,17 +377,21 @@ class StaticInputs:
             host: records the host's state that the function reads; when it changes, the function is
                 captured again.
             announce: gets each reason for calling instead of replaying, once.
+            mode: returns a value on which the function's work depends besides the batch. Each value has captures
+                of its own. In `host`, a value that changes to and fro would discard all captures each time.
         """
         self.function = function
         self._device = device
         self._record_host = host
         self._announce = announce
-        self._replays = Replays(self._run, recorder)
-        # A variant is the key of batches with the same structure, shapes, dtypes and plain values.
+        self._mode = mode
+        # A variant is a kind of batch and a mode.
+        self._replays = Replays(self._run, recorder, kind_of=lambda variant: variant[0])
+        # A kind is the key of batches with the same structure, shapes, dtypes and plain values.
         self._inputs: dict[Hashable, _BatchBuffers] = {}
-        # For each variant, what the function returned. Once it is captured, this is what it returned
+        # For each kind and mode, what the function returned. Once it is captured, this is what it returned
         # to its capture: replays write to these tensors.
-        self._results: dict[Hashable, list[Any]] = {}
+        self._results: dict[tuple[Hashable, Hashable], list[Any]] = {}
         self._host_state: HostState | None = None
         self._changed_attribute = ""
         self._times_discarded = 0
@@ -387,45 +424,48 @@ class StaticInputs:
             return self.function(batch)
         self._discard_if_changed()
         leaves, structure = tree_flatten(batch)
-        variant = (str(structure), *(_leaf_key(leaf) for leaf in leaves))
-        obstacle = self._obstacle(variant, leaves)
+        kind = (str(structure), *(_leaf_key(leaf) for leaf in leaves))
+        obstacle = self._obstacle(kind, leaves)
         if obstacle:
             self._announce_once(obstacle)
             return self.function(batch)
-        if variant not in self._inputs:
+        if kind not in self._inputs:
             # Replays read the addresses that the capture read. The caller frees its batch, so the capture
             # must read buffers that belong to this object.
             buffers = [
                 torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
             ]
-            self._inputs[variant] = _BatchBuffers(tree_unflatten(buffers, structure), buffers)
-            self._results[variant] = []
-        for buffer, leaf in zip(self._inputs[variant].leaves, leaves, strict=True):
+            self._inputs[kind] = _BatchBuffers(tree_unflatten(buffers, structure), buffers)
+        for buffer, leaf in zip(self._inputs[kind].leaves, leaves, strict=True):
             if isinstance(leaf, Tensor):
                 buffer.copy_(leaf)
-        results = self._results[variant]
+        mode = self._mode()
+        results = self._results.setdefault((kind, mode), [])
         earlier_result_count = len(results)
         try:
-            self._replays.run(1, variant)
+            self._replays.run(1, kind, mode)
         except NotReplayable as reason:
-            # The function ran for this batch. For later batches it is called without a capture.
+            # For later batches the function is called without a capture.
             self._stopped = True
             self._forget()
             self._announce_once(str(reason))
-        # A replay adds no result, but writes to the last one. A call adds a result. If a capture follows
-        # the call, it adds another one, whose tensors get values only when the graph is replayed. So the
-        # result for this batch is the first new one, or the last one if there is no new one.
+            if not reason.is_done:
+                return self.function(batch)
+        # A replay adds no result, but writes to the last one. A call adds a result, and so does a capture: its
+        # tensors get values only when the graph is replayed. A capture that follows a call is not replayed
+        # for this batch. So the result for this batch is the first new one, or the last one if there is no
+        # new one.
         new_results = results[earlier_result_count:]
         result = new_results[0] if new_results else results[-1]
         del results[:-1]
         # The result is copied, because the caller may keep it, and the next replay overwrites it.
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, result)
 
-    def _run(self, variant: Hashable) -> None:
-        """Call the function on the buffers of a variant, and keep its result."""
-        self._results[variant].append(self.function(self._inputs[variant].batch))
+    def _run(self, kind: Hashable, mode: Hashable) -> None:
+        """Call the function on the buffers of a kind of batch, and keep its result."""
+        self._results[kind, mode].append(self.function(self._inputs[kind].batch))
 
-    def _obstacle(self, variant: Hashable, leaves: list[Any]) -> str | None:
+    def _obstacle(self, kind: Hashable, leaves: list[Any]) -> str | None:
         """Return why the function must be called with this batch, or None if it can be replayed."""
         # A value that changes with every batch would need a capture for every batch.
         if self._times_discarded > MAX_DISCARDED:
@@ -439,7 +479,7 @@ class StaticInputs:
             # A replay would add the gradient to the buffer instead of the caller's tensor.
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 return "a batch holds a tensor that wants a gradient"
-        if variant not in self._inputs and len(self._inputs) == MAX_SHAPES:
+        if kind not in self._inputs and len(self._inputs) == MAX_SHAPES:
             return f"batches have more than {MAX_SHAPES} shapes, of which only the first {MAX_SHAPES} are replayed"
         return None
 

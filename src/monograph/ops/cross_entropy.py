@@ -445,6 +445,7 @@ class _ChunkedLoss(torch.autograd.Function):
         _chunks, _device_type, trains_weight, _in_fp8 = settings
         ctx.trains_weight = trains_weight
         ctx.total_VD = total_VD
+        ctx.fused_weight_VD = None if total_VD is None else weight_VD
         trained = weight_VD if trains_weight else values_KD
         # The gradient's dtype; None if neither the weight nor a row is trained.
         ctx.dtype = None if trained is None else trained.dtype
@@ -456,7 +457,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_grad_ND, grad = ctx.saved_tensors
         hidden_grad_ND = (hidden_grad_ND * loss_grad).to(hidden_grad_ND.dtype)
         if ctx.total_VD is not None:
-            add_scaled_(ctx.total_VD, grad, loss_grad)
+            add_scaled_(ctx.total_VD, grad, loss_grad, ctx.fused_weight_VD)
             grad = None
         elif grad is not None:
             grad = (grad * loss_grad).to(ctx.dtype)

@@ -4,7 +4,8 @@
 
 q(W) is the weight in the dtype of the products, and `total` the buffer in which an update's gradients
 are summed. The matrix product adds to this sum itself, as in Megatron's gradient accumulation fusion, and
-autograd gets no gradient of W. Otherwise separate kernels would write, cast and add each gradient.
+autograd gets no gradient of W. Otherwise separate kernels would write, cast and add each gradient. Where a
+total is `unwritten` (unwritten.py), what is added here is written.
 
 Inside the context `fused_gradients()`, layers do this for each weight that has the attribute
 `fused_gradient`.
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.ops.autograd import Context
+from monograph.ops.unwritten import take, zero_if_unwritten_
 
 M = TypeVar("M", bound=nn.Module)
 # Torch's own functions, which `fused_gradients` replaces in `F`.
@@ -123,6 +125,7 @@ def embedding(
 
 
 class _LinearContext(Context):
+    weight: Tensor
     total: Tensor
 
 
@@ -130,7 +133,8 @@ class _Linear(torch.autograd.Function):
     """Compute `linear` with a fused gradient.
 
     `rounded` and `total` are the fields of `FusedGradient`. The forward pass does not read `weight`. It is
-    an argument so that autograd calls the backward pass even if the input needs no gradient.
+    an argument so that autograd calls the backward pass even if the input needs no gradient, and because the
+    total is known by it.
     """
 
     @staticmethod
@@ -146,19 +150,21 @@ class _Linear(torch.autograd.Function):
         # The total is not a saved tensor: autograd refuses a saved tensor that has changed, and the
         # backward passes of other layers may change the total.
         ctx.total = total
+        ctx.weight = weight
         return _linear(input, rounded, bias)
 
     @staticmethod
     def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, rounded = ctx.saved_tensors
         grad_rows = grad.flatten(0, -2)
-        add_product_(ctx.total, grad_rows, input.flatten(0, -2))
+        add_product_(ctx.total, grad_rows, input.flatten(0, -2), ctx.weight)
         needs_bias_grad = ctx.needs_input_grad[2]
         bias_grad = grad_rows.sum(0) if needs_bias_grad else None
         return grad @ rounded, None, bias_grad, None, None
 
 
 class _EmbeddingContext(Context):
+    weight: Tensor
     total: Tensor
     padding_idx: int | None
 
@@ -176,6 +182,7 @@ class _Embedding(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.total = total
+        ctx.weight = weight
         ctx.padding_idx = padding_idx
         return _embedding(tokens, weight)
 
@@ -184,6 +191,7 @@ class _Embedding(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         if ctx.padding_idx is not None:
             grad = grad.masked_fill((tokens == ctx.padding_idx).unsqueeze(-1), 0)
+        zero_if_unwritten_(ctx.total, ctx.weight)
         ctx.total.index_add_(0, tokens.flatten(), grad.flatten(0, -2).to(ctx.total.dtype))
         return None, None, None, None
 
@@ -204,11 +212,26 @@ def block_rows(device_type: str, columns: int) -> int:
 @torch.library.custom_op(
     "monograph::add_product_", mutates_args=("total",), tags=[torch.Tag.flexible_layout]
 )
-def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product_(total: Tensor, left: Tensor, right: Tensor, weight: Tensor | None = None) -> None:
     """Add left^T @ right to `total`, with any leading dimensions.
 
     On a GPU, the sum of bf16 products is fp32.
+
+    Args:
+        total: [..., V, D].
+        left: [..., C, V].
+        right: [..., C, D].
+        weight: the weight of whose gradients `total` is the sum, or the first of several; the product is
+            written if the total is `unwritten`. None: the total is another sum.
     """
+    is_first = take(total, weight)
+    if total.is_cuda and is_first:
+        multiply = torch.ops.aten.mm if total.ndim == 2 else torch.ops.aten.bmm
+        if left.dtype == total.dtype:
+            multiply.out(left.mT, right, out=total)
+        else:
+            multiply.dtype_out(left.mT, right, total.dtype, out=total)
+        return
     if total.is_cuda:
         # cuBLAS adds to the result in fp32, without a kernel and a tensor for the product.
         add = torch.ops.aten.addmm if total.ndim == 2 else torch.ops.aten.baddbmm
@@ -221,19 +244,23 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     # product should fit into its cache.
     rows = block_rows("cpu", total.shape[-1])
     for part, columns in zip(total.split(rows, dim=-2), left.split(rows, dim=-1), strict=True):
-        part.add_(columns.mT @ right)
+        product_of_part = columns.mT @ right
+        if is_first:
+            part.copy_(product_of_part)
+        else:
+            part.add_(product_of_part)
 
 
 @add_product_.register_fake
-def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _(total: Tensor, left: Tensor, right: Tensor, weight: Tensor | None = None) -> None:
     pass
 
 
 @add_product_.register_vmap
-def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
+def _(info, in_dims, total, left, right, weight=None):  # type: ignore[no-untyped-def]
     with_member_axis_first = [
         tensor if dim is None else tensor.movedim(dim, 0)
-        for tensor, dim in zip((total, left, right), in_dims, strict=True)
+        for tensor, dim in zip((total, left, right), in_dims[:3], strict=True)
     ]
     add_product_(*with_member_axis_first)
     return None, None
@@ -267,22 +294,26 @@ def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 # embedding. A compiler would not add to such a total in place. It would make a new tensor of the sum, and
 # copy the result of all changes to the total.
 @torch.library.custom_op("monograph::add_scaled_", mutates_args=("total",))
-def add_scaled_(total: Tensor, grad: Tensor, factor: Tensor) -> None:
+def add_scaled_(total: Tensor, grad: Tensor, factor: Tensor, weight: Tensor | None = None) -> None:
     """Add factor * grad to `total`.
 
     Args:
         total: any shape.
         grad: of the same shape and dtype.
         factor: 0-d, of the same dtype.
+        weight: see `add_product_`.
     """
+    is_first = take(total, weight)
     if total.is_cuda and total.is_contiguous() and grad.is_contiguous():
         from monograph.ops.scaled_sum_kernel import launch
 
-        launch(total, grad, factor)
+        launch(total, grad, factor, is_first)
+    elif is_first:
+        torch.mul(grad, factor, out=total)
     else:
         total.add_(grad * factor)
 
 
 @add_scaled_.register_fake
-def _(total: Tensor, grad: Tensor, factor: Tensor) -> None:
+def _(total: Tensor, grad: Tensor, factor: Tensor, weight: Tensor | None = None) -> None:
     pass

@@ -9,11 +9,11 @@ from monograph.optim.optimizer import Group, Hyperparameters, Knob, Optimizer, P
 from monograph.optim.optimizers import OPTIMIZERS, name_of, require_optimizer
 from monograph.optim.planes import (
     Plane,
+    added_at_once,
     planes,
     temporary_params,
     trainable,
     unlinked,
-    vectors_at_once,
 )
 from monograph.optim.updates import ema_, initialise, update_
 
@@ -29,6 +29,7 @@ __all__ = [
     "Plane",
     "Rule",
     "adamw_",
+    "added_at_once",
     "require_optimizer",
     "ema_",
     "hidden_matrices",
@@ -45,5 +46,4 @@ __all__ = [
     "trainable",
     "unlinked",
     "update_",
-    "vectors_at_once",
 ]

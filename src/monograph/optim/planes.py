@@ -76,6 +76,7 @@ class Plane:
             read the parameters themselves.
         orthogonal: [size], the orthogonalised directions of Muon's update if ranks have only rows of
             the matrices; else None.
+        adds_by_products: whether matrix products add to `grad` themselves, see `fuse_gradients`.
         edge_maxima: {name of a moment: [largest magnitude in the first block, in the last block]}, after
             this update. Ranks may share these two blocks, and a rank needs the maximum over all elements
             of a block, because a block is quantised with one scale. {} if ranks share no block.
@@ -92,6 +93,7 @@ class Plane:
     state: dict[str, Tensor] = field(default_factory=dict)
     rounded: Tensor | None = None
     orthogonal: Tensor | None = None
+    adds_by_products: bool = False
     edge_maxima: dict[str, Tensor] = field(default_factory=dict)
     # The `grad` of the last `link`, and the views of it that `link` made.
     _linked: tuple[Tensor, list[Tensor]] | None = field(default=None, init=False)
@@ -145,6 +147,7 @@ class Plane:
         for placed, (_, weight), (_, total) in zip(self.placed, weights, totals, strict=True):
             gradient = FusedGradient(weight.data, total.data)
             placed.parameter.fused_gradient = gradient  # type: ignore[attr-defined]
+        self.adds_by_products = True
 
     def round(self) -> None:
         """Copy `param` to `rounded`, which has a narrower dtype. Without `rounded`, do nothing."""
@@ -186,7 +189,7 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
         if plane.grad.device == plane.param.device and plane.param.dtype != plane.grad.dtype
         for placed in plane.placed
     ]
-    # Not `Plane.link` after the block: a caller such as `vectors_at_once` may have removed some itself.
+    # Not `Plane.link` after the block: a caller such as `added_at_once` may have removed some itself.
     grads = [parameter.grad for parameter in of_two_dtypes]
     for parameter in of_two_dtypes:
         parameter.grad = None
@@ -198,14 +201,14 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
 
 
 @contextmanager
-def vectors_at_once(planes: Iterable[Plane]) -> Iterator[None]:
-    """Add the gradients of all vectors in one kernel, at the end of the `with` block.
+def added_at_once(planes: Iterable[Plane]) -> Iterator[None]:
+    """Add the gradients that autograd computes in one kernel, at the end of the `with` block.
 
-    Without this, a backward pass in the block would launch one kernel for each vector.
+    Without this, a backward pass in the block would launch one kernel for each vector. A gradient that matrix
+    products have not added may only be added at the end, when no total is unwritten any more (see
+    `monograph.ops.unwritten`).
     """
-    parameters = [
-        placed.parameter for plane in planes if plane.kind.is_vector for placed in plane.placed
-    ]
+    parameters = [placed.parameter for plane in planes for placed in plane.placed]
     totals = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

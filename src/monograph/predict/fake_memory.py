@@ -292,7 +292,7 @@ class _Listener(TorchDispatchMode):
         self.memory._count_results(result)
         workspace_bytes = 0
         if "add_product_" in str(function):
-            total, left, right = args
+            total, left, right = args[:3]
             workspace_bytes = add_product_workspace_bytes(
                 total, left, right, self.memory.device_type
             )

@@ -8,11 +8,11 @@ compiler calls instead of generating its code, such as a matrix product.
 A buffer here is a value that the compiler writes, or an argument of the graph. An expensive value is
 one that a CPU takes long to compute, so that the compiler avoids computing it twice.
 
-Three extern operators of Monograph change a tensor in place: `add_product_` adds a matrix product to a
-gradient, `add_scaled_` adds a scaled tensor (both in `monograph.ops.fused_gradients`), and
-`replace_logits_` replaces logits by their gradient and returns the losses
-(`monograph.ops.logits_gradient`). What an operator returns besides the tensors that it changes is called
-its own result.
+Four extern operators of Monograph change a tensor in place: `add_product_` adds a matrix product to a
+gradient, `add_scaled_` adds a scaled tensor (both in `monograph.ops.fused_gradients`), `zero_if_unwritten_`
+may set a gradient to zeros (`monograph.ops.unwritten`), and `replace_logits_` replaces logits by their
+gradient and returns the losses (`monograph.ops.logits_gradient`). What an operator returns besides the
+tensors that it changes is called its own result.
 
 In a captured graph nothing changes an argument, but a store at the end may copy a changed value into it.
 The compiler writes such a value in the argument's own memory and leaves out the store, if nothing reads
@@ -157,7 +157,7 @@ def _written_kernels(
             if _is_add_product(node):
                 total = changed_tensors[0]
                 kernels += _add_product_kernels(node, total, buffers, changed_buffer, device_type)
-            elif _is_add_scaled(node):
+            elif _returns_nothing(node):
                 kernels.append(_change_in_place(node, changed_tensors[0], buffers, changed_buffer))
             else:
                 kernels += _replace_logits_kernels(node, buffers, changed_buffer)
@@ -530,8 +530,8 @@ def add_product_workspace_bytes(
 def _changed_in_place(node: Node) -> list[Node]:
     """Return the tensors that a node writes in place; an empty list if it writes none.
 
-    They are the total of `add_product_` or `add_scaled_`, or the logits of `replace_logits_`. In a traced
-    graph such a call is wrapped in a call of `auto_functionalized`.
+    It is the total of a gradient, or the logits of `replace_logits_`. In a traced graph such a call is
+    wrapped in a call of `auto_functionalized`.
     """
     if not str(node.target).startswith("auto_functionalized"):
         return []
@@ -545,9 +545,11 @@ def _is_add_product(call: Node) -> bool:
     return "left" in call.kwargs
 
 
-def _is_add_scaled(call: Node) -> bool:
-    """Return whether a call that changes a tensor is one of `add_scaled_`."""
-    return "factor" in call.kwargs
+def _returns_nothing(call: Node) -> bool:
+    """Return whether a call that changes a tensor returns nothing else."""
+    operator_called = call.args[0]
+    assert isinstance(operator_called, torch._ops.OpOverload)
+    return not operator_called._schema.returns
 
 
 def _is_own_result(node: Node) -> bool:

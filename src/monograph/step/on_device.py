@@ -14,7 +14,8 @@ from monograph.graph.inspect import parameter_blocks
 from monograph.graph.remat import Remat
 from monograph.loss import Loss, TokenLoss
 from monograph.ops.fused_gradients import fused_gradients, may_fuse
-from monograph.optim import Plane, planes, trainable, unlinked, vectors_at_once
+from monograph.ops.unwritten import unwritten
+from monograph.optim import Plane, added_at_once, planes, trainable, unlinked
 from monograph.step.parameters import Parameters, Sums
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class OnDevice(Parameters):
         self.rounds_in_update = rounds_in_update
         self._asked_to_fuse = fused
         self._fuses_gradients = False  # the choice, known from `place` on
+        # Parameters whose gradients are added by matrix products, with the sums; known from `place` on.
+        self._totals: list[tuple[Tensor, Tensor]] = []
         # What `_weight_versions` returned when `Plane.rounded` was last written; (): never, or unknown.
         self._rounded_versions: tuple[int, ...] = ()
 
@@ -83,11 +86,26 @@ class OnDevice(Parameters):
                 plane.fuse_gradients()
         for family in siblings.families(step.model):
             family.update_views()
+        self._totals = [
+            (placed.parameter, total.data)
+            for plane in new_planes
+            if plane.adds_by_products
+            for placed, (_, total) in zip(plane.placed, plane.views(plane.grad), strict=True)
+        ]
+        self.begins_sums = bool(self._totals)
         return new_planes
 
     def fused_gradients(self) -> AbstractContextManager[None]:
         """Let matrix products in the block add gradients to the planes, if `place` chose that."""
-        return _fused_gradients(self.step.planes) if self._fuses_gradients else nullcontext()
+        return self._added_by_products() if self._fuses_gradients else nullcontext()
+
+    @contextmanager
+    def _added_by_products(self) -> Iterator[None]:
+        """Let matrix products in the block add gradients to the planes, or write those that are first."""
+        totals = self._totals if self.begins_sums else []
+        # `unwritten` ends before `added_at_once`, which adds to all totals.
+        with fused_gradients(), added_at_once(self.step.planes), unwritten(totals):
+            yield
 
     def accumulate(self, batches: Sequence[object]) -> None:
         """Add the gradient of each micro-batch to the planes."""
@@ -97,6 +115,7 @@ class OnDevice(Parameters):
         self.round_weights()
         for batch in batches:
             self.step.micro_step(batch)
+            self.begins_sums = False
 
     def round_weights(self) -> None:
         """Write each `Plane.rounded`, unless the last update wrote it and no weight was written since."""
@@ -124,9 +143,21 @@ class OnDevice(Parameters):
             return [step.evaluate(batch) for batch in batches]
 
     def discard(self) -> None:
-        """Set the planes' gradients to zero."""
+        """Forget the accumulated gradient: the next micro-step begins its sums."""
+        self._zero_gradients()
+        self.begins_sums = bool(self._totals)
+
+    def _zero_gradients(self) -> None:
+        """Set the gradients to zero, except those that the next micro-step writes."""
         for plane in self.step.planes:
-            plane.grad.zero_()
+            if not plane.adds_by_products:
+                plane.grad.zero_()
+
+    def complete(self) -> None:
+        """Set the gradients to zero if the window had no micro-step that wrote them."""
+        if self.begins_sums:
+            for _, total in self._totals:
+                total.zero_()
 
     def apply(self) -> Tensor:
         """Clip and apply the planes' gradients, and reset them; return the norm before clipping."""
@@ -135,19 +166,14 @@ class OnDevice(Parameters):
             # A compiled update rounds the new weights in the kernel that computes them.
             for plane in self.step.planes:
                 plane.round()
-        self.discard()
+        self._zero_gradients()
         return grad_norm
 
     def applied(self) -> None:
-        """Note that the update has rounded the weights that it wrote."""
+        """Note that the next micro-step begins new sums, and that the update rounded the weights it wrote."""
+        self.begins_sums = bool(self._totals)
         if self.rounds_in_update:
             self._rounded_versions = self._weight_versions()
-
-
-@contextmanager
-def _fused_gradients(planes: Sequence[Plane]) -> Iterator[None]:
-    with fused_gradients(), vectors_at_once(planes):
-        yield
 
 
 def can_fuse_gradients(step: Step, on_cuda: bool) -> bool:

@@ -47,6 +47,8 @@ class Parameters(ABC):
         replays: whether a recorded micro-step may be replayed.
         replays_update: whether a captured update is recorded and replayed, too. That pays where the
             device computes it faster than the host launches its kernels.
+        begins_sums: whether the next micro-step begins sums of gradients: what it finds in them are numbers of
+            earlier windows, which it replaces (`monograph.ops.unwritten`). Otherwise it adds to what it finds.
         differentiable: whether `sums` may be differentiated outside of `accumulate`.
         counters: state tensors in addition to the step's own counters, by name.
         frozen: which members of an ensemble are never updated again, bool [N]; None: no member is.
@@ -57,6 +59,7 @@ class Parameters(ABC):
     staged = False
     replays = True
     replays_update = False
+    begins_sums = False
     differentiable = True
     frozen: Tensor | None = None
 
