@@ -690,7 +690,7 @@ def _print_json(generation: Generation, tools: AnswerTools | None) -> None:
         "masks_s": generator.masks_s,
         "drafted_passes": generator.drafted_passes,
         "drafted_tokens": generator.drafted_tokens,
-        "graphs": generator.replays.variant_count,
+        "graphs": generator.variant_count,
         "host_syncs_per_token": generator.blocks_read / tokens,
         "device_to_host_bytes_per_token": generator.outbox.bytes_out / tokens,
     }

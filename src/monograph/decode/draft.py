@@ -3,8 +3,9 @@
 The small model, called the draft model, writes the next K tokens of each row, one after another. The
 model then reads the row's last token and these K tokens in one pass, and samples as in K + 1 ordinary
 steps. It samples the token after the row's last one, and goes on as long as the sampled token is the
-proposed one: only then did the pass read the right text. So the text is the model's own, whatever was
-proposed. The proposals only decide how many tokens a pass gives, from 1 to K + 1.
+proposed one, which is then accepted: only then did the pass read the right text. So the text is the
+model's own, whatever was proposed. The proposals only decide how many tokens a pass gives, from 1 to
+K + 1.
 
     proposed_k = sample(draft(text, proposed_1 .. proposed_k-1), noise of the position)
     logits_0 .. logits_K = model(text, proposed_1 .. proposed_K)
@@ -13,10 +14,11 @@ proposed. The proposals only decide how many tokens a pass gives, from 1 to K + 
 Both models sample with the same Gumbel noise, which is a function of the row's seed, the position and
 the id (`monograph.decode.reproducible`). So at a temperature above 0, too, models that agree mostly
 sample the same token (Daliri, Musco and Suresh, arXiv 2408.07978). The draft model samples with the
-temperature of the request, but without its filters and constraints.
+temperature of the request, but without its penalties, filters and constraints.
 
-The keys and values of tokens that were proposed and not sampled stay in both caches, after the row's
-last token, where no query reads them. The next pass overwrites them.
+The keys and values of rejected proposals stay in both caches, after the row's last token, until the next
+pass overwrites them. Attention multiplies them by 0. So a proposal whose numbers are not finite ends
+the text, as a token of the text itself would.
 
 Shapes: B rows, K proposed tokens, S = K + 1 positions of a pass, V vocabulary.
 """
@@ -37,13 +39,15 @@ from monograph.errors import UsageError
 from monograph.graph.replay import Recorder
 from monograph.model.llama import Llama
 
-# The number of tokens that are proposed at a time, K.
+# The number of tokens that are proposed at a time, K, and the largest one.
 DRAFT_TOKENS = 4
-# A pass over proposed tokens takes the time of 1 + PASS_COST steps, and each proposed token that of the
-# share of weights that the draft model has, and TOKEN_COST more. Measured on a CPU, one row (dev/log.md).
+MAX_DRAFT_TOKENS = 16
+# In units of one ordinary step, a pass over proposed tokens takes 1 + PASS_COST, and each proposal takes
+# TOKEN_COST plus the size of the draft model relative to the model's. Measured on a CPU with one row
+# (dev/log.md).
 PASS_COST = 0.25
 TOKEN_COST = 0.1
-# A row has no more drafts after they have cost it the time of this number of steps.
+# A row that runs alone has no more drafts once they have cost this many steps more than they saved.
 MAX_LOST_STEPS = 4.0
 # The stages of the model's chain that the draft model samples with, too.
 _TEMPERATURES = ("temperature", "dynamic_temperature")
@@ -55,17 +59,17 @@ class Drafter:
     Attributes:
         model: the draft model, in evaluation mode.
         tokens: K.
-        cost: about how many steps without drafts take the time of a pass with them.
+        cost: the estimated time of a pass with drafts, in ordinary steps.
         reader: reads prompts.
         cache: keys and values of the rows.
-        previous_B: the token before the row's last one. The draft model has not read it if all
-            proposed tokens were sampled, since it has only written the last of them.
+        previous_B: the token before the row's last one. If every proposal was accepted, the draft model
+            has written this token, but not read it yet.
     """
 
     def __init__(
         self,
         model: Llama,
-        checked_by: Llama,
+        target: Llama,
         tokens: int,
         rows: int,
         sizes: CacheSizes,
@@ -78,8 +82,8 @@ class Drafter:
 
         Args:
             model: the draft model, in evaluation mode.
-            checked_by: the model whose texts are written.
-            tokens: K, at least 1.
+            target: the model whose texts are written.
+            tokens: K, from 1 to MAX_DRAFT_TOKENS.
             rows: B.
             sizes: the sizes of the model's cache.
             vocabulary: V of the tokenizer, which both models have.
@@ -88,11 +92,16 @@ class Drafter:
             recorder: see `PromptReader`.
 
         Raises:
-            UsageError: one of the models has layers that cannot take tokens back, or the draft model
-                has fewer positions than a row.
+            UsageError: the draft model has recurrent layers, whose state cannot be rolled back, or
+                fewer positions than a row, or fewer tokens than the tokenizer.
         """
-        if tokens < 1:
-            raise UsageError(f"draft_tokens = {tokens}: expected at least 1")
+        if not 1 <= tokens <= MAX_DRAFT_TOKENS:
+            raise UsageError(f"draft_tokens = {tokens}: expected 1 to {MAX_DRAFT_TOKENS}")
+        if model.config.vocab_size < vocabulary:
+            raise UsageError(
+                f"the draft model has {model.config.vocab_size} tokens, and the model's tokenizer {vocabulary}: "
+                "expected a model with the same tokenizer"
+            )
         if sizes.per_row > model.config.max_position_embeddings:
             raise UsageError(
                 f"the draft model has {model.config.max_position_embeddings} positions, but texts may have "
@@ -108,20 +117,20 @@ class Drafter:
         )
         if self.cache.recurrences:
             raise UsageError(
-                "the draft model has recurrent layers, which cannot take a token back: expected one with "
+                "the draft model has recurrent layers, whose state cannot be rolled back: expected one with "
                 "attention alone"
             )
         self.previous_B = torch.zeros(rows, dtype=torch.int64, device=weight.device)
         self._vocabulary = vocabulary
-        share = _weights_read(model) / _weights_read(checked_by)
+        share = _weights_read(model) / _weights_read(target)
         self.cost = 1 + PASS_COST + tokens * (share + TOKEN_COST)
 
-    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Begin texts after these prompts in rows."""
+    def begin(self, rows: Sequence[int], prompts: Sequence[PromptToRead]) -> None:
+        """Read the prompts of texts that are about to begin in rows."""
         device = self.previous_B.device
-        before_last = [ids[-2] if len(ids) > 1 else ids[-1] for ids in prompts]
+        before_last = [prompt.ids[-2:][0] for prompt in prompts]
         self.previous_B.index_copy_(0, tensor_on(rows, device), tensor_on(before_last, device))
-        to_read = [(row, PromptToRead(tuple(ids))) for row, ids in zip(rows, prompts, strict=True)]
+        to_read = list(zip(rows, prompts, strict=True))
         while to_read:
             self.reader.choose_prompts(prompt for _, prompt in to_read)
             self.reader.read_chunks()
@@ -176,7 +185,8 @@ class Drafter:
 class DraftedStep:
     """A step that samples 1 to K + 1 tokens in every running row.
 
-    It writes K + 1 lines of the rings. In the lines after its last token a row has the status WAITING.
+    It writes K + 1 lines of the rings. In the lines after a row's last token of the pass, the row has the
+    status WAITING.
     """
 
     def __init__(self, step: DecodeStep, drafter: Drafter) -> None:

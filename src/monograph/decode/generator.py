@@ -1,8 +1,9 @@
 """The host's side of decoding: it puts requests into free rows, runs blocks of steps, and reads the
 sampled ids.
 
-A step samples one token in every row (`monograph.decode.step`). A block is several steps that are
-started together, without a wait for the device. A chunk is a part of a prompt that is read in one
+A step samples one token in every row (`monograph.decode.step`), or with a draft model several
+(`monograph.decode.draft`). A block is several steps that are started together, without a wait for the
+device. A chunk is a part of a prompt that is read in one
 pass (`monograph.decode.prompt_reader.PromptReader`).
 
 A row gets its next request as soon as the host has read that the previous one ended. A request's
@@ -113,7 +114,7 @@ class Generator:
         masks_s: the seconds that they took.
         reused: the number of tokens of prompts that were not read again, because a row already had
             their keys and values.
-        drafted_passes: how many passes over proposed tokens rows have had, one for each row.
+        drafted_passes: the number of passes over proposed tokens, summed over the rows.
         drafted_tokens: how many tokens these passes gave.
     """
 
@@ -188,11 +189,11 @@ class Generator:
         lines = self.pace.steps
         self.drafter: Drafter | None = None
         if draft is not None:
-            # Such a cache is for answers to learn from, whose decoding has no drafts.
+            # Only rollouts pad products, and they have no drafts.
             assert not sizes.pads_products
             if self.cache.recurrences:
                 raise UsageError(
-                    "a draft: the model has recurrent layers, which cannot take a proposed token back"
+                    "a draft: the model has recurrent layers, whose state cannot be rolled back"
                 )
             self.drafter = Drafter(
                 draft.eval(), model, draft_tokens, rows, sizes, vocabulary, chunk, wrap, recorder
@@ -217,8 +218,18 @@ class Generator:
             from monograph.decode.fast_sampler import FastSampler
 
             fast_sampler = FastSampler(rows, weight.device)
-            key_heads = model.config.num_key_value_heads
-            for cache, cache_rows in ((self.cache, rows), (self.reader.cache, self.reader.rows)):
+            caches = [
+                (model.config, self.cache, rows),
+                (model.config, self.reader.cache, self.reader.rows),
+            ]
+            if draft is not None and self.drafter is not None:
+                reader = self.drafter.reader
+                caches += [
+                    (draft.config, self.drafter.cache, rows),
+                    (draft.config, reader.cache, reader.rows),
+                ]
+            for config, cache, cache_rows in caches:
+                key_heads = config.num_key_value_heads
                 cache.kernels = FastAttention(cache_rows, key_heads, weight.device)
             # With `pads_products`, texts must have the bits of the model's own forward pass.
             if not sizes.pads_products:
@@ -270,8 +281,9 @@ class Generator:
         # window, this position sees only positions near it, which may not be in the blocks that are read,
         # and attention to no position gives NaN. So the position is 0 then, and the row overwrites the
         # beginning of its last prompt.
+        configs = [model.config] if draft is None else [model.config, draft.config]
         self._keeps_prompts = not any(
-            model.config.window(layer) for layer in range(model.config.num_hidden_layers)
+            config.window(layer) for config in configs for layer in range(config.num_hidden_layers)
         )
         self._queue = RequestQueue()
         # The rows that are kept, by the numbers of their requests, and the requests that wait to continue
@@ -290,6 +302,12 @@ class Generator:
         # What `_chain_and_knobs` returned for the last request, and the options and stop ids of it.
         self._last_options: tuple[Sampling, tuple[int, ...]] | None = None
         self._last_chain_and_knobs: tuple[Chain, dict[str, Any]] = self.chain, {}
+
+    @property
+    def variant_count(self) -> int:
+        """Return how many variants of steps have run."""
+        kinds = [self.steps, self.drafted_steps]
+        return sum(steps.replays.variant_count for steps in kinds if steps is not None)
 
     @property
     def replays(self) -> Replays:
@@ -559,6 +577,8 @@ class Generator:
             automaton_states.append(states)
         count = len(automaton_states)
         rows = self._free_rows[:count]
+        requests = [*itertools.islice(self._startable_requests(), count)]
+        self._begin_drafts(rows, requests)
         del self._free_rows[:count]
         entries = [self._queue.take() for _ in rows]
         self._begin_requests(rows, reader_rows[:count], entries, automaton_states)
@@ -587,8 +607,23 @@ class Generator:
                 for entry in entries:
                     self._release_automata(entry.request)
                 raise
+            self._begin_drafts(rows, [entry.request for entry in entries])
             del self._continuing[:count]
             self._begin_requests(rows, range(count), entries, automaton_states)
+
+    def _begin_drafts(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
+        """Let the draft model read the prompts of requests that are about to begin in rows.
+
+        An error leaves the requests where they wait, without their automata.
+        """
+        if self.drafter is None:
+            return
+        try:
+            self.drafter.begin(rows, [self._prompt_of(request) for request in requests])
+        except BaseException:
+            for request in requests:
+                self._release_automata(request)
+            raise
 
     def _begin_requests(
         self,
@@ -610,8 +645,6 @@ class Generator:
         self.cache.copy_rows(rows, self.reader.cache, reader_rows, tokens_read)
         if self.reader.reads_last_token:
             self._last_BD[rows] = self.reader.last_RD[reader_rows]
-        if self.drafter is not None:
-            self.drafter.begin(rows, [entry.request.prompt_ids for entry in entries])
         values = [
             self._begin_request(row, entry, states)
             for row, entry, states in zip(rows, entries, automaton_states, strict=True)
@@ -753,11 +786,11 @@ class Generator:
             len(record.request.prompt_ids) + min(record.launched + lines, record.limit)
             for record in running
         )
-        # A pass over proposed tokens may go on behind the end of a text.
+        # A pass over proposed tokens may run past the end of a text.
         longest += lines_of_step - 1
         # The rows that are kept take part in the steps, too, and recurrences may take in their last tokens now.
         waiting_rows = [*self._kept.values(), *(kept for kept, _ in self._continuing)]
-        longest = max([longest, *(kept.known + 1 for kept in waiting_rows)])
+        longest = max([longest, *(kept.known + lines_of_step for kept in waiting_rows)])
         # If one row needs the exact search, all rows use it, since it gives the same bits.
         truncation: Truncation = (
             "search" if any(record.needs_search for record in running) else "window"
@@ -783,9 +816,8 @@ class Generator:
         )
         for record in running:
             record.launched += lines
-        drafted_passes = count if steps is self.drafted_steps else 0
         # The list of records is copied, since rows may have other requests when the block is read.
-        return StepBlock(lines, drafted_passes, self.outbox.send(lines), list(self._records))
+        return StepBlock(lines, lines_of_step, self.outbox.send(lines), list(self._records))
 
     def _needs_automata(self, record: RowRecord, lines: int) -> bool:
         """Return whether the automata of a request can change the tokens of the next lines."""
@@ -849,11 +881,16 @@ class Generator:
             # request of this record ended, or that it needs "search".
             if record is None or self._records[row] is not record:
                 continue
-            tokens, status = read_codes(codes_of_rows[row])
+            tokens, token_lines, status = read_codes(codes_of_rows[row])
             record.received += len(tokens)
             record.launched -= block.lines - len(tokens)
-            if block.drafted_passes:
-                self._count_drafts(record, block.drafted_passes, len(tokens))
+            if block.lines_of_step > 1:
+                # A row that has ended takes no part in the block's last passes.
+                used_lines = token_lines[-1] + 1 if token_lines else 1
+                passes = block.lines // block.lines_of_step
+                if status != Status.RUNNING:
+                    passes = math.ceil(used_lines / block.lines_of_step)
+                self._count_drafts(record, passes, len(tokens))
             finish = FINISHES.get(status)
             if self._follow(record, tokens):
                 # The device does not know it unless it has followed the automaton.
@@ -881,7 +918,9 @@ class Generator:
                 likeliest_count = record.request.sampling.logprobs
                 logprobs = list[LogProbability]()
                 if likeliest_count is not None:
-                    values, ids = (of_rows[row][: len(tokens)] for of_rows in reports_of_rows)
+                    values, ids = (
+                        [of_rows[row][line] for line in token_lines] for of_rows in reports_of_rows
+                    )
                     logprobs = read_log_probabilities(values, ids, likeliest_count)
                 events.append(Event(record.number, tokens, finish, logprobs))
         if ended:

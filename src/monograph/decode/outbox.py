@@ -9,6 +9,7 @@ Shapes: R lines of a ring, B rows, N reported log-probabilities.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,25 +81,41 @@ class Outbox:
         return [host[half, :steps] for host in self._host]
 
 
-def read_codes(codes: Sequence[int]) -> tuple[list[int], Status]:
+class RowTokens(NamedTuple):
+    """What a row sampled in a block.
+
+    Attributes:
+        ids: the tokens.
+        lines: the line of each token, counted from the block's first line.
+        status: the row's status after the block.
+    """
+
+    ids: list[int]
+    lines: list[int]
+    status: Status
+
+
+def read_codes(codes: Sequence[int]) -> RowTokens:
     """Return the tokens that a row sampled in a block, and the row's status after it.
 
-    A row that waits for the next pass runs on, so it has the status RUNNING.
+    A row that waits for the next pass (`monograph.decode.draft`) runs on, so it has the status RUNNING.
 
     Args:
-        codes: the row's code of each step, token + status * 2^TOKEN_BITS.
+        codes: the row's code of each line, token + status * 2^TOKEN_BITS.
     """
-    tokens = []
+    ids = []
+    lines = []
     status = Status.RUNNING.value
-    for code in codes:
+    for line, code in enumerate(codes):
         if code >> TOKEN_BITS == Status.WAITING:
             continue
         status = code >> TOKEN_BITS
         if status in HAS_TOKEN:
-            tokens.append(code & ((1 << TOKEN_BITS) - 1))
+            ids.append(code & ((1 << TOKEN_BITS) - 1))
+            lines.append(line)
         if status != Status.RUNNING:
             break
-    return tokens, Status(status)
+    return RowTokens(ids, lines, Status(status))
 
 
 def read_log_probabilities(
@@ -107,7 +124,7 @@ def read_log_probabilities(
     """Return the log-probabilities of the tokens that a row sampled in a block.
 
     Args:
-        values: the row's lines of `State.values_RBN`, one for each token.
+        values: the lines of `State.values_RBN` in which the row has a token.
         ids: the row's lines of `State.ids_RBN`, likewise.
         likeliest_count: the number of likeliest tokens to report. Tokens of probability 0 are left
             out.

@@ -111,8 +111,8 @@ class RowRecord:
         request: the request.
         limit: the maximum number of tokens that it may sample.
         smallest_chain: the smallest chain (`monograph.decode.knobs`) that serves it.
-        launched: the number of its tokens that the host has read, and of the lines of steps that were
-            started for it and that the host has not read yet. Each has at most one token more.
+        launched: the number of its tokens that the host has read, plus the number of lines of steps that
+            were started for it and not read yet. Each of these lines has at most one token.
         received: the number of its tokens that the host has read.
         automaton_state: the state of its constraint after the tokens that the host has read, unless blocks
             are read behind (`Generator.reads_behind`).
@@ -141,13 +141,13 @@ class StepBlock(NamedTuple):
 
     Attributes:
         lines: the number of lines of the rings that they wrote.
-        drafted_passes: how many of the steps checked proposed tokens.
+        lines_of_step: how many of these a step writes, more than one with drafts.
         half: the half of the rings that has their results, 0 or 1 (`monograph.decode.outbox`).
         records: each row's record when the block was started; None for a free row.
     """
 
     lines: int
-    drafted_passes: int
+    lines_of_step: int
     half: int
     records: list[RowRecord | None]
 

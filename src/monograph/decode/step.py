@@ -1,7 +1,8 @@
 """One step of decoding: the model, the sampler and the stop rules as one graph over preallocated
 tensors.
 
-A step samples one token in each row that has a running request. A ring is a tensor with a line for each
+A step samples one token in each row that has a running request. (With a draft model it samples several, as
+K + 1 such steps after one pass of the model, see `monograph.decode.draft`.) A ring is a tensor with a line for each
 step, to which the step writes its results. With x' for the next x, a step is
 
     hidden = model(token, position, cache)
