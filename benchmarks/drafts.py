@@ -2,11 +2,11 @@
 
 The draft model is the model without its last layers. What these layers add is multiplied by a factor:
 with 0 the models agree on every token, and with a large one on hardly any. So the figures depend on no
-training. Texts with and without drafts are written in turns in one process, and which is first changes
-from pair to pair. Figures are medians over pairs.
+training. Texts with and without drafts are written in turns in one process, in alternating order. Figures
+are medians over pairs.
 
-    tokens in a pass   how many tokens a pass over the proposed ones gives, up to one more than proposed
-    ratio              tokens per second with drafts, divided by those without beside it
+    tokens in a pass   how many tokens a pass over proposed tokens gives, at most one more than proposed
+    ratio              tokens per second with drafts / without, within a pair
 """
 
 from __future__ import annotations

@@ -206,3 +206,29 @@ def test_rows_with_their_own_adapters_are_replayed_and_read_what_is_in_their_slo
     second = texts(captured)
     assert second == texts(machine("eager")) and second[1] == first[2]
     assert second[3] == first[1] and captured.replays.variant_count == variants
+
+
+@pytest.mark.parametrize("mode", ["captured", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_replayed_passes_over_proposed_tokens_write_what_single_steps_write(mode: Mode) -> None:
+    """Two blocks are under way at a time, and in each a row has another number of tokens."""
+    sizes: dict[str, Any] = {"vocab_size": 259, "max_position_embeddings": 200}
+    model = tiny_llama(torch.float64, **sizes).cuda()
+    draft = tiny_llama(torch.float64, num_hidden_layers=1, **sizes).cuda()
+    draft.load_state_dict(model.state_dict(), strict=False)
+
+    def decoder(**options: Any) -> Generator:
+        return Generator(
+            model,
+            chain_of([Sampling(**FULL)]),
+            rows=3,
+            slots=200,
+            vocabulary=259,
+            automata=[PATTERN, STOP],
+            pace=7,
+            **options,
+        )
+
+    drafted = decoder(mode=mode, draft=draft, draft_tokens=2)
+    assert drafted.reads_behind
+    assert written(drafted) == written(decoder())
+    assert drafted.drafted_tokens > 1.1 * drafted.drafted_passes

@@ -579,7 +579,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, options: GenerateOpt
         speed += f", masks of llguidance {mask_us:.0f} µs each"
     if generator.drafted_passes:
         per_pass = generator.drafted_tokens / generator.drafted_passes
-        speed += f", {per_pass:.1f} tokens in a pass with drafts"
+        speed += f", {per_pass:.1f} tokens per drafted pass"
     print(
         f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})",
         file=sys.stderr,

@@ -3,14 +3,14 @@
 A new model_type is often an old decoder under a new name. Such a model is computed as the nearest family
 if nothing in its folder says that it differs:
 
-- Each key of its config.json is one that the family reads, or changes no number, or has the value at
-  which a part that the family lacks is off.
-- Nothing is left to defaults of the model_type, which are not known. The keys of `_required` must be
-  there, and a part without a key is off, whatever the family's own default is.
+- The family reads each key of its config.json. Exceptions are keys that change no number, and keys of a
+  part that the family lacks, whose value turns the part off.
+- No number is left to the unknown model's own defaults, which cannot be seen. The keys of `_required` must
+  be there, and a part without a key is off, whatever the family's own default is.
 - All tensors have the names and shapes of the family's.
 
-A difference that neither a key nor a tensor shows is not found in this way. `_HIDDEN_DIFFERENCES` has those
-of the types that transformers computes. tests/model/test_nearest.py compares with these types. The module
+A difference that neither a key nor a tensor shows is not found in this way. `_HIDDEN_DIFFERENCES` lists the
+types of transformers that have one, and tests/model/test_nearest.py compares with all its types. The module
 needs no torch.
 """
 
@@ -66,8 +66,8 @@ _IDLE_KEYS = {
     "use_bfloat16",
     "use_cache",
 }
-# Keys that give the types of layers by a rule, and the list that makes them idle. A rule about windows is
-# also idle if there are none.
+# Keys that derive the types of layers by a rule -> the key of an explicit list, which overrides the rule. A
+# rule about windows also changes nothing if there are none.
 _RULES = {
     "full_attention_interval": "layer_types",
     "max_window_layers": "layer_types",
@@ -160,7 +160,7 @@ def find_nearest(
         return Nearest(
             config,
             f"model_type = {model_type!r} is unknown: computed as {name}, by its keys and tensors; "
-            "compare its logits with its own code's",
+            "compare its logits with those of its own code",
         )
     raise InputRefused(f"model_type = {model_type!r} is not supported: {fault}")
 
@@ -190,7 +190,7 @@ def _shown(key: str, value: object) -> str:
 def _is_understood(key: str, values: Mapping[str, Any], family: Family) -> bool:
     """Return whether a key with its value means in a family what it means in the file.
 
-    Only the key's name can tell: a key that the family has is taken to mean the same.
+    We can only go by the name: a key that the family has is taken to mean the same.
     """
     value = values[key]
     if key in _IDLE_KEYS:
@@ -260,7 +260,7 @@ def _config_as(name: str, values: Mapping[str, Any], has_head: bool) -> LlamaCon
 def _rotary_tables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tables of rotary positions that are read.
 
-    Beside a `rope_scaling`, only the inner tables of `rope_parameters` are.
+    If there is a `rope_scaling`, `rope_parameters` counts only if it has a table for each kind of layer.
     """
     tables = [values[name] for name in _ROTARY_TABLES if isinstance(values.get(name), dict)]
     if not values.get("rope_scaling"):
@@ -308,7 +308,7 @@ def _required(family: Family, values: Mapping[str, Any]) -> list[str]:
         # Layers with a window have a base of their own.
         if not _states_both_bases(values):
             keys.append(_LOCAL_BASE)
-    # A window without a list could be that of any of the layers.
+    # Without a list, nothing says which layers have the window.
     if _has_window(values):
         keys.append("layer_types")
     if not family.other_layers.attends:

@@ -8,8 +8,8 @@ them. Instead, a total keeps the numbers of the last update until the first micr
         total <- total + g              for each further gradient
         total <- 0                      at the end of this micro-step, for a weight without a gradient
 
-Until then the total is *unwritten*. The operators that add to totals ask `take`, and what a compiler
-generates comes after `zero_if_unwritten_`. Both act when they run and not when a graph is traced, so the same
+Until then the total is *unwritten*. The operators that add to totals ask `take`. Compiled code, which always
+adds, calls `zero_if_unwritten_` first. Both act when they run and not when a graph is traced, so the same
 compiled graph serves all micro-steps. A CUDA graph repeats what they did when it was recorded, so the first
 micro-step of an update has a recording of its own (`monograph.graph.capture.replayed`).
 
@@ -41,8 +41,8 @@ class _Total:
     is_unwritten: bool = True
 
 
-# The totals in the first micro-step, which runs now, by the places where their weights begin. This is not a
-# variable of one thread, because autograd runs the backward pass on a GPU in a thread of its own.
+# The totals of the first micro-step of an update while it runs, by the places where their weights begin; else
+# empty. This is not a variable of one thread, because autograd runs the backward pass on a GPU in a thread of its own.
 _totals = dict[Place, _Total]()
 
 
@@ -50,7 +50,7 @@ _totals = dict[Place, _Total]()
 def unwritten(weights_and_totals: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Make a context for the first micro-step of an update, in which totals are unwritten.
 
-    At the end of the block they hold the sums of the micro-step, and after an error any numbers.
+    At the end of the block they hold the sums of the micro-step. After an exception their contents are undefined.
 
     Args:
         weights_and_totals: each weight with its total.
@@ -73,9 +73,10 @@ def take(total: Tensor, weight: Tensor | None) -> bool:
     From now on it counts as written.
 
     Args:
-        total: a weight's total, or one view of the totals of weights that lie side by side. If only some of
-            these are unwritten, they become zeros, and the caller must add.
-        weight: the weight, or the first of these weights. None: the tensor is no weight's total.
+        total: a weight's total, or one view of the totals of weights that lie side by side, such as those of
+            a fused query, key and value. If only some of these are unwritten, they become zeros, and the
+            caller must add.
+        weight: the weight, or the first of these weights. None if the tensor is not a weight's total.
     """
     if weight is None or not _totals:
         return False
@@ -115,5 +116,5 @@ def _(total: Tensor, weight: Tensor) -> None:
 
 
 def _place_of(weight: Tensor) -> Place:
-    """Return where a tensor begins in memory. A tensor without numbers has such a place, too."""
+    """Return where a tensor begins in memory. A fake tensor has such a place, too."""
     return weight.untyped_storage()._cdata, weight.storage_offset()

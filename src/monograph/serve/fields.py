@@ -50,7 +50,7 @@ class Expected:
 def number_within(allowed: Range) -> PlainValidator:
     """Return a validator that refuses all values but the numbers in a range.
 
-    It is also that of fields whose default is None: a field that is missing or null is not validated.
+    It also suits fields whose default is None: a field that is missing or null is not validated.
     """
     bounds = Field(ge=allowed.low, le=allowed.high)
 
@@ -237,7 +237,8 @@ def read_object(model: type[_Model], value: object, place: str, field: str) -> _
 def read_as(model: type[BaseModel]) -> PlainValidator:
     """Return a validator of a field that is an object of type `model`.
 
-    Its errors name the place inside the object, unlike pydantic's own, of which `_refusal` shows the end.
+    Its errors name the whole place inside the object. Of the place in pydantic's own errors, `_refusal` shows
+    only the last name.
     """
 
     def check(value: object, info: ValidationInfo) -> BaseModel:
@@ -329,8 +330,8 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
     is_inside = len(path) > 1
     if is_missing and not is_inside:
         return Refused(400, f"{inner} is missing: {_MISSING_WORDS[inner]}", inner)
-    # If the field's `Expected` shows the form of the whole value, this is the clearest answer, also to
-    # a value that lacks something. For a wrong value inside a list or an object, pydantic's message is
+    # If the field's `Expected` shows the form of the whole value, this is the clearest answer, even if only a
+    # part is missing. For a wrong value inside a list or an object, pydantic's message is
     # more exact.
     if is_missing or not is_inside:
         for expected in model.model_fields[outer].metadata:
