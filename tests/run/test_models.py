@@ -197,6 +197,16 @@ def test_a_run_of_a_llama_and_its_export(tmp_path: Path) -> None:
     assert torch.equal(model_from_folder.lm_head.weight, model.lm_head.weight)
 
 
+def test_a_program_that_loads_an_unknown_type_is_warned(tmp_path: Path) -> None:
+    model = tiny_llama()
+    save(model, tmp_path / "new", Tokenizer.bytes())
+    config = tmp_path / "new" / "config.json"
+    config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "new"'))
+    with pytest.warns(UserWarning, match="model_type = 'new' is unknown: computed as llama"):
+        loaded, _ = load(tmp_path / "new")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
 def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run")
     with pytest.raises(NoValidCheckpoint):

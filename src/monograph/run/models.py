@@ -6,6 +6,7 @@ the adapter. `init` is the name of the model that a run starts from (the key `mo
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,7 +112,12 @@ def _no_warning(line: str) -> None:
     """Ignore a warning. When a base is loaded, only errors are reported."""
 
 
-def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer | None]:
+def _warn_in_python(line: str) -> None:
+    """Warn the program that called `load`."""
+    warnings.warn(line, stacklevel=2)
+
+
+def load(folder: str | Path, warn: Warn = _warn_in_python) -> tuple[Llama, Tokenizer | None]:
     """Load a language model and its tokenizer by name.
 
     A run's model is that of its newest valid checkpoint, or of the checkpoint whose folder is
@@ -121,7 +127,8 @@ def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tok
         folder: a run, a checkpoint of one, "last", a Hugging Face folder, an adapter, a weight file
             or hf://OWNER/NAME. Only the last of these uses the network
             (`monograph.run.repository.fetch_if_on_hub`).
-        warn: called with each line that the user should read.
+        warn: called with each line that the user should read; by default it becomes a warning of
+            Python's.
 
     Returns:
         The model and its tokenizer. The tokenizer of a weight file is the tokenizer.json next to
@@ -144,7 +151,7 @@ def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tok
 
 
 def load_with_tokenizer(
-    folder: str | Path, warn: Warn = lambda line: None
+    folder: str | Path, warn: Warn = _warn_in_python
 ) -> tuple[Llama, Tokenizer]:
     """Load a language model that must have a tokenizer; see `load`.
 

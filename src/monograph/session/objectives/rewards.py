@@ -77,6 +77,7 @@ from monograph.session.reference import read_reference, write_reference
 from monograph.session.sample_prompt import SamplePrompt, sample_prompt_from_ids
 from monograph.storage.cache_dir import calibration_file
 from monograph.storage.reading import without_links
+from monograph.terminal import warn
 
 # A reward that scores each token needs no advantage, as it says what each token is worth. Its loss
 # clips the probability ratios as this advantage does, and is also divided by the number of tokens of
@@ -528,7 +529,7 @@ def _load_teacher(name: str, prompts: Prompts, options: RolloutOptions) -> Llama
     Raises:
         InputRefused: it has another tokenizer or too few positions, or cannot be loaded.
     """
-    model, tokenizer = load_with_tokenizer(name)
+    model, tokenizer = load_with_tokenizer(name, warn)
     if tokenizer.hash != prompts.tokenizer.hash:
         raise InputRefused(
             f"rl.teacher = {name}: its tokenizer is not the model's: answers have other tokens"
