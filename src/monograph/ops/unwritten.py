@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Place = tuple[Any, Any]  # a storage, and the index of an element in it
+MemoryPlace = tuple[Any, Any]  # a storage, and the index of an element in it
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Total:
 
 # The totals of the first micro-step of an update while it runs, by the places where their weights begin; else
 # empty. This is not a variable of one thread, because autograd runs the backward pass on a GPU in a thread of its own.
-_totals = dict[Place, _Total]()
+_totals = dict[MemoryPlace, _Total]()
 
 
 @contextmanager
@@ -115,6 +115,6 @@ def _(total: Tensor, weight: Tensor) -> None:
     pass
 
 
-def _place_of(weight: Tensor) -> Place:
+def _place_of(weight: Tensor) -> MemoryPlace:
     """Return where a tensor begins in memory. A fake tensor has such a place, too."""
     return weight.untyped_storage()._cdata, weight.storage_offset()
