@@ -274,7 +274,10 @@ class Programs(InterpreterBuilder):  # type: ignore[misc]
     def create_dot(
         self, a: Numbers, b: Numbers, added: Numbers, precision: object, imprecise: object
     ) -> Numbers:
-        return _typed(np.matmul(a.data, b.data, dtype=added.data.dtype) + added.data, added.dtype)
+        # In fp32, BLAS may sum a row in another order at another place of the tile, which a card does not.
+        # In float64 the order is lost in rounding.
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(added.data.dtype)
+        return _typed(product + added.data, added.dtype)
 
     # ── mathematical functions ──────────────────────────────────────────────────────────────────
 
