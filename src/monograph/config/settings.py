@@ -31,16 +31,16 @@ from monograph.model.config import TORCH_FILE_SUFFIXES
 from monograph.storage.code import code_named
 from monograph.terminal import shell_words
 
-# The keys whose values may name a function in a Python file.
 # {a key: the choice that its value makes}, such as rl.reward = environment by rl.environment.
 IMPLIED_CHOICES = {
     key: choice for way in WAYS_TO_LEARN for key, choice in way.implied_choices.items()
 }
+# The keys whose values may name a function in a Python file.
 CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
 # {key that a resumed run may change: its default} (`monograph.config.keys.Key.is_changeable_on_resume`).
 # The fingerprint of settings, by which a resumed run sees whether they have changed, is computed with the
-# defaults of these keys, whatever their values are. data.ignore_keys is one of these keys: if it changes the
-# records, their own fingerprint shows that.
+# defaults of these keys, whatever their values are. data.ignore_keys is one of these keys: records that it
+# changes have another fingerprint of records, which is compared as well.
 CHANGEABLE_ON_RESUME = {
     key: key_declaration(key).default
     for key in KEYS

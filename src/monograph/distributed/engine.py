@@ -2,8 +2,8 @@
 
     gradient = sum over ranks of d/dp (1 / N · sum of the rank's losses),   N = targets of all ranks
 
-This is the gradient of one process with all micro-batches. The micro-batches of a window, the rows
-of one update, go to the ranks in turn.
+This is the gradient of one process with all micro-batches. A window has the rows of one update, and
+its micro-batches go to the ranks in turn.
 
 DDP and FSDP2 average gradients by default. To get the sum from the average, the loss would have to be
 multiplied by the number of ranks. In fp16 that would make losses overflow sooner, and round subnormals

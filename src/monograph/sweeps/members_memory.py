@@ -26,7 +26,7 @@ class MembersMemory:
         plans: the plans of all members of a group.
         base_bytes: the part of the prediction that all members share.
         limit: the memory that the members may take.
-        eager: whether they train without a graph, whatever the prediction is for.
+        eager: whether they train without a graph, even if the prediction is for members with one.
         extra_bytes: returns the bytes that some number of members need besides their step.
     """
 
@@ -43,7 +43,8 @@ class MembersMemory:
         own_bytes = self.expected.peak_memory_bytes - self.base_bytes
         extra_bytes = self.extra_bytes(members)
         estimated = self.base_bytes + members * own_bytes + extra_bytes
-        # An ensemble recomputes nothing, so the estimate is too low for members that would alone.
+        # An ensemble recomputes nothing. So the estimate is too low for members that would recompute if they
+        # trained alone.
         is_clear = estimated * MAX_ESTIMATE_ERROR <= self.limit and alone.remat == "none"
         if members == 1 or is_clear or isinstance(self.expected, StreamCandidate):
             return estimated

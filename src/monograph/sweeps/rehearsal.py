@@ -64,10 +64,12 @@ class Rehearsal:
 
     def window_s(self) -> float:
         """Return the seconds for which an update waits for its window."""
+        # Without this iterator, windows are prepared in the background, and an update waits for none.
         if self._windows is None:
             return 0.0
         updates = self.tasks[0].updates_per_window
-        # What makes windows may be compiled if the engine is, at the first window after that.
+        # If the engine is compiled, the code that makes windows may be, too. It is compiled for the first window
+        # after the engine, so that one is not timed.
         rounds = 1 if self.engine.step.scope == "none" else 2
         for _ in range(rounds):
             began = clock()
@@ -100,7 +102,7 @@ def _begun(task: SweptTask, plan: RunPlan, engine: Engine, place: int) -> SweptT
 
 
 def first_window(built_runs: Sequence[BuiltRun], task: SweptTask) -> Batch:
-    """Return the first window that N members train on, each of whose tensors has R rows.
+    """Return the first window that N members train on. Each tensor of the window has R rows.
 
     Args:
         built_runs: the members' models.

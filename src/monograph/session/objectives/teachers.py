@@ -135,7 +135,7 @@ class TaughtTask(TextTask):
     is_fully_planned = False  # the planner does not count the memory and the time of the teachers
 
     def __init__(self, data: Corpus, student_run: Run, content: bytes, ranks: int):
-        """Take the text, and the attributes of these names."""
+        """Take the text, and the attributes with the names of the other arguments."""
         super().__init__(data)
         self.student_run = student_run
         self.content = content
