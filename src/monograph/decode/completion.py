@@ -224,8 +224,8 @@ def generate(
             (`monograph.decode.adapter_bank.install`), for all prompts; or a list with one for each
             prompt. "base" is the model without an adapter.
         draft: a small model with the same vocabulary, which proposes tokens that the model checks
-            together (`monograph.decode.draft`). The texts are those without it, except for what a pass
-            over several tokens rounds otherwise. None: each step samples one token.
+            together (`monograph.decode.draft`). The texts are those without it, except that a pass over
+            several tokens may round differently from single steps. None: each step samples one token.
         draft_tokens: the number of tokens that it proposes at a time.
 
     Returns:
