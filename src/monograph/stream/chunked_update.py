@@ -33,7 +33,10 @@ STAGING_BUFFERS = 4
 # updates overlap.
 MAX_CHUNK_ELEMENTS = 2**23
 # The end of an error message: what to do if memory ran out when only some weights were updated.
-HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go on from the last checkpoint"
+ADVICE_AFTER_PARTIAL_UPDATE = (
+    "take fewer blocks a stage or fewer rows (train.micro_batch), "
+    "and go on from the last checkpoint"
+)
 # The type of `Passes.update_part`, called with (part of a plane, low halves of split weights or None,
 # gradient, the gradient's factor, whether the update is applied).
 PartUpdater = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
@@ -68,7 +71,7 @@ class Chunk(NamedTuple):
             device: the device of these tensors.
         """
         stored, begin, end = self
-        placed = stored.plane.placed
+        placed = stored.plane.placed  # the plane's parameters, each with its place in the plane
         if stored.plane.kind.matrix_shape is not None:
             # Muon orthogonalises whole matrices, so a chunk consists of whole matrices.
             matrix_size = stored.plane.param.numel() // len(placed)
@@ -222,7 +225,7 @@ class ChunkedUpdate:
                 self._update(self._fetched.pop(0), update_part, scale, accepted, in_slot)
             except torch.OutOfMemoryError as error:
                 raise OutOfDeviceMemory(
-                    f"the update of {self.stage.name} does not fit the device's memory: {HALF_DONE}"
+                    f"the update of {self.stage.name} does not fit the device's memory: {ADVICE_AFTER_PARTIAL_UPDATE}"
                 ) from error
             self.fetch_chunks()
             yield

@@ -130,8 +130,8 @@ class Clock:
             duration_s = work.moved_bytes / self.link.out
         busy_s = duration_s
         touches_disk = any(space.home == Home.DISK for space in (*work.reads, *work.writes))
-        if lane != "compute" and touches_disk:
-            # All lanes share one disk.
+        if touches_disk:
+            # All lanes share one disk. Work on the compute lane never touches it.
             begin_s = max(begin_s, self._disk_free_at_s)
             disk_s = work.moved_bytes / self.link.disk
             self._disk_free_at_s = begin_s + disk_s
@@ -161,8 +161,8 @@ class TimedPasses(Passes):
             step: the step.
             clock: the clock to advance.
             costs: the seconds that computations take.
-            state: a tensor on the meta device, which is returned as every state and gradient
-                between stages.
+            state: a tensor on the meta device. It stands for every state and gradient that one
+                stage passes to another.
         """
         super().__init__(step)
         self.clock = clock

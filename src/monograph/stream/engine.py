@@ -129,7 +129,8 @@ class Streamed(Engine):
         self, window: Batch, backend: graph.Backend = "inductor", scope: Scope = "blocks"
     ) -> str | None:
         """Compile one block for all blocks, the head and the updates; `scope` is not used."""
-        # torch refuses to call a compiled function in one thread while another thread traces.
+        # The caller waits for the host's thread, because torch refuses to call a compiled function in
+        # one thread while another thread traces.
         self.walk.lanes.host_blocks = True
         try:
             return super().capture(window, backend, "blocks")
@@ -141,7 +142,7 @@ class Streamed(Engine):
         try:
             return super().update()
         finally:
-            # `InStages.begin_again` may have set it for this window.
+            # `InStages.begin_again` may have set `host_blocks` for this window.
             self.walk.lanes.host_blocks = False
 
     def ledger(self) -> dict[str, dict[str, int]]:
@@ -193,6 +194,7 @@ class Streamed(Engine):
         if not math.isfinite(mean):
             raise InputRefused(f"the loss is {mean}")
         if names_not_finite:
+            # The last name is from the stage that is closest to the model's input.
             raise InputRefused(
                 f"the loss is {mean:.4g}, but the gradient of {names_not_finite[-1]} is not finite "
                 f"({len(names_not_finite)} such)"

@@ -30,8 +30,8 @@ is allocated on the stream of the compute lane:
 
 The host's thread waits for events of streams, but no stream waits for the host. Work that needs the
 host's results is launched only after the calling thread has waited for the host. So launched work
-always ends, and no wait can last for ever. Such a wait of the calling thread costs little, because
-the device still has launched work to do.
+always ends, and no wait can last for ever. When the calling thread waits for the host, little time
+is lost, because the device still has launched work to do.
 """
 
 from collections import Counter, deque
@@ -110,7 +110,7 @@ class LaneWork(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs work, at once or later, in an order that respects lanes and waits."""
+    """Runs work, now or later, in an order that respects lanes and waits."""
 
     def run(self, work: LaneWork) -> Any:
         """Run the work, or queue it; return the call's result for work on the compute lane."""
@@ -120,7 +120,7 @@ class Executor(Protocol):
 
 
 class Immediately:
-    """The executor for a CPU: it runs all work at once, in the order in which it is given."""
+    """The executor for a CPU: it runs each piece of work as soon as it is given."""
 
     def run(self, work: LaneWork) -> Any:
         """Run the work now."""
@@ -298,13 +298,13 @@ class HostThread:
         # One thread, because the order of a lane must hold. torch uses several threads within a
         # piece of work.
         self._thread = ThreadPoolExecutor(1, "monograph-host")
-        # Work that the calling thread has not waited for yet, and the number of all other work.
+        # Pieces of work that the calling thread has not waited for yet, and how many it has.
         self._uncollected: deque[Future[None]] = deque()
         self._collected_count = 0
         self._failed: BaseException | None = None
 
     def submit(self, waits: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
-        """Queue a piece of work, and return at once.
+        """Queue a piece of work, and return without waiting for it.
 
         Args:
             waits: functions that the thread calls before the work; each waits for an event.
@@ -338,13 +338,13 @@ class HostThread:
             self._failed = error
 
 
-# Each lane of `Streams` reuses this many CUDA events. They are so many that an event's earlier work
-# is usually finished when the event is reused.
+# Each lane of `Streams` reuses this many CUDA events. This is enough for an event's earlier work to
+# be usually finished when the event is reused.
 EVENTS = 256
 
 
 class Streams:
-    """An executor that launches work on a GPU; only `finish` waits until all work is finished.
+    """An executor that launches work on a GPU, or queues it for the host's thread.
 
     A lane has EVENTS events, and piece number n of its work uses event n mod EVENTS. A wait for an
     old piece of work may therefore wait for a newer piece with the same event. The wait is still

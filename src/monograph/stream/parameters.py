@@ -1,7 +1,7 @@
 """Keep a step's parameters on the host, in stages that come to the device one after another.
 
-A weight of a linear layer may be *split*: its fp32 number is stored as two halves, of which the high
-one is the bf16 weight of the passes (`monograph.stream.store`).
+A weight of a linear layer may be *split*: its fp32 number is stored as two halves of 16 bits. The
+high half is the weight rounded to bf16, with which passes compute (`monograph.stream.store`).
 """
 
 import functools
@@ -21,7 +21,7 @@ from monograph.step import Parameters, Step
 from monograph.step.on_device import can_fuse_gradients
 from monograph.step.parameters import Sums
 from monograph.step.retries import out_of_memory
-from monograph.stream.chunked_update import HALF_DONE
+from monograph.stream.chunked_update import ADVICE_AFTER_PARTIAL_UPDATE
 from monograph.stream.lanes import Lanes, executor
 from monograph.stream.placement import Placement
 from monograph.stream.slots import Passes
@@ -103,8 +103,9 @@ class InStages(Parameters):
         return [self.step.squares, updates.update_part, host.update_part, host.join, host.split]
 
     def fused_gradients(self) -> AbstractContextManager[None]:
-        """Make matrix products within the `with` block add gradients to the planes, if `place` has
-        decided so.
+        """Make matrix products within the `with` block add gradients to the planes.
+
+        If `place` has decided against it, the block changes nothing.
         """
         return fused_gradients() if self._fuses_gradients else nullcontext()
 
@@ -116,10 +117,12 @@ class InStages(Parameters):
         try:
             self.walk.accumulate(batches)
         except RuntimeError as error:
+            # While no weight is changed yet, the engine can try again with smaller micro-batches.
             if self.walk.updates.repeatable or not out_of_memory(error):
                 raise
             self.walk.updates.failed = OutOfDeviceMemory(
-                f"a backward pass that updates weights does not fit the device's memory: {HALF_DONE}"
+                "a backward pass that updates weights does not fit the device's memory: "
+                f"{ADVICE_AFTER_PARTIAL_UPDATE}"
             )
             raise self.walk.updates.failed from error
 
@@ -132,10 +135,10 @@ class InStages(Parameters):
         self.walk.discard()
 
     def begin_again(self) -> None:
-        """Make the host's work block if the step is captured.
+        """Make the caller wait for each piece of the host's work, if the step is captured.
 
-        The repeated pass compiles its graphs again, and torch refuses to call a compiled function
-        in one thread while another thread traces.
+        The repeated pass compiles its graphs again. Meanwhile the host's thread must be idle,
+        because torch refuses to call a compiled function in one thread while another thread traces.
         """
         self.walk.lanes.host_blocks = self.step.scope != "none"
 

@@ -152,9 +152,12 @@ class StageOnDevice:
         return self._spaces(GRADIENT, self.slot.gradients)
 
     def _spaces(self, name: str, memory: DeviceBuffer) -> list[Space]:
-        """Return the spaces of the planes' buffers of one name on the device, each once."""
-        homes = [stored.buffers[name].space for stored in self.stage.stored_planes]
-        spaces = [home if home.home == Home.DEVICE else memory.space for home in homes]
+        """Return where the planes' buffers of one name are on the device, each space once.
+
+        A buffer that does not live on the device is in the slot's `memory`.
+        """
+        stored_spaces = [stored.buffers[name].space for stored in self.stage.stored_planes]
+        spaces = [space if space.home == Home.DEVICE else memory.space for space in stored_spaces]
         return list(dict.fromkeys(spaces))
 
     def fetch(self, lanes: Lanes, planes: Sequence[StoredPlane]) -> None:
@@ -198,9 +201,9 @@ class StageOnDevice:
 class Slots:
     """The slots of a model, and the stages in them.
 
-    Stages of blocks take turns in two slots. If the model is not tied, the first and the last stage
-    take turns in a third slot. If the first and the last stage share weights, each has its own
-    slot, and the first stage stays in its slot.
+    Stages of blocks take turns in two slots. If the first and the last stage share weights (the
+    model is tied), each of them has its own slot, and the first stage stays in its slot. Otherwise
+    these two take turns in a third slot.
 
     Attributes:
         lanes: the lanes that copy and compute.
@@ -312,7 +315,7 @@ class Passes:
         """Run the model's `begin` with the arguments that the loss calls the model with.
 
         Returns:
-            The first block's input, and each block's arguments after the first one.
+            The first block's input, and for each block its arguments besides the state.
 
         Raises:
             UsageError: the loss does not call the model.
@@ -342,7 +345,7 @@ class Passes:
             return self._run_blocks(stage, state, block_arguments)
 
     def forward_first(self, batch: object) -> tuple[Tensor, BlockArguments]:
-        """Return the first stage's output, and each block's arguments after the first one."""
+        """Return the first stage's output, and for each block its arguments besides the state."""
         modules = self.model.parts_before
         with torch.no_grad(), self.step.context(), self._require_repeatable(modules):
             return self.begin(batch)
@@ -379,7 +382,7 @@ class Passes:
             planes: the stage's planes on the device.
             state: the stage's input.
             stage: the stage.
-            block_arguments: each block's arguments after the first one.
+            block_arguments: for each block, its arguments besides the state.
             gradient: the gradient of the stage's output.
 
         Returns:
@@ -445,8 +448,8 @@ class Passes:
     @contextmanager
     def _recording_graph(self, planes: Sequence[Plane]) -> Iterator[None]:
         """Make autograd record a forward pass in the `with` block, for a backward pass after it."""
-        # `unlinked` removes the fp32 `.grad` of bf16 parameters, with which torch could not trace the
-        # pass.
+        # `unlinked` removes the fp32 `.grad` of bf16 parameters for the time of the pass, because
+        # torch cannot trace a parameter whose gradient has another dtype.
         with torch.enable_grad(), unlinked(planes), self.step.context():
             yield
 
@@ -459,8 +462,8 @@ class Passes:
         Raises:
             UsageError: a module drew a random number or wrote a buffer.
         """
-        # The states before and after are compared. Kinds of modules are not refused, because the
-        # rate of a dropout may be 0, and a buffer may only be read.
+        # The states of generators and buffers are compared before and after. A module is not refused
+        # for its class, because the rate of a dropout may be 0, and a buffer may only be read.
         generators_before = self.generator_states()
         buffers_before = _buffer_versions(modules)
         yield

@@ -46,7 +46,7 @@ ELEMENTS_AT_ONCE = 2**22
 # take turns in using these sets.
 GRADIENT_SETS = 2
 
-BlockArguments = Sequence[tuple[object, ...]]  # for each block, its arguments after the first one
+BlockArguments = Sequence[tuple[object, ...]]  # for each block, its arguments besides its input
 
 
 class Staged(Protocol):
@@ -59,7 +59,7 @@ class Staged(Protocol):
     parts_after: Sequence[nn.Module]  # modules whose parameters `end` and the loss read
 
     def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, BlockArguments]:
-        """Return the first block's input, and each block's arguments after the first one."""
+        """Return the first block's input, and for each block its arguments besides its input."""
 
     def end(self, hidden: Tensor) -> Tensor:
         """Return the module's output from the last block's output."""
@@ -214,8 +214,8 @@ def store_in_stages(
     Args:
         module: a module on the host, with its weights.
         kinds: how each of its parameters is updated, by name.
-        optim: the optimizer, whose buffers begin as in the resident engine.
-        rounds_weights: whether linear layers compute in bf16, so that their weights are rounded for it.
+        optim: the optimizer, whose buffers get the same first values as in the resident engine.
+        rounds_weights: whether linear layers compute in bf16, with rounded weights.
         placement: where buffers live.
 
     Raises:
@@ -233,9 +233,9 @@ def store_in_stages(
         for m in block.modules()
         if isinstance(m, MATMUL_MODULES)
     }
-    # The resident engine has one plane for each kind of parameter. Here this plane is cut between
-    # stages. Each part keeps the number of the whole plane, and knows where it starts in it, because
-    # stochastic rounding depends on both.
+    # The resident engine has one plane for each kind of parameter. Here that plane is cut between
+    # stages. Each part has the number of the whole plane and the index at which it starts there,
+    # because stochastic rounding depends on both.
     distinct_kinds = dict.fromkeys(kinds[name] for name in name_by_id.values())
     number_of_kind = {kind: number for number, kind in enumerate(distinct_kinds)}
     next_start = dict.fromkeys(kinds.values(), 0)
@@ -264,6 +264,8 @@ def store_in_stages(
             plane.number = number_of_kind[plane.kind]
             start = next_start[plane.kind]
             next_start[plane.kind] += plane.param.numel()
+            # A few weights change in their last bit, so that they can be split (`splittable`). The
+            # resident engine changes the same ones, even if they are not split.
             if rounds_weights and not plane.param.is_meta:
                 for piece in plane.param.split(ELEMENTS_AT_ONCE):
                     piece.copy_(splittable(piece))
@@ -365,6 +367,7 @@ def _move_home(
         plane.param = move(WEIGHTS, hi)
     else:
         plane.param = move(WEIGHTS, plane.param)
+    # Updates copy the buffers in this order.
     order = (WEIGHTS, GRADIENT, *plane.state, REST)
     buffers = {name: buffers[name] for name in order if name in buffers}
     plane.rebind_parameters(plane.param)

@@ -11,8 +11,8 @@ All other planes are updated on the device, between other work (`monograph.strea
 
 An update on the host is the resident engine's own update, and runs while the device computes. Only
 gradients are copied to the host for it. The new weights need no copy of their own, because weights
-are copied to the device for every pass anyway. The device decides whether the update is applied,
-and by which factor it multiplies the gradient. This decision is copied to the host as four numbers.
+are copied to the device for every pass anyway. The device decides whether the update is applied and
+which factor the gradient gets. This decision is copied to the host as four numbers.
 """
 
 import functools
@@ -78,7 +78,7 @@ class DecisionBuffers(NamedTuple):
 
 
 class HostUpdate:
-    """Updates the planes of a store that are updated on the host.
+    """Updates planes on the host: those whose `StoredPlane.on_host` is true.
 
     Attributes:
         scale: the gradient's factor in the current update, a tensor on the host.
@@ -139,7 +139,7 @@ class HostUpdate:
         return buffers
 
     def update(self, stage: Stage, decision: DecisionBuffers) -> None:
-        """Update a stage's planes that are updated on the host.
+        """Queue the update of the stage's planes that belong to the host.
 
         The work begins when the gradients and the decision have arrived on the host.
         """
@@ -201,7 +201,7 @@ class HostUpdate:
 
     @staticmethod
     def _chunks(*stages: Stage) -> list[Chunk]:
-        """Return the chunks of the stages' planes that are updated on the host."""
+        """Return the chunks of those planes of the stages that belong to the host."""
         host_planes = (
             stored for stage in stages for stored in stage.stored_planes if stored.on_host
         )
@@ -323,8 +323,8 @@ class Updates:
         for position, (stored, plane) in enumerate(
             zip(stage_on_device.stage.stored_planes, stage_on_device.planes, strict=True)
         ):
-            # The keys are such that `decide` can sort them into the order of the resident engine's
-            # planes and parts, on which the bits of the norm depend.
+            # The bits of the norm depend on the order of its sum. Sorted keys give the order of the
+            # resident engine's planes and their parts.
             key = SquaresKey(stored.plane.number, stage_on_device.stage.index, position)
             squares_of_plane = functools.partial(self.passes.squares, plane, plane.grad)
             self._squares[key] = self.lanes.compute(squares_of_plane, stage_on_device.writes)
@@ -429,7 +429,7 @@ class Updates:
     # ── on the host ─────────────────────────────────────────────────────────────────────────────
 
     def _update_on_host(self, stages: list[Stage], decision: StreamedDecision) -> None:
-        """Update the planes of stages that are updated on the host."""
+        """Queue the update of those planes of the stages that belong to the host."""
         # Copying a decision takes time, so it is copied only if the host updates something.
         if any(stored.on_host for stage in stages for stored in stage.stored_planes):
             buffers = self.host_update.send(stages[0].index, decision)

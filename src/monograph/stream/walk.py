@@ -207,12 +207,12 @@ class Walk:
             lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1
         )
         self.updates = Updates(step, store, lanes, placement, self.passes)
-        # While this is true, gradients at home need not be zeros, because a slot's gradients are set
-        # to zero before anything is added to them.
+        # While this is true, gradients at home may have any values, because they are not read: a
+        # slot's gradients are set to zero before anything is added to them.
         self.gradient_is_empty = True
         self.sum_over_ranks = sum_over_ranks
-        # The lanes were not given the work that allocated this memory and the planes, so wait for it
-        # here.
+        # This memory and the planes were allocated outside of the lanes, which therefore cannot wait
+        # for that work. So wait for it here.
         lanes.finish()
 
     @property
@@ -228,7 +228,7 @@ class Walk:
         Args:
             batches: the micro-batches of one window.
             observe: called with each stage's planes on the device when the stage's gradient is
-                complete; no weight is updated. None: weights are trained.
+                complete. Then no weight is updated. None: weights are trained.
         """
         updates = self.updates
         # While gradients are only observed, no weight may be updated.
@@ -327,8 +327,8 @@ class Walk:
             g: the number of the micro-batch.
             batch: the micro-batch.
             block_arguments: for each micro-batch, the arguments of its blocks besides the state.
-            gradients: by micro-batch, the gradient of the stage's output, which is replaced by that
-                of its input.
+            gradients: by micro-batch, the gradient of the stage's output. It is replaced by the
+                gradient of the stage's input.
         """
         planes = [plane for stage in self._needed_stages(stage_on_device) for plane in stage.planes]
         first = self.store.stages[0]
@@ -381,7 +381,7 @@ class Walk:
             stage_on_device = self.slots.fetch(stage)
             return lambda: stage_on_device
         # The new weights are copied to the slot within the device, so that they do not cross the link
-        # once more.
+        # again.
         in_slot = self.slots.claim(stage)
         self.updates.begin(stage, in_slot)
         return lambda: self._finish_update(in_slot)
@@ -420,7 +420,7 @@ class Walk:
         """Return the stages on the device whose weights a stage reads: itself, and a tied one."""
         first = self.store.stages[0]
         last = self.store.stages[-1]
-        # Tied weights lie in the first stage's slot, where both stages add to one gradient.
+        # Tied weights are in the first stage's slot, where both stages add to one gradient.
         if self.store.tied and stage_on_device.stage is last:
             return [stage_on_device, self.slots.fetch(first)]
         return [stage_on_device]
