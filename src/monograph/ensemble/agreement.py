@@ -44,8 +44,8 @@ _PLAIN = (
     type,
 )
 
-# Pairs of the ids of two objects, one of each member. The two count as equal, since they are compared
-# elsewhere.
+# Pairs of ids: of an object of one member and an object of the other. The two objects count as equal,
+# since they are compared elsewhere.
 _Pairs = frozenset[tuple[int, int]]
 
 
@@ -75,7 +75,7 @@ def require_stackable(members: Sequence[nn.Module]) -> None:
     Raises:
         InputRefused: two modules differ in more than the numbers in their tensors, or one has
             something that torch cannot batch; the message names the first path.
-        UsageError: `require_movable` refuses a member.
+        UsageError: a member would change if its parameters were moved (`require_movable`).
     """
     _require_separate(members)
     for member in members:
@@ -236,7 +236,7 @@ def hook_attributes(module: nn.Module) -> set[str]:
     `nn.utils.weight_norm` and pruning do.
     """
     hooks = module._forward_pre_hooks.values()
-    # A weight norm's hook has the attribute `name`, and a pruning hook has `_tensor_name`.
+    # The name is in the attribute `name` of a weight norm's hook, and in `_tensor_name` of a pruning hook.
     names = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
     return {name for name in names if name in vars(module)}
 

@@ -27,7 +27,7 @@ from monograph.step.retries import out_of_memory
 
 # The types of values in a function's result that are no tensors, and are the same for all members.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-# It stands for a tensor among the leaves (in the sense of pytree) of a function's result.
+# Stands for a tensor among the leaves (in the sense of pytree) of a function's result.
 _TENSOR = object()
 # The name of the dropout seeds among the members' tensors. No parameter or buffer can have it.
 _SEED = ""
@@ -222,7 +222,7 @@ class MemberCaller:
                 dictionary[key] = buffer
 
     def addresses(self) -> list[int]:
-        """Return where the members' tensors lie in memory; 0 stands for one that was taken out."""
+        """Return the memory addresses of the members' tensors; 0 for a tensor that was taken out."""
         locations = (*self._module_locations, *self._loss_locations)
         tensors = [location.dictionary().get(location.key) for location in locations]
         tensors += [self.seeds, self.draw]
@@ -265,7 +265,7 @@ class MemberCaller:
     def assume_batched(self) -> None:
         """Make no trial before the first calls: the module is known to run batched as it runs alone.
 
-        A trial compares tensors' values, which those that only count memory do not have.
+        A trial needs tensors with values. Those that only count memory have none.
         """
         self._as_if_compiling = dict.fromkeys((False, True), False)
 
@@ -288,8 +288,8 @@ class MemberCaller:
     def _call_eagerly(self, call_all: Callable[[], Any], call_first: Callable[[], Any]) -> Any:
         """Return `call_all()`.
 
-        Before the first call in training mode, and before that in evaluation mode, `_try_calls` tells
-        whether the module must run as if it were compiled.
+        In each mode, training and evaluation, `_try_calls` first tells whether the module must run as
+        if it were compiled.
         """
         training = self.stack.module.training
         if training not in self._as_if_compiling:
@@ -302,9 +302,9 @@ class MemberCaller:
         except (RuntimeError, ValueError, TypeError) as failure:
             if out_of_memory(failure):
                 raise
-            # The function or its inputs may differ from those of the first trial, so there is a second
-            # one. If it finds the same, the error is the function's own. Otherwise the call is made again in
-            # the way that it has found.
+            # The function or its inputs may differ from those of the first trial, so a second trial is
+            # made. If its result is the same, the error is the function's own. If not, the call is
+            # made again, in the way that the second trial has found.
             self._as_if_compiling[training], _ = self._try_calls(call_all, call_first)
             if self._as_if_compiling[training] == as_if_compiling:
                 raise
@@ -313,7 +313,7 @@ class MemberCaller:
     def _try_calls(
         self, call_all: Callable[[], Any], call_first: Callable[[], Any]
     ) -> tuple[bool, PassObserver]:
-        """Run `call_all` once, and if it fails once more as if it were compiled. Undo changes of
+        """Try `call_all` as it is. If that fails, try it as if it were compiled. Undo changes of
         buffers.
 
         Some modules read tensors' values unless they are being compiled; an attention may read its mask, for
@@ -382,8 +382,8 @@ class MemberCaller:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        # A fused kernel uses its own random numbers. So with dropout the probabilities are computed
-        # without it, and the ensemble's dropout is applied to them.
+        # A fused kernel draws its own random numbers. So with dropout, no fused kernel is used: the
+        # probabilities are computed, and the ensemble's dropout is applied to them.
         if dropout_p == 0:
             folded: Tensor = torch.ops.monograph.attention_folding_members(
                 query, key, value, attn_mask, is_causal, scale, enable_gqa
@@ -612,23 +612,26 @@ def _attention_of_members(  # type: ignore[no-untyped-def]
     query = with_members_first(query, in_dims[0])
     key = with_members_first(key, in_dims[1])
     value = with_members_first(value, in_dims[2])
-    batch_shape = query.shape[:-3]
+    # A tensor [N, T, D] has no heads. Its member axis takes the place of H, and there is nothing to fold.
+    has_heads = query.ndim > 3
+    batch_shape = query.shape[:-3]  # N and the batch
     if mask is not None:
         mask = with_members_first(mask, in_dims[3])
         # A mask may have fewer dimensions than the query: the missing ones come after N.
-        mask = mask.view(mask.shape[0], *[1] * (query.ndim - mask.ndim), *mask.shape[1:])
-        if query.ndim > 3:
+        missing = query.ndim - mask.ndim
+        mask = mask.view(mask.shape[0], *[1] * missing, *mask.shape[1:])
+        if has_heads:
             mask = mask.expand(*batch_shape, *mask.shape[-3:]).flatten(0, -4)
-    # A tensor [N, T, D] has no heads. Its member axis takes the place of H, and there is nothing to fold.
-    has_heads = query.ndim > 3
+    # Fold all axes before the last three, which are N and the batch, into one.
     query, key, value = (
         tensor.flatten(0, -4) if tensor.ndim > 3 else tensor for tensor in (query, key, value)
     )
     output = _folded_attention(query, key, value, mask, is_causal, scale, gqa)
     if has_heads:
-        # The heads of a position lie next to each other, as in `query`. If they are unfolded in this order,
-        # an axis with one row has the stride that the axes next to it imply. With another stride, torch
-        # computes the next product for each member by itself, and reads its weight once for each.
+        # In memory the heads of a position are next to each other, as in `query`. So the members are
+        # unfolded while H is next to D: then an axis of length 1 gets the stride of a contiguous tensor.
+        # With another stride, torch computes the next product for each member separately, and reads
+        # its weight each time.
         output = output.transpose(-3, -2).unflatten(0, batch_shape).transpose(-3, -2)
     return output, 0
 

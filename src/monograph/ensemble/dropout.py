@@ -60,9 +60,13 @@ class Dropout:
         # Philox gives four words for each counter: element i has word i mod 4 of counter i // 4.
         block_count = -(-size // 4)  # size / 4, rounded up
         blocks = torch.arange(block_count, device=seed.device)
+        # Counter and key are words of 32 bits, so draw and seed, of 64 bits, are two words each. Adding
+        # `zero` gives a word the shape of `blocks`.
         zero = torch.zeros_like(blocks)
-        counter = (blocks, zero + (draw & LOW32), zero + site, zero + (draw >> 32 & LOW32))
-        key = (zero + (seed & LOW32), zero + (seed >> 32 & LOW32))
+        draw_low = zero + (draw & LOW32)
+        draw_high = zero + ((draw >> 32) & LOW32)
+        counter = (blocks, draw_low, zero + site, draw_high)
+        key = (zero + (seed & LOW32), zero + ((seed >> 32) & LOW32))
         words = torch.stack(philox(counter, key), -1).flatten()[:size].view(shape)
         threshold = (_as_tensor(rate, zero) * 2.0**32).to(torch.int64)
         return words >= threshold

@@ -117,11 +117,14 @@ class Ensemble(Engine):
         loss = with_member_axis(loss, len(members), device)
         self._caller = MemberCaller(self.stack, dropout_seeds(member_knobs, device), loss)
         optims = member_optimizers(optim or AdamW(), member_knobs)
-        # A caller may have read a knob elsewhere to make its members, optimizers, schedules or windows. So
-        # a knob that nothing here reads is refused only if the caller gives none of these.
+        # A caller may have read a knob elsewhere to make something for each member: the members
+        # themselves, their optimizers, schedules or windows. So a knob that nothing here reads is refused
+        # only if the caller gives none of these.
+        members_given = not callable(build)
         optims_given = isinstance(optim, list | tuple)
         schedules_given = isinstance(schedule, Sequence)
-        if callable(build) and not (each or optims_given or schedules_given):
+        windows_given = each
+        if not (members_given or optims_given or schedules_given or windows_given):
             require_used_knobs(knobs or (), optims[0])
         schedules = _schedules(schedule, len(members))
 
@@ -154,8 +157,8 @@ class Ensemble(Engine):
         super().__init__(lambda: self.stacked_parameters.step, retries, members=members_in_windows)
         # What runs a call of the members. `compile` puts a compiled function here.
         self._call: Callable[..., Any] = self._call_members
-        # What `__call__` calls, which itself calls `_call`. On a GPU, `compile` puts a function here that
-        # replays `_call_in_context`.
+        # What `__call__` calls. `_call_in_context` calls `_call`. On a GPU, `compile` puts a function here
+        # that replays `_call_in_context`.
         self._infer: Callable[..., Any] = self._call_in_context
         # Whether one captured graph computes gradient and update of a window.
         self._updates_in_one_graph = False
@@ -217,7 +220,7 @@ class Ensemble(Engine):
         """Compile in place what `ensemble(x)` runs, and return the ensemble.
 
         There is a graph for each shape and mode. On a GPU, calls without gradients are replayed as CUDA
-        graphs from the third one of a shape on. Training is not affected: `capture` compiles it.
+        graphs from the third call of a shape on. Training is not affected: `capture` compiles it.
 
         Args:
             backend: the compiler.
@@ -270,7 +273,8 @@ class Ensemble(Engine):
                 f"scope {scope!r}: an ensemble's step is one graph, for deep models too: take 'whole'"
             )
         compat.allow_recurrent()
-        # Uncompiled, adapters' products are those of `monograph.graph.member_products`.
+        # In compiled code, adapters' products may add their gradients to the planes. Eager code uses the
+        # products of `monograph.graph.member_products` instead.
         if can_fuse_gradients(self.step, self.step.device.type == "cuda"):
             self.stacked_parameters.fuse_gradients_of_adapters()
         # Gradient and update can be one graph if four things hold. The window is one micro-batch. All
@@ -408,11 +412,13 @@ class Ensemble(Engine):
         return loss_of_member(self.step.loss, member)
 
     def member_views(self, member: int, params: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return views of a member's part of values of all trained parameters, by parameter.
+        """Return one member's part of values that all trained parameters have, by parameter.
+
+        Such values are, for example, an earlier copy of the weights. The result has views of them.
 
         Args:
             member: the member's number.
-            params: the values, one tensor of its shape for each plane.
+            params: for each plane, the values of its parameters, in the plane's shape [N, size].
         """
         shapes = {name: p.shape for name, p in self.members[member].named_parameters()}
         return {

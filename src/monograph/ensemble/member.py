@@ -91,7 +91,7 @@ class MemberEngine(Engine):
         counters = self._ensemble.stacked_parameters.member_counters(self._number)
         state.require_fit(EngineState(weights, moments, {"index": self.index, **counters}))
         new_counters = {name: state.counter(name, counter) for name, counter in counters.items()}
-        # All of these are views of the ensemble's own tensors.
+        # The first tensors of each pair are views of the ensemble's own, so writing to them loads them.
         pairs = [
             (weights, state.model),
             (moments, state.optimizer),

@@ -64,7 +64,7 @@ def _with_buffers(loss: Loss, change: Callable[[Tensor], Tensor]) -> Loss:
 def _copied(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a copy of a module and its submodules; see `_with_buffers`."""
     copied = copy.copy(module)
-    # `__dict__` is written, since assigning to a module's attribute would register it once more.
+    # A shallow copy shares these two dictionaries with the module, so it gets new ones.
     vars(copied)["_buffers"] = {
         name: None if buffer is None else change(buffer) for name, buffer in module._buffers.items()
     }

@@ -24,8 +24,8 @@ class ReplayedCalls:
     """A replacement for `call(inputs, named, each)` that calls it at first and then replays it.
 
     A call gives the same bits as `call`, in tensors that the caller may keep. Weights may be written in
-    place between calls. If they lie at other addresses, as after the first update has moved them, all
-    is captured again.
+    place between calls. If their addresses change, as when the first update moves them, all calls are
+    captured again.
 
     A call is not replayed if autograd may record it, if it is inside another capture, or if it is on
     another stream than the first call.
@@ -54,9 +54,10 @@ class ReplayedCalls:
         self._replays: dict[Hashable, StaticInputs] = {}
         self._addresses: list[int] = []
         self._stream: int | None = None
-        # The buffers of a call that has written to its inputs; such calls are not replayed.
+        # The input buffers of a call that has written to its inputs. After such a call, nothing is
+        # replayed any more.
         self._written_buffers: list[Tensor] | None = None
-        # Two calls at once would write their inputs to the same memory.
+        # Calls from two threads would write their inputs to the same memory.
         self._lock = threading.Lock()
 
     @property
@@ -147,8 +148,8 @@ def _tensors(inputs: Any) -> list[Tensor]:
 def _layout(tensor: Tensor) -> str | None:
     """Return the name of a tensor's memory layout.
 
-    It is None for other layouts than these two, since a buffer that is made for such a tensor may have
-    another layout.
+    The result is None for a layout that is neither of the two below: a buffer made for such a tensor
+    might have another layout than the tensor.
     """
     if tensor.layout != torch.strided:
         return None

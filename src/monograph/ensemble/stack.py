@@ -145,7 +145,8 @@ class Stack:
         """Check that the tensors of members are still views of the stack.
 
         Each update checks the next CHECKED_PER_UPDATE members. To check all of them would take longer
-        than to launch an update, and this notices a change soon enough.
+        than to launch an update. This way, a change is still noticed within N / CHECKED_PER_UPDATE
+        updates.
 
         Args:
             update: the update's index.
@@ -176,7 +177,7 @@ class Stack:
 
         Args:
             number: the member's number.
-            regions: where the stacked tensors lie.
+            regions: where the stacked tensors are in memory.
         """
         for stacked_tensor, region in zip(self._tensors, regions, strict=True):
             stacked, locations, shapes, is_shared = stacked_tensor
@@ -306,8 +307,9 @@ def _copy_with_stacked_tensors(member: nn.Module, tensors: list[_StackedTensor])
 
 
 def _tensor_locations(members: Sequence[nn.Module]) -> Iterator[list[_TensorLocation]]:
-    """Yield for each parameter and buffer its location in each member, for a tied one only the
-    first.
+    """Yield for each parameter and buffer its location in each member.
+
+    A tied tensor has several locations in a member; only the first one is yielded.
     """
     seen = set[int]()
     # The modules at the same path of all members.

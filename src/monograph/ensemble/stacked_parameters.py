@@ -193,6 +193,7 @@ class StackedParameters(OnDevice):
                 plane.placed, plane.views(plane.rounded), strict=True
             ):
                 if name in factors:
+                    # The class of the module is changed, so that all references to it stay valid.
                     gradient = MemberGradient(weight.data, totals, placed.offset)
                     factors[name].__class__ = MemberFactor
                     factors[name].member_gradient = gradient  # type: ignore[assignment]
@@ -224,8 +225,8 @@ class StackedParameters(OnDevice):
 
     def rates(self) -> tuple[float, ...]:
         """Return each member's learning rate."""
-        # Most members share a schedule, which is called once: a hundred calls would take longer than to
-        # launch the update.
+        # Most members share a schedule. It is called once for all of them, because a hundred calls would
+        # take longer than to launch the update.
         factors = dict[int, float]()
         for schedule in self.schedules:
             if id(schedule) not in factors:
