@@ -15,8 +15,8 @@ stored      What the forward pass keeps for the backward pass: numbers per token
 head        The loss, which computes logits in chunks of tokens. It takes the gradient of the hidden
             states, and one of these:
             - If products add gradients: the logits of a chunk and the gradient of the head. An eager
-              step has the gradient of these logits at the same time as the logits, before it has that
-              of the head; the larger sum counts.
+              step may need more before it has the gradient of the head, while the logits become
+              their gradient. Then that counts.
             - In a captured loss of a frozen head on a CPU: a chunk's logits in fp32, over which their
               gradient is written.
             - Otherwise the larger of two sums: the head's gradient twice; or a chunk's logits, their
@@ -84,8 +84,8 @@ def spared_bytes(
         parameters: the number of the model's parameters.
         parallel: "ddp", "fsdp" or "hsdp".
         ranks: the number of ranks among which the weights are divided.
-        base: (format, precision) of frozen weights beside adapters; None: all weights are trained,
-            in fp32.
+        base: (format, precision) of the frozen weights of a model with adapters; None: all weights
+            are trained, in fp32.
     """
     if base is None:
         if parallel == "ddp":
@@ -106,7 +106,7 @@ def stored_numbers(work: Work, remat: str | float) -> float:
     Let d be the hidden size, q = query width / d, r = key-value width / d and phi = d_ff / d.
 
         captured, nothing recomputed     d (4 + 2q + 2r + 3 phi), as elementwise code is fused; q + r more if query,
-                                         key and value are one product, which is kept for the value
+                                         key and value are one product, of which the value is a view
         eager, nothing recomputed        d (7 + 2q + 2r + 4 phi), what each operation keeps; below fp32 4 d more, for
                                          the fp32 copies of the norms
         pointwise                        d (2 + 2q + 2r + 2 phi), only the products
@@ -227,7 +227,7 @@ _SCORES, _ATTENTION = ("scores", 0), ("attention", 0)
 
 
 def _widths(config: LlamaConfig) -> tuple[int, int, int]:
-    """Return the hidden size, the width of all queries, and that of all keys (or values)."""
+    """Return the hidden size, the width of all query heads, and the width of all key-value heads."""
     head = config.head_dim
     return config.hidden_size, config.num_attention_heads * head, config.num_key_value_heads * head
 
@@ -247,7 +247,7 @@ def _products(work: Work) -> tuple[Product, ...]:
         "gate": inner,
         "up": inner,
     }
-    # With an adapter there are two results: its own product and that of the frozen weight.
+    # With an adapter there are two results: the adapter's and the frozen weight's.
     results = 2 if work.lora else 1
     linear = [
         Product((name, 0), results * result_width, 2 * width * result_width)
@@ -270,8 +270,8 @@ def _kept_products(work: Work, remat: str | float) -> Choice:
 
     The field `stored_bytes` of the `Choice` has numbers per token here, not bytes.
     """
-    # For less and less recomputation, the choice of products that takes the least memory. The first
-    # choice keeps least, the last one keeps all products.
+    # The choices go from the one that keeps least to the one that keeps all products. Each takes the
+    # least memory for what it recomputes.
     recording = Recording(input_bytes=0, stored_bytes=0, rest_flops=0, products=_products(work))
     choices = recording.choices()
     if remat == "pointwise":
@@ -282,12 +282,13 @@ def _kept_products(work: Work, remat: str | float) -> Choice:
         + _rounded_numbers(work) / work.tokens
     )
     max_numbers = int(float(remat) * numbers_beyond_input)
+    # If no choice keeps so little, the first one keeps least.
     return cheapest_within(choices, max_numbers) or choices[0]
 
 
 def _rounded_numbers(work: Work) -> int:
     """Return how many numbers of a block's weights the forward pass keeps rounded to the compute
-    dtype, beside the weights themselves.
+    dtype, in addition to the weights themselves.
     """
     already_in_compute_dtype = work.precision == "fp32" or not work.optim.master_weights
     # Only captured blocks keep them. With adapters, frozen weights are not rounded again. If products
@@ -498,7 +499,7 @@ def estimate_bytes(work: Work) -> int:
     if captured:
         # One graph of both passes returns the gradients of all parameters in new memory. Where
         # products add gradients to the planes, or with a graph for each block, only the gradient of
-        # the head is new.
+        # the head is new. The gradients of adapters are new with a graph for each block, too.
         returns_all = (work.compile == "whole" or lora) and not work.fused
         returned_gradients = trained if returns_all else head_numbers
         after_passes = max(
@@ -519,8 +520,8 @@ def estimate_bytes(work: Work) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _largest_stack(config: LlamaConfig) -> int:
-    """Return how many numbers the largest stack has: all block matrices of one shape, which Muon
-    updates at once.
+    """Return how many numbers the largest stack has. A stack is all block matrices of one shape, which
+    Muon updates together.
     """
     return max(count * math.prod(shape) for shape, count in Counter(matrix_shapes(config)).items())
 

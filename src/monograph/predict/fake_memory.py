@@ -241,8 +241,8 @@ class FakeMemory:
                 if name in buffers:
                     origin, size_bytes = buffers.pop(name)
                     self._alive_bytes[origin] -= size_bytes
-        # From here on storages are counted again: those of arguments until they are freed, and those
-        # of results, which `_run` adds.
+        # The buffers of the walk are gone. From here on storages are counted again: arguments until they
+        # are freed, and results as soon as `_run` adds them.
         self._alive_bytes = before
 
     def _freeable_arguments(

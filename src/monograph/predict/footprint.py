@@ -110,7 +110,7 @@ class Training:
 
     def of(self, config: LlamaConfig, device_type: str) -> "Work":
         """Return the work of training a model of this shape on a device of this type."""
-        training = {each.name: getattr(self, each.name) for each in fields(Training)}
+        training = {option.name: getattr(self, option.name) for option in fields(Training)}
         return Work(config, device_type=device_type, **training)
 
 
@@ -122,8 +122,8 @@ class Work(Training):
     Attributes:
         config: the model's shape.
         device_type: "cpu" or "cuda".
-        members: the adapters of each member of an ensemble, whose members train at once (None: all
-            of a member is trained); empty: one model trains alone. `lora` has the largest rank.
+        members: for an ensemble, the adapters of each member; an entry is None if all of that member
+            is trained. Empty: one model trains alone. `lora` has the largest rank of the members.
         own_rows: whether each member has its own rows.
     """
 
@@ -135,19 +135,20 @@ class Work(Training):
     def of_members(
         self, adapters: Sequence[Lora | None], *, own_rows: bool, compiled: bool | None = None
     ) -> "Work":
-        """Return the work of training as many members at once as there are entries in `adapters`.
+        """Return the work of training an ensemble with one member for each entry of `adapters`.
 
         Args:
             adapters: the adapters of each member; None: all of a member is trained.
             own_rows: whether each member has its own rows.
-            compiled: whether the step is captured; None: if it is for one model alone.
+            compiled: whether the step is captured; None: as it is for one model.
         """
         if compiled is None:
             compiled = self.compile != "none"
         lora = self.lora
         if lora:
             # All adapters are counted with the largest rank.
-            lora = replace(lora, rank=max(each.rank for each in adapters if each))
+            ranks = [member_lora.rank for member_lora in adapters if member_lora]
+            lora = replace(lora, rank=max(ranks))
         return replace(
             self,
             lora=lora,
@@ -176,7 +177,7 @@ class Work(Training):
 
     @property
     def routed_numbers(self) -> int:
-        """Return the numbers per token that a feed-forward layer keeps beside `inner_numbers`."""
+        """Return the numbers per token that a feed-forward layer keeps besides `inner_numbers`."""
         return self._feed_forward.routed_numbers(self.config, self.number_bytes)
 
     @property
@@ -223,7 +224,7 @@ class Footprint(NamedTuple):
     """The bytes alive at a step's peak.
 
     Attributes:
-        stage: the stage of the step in which the peak lies: "forward", "backward" or "update".
+        stage: the stage of the step that has the peak: "forward", "backward" or "update".
         by_origin: bytes for each of ORIGINS: weights, gradients, moments, activations, loss head,
             workspace.
     """
@@ -254,8 +255,8 @@ def footprint(work: Work) -> Footprint:
     """Return the peak of one update, with the gradients of earlier micro-batches on the device."""
     traced = _with_distinct_vocabulary(work)
     if work.remat == "offload":
-        # "offload" is "full", but for the blocks' inputs, which "full" keeps on the device. So "full"
-        # is traced, and the inputs are taken off.
+        # "offload" differs from "full" only in the blocks' inputs, which "full" keeps on the device. So
+        # "full" is traced, and the inputs are subtracted.
         curves = _without_offloaded(_full_depth_curves(replace(traced, remat="full")), traced)
     else:
         curves = _full_depth_curves(traced)
@@ -295,6 +296,7 @@ def _with_distinct_vocabulary(work: Work) -> Work:
         work.window_rows * work.length,
         *range(BLOCK_QUERIES, work.length, BLOCK_QUERIES),  # the keys that a block of queries reads
     }
+    # An axis of an ensemble may be the members' axis, or another one folded with it.
     members = len(work.members)
     other_sizes |= {members, *(members * size for size in other_sizes)}
     vocabulary = config.vocab_size
@@ -343,8 +345,8 @@ def _extend_curves(low: list[Curve], high: list[Curve], further_periods: int) ->
 
     Args:
         low: the curves of a shallow model.
-        high: those of a model with one period of blocks more.
-        further_periods: how many periods more than `low` the deeper model has.
+        high: the curves of a model with one more period of blocks.
+        further_periods: how many more periods than the model of `low` the deeper model has.
     """
     curves = []
     for low_curve, high_curve in zip(low, high, strict=True):
@@ -425,8 +427,8 @@ def extend_samples(
 
     Args:
         low: the samples of a shallow model.
-        high: those of a model with one period of blocks more.
-        further_periods: how many periods more than `low` the deeper model has.
+        high: the samples of a model with one more period of blocks.
+        further_periods: how many more periods than the model of `low` the deeper model has.
 
     Returns:
         The samples; None if the two correspondences together do not cover `low`.
@@ -448,7 +450,7 @@ def extend_samples(
 def corners(samples: list[MemorySample]) -> list[MemorySample]:
     """Return the samples at which the difference to the next sample changes, and the ends.
 
-    The samples that are left out lie on a straight line between two that stay. At several points, an
+    The samples that are left out are on a straight line between two that stay. At several points, an
     update computes a number for each part of each plane. This gives lines that are as long as the
     model is deep. Without the samples inside them, models of all depths have equally many samples.
     """
@@ -477,8 +479,9 @@ def _count_alike(one: list[MemorySample], other: list[MemorySample]) -> int:
 def _extrapolate(
     low: list[MemorySample], high: list[MemorySample], further_periods: int
 ) -> list[MemorySample]:
-    """Return the samples of a model with `further_periods` periods more than that of `low`, sample by
-    sample. Samples of the longer list that have no counterpart are left out.
+    """Return the samples of a model that has `further_periods` more periods than the model of `low`.
+
+    Samples of the longer list that have no counterpart in the other are left out.
     """
     return [
         tuple(a + further_periods * (b - a) for a, b in zip(low_sample, high_sample, strict=True))
@@ -537,9 +540,9 @@ def _curves(work: Work, graphs: Graphs | None = None, *, with_update: bool = Tru
             begins.append(("update", len(memory.curve)))
             update(step)
         if work.compile == "whole":
-            # Both the graph of a pass and the code after it have samples for each block. Each of
-            # them becomes a curve, so that each has its own place where a period is added: the code
-            # after a pass's graph begins another curve of the same stage.
+            # A pass consists of its graph and of the code after the graph, and both have samples for
+            # each block. `extend_samples` finds only one place in a curve where a period was added,
+            # so the code after the graph begins another curve of the same stage.
             after_graphs = zip(("forward", "backward"), memory.graph_ends, strict=False)
             begins = [*after_graphs, *begins]
             begins.sort(key=lambda begin: begin[1])

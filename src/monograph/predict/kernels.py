@@ -61,7 +61,7 @@ _WRITES_AT_INDICES = {
     "_unsafe_masked_index_put_accumulate",
     "scatter_add",
 }
-# Of these, the ones that the compiler can let write into an argument of the graph.
+# Those of them whose result the compiler can write into an argument of the graph.
 _WRITES_INTO_ARGUMENTS = {"index_put", "_unsafe_index_put"}
 _REDUCTIONS = {
     "amax",
@@ -151,6 +151,7 @@ def _written_kernels(
         if node.op == "output":
             returned = buffers
         elif _is_own_result(node):
+            # The kernel that writes it was listed with the call itself.
             sources[node] = _Sources.of_buffer(_own_result_name(node.all_input_nodes[0]))
         elif changed_tensors:
             changed_buffer = _changed_buffer(sources[changed_tensors[0]].buffers, node)
@@ -167,9 +168,11 @@ def _written_kernels(
             kernels += _node_kernels(node, sources, buffers, expensive_sizes, device_type)
             sources[node] = _Sources.of_buffer(node.name)
         else:
+            # A view, or a value that its readers compute, or a store.
             sources[node] = _Sources(buffers, loads, _expensive_sizes(node, sources, on_cpu))
-            # A store writes into an argument. If its value was not written yet, the store's own
-            # loop computes it.
+            # A store writes a value, its second input, into an argument. If the value was not written
+            # yet, the store's own loop computes it. If it was written in the argument's memory, the
+            # store is left out.
             is_computed = _is_store(node) and node.all_input_nodes[1].name not in buffers
             if is_computed and _selected_from(node.all_input_nodes[1]) not in in_arguments:
                 [output] = _tensors(node)
@@ -362,7 +365,8 @@ def _node_kernels(
     if part_elements:
         # The result has more elements than any part, so it does not fit over a part.
         not_over = buffers
-    largest_expensive = max(set[int]().union(*expensive_sizes.values()), default=0)
+    all_expensive_sizes = set[int]().union(*expensive_sizes.values())
+    largest_expensive = max(all_expensive_sizes, default=0)
     node_kernels.append(
         PlannedKernel(
             node.name,
@@ -467,7 +471,7 @@ def _would_be_computed_twice(node: Node, load_count: int) -> bool:
     """Return whether an expensive elementwise value is read by a reduction and by another reader. The
     reduction reads all of it before the other reader can begin.
 
-    On a GPU one kernel holds the whole row, so no value is computed twice.
+    This is only asked for a CPU. On a GPU one kernel holds the whole row, so no value is computed twice.
 
     Args:
         node: the node.
@@ -489,7 +493,7 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _is_view(node: Node) -> bool:
-    """Return whether a node's value lies in the memory of another node's value."""
+    """Return whether a node's value is in the memory of another node's value."""
     if node.target is operator.getitem:  # it selects one of several results
         return True
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())

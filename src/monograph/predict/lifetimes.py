@@ -24,7 +24,7 @@ from torch import Tensor
 
 BufferName = int | str  # the name of a buffer: an argument's index or a node's name
 
-# Two loops are not fused if more than this many nodes lie between them (`are_long_distant_nodes` in
+# Two loops are not fused if more than this many nodes are between them (`are_long_distant_nodes` in
 # torch._inductor).
 MAX_DISTANCE = 64
 # They are not fused either if reusable bytes > MAX_REUSE_RATIO * shared bytes
@@ -50,8 +50,8 @@ class PlannedKernel:
             a value that it reads, if that has the same size, and if neither another kernel of the
             loop nor a later kernel reads it.
         changes: the value that it changes in place, whose memory its result takes; None if it changes
-            nothing. If it does, no later result is written over its result, whose memory is
-            that of the changed value (`decide_inplace_update`).
+            nothing. No later result is written over the result of a kernel that changes a value
+            (`decide_inplace_update`).
         not_over: values that it reads, but over which its result cannot be written, for example
             because an expensive intermediate value between them and the result has another size.
         intermediate_bytes: bytes of intermediate values. The compiler expects to need memory for
@@ -160,7 +160,7 @@ def _reuse_buffers(ordered: list[PlannedKernel], expected_bytes: list[int]) -> N
         if candidates:
             freed_at, name = candidates[-1]
             # If the buffer is reused, its memory is also alive at the kernels after `freed_at` and before
-            # `index`. At `freed_at` it counts already as the old buffer, and at `index` as the new one.
+            # `index`. At `freed_at` it already counts as the old buffer, and at `index` as the new one.
             between = range(freed_at + 1, index)
             if all(expected_bytes[step] + kernel.size_bytes <= peak_bytes for step in between):
                 candidates.pop()

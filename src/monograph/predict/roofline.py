@@ -37,7 +37,7 @@ def matmul_parameters(config: LlamaConfig) -> int:
 
         N_matmul = L · (2·d·d_q + 2·d·d_kv + 3·d·d_ff) + V·d,     d_q = heads · head_dim,   d_kv = kv_heads · head_dim
 
-    Of a mixture of E experts those k are counted that compute a token: E·d + 3·k·d·d_expert in
+    Of a mixture of E experts, only the k that compute a token are counted: E·d + 3·k·d·d_expert in
     place of 3·d·d_ff. The input embedding is not counted, as it is a lookup. Norms and biases are
     not counted, as they are elementwise. Unit: parameters.
     """
@@ -130,13 +130,12 @@ HOST_HALVES_SLOWDOWN = 3.7
 # Kernels of one block, forward and backward together, as a profiler counts them, by whether the
 # block is captured.
 BLOCK_KERNELS = {True: 40, False: 160}
-# How many times as long as in captured code the launch of a kernel takes, by whether the code is
-# captured.
+# The time to launch a kernel, in multiples of the time in captured code, by whether the code is captured.
 LAUNCH_FACTOR = {True: 1, False: 2}
 # The host's time for one call of a graph, if each block has its own: a forward or a backward pass
 # (measured on a CPU with 16 layers and torch 2.13).
 CALL_S = 0.13e-3
-# The host's time for a micro-step (the passes of one micro-batch) beside launches and calls: guards,
+# The host's time for a micro-step (the passes of one micro-batch) apart from launches and calls: guards,
 # the window's rows, autograd, Inductor's wrappers (dev/log.md).
 MICRO_STEP_S = 1e-3
 
@@ -268,7 +267,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     token_traffic_bytes = 3 * numbers * work.number_bytes * layers
     forward_passes = 2 if work.remat in ("full", "offload") else 1
     dequantising_passes = 1 + forward_passes
-    # DoRA reads the dense weights once more in each forward pass.
+    # DoRA reads the dense weights a second time in each forward pass.
     if work.lora is not None and work.lora.dora:
         dequantising_passes += forward_passes
 
@@ -345,7 +344,7 @@ def pass_times(
         Args:
             linear_flops: FLOPs per token of its linear layers.
             attention_flops: FLOPs per token of attention.
-            passes: how many times as much as a forward pass it launches and moves through memory.
+            passes: its launches and its traffic through memory, in multiples of a forward pass's.
         """
         work_s = (
             tokens
@@ -613,11 +612,12 @@ class AnswersToSample(NamedTuple):
 def sampling_s(
     config: LlamaConfig, sampled: AnswersToSample, device: Device, peak_flops: float
 ) -> float:
-    """Return the seconds of sampling answers, without those of reading their prompts.
+    """Return the seconds of sampling answers, without the seconds of reading their prompts.
 
-    A decode step of R rows takes the longest of R (2 N_matmul / products + 4 L d_attn context /
-    attention), of reading weights, keys and values once, and of its launches. On a CPU launches are
-    added instead. The context is a prompt and half of an answer, the mean over an answer's steps.
+    A decode step of R rows takes as long as the longest of three: to compute R (2 N_matmul + 4 L d_attn
+    context) FLOPs, to read weights, keys and values once, and to launch its kernels. On a CPU the
+    launches are added instead. The context is a prompt and half of an answer, which is the mean over
+    an answer's steps.
     """
     shares, bandwidth = efficiency(device)
     rows = min(sampled.answers, sampled.max_rows)

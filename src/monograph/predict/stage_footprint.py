@@ -36,8 +36,8 @@ TRACED_BOUNDARIES = 3
 
 
 class StageFootprint(NamedTuple):
-    """The bytes that a streamed model allocates and frees again, beside planes, slots and staging
-    buffers.
+    """The bytes that a streamed model allocates and frees again. Planes, slots and staging buffers
+    are not counted.
 
     Attributes:
         passes: bytes at the peak of the passes, with one micro-batch, without inputs of stages.
@@ -113,7 +113,7 @@ def stage_footprint(work: Work, blocks_per_stage: int) -> StageFootprint:
             names += ["segments", "positions"]
         batch = {name: torch.zeros(short.rows, short.length, dtype=torch.int64) for name in names}
         # These are listed here, because a capture replaces them by compiled functions.
-        update_functions = [each.function for each in parameters.captured("blocks")]
+        update_functions = [compilable.function for compilable in parameters.captured("blocks")]
         if short.compile != "none":
             capture_with(memory.captured, step, "blocks")
         # This runs a copy of the blocks, which must not be counted.
