@@ -214,6 +214,7 @@ def way_candidates(
     needed_bytes = [int(correction * estimate_bytes(work)) for work in works]
     # Micro-batches are sorted by size, so those that fit come first.
     fitting_count = sum(needed <= limit for needed in needed_bytes)
+    # The indices of the last one that fits and of the one after it, as far as these exist.
     shown = range(max(0, fitting_count - 1), min(len(works), fitting_count + 1))
     return [
         _candidate(

@@ -205,10 +205,10 @@ class UsualSizes(NamedTuple):
     tokens_per_update: int
 
 
-# These are for a plan of a card that the user names. The first is the default model. The tokens of an
-# update are those of GPT-3's models (Brown et al. 2020, arXiv 2005.14165, table 2.1), as are rows of
-# 2,048 tokens. Rows of 4,096 are those of Llama 2, and of Llama 3 at first (arXiv 2307.09288,
-# 2407.21783).
+# The sizes of rows and updates in a plan for a card that the user names. The first entry is the default
+# model. The tokens of an update, and rows of 2,048 tokens, are those of GPT-3's models (Brown et al. 2020,
+# arXiv 2005.14165, table 2.1). Rows of 4,096 tokens are those of Llama 2, and of Llama 3 at first (arXiv
+# 2307.09288, 2407.21783).
 USUAL_SIZES = (
     UsualSizes(
         parameters=2_361_024, length=NEW_LENGTH, tokens_per_update=DEFAULT.tokens_per_update
@@ -309,8 +309,8 @@ HOST_SHARE_OF_FREE = 0.5
 # if it needs this many times the bytes of the closed form.
 MAX_ESTIMATE_ERROR = 2.0
 MAX_TRACES = 4  # of a plan
-# If nothing fits, a traced candidate is shown instead of an untraced one, as long as it needs at most
-# this many times its bytes.
+# If nothing fits, a traced candidate is shown instead of an untraced one that needs less, as long as the
+# traced one needs at most this many times the bytes of the untraced one.
 NEARLY_EQUAL = 1.01
 
 
@@ -491,8 +491,8 @@ def _why(candidate: Candidate, best: Candidate, limit: int) -> str:
     """Return why a candidate was not chosen."""
     if candidate.peak_memory_bytes > limit:
         return _too_large(candidate, limit)
-    # The candidate is faster (by 0.5 %, less is rounding) and fits by the closed form, but no trace has
-    # shown that it fits.
+    # The candidate fits by the closed form, and is faster than the best by more than 0.5 %, which is not
+    # rounding. But no trace has shown that it fits.
     if candidate.update_s < 0.995 * best.update_s:
         return "not certain to fit"
     return slower_text(candidate.update_s / best.update_s)

@@ -13,15 +13,15 @@ The words, which are those of `monograph.stream`:
     number          an element of a tensor
     origin          what bytes are for, as plans show it: "weights", "gradients", "moments", "slots", ...
     resident        on the device all the time
-    slot            device memory in which the weights and gradients of one stage after another lie
-    chunk           a part of a plane, which the device updates at once
+    slot            device memory that holds the weights and gradients of one stage after another
+    chunk           a part of a plane, which the device updates as one unit
     staging buffer  device memory for a chunk while it is updated
     boundary        the tensor that passes from one stage to the next, for one micro-batch
 
 Planes, slots and staging buffers are counted exactly, in closed form: the engine's own code makes the
-planes of a model's first stage, one middle stage and the last one, on tensors without data. What
-passes and updates allocate besides is estimated for a search, and traced for the ways that the search
-finds (`predict.stage_footprint`).
+planes of a model's first stage, one middle stage and the last one, on tensors without data. The other
+memory, which passes and updates allocate, is estimated for a search, and traced for the ways that the
+search finds (`predict.stage_footprint`).
 """
 
 import functools
@@ -308,7 +308,9 @@ def plane_bytes(
 
 
 def shared_gradient_bytes(stages: Stages, resident: Sequence[BufferNames]) -> int:
-    """Return the bytes of gradients on the host, if stages take turns in GRADIENT_SETS sets of memory."""
+    """Return the bytes on the host for gradients of planes that the host updates, if stages take turns
+    in GRADIENT_SETS sets of memory.
+    """
     gradients_by_set: list[list[dict[int, BufferSize]]] = [[] for _ in range(GRADIENT_SETS)]
     for index, names in enumerate(resident):
         for plane in stages.planes[index]:
@@ -373,7 +375,7 @@ class StreamWay:
         when: when weights are updated, see `monograph.stream.Placement`.
         offload: whether boundaries are kept on the host.
         where: where weights that are not resident are updated.
-        on_disk: names of buffers that lie in files where they are not resident.
+        on_disk: names of buffers that are in files where they are not resident.
         files_first: whether buffers named in `on_disk` are the first to stay on the device, because
             a disk is slow. Otherwise they are the last, because a disk has room.
     """
@@ -394,8 +396,8 @@ class StreamWay:
 
         They are in groups; all buffers of a group have the same name. Buffers that save most copies
         per byte come first: weights, which are copied up to three times an update, then gradients,
-        which leave in the backward pass and return in the forward pass. Buffers in files come before
-        or after all others. If the host updates weights, a group is a stage instead, because then
+        which leave in the backward pass and return for the update. Buffers in files come before or
+        after all others (`files_first`). If the host updates weights, a group is a stage instead, because then
         all buffers of a stage are on the host, or all are on the device.
         """
         # Resident stages are spread evenly over the model, so that copies are, too.
@@ -489,8 +491,8 @@ class StreamWay:
         )
         mask_bytes = 0
         if self.work.packed:
-            # For each token of the window: a row of a dense mask, one byte for each position, and half
-            # as many fp32 cosines as the head has dimensions, and as many sines.
+            # For each token of the window: a row of a dense mask, one byte for each position; and its
+            # rotation, which is an fp32 cosine and an fp32 sine for each two dimensions of a head.
             length = self.work.length
             mask_bytes = self.work.window_rows * length * (length + 4 * config.head_dim)
         return {
@@ -527,6 +529,7 @@ class StreamWay:
             traced.last_update + self._boundary_bytes_in_update(self.stages.count - 1),
         )
         pass_peak = traced.passes + argument_bytes
+        # `boundaries` are counted separately, and the peaks of updates include some of them.
         other_bytes = max(pass_peak, max(update_peaks) - boundaries) + token_bytes
         # The trace does not tell activations from the rest of these bytes, so the estimate does.
         activations = min(estimated["activations"], other_bytes)
@@ -601,8 +604,8 @@ class StreamWay:
         """Return the largest number of boundaries on the device at once, over all micro-batches.
 
         If boundaries stay on the device, they are the inputs of all stages but the first, and one
-        gradient. If they are offloaded, they are the inputs of the stage that computes, those of the
-        next stage, and INPUT_SETS sets that come back from the host.
+        gradient. If they are offloaded, they are the inputs of the stage that computes, the inputs of
+        the next stage, and INPUT_SETS sets that come back from the host.
         """
         stages_with_input = self.stages.count - 1
         if not self.offload:
@@ -672,7 +675,8 @@ class StreamWay:
         if self.where == "host":
             # Here a group is a stage, which is either resident or not.
             return self.first_resident(buffers_in_complete_groups)
-        # How many buffers of the next group are resident, too. All of them would not fit.
+        # How many buffers of the next group are resident, too: as many of `counts` as fit. All of the
+        # group would not fit.
         end_of_next_group = ends[min(complete_groups + 1, len(ends) - 1)]
         counts = range(buffers_in_complete_groups + 1, end_of_next_group)
         buffers_of_next_group = bisect_left(counts, True, key=lambda count: not fits(count))

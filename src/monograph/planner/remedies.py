@@ -259,7 +259,8 @@ def _narrower_or_adapted(request: PlanRequest, choices: RemedyChoices) -> Iterat
             )
     if choices.may_add_adapters:
         rank = Lora().rank
-        # The default optimizer stands for any, because that of adapters hardly changes memory and time.
+        # The default optimizer stands for any other: an optimizer of adapters hardly changes memory and
+        # time.
         adapted = replace(training, optim=AdamW(), lora=Lora())
         yield TrainingChange(
             arguments=f"lora.rank={rank}",

@@ -165,7 +165,7 @@ def closed_form_seconds(
 
         Args:
             names: the buffers' names.
-            host_updated: whether to count those of planes that the host updates, or else those of
+            host_updated: True counts the buffers of planes that the host updates, False those of
                 planes that the device updates.
         """
         total = 0
@@ -196,7 +196,7 @@ def closed_form_seconds(
 
     # The host's updates overlap with the pass during which they are made: the backward pass if
     # gradients never leave their slots, else the next forward pass. The pass waits for the host's
-    # computing, or for as long as the host's files take longer than the pass.
+    # computing, or for the host's files if these take longer than the whole pass.
     forward_wait_s = backward_wait_s = 0.0
     if way.gradients_stay_in_slots:
         backward_wait_s = max(seconds.wait_after_backward_s, host_disk_s - backward_s)
@@ -223,8 +223,8 @@ def closed_form_seconds(
     if way.when == "sweep":
         phases = [forward, backward, update]
     elif way.when == "next forward":
-        # The update has brought the weights that the device updates, so only those that the host
-        # updates are copied for the forward pass.
+        # Weights that the device updates are on the device after their update, so only those that the
+        # host updates are copied for the forward pass.
         forward = forward._replace(in_bytes=host_weights)
         phases = [forward.joined(update), backward]
     else:

@@ -202,7 +202,9 @@ def stream_candidates(
             slower.append(traced)
     if best is None:
         raise OutOfDeviceMemory(_refusal(request, device, limits))
-    slower = [replace(each, why=_why(each, best)) for each in sorted(slower, key=_rank)]
+    slower = [
+        replace(candidate, why=_why(candidate, best)) for candidate in sorted(slower, key=_rank)
+    ]
     return [best, *slower, *too_large]
 
 
@@ -273,7 +275,7 @@ class FittingWay(NamedTuple):
 
 
 def _fitting_ways(request: PlanRequest, device: Device, limits: Limits) -> list[FittingWay]:
-    """Return all ways that fit. Moments lie in files only if nothing fits otherwise."""
+    """Return all ways that fit. Moments are in files only if nothing fits otherwise."""
     all_ways = list(stream_ways(request, device))
     fitting = _select_fitting(all_ways, limits)
     if fitting or not limits.disk_bytes:
@@ -319,7 +321,7 @@ def stream_ways(request: PlanRequest, device: Device) -> Iterator[StreamWay]:
     if training.clip is None:
         update_times.append("backward")
     times_and_places: list[tuple[When, Where]] = [(when, "device") for when in update_times]
-    # The host updates weights only if nothing but the speed of its memory limits the update: in
+    # The host updates weights only if the update is limited by the speed of its memory alone: in
     # compiled code, with exact moments, element by element. On the host a sweep equals "next forward".
     is_compiled = scope != "none" and compiler_obstacle() is None
     has_exact_moments = formats.FORMATS[training.optim.state].exact

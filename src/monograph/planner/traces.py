@@ -50,7 +50,8 @@ def _kept_sizes(subject: object, trace_anew: Callable[[], list[int]]) -> Sequenc
         subject: what is traced; its `repr` is a part of the key.
         trace_anew: traces and returns the bytes; it is called if the cache folder does not have them.
     """
-    path = cache_root()[0] / "traces.json"
+    cache_folder, _ = cache_root()
+    path = cache_folder / "traces.json"
     key = key_digest(repr((subject, torch.__version__, code_digest())))
     known_trace = _read_traces(path).get(key)
     if known_trace:
