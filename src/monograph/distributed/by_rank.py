@@ -70,8 +70,8 @@ class ByRank(OnDevice):
     def handle_missing_gradient(self) -> None:
         """Handle a micro-batch of this rank whose loss does not depend on the parameters.
 
-        It has no backward pass, in which the other ranks would sum gradients with this rank. So what
-        they wait for must be done here, or the loss must be refused.
+        Such a micro-batch has no backward pass. But the other ranks sum gradients during theirs, and
+        wait for this rank. So what they wait for must be done here, or the loss must be refused.
         """
 
 

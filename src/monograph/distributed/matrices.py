@@ -55,7 +55,7 @@ def orthogonalise_rows(
     sent_sizes = [len(matrices) * own_size for matrices in owned]
     # From each rank, this rank receives that rank's rows of all matrices that this rank owns.
     own_count = len(owned[world.rank])
-    shapes = [(own_count, each.stop - each.start, cols) for each in slices]
+    shapes = [(own_count, rank_slice.stop - rank_slice.start, cols) for rank_slice in slices]
     received_sizes = [math.prod(shape) for shape in shapes]
     sent = torch.cat([own_rows[i].flatten() for i in order])
     received = world.all_to_all(sent, sent_sizes, received_sizes)
@@ -64,7 +64,7 @@ def orthogonalise_rows(
     ]
     orthogonal = orthogonalise(torch.cat(rows_of_ranks, dim=1), compute)
     # The rows are sent back in the same way, with the two lists of sizes exchanged.
-    sent_back = torch.cat([orthogonal[:, each].flatten() for each in slices])
+    sent_back = torch.cat([orthogonal[:, rank_slice].flatten() for rank_slice in slices])
     own_orthogonal = world.all_to_all(sent_back, received_sizes, sent_sizes)
     own_orthogonal = own_orthogonal.view(n, *own_rows[0].shape)
     # The rows are in the owners' order; the caller gets them in the matrices' order.

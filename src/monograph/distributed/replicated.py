@@ -101,8 +101,8 @@ class _ModelWithLoss(nn.Module):
 
     def forward(self, batch: Any, loss_factor: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         if batch is None:
-            # They are concatenated, so that the backward pass reaches the parameters from the last to the
-            # first, about as a real one does: DDP orders its buckets by that.
+            # DDP orders its buckets by the order in which a backward pass reaches the parameters. Of a
+            # concatenation it reaches the last one first, much as in a real backward pass.
             empty = [weight.flatten()[:0] for weight in self.parameters() if weight.requires_grad]
             return torch.cat(empty).sum()
         return self.step.forward(batch, loss_factor)

@@ -190,7 +190,7 @@ class Shards(ByRank):
         Args:
             squares: the sum of squares of each plane of this rank.
         """
-        # It begins with zero, because a rank may have no rows at all.
+        # The sum begins with zero, because a rank may have no rows at all.
         zero = torch.zeros((), dtype=torch.float64, device=default_device())
         return self.row_ranks.sum(functools.reduce(torch.add, squares, zero))
 
@@ -246,9 +246,8 @@ class Shards(ByRank):
                     compute=hyper.compute,
                     orthogonalise=orthogonalise,
                 )
-                first_owner += len(
-                    planes
-                )  # `orthogonalise_rows` takes it modulo the number of ranks
+                # `orthogonalise_rows` takes it modulo the number of ranks.
+                first_owner += len(planes)
             else:
                 # The parameter is a stack of matrices, whose rows are whole matrices. A rank may have none.
                 orthogonal = [
@@ -397,7 +396,8 @@ def require_whole_elements(name: str, bounds: Sequence[tuple[int, int]], form: S
 
     Args:
         name: the parameter's name.
-        bounds: for each rank, the index of its first number in the parameter, and that after its last.
+        bounds: for each rank, the index of its first number in the parameter, and the index after its
+            last number.
         form: the form of the optimizer's state, of which one element may hold several numbers.
 
     Raises:
@@ -433,7 +433,7 @@ def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
 
 def without_values(model: nn.Module) -> nn.Module:
     """Return a copy of a module whose parameters have shapes but no values."""
-    # The memo of `deepcopy`: in place of copying an object, it takes what is here under the object's id.
+    # The memo of `deepcopy`: an object whose id is a key here is not copied, but replaced by the value.
     copies: dict[int, Any] = {}
     for weight in model.parameters():
         # `kept_dtype`: a weight that is still in its file may get another dtype when it is read.

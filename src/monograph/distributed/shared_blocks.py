@@ -52,7 +52,8 @@ def find_end_blocks(bounds: Sequence[tuple[int, int]], rank: int, block_size: in
     """Return the end blocks of a parameter.
 
     Args:
-        bounds: for each rank, the index of its first element in the parameter, and that after its last.
+        bounds: for each rank, the index of its first element in the parameter, and the index after its
+            last element.
         rank: this rank.
         block_size: how many elements a block has.
     """
@@ -92,7 +93,7 @@ def share_largest_numbers(
         form: the form of the optimizer's state.
         hyperparameters: returns the hyperparameters of the update for a kind and its summed gradient.
     """
-    # Planes that are updated by the same formula are computed at once.
+    # Planes that are updated by the same formula are computed together.
     by_formula: dict[tuple[object, ...], list[CutPlane]] = {}
     for cut_plane in planes:
         kind = cut_plane.plane.kind
@@ -152,8 +153,12 @@ def _own_largest_numbers(
             buffers[name] = _padded_rows(rows, row_elements).view(-1)
         moments.append(form.read(buffers, moment, grads.view(-1), block_offset=0).view_as(grads))
     next_moments = rule.next_moments(grads, moments, hyper)
+    # Each of `next_moments` is [P · E, block_size].
     return torch.stack(
-        [each.to(torch.float32).abs().amax(-1).view(len(planes), 2) for each in next_moments]
+        [
+            next_moment.to(torch.float32).abs().amax(-1).view(len(planes), 2)
+            for next_moment in next_moments
+        ]
     )
 
 

@@ -33,12 +33,12 @@ T = TypeVar("T")
 RANK_0_TIMEOUT = timedelta(days=7)
 # The longest wait for other ranks at the start.
 START_TIMEOUT = timedelta(minutes=10)
-# The interval at which rank 0 prints which ranks are absent during this wait.
+# During this wait, the interval at which rank 0 prints which ranks are absent.
 WAITING_NOTE_INTERVAL = timedelta(seconds=15)
 POLL_S = 0.05  # the seconds between two checks of whether a wait is over
 GLOO_TIMEOUT_S = 60.0  # the longest wait for gloo's threads at the end
-# If SLURM names no port, one of the 10,000 ports from here is taken. Operating systems use other ports
-# for outgoing connections.
+# If no port is given to SLURM's tasks, one of the 10,000 ports from this one on is used. Operating
+# systems use other ports for outgoing connections.
 FIRST_PORT = 20_000
 
 
@@ -54,8 +54,8 @@ class Place(NamedTuple):
         was_restarted: whether the launcher has restarted the processes, or SLURM the job.
         host: the host of the store.
         port: the port of the store.
-        launcher_has_store: whether the store is in the launcher's process, and so outlives an attempt;
-            otherwise it is in rank 0's.
+        launcher_has_store: whether the store is in the launcher's process, and so outlives an attempt.
+            Otherwise it is in the process of rank 0.
     """
 
     rank: int = 0
@@ -74,8 +74,8 @@ def read_place(environment: Mapping[str, str] = os.environ, srun: bool = False) 
 
     Args:
         environment: the variables.
-        srun: whether tasks that srun has started are the ranks of one run; False: they are runs of
-            their own.
+        srun: whether tasks that srun has started are the ranks of one run; False: each of them is a
+            run of its own.
 
     Returns:
         The place; None if neither of the launchers started the process.
