@@ -226,13 +226,8 @@ def store_in_stages(
     staged_module = as_staged(module)
     # Parameters are identified by `id`, because a tied parameter has several names. Such a parameter
     # belongs to the first stage that has it.
-    name_by_id = {id(p): name for name, p in trainable(module).items()}
-    linear_weights = {
-        id(m.weight)
-        for block in blocks(module).values()
-        for m in block.modules()
-        if isinstance(m, MATMUL_MODULES)
-    }
+    name_by_id = {id(parameter): name for name, parameter in trainable(module).items()}
+    linear_weight_ids = _linear_weight_ids(module)
     # The resident engine has one plane for each kind of parameter. Here that plane is cut between
     # stages. Each part has the number of the whole plane and the index at which it starts there,
     # because stochastic rounding depends on both.
@@ -242,10 +237,19 @@ def store_in_stages(
     store = Store()
     stored_ids = set[int]()
     for name, stage_blocks, modules in _stage_modules(staged_module, placement.blocks_per_stage):
-        used_by_id = {id(p): p for m in modules for p in m.parameters() if id(p) in name_by_id}
+        used_by_id = {
+            id(parameter): parameter
+            for part in modules
+            for parameter in part.parameters()
+            if id(parameter) in name_by_id
+        }
         # A parameter that an earlier stage has stored is tied.
         store.tied = store.tied or bool(used_by_id.keys() & stored_ids)
-        new_by_name = {name_by_id[key]: p for key, p in used_by_id.items() if key not in stored_ids}
+        new_by_name = {
+            name_by_id[key]: parameter
+            for key, parameter in used_by_id.items()
+            if key not in stored_ids
+        }
         stored_ids |= used_by_id.keys()
         stage = Stage(
             name=name,
@@ -255,10 +259,10 @@ def store_in_stages(
             stored_planes=[],
         )
         block_of_parameter = {
-            name_by_id[id(p)]: index
+            name_by_id[id(parameter)]: index
             for index, block in stage_blocks
-            for p in block.parameters()
-            if id(p) in name_by_id
+            for parameter in block.parameters()
+            if id(parameter) in name_by_id
         }
         for plane in planes(new_by_name, kinds, optim.state, layers=block_of_parameter):
             plane.number = number_of_kind[plane.kind]
@@ -278,7 +282,7 @@ def store_in_stages(
             # computing. Each pass needs all bits of the other weights, so splitting those would
             # save nothing.
             splits = rounds_weights and all(
-                id(placed.parameter) in linear_weights for placed in plane.placed
+                id(placed.parameter) in linear_weight_ids for placed in plane.placed
             )
             stage.stored_planes.append(_move_home(stage, plane, start, splits, placement))
         store.stages.append(stage)
@@ -295,6 +299,16 @@ def store_in_stages(
             f"memory = stream: {names_without_stage[0]} is in no block and in neither parts_before nor parts_after"
         )
     return store
+
+
+def _linear_weight_ids(module: nn.Module) -> set[int]:
+    """Return the ids of the weights of all linear layers in a module's blocks."""
+    return {
+        id(layer.weight)
+        for block in blocks(module).values()
+        for layer in block.modules()
+        if isinstance(layer, MATMUL_MODULES)
+    }
 
 
 class StageModules(NamedTuple):

@@ -38,7 +38,7 @@ class StageInputs:
 
     If the inputs stay on the device, they are (stages - 1) · G states there. If they are offloaded,
     there are at most 4 G states on the device for any number of stages, and the host keeps the
-    rest. These 4 G states are the inputs of the stage that computes, those of the next stage, and
+    rest. These 4 G states are the inputs of the stage that computes, the inputs of the next stage, and
     INPUT_SETS = 2 sets of memory for inputs that come back.
 
     Attributes:
