@@ -217,8 +217,9 @@ def _differences(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
             yield Difference(name, type(ours[name]).__name__, "absent")
         else:
             for difference in _differences_of_modules(ours[name], theirs[name], compared):
-                path = ".".join(filter(None, (name, difference.path))) or "the module"
-                yield difference._replace(path=path)
+                # Either of the two is empty if it means the module itself.
+                parts = [part for part in (name, difference.path) if part]
+                yield difference._replace(path=".".join(parts) or "the module")
     # Ties are a part of the structure: a weight that is tied in one member and not in the other would be
     # one parameter of the stack for the first, and two for the second.
     our_ties = _ties(one)

@@ -238,6 +238,7 @@ class Ensemble(Engine):
 
     def _replay_calls(self, recorder: Recorder) -> None:
         """Replay calls that the recorder captures."""
+        # `announce` may be replaced later, so it is looked up for each line.
         self._infer = ReplayedCalls(
             self._call_in_context, self._caller, recorder, lambda line: self.announce(line)
         )

@@ -18,8 +18,8 @@ from monograph.step.guard import memory_of
 class OneBase:
     """Language models whose adapters are on one base, for passes without gradients.
 
-    The base's weights are read once for the rows of all models. The models are stacked at the first
-    pass, so that they can be moved before.
+    The base's weights are read once for the rows of all models. The models are stacked only at the
+    first pass, so until then they can be moved to another device.
 
     Attributes:
         models: the models; see `have_one_base`.

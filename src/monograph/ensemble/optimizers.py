@@ -116,8 +116,8 @@ def merge_kinds(
 ) -> dict[str, ParameterKind]:
     """Return each parameter's merged kind by the parameter's name.
 
-    Parameters that have the same kind as each other in every member get the same merged kind, so that
-    they can share a plane.
+    If two parameters have the same kind in every member, they get the same merged kind, so that they can
+    share a plane.
 
     Args:
         member_kinds: for each member, its parameters' kinds by name.

@@ -78,8 +78,8 @@ LEARNING_RATES = {
     "8b": 1.2e-4,
 }
 # For presets for which the optimizer has `tuned` fields, the weight decay is DECAY_PER_EPOCH times the
-# number of epochs, but at most MAX_DECAY. A text that is read several times would be learned by heart
-# with less (docs/training.md).
+# number of epochs, but at most MAX_DECAY. With less decay, a text that is read several times would be
+# learned by heart (docs/training.md).
 DECAY_PER_EPOCH = 0.3
 MAX_DECAY = 1.0
 # Rates for existing weights. Adapters need ten times the rate of all weights (Schulman et al. 2025,

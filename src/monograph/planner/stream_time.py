@@ -78,7 +78,8 @@ class StageSeconds(NamedTuple):
             device_done_s += device_s
         # The next forward pass waits when it comes to the first stage that the host updates. This
         # stage is the last one that the host has updated.
-        first_on_host = next((index for index, host_s in enumerate(self.host_update) if host_s), 0)
+        on_host = [index for index, host_s in enumerate(self.host_update) if host_s]
+        first_on_host = on_host[0] if on_host else 0
         forward_before_s = sum(self.forward[:first_on_host])
         return max(0.0, host_done_s - device_done_s - forward_before_s)
 

@@ -20,13 +20,13 @@ head        The loss, which computes logits in chunks of tokens. It takes the gr
             - In a captured loss of a frozen head on a CPU: a chunk's logits in fp32, over which their
               gradient is written.
             - Otherwise the larger of two sums: the head's gradient twice; or a chunk's logits, their
-              gradient, the head's gradient, and the head's rounded weights (in fp32 a chunk's product
-              instead of these). A captured step on a GPU does not have both the logits and their
-              gradient.
-block       What one block recomputes, which is all that it does not store, and the gradients of its
-            numbers.
+              gradient, the head's gradient, and the head's rounded weights (in fp32, a chunk's product
+              in place of the rounded weights). A captured step on a GPU never has the logits and their
+              gradient at the same time.
+block       The values of one block that are recomputed because they were not stored, and the gradients
+            of all its values.
 returned gradients
-            The new gradients that a graph returns.
+            The gradients that a graph returns in new memory.
 update      The intermediate values of an update: of the largest plane if the update is eager, of
             Muon's planes if it is captured.
 """

@@ -198,8 +198,8 @@ class Work(Training):
         needs none.
         """
         config = self.config
-        layers = range(self.config.num_hidden_layers)
-        has_window = any((config.window(layer) or self.length) < self.length for layer in layers)
+        windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
+        has_window = any(window and window < self.length for window in windows)
         has_flex_attention = self.device_type != "cpu" and self.compile != "none"
         return (self.packed or has_window) and not has_flex_attention
 
@@ -384,6 +384,8 @@ def _may_peak_in_update(curves: list[Curve], work: Work) -> bool:
 def layer_period(config: LlamaConfig) -> int:
     """Return the number of blocks after which the kinds of blocks repeat; 1 if all are of one kind."""
     kinds = [kind_of_block(config, layer) for layer in range(config.num_hidden_layers)]
+    # With a period, all blocks from this index on repeat the kinds from the beginning. The number of
+    # blocks always is one.
     return next(period for period in itertools.count(1) if kinds[period:] == kinds[:-period])
 
 
@@ -459,7 +461,8 @@ def corners(samples: list[MemorySample]) -> list[MemorySample]:
         for before, after in itertools.pairwise(samples)
     ]
     is_corner = [before != after for before, after in itertools.pairwise(differences)]
-    return [*itertools.compress(samples, [True, *is_corner, True])]
+    is_kept = [True, *is_corner, True]  # the two ends are kept
+    return [*itertools.compress(samples, is_kept)]
 
 
 def _count_alike(one: list[MemorySample], other: list[MemorySample]) -> int:

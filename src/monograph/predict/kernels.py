@@ -1,4 +1,4 @@
-"""Find which nodes of a captured graph the compiler, torch._inductor, writes to memory.
+"""Find the nodes of a captured graph whose values the compiler, torch._inductor, writes to memory.
 
 The compiler computes elementwise nodes inside the kernels that read them. It writes only the values
 that an extern operator or the graph's caller reads, and the results of reductions, because a reader
@@ -111,7 +111,8 @@ def planned_kernels(graph: GraphModule, device_type: str, backward: bool) -> lis
     they run. Each of them writes one buffer.
 
     Args:
-        graph: the forward or the backward graph, into which the partitioner has split a joint graph.
+        graph: one of the two graphs, forward and backward, into which the partitioner has split a joint
+            graph.
         device_type: "cpu" or "cuda".
         backward: whether it is the backward graph, which may free its arguments.
     """
@@ -347,6 +348,7 @@ def _node_kernels(
     loop_elements = outputs[0].numel()
     part_elements = 0
     if device_type == "cuda":
+        # Reductions over rows and concatenations have loops over other elements than their results.
         part_elements = _largest_part_elements(node)
         row_elements = _row_elements(node)
         if row_elements:

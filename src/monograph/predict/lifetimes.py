@@ -47,8 +47,8 @@ class PlannedKernel:
         reads: the arguments and earlier kernels that it reads.
         fusable: whether it is elementwise, a reduction, or a write at places that are given by indices,
             so that the compiler can fuse it with other kernels. Its result may then be written over
-            a value that it reads, if that has the same size, and if neither another kernel of the
-            loop nor a later kernel reads it.
+            a value that it reads, if the value has the same size, and if neither another kernel of
+            the loop nor a later kernel reads the value.
         changes: the value that it changes in place, whose memory its result takes; None if it changes
             nothing. No later result is written over the result of a kernel that changes a value
             (`decide_inplace_update`).

@@ -2,12 +2,13 @@
 
 A stage is some consecutive blocks of the model, or the parts before or after them. A plane is a
 flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`), and a chunk is a part of
-a plane.
+a plane. The home of a buffer is where it is kept: on the device, on the host or in a file. A slot is
+device memory to which one stage after another is copied (`monograph.stream.slots`).
 
-A chunk is fetched to a staging buffer, updated by the resident engine's own update, and copied
-home. While one chunk is updated, other chunks are copied to or from other staging buffers. Chunks
-are updated between the micro-batches of another stage, so that copies run while that stage
-computes.
+A chunk is fetched to a staging buffer, updated by the same function as in the resident engine, which
+keeps all weights on the device, and copied home. While one chunk is updated, other chunks are copied
+to or from other staging buffers. Chunks are updated between the micro-batches of another stage, so
+that copies run while that stage computes.
 
 Planes that are updated on the host are left to `monograph.stream.updates`.
 """

@@ -1,8 +1,10 @@
 """Predict the time of a streamed update.
 
-A clock replaces the device, and the walk runs on tensors without data. Each lane has its own time.
-A piece of work begins when its lane is free and all work that it waits for is finished. A copy
-takes bytes / bandwidth, and a computation takes as long as `Costs` says.
+The engine's walk over the stages of the model runs on tensors without data, and a clock replaces the
+device. The work is given to lanes, which are queues: for computations, for copies in each direction
+and for the host (`monograph.stream.lanes`). Each lane has its own time. A piece of work begins when
+its lane is free and all work that it waits for is finished. A copy takes bytes / bandwidth, and a
+computation takes as long as `Costs` says.
 
 Walk, slots, staging buffers, stage inputs, lanes and waits are those of training, so the timed
 schedule is the real one.

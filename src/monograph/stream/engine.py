@@ -189,6 +189,7 @@ class Streamed(Engine):
                     f"the trial step failed in {where}{place_and_message(error)}"
                 ) from error
         count = float(step.count)
+        # Without a target, the count is 0.
         mean = float(step.loss_sum) / (count or 1.0)
         step.discard()
         if not math.isfinite(mean):

@@ -18,13 +18,11 @@ allocator would hold freed memory until it sees that the other streams have fini
 the peak would exceed what `monograph plan` predicts. Without it, memory is safe because all of it
 is allocated on the stream of the compute lane:
 
-    freed memory: Before memory is freed, the compute lane is given work that declares the memory's
-        space in `writes`, even if the work does nothing (`StageInputs.release_inputs` in
-        `monograph.stream.walk`). So this lane first waits for all copies from the memory. The
-        allocator gives freed memory only to later work on this lane.
-    new memory: The compute lane is given such work before any copy to the memory
-        (`StageInputs.store_input`, `fetch_inputs`). So copies wait for this lane's earlier use of
-        the same memory.
+    freed memory: Before memory is freed, the compute lane is given work that counts as a write to
+        the memory's space, but does nothing (`Lanes.declare_written`). So this lane first waits for
+        all copies from the memory. The allocator gives freed memory only to later work on this lane.
+    new memory: The compute lane is given such work before any copy to the memory. So copies wait for
+        this lane's earlier use of the same memory.
     all other memory: The walk (`monograph.stream.walk`) allocates its long-lived buffers in its
         constructor, which ends by calling `finish`.
 
@@ -187,6 +185,13 @@ class Lanes:
         """
         result: T = self._submit("compute", call, tuple(reads), tuple(writes), 0)
         return result
+
+    def declare_written(self, space: Space) -> None:
+        """Give the compute lane work that counts as a write to a space, but does nothing.
+
+        The lane waits for all earlier work that uses the space, and later users wait for the lane.
+        """
+        self.compute(lambda: None, writes=[space])
 
     def host(
         self,

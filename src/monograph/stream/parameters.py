@@ -162,8 +162,8 @@ class InStages(Parameters):
         """Finish all updates and their copies.
 
         Args:
-            to_write: whether the caller may write to the weights at home; then the copies in slots
-                are outdated, and the weights are fetched again.
+            to_write: whether the caller may write to the weights at home. Then their copies in slots,
+                the device memory for stages, are outdated, and the weights are fetched again.
         """
         self.walk.updates.flush()
         self.walk.lanes.finish()
@@ -180,7 +180,7 @@ class InStages(Parameters):
         return checkpoint_state(self.step.model) | joined_weights
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Store split weights again: `weights` returned copies of them, not their memory."""
+        """Store split weights again. The caller has changed copies of them, which `weights` returned."""
         for entry in self.store.stored_planes:
             if entry.splits:
                 master = entry.master()
@@ -198,8 +198,9 @@ class InStages(Parameters):
         # Split weights are bf16 at home, so a call would use rounded weights. Other weights may be
         # on the device.
         for entry in self.store.stored_planes:
-            # While planes hold the average, "weights" are its high halves, and "rest" still has the
-            # low halves of the weights. All bits of the average are in "ema".
+            # While planes hold the moving average instead of the weights, "weights" are the average's
+            # high halves, and "rest" still has the low halves of the weights. All bits of the average
+            # are in "ema".
             if entry.splits and self.step.holds_average:
                 full_weights = entry.plane.state["ema"]
             else:

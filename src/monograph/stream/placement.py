@@ -67,8 +67,9 @@ class Placement:
             temporary files.
 
     Stages are numbered from 0, which is the stage before the blocks. The names of buffers are
-    "weights", "rest" (the low halves of split weights), "gradient" and "ema", the moments of the
-    optimizer ("exp_avg", "exp_avg_sq", "momentum_buffer"), and `<moment>_scale` for moments in blocks.
+    "weights", "rest" (the low halves of fp32 weights that are stored as two halves), "gradient" and
+    "ema", the moments of the optimizer ("exp_avg", "exp_avg_sq", "momentum_buffer"), and
+    `<moment>_scale` for moments in blocks.
 
     Raises:
         UsageError: a value has no meaning.

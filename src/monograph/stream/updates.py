@@ -218,8 +218,8 @@ class HostUpdate:
             Buffer(numbers, Space(label, Home.DEVICE)),
             Buffer(numbers_at_home, Space(f"{label} at home", Home.HOST)),
         )
-        # Earlier computations may have used the memory on the device.
-        self.lanes.compute(lambda: None, writes=[decision.on_device.space])
+        # Earlier computations may have used the memory on the device, so copies wait for them.
+        self.lanes.declare_written(decision.on_device.space)
         return decision
 
     def _read_decision(self, numbers: Tensor) -> None:
@@ -432,6 +432,7 @@ class Updates:
         """Queue the update of those planes of the stages that belong to the host."""
         # Copying a decision takes time, so it is copied only if the host updates something.
         if any(stored.on_host for stage in stages for stored in stage.stored_planes):
+            # Either all stages have one decision, or each stage has its own.
             buffers = self.host_update.send(stages[0].index, decision)
             for stage in stages:
                 self.host_update.update(stage, buffers)

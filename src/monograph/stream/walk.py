@@ -94,9 +94,8 @@ class StageInputs:
         space = Space(f"input {g} of stage {stage}", Home.DEVICE)
         self._on_device[stage, g] = Buffer(state, space)
         self.peak_bytes = max(self.peak_bytes, self.device_bytes)
-        # The previous stage has computed the input. This declares it as written, so that readers wait
-        # for that computation.
-        self.lanes.compute(lambda: None, writes=[space])
+        # The previous stage has computed the input, so readers wait for that computation.
+        self.lanes.declare_written(space)
         # The last stage's input only stays on the device: the backward pass needs it first.
         if keep and self.offloaded and stage != self.last:
             host_copy = self._host_copies.get((stage, g))
@@ -117,7 +116,7 @@ class StageInputs:
         for key in [key for key in self._on_device if key[0] == stage]:
             _, space = self._on_device.pop(key)
             # Later computations may reuse the memory, so they wait for the copy to the host.
-            self.lanes.compute(lambda: None, writes=[space])
+            self.lanes.declare_written(space)
 
     def fetch_inputs(self, stage: int, count: int) -> None:
         """Copy a stage's inputs for `count` micro-batches back to the device."""
@@ -135,8 +134,8 @@ class StageInputs:
                 buffer = self._input_sets[set_and_batch] = Buffer(
                     memory, Space(f"returned input {set_and_batch}", Home.DEVICE)
                 )
-                # Earlier computations may have used this memory.
-                self.lanes.compute(lambda: None, writes=[buffer.space])
+                # Earlier computations may have used this memory, so the copy waits for them.
+                self.lanes.declare_written(buffer.space)
             self.lanes.copy(buffer.tensor, host_copy.tensor, buffer.space, host_copy.space)
             self._on_device[stage, g] = buffer
 
@@ -231,7 +230,7 @@ class Walk:
                 complete. Then no weight is updated. None: weights are trained.
         """
         updates = self.updates
-        # While gradients are only observed, no weight may be updated.
+        # While gradients are only observed, no weight may be updated. So updates that wait come first.
         if updates.waiting and observe:
             updates.flush()
         updates.repeatable = True
