@@ -220,8 +220,8 @@ def _differences(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
                 # Either of the two is empty if it means the module itself.
                 parts = [part for part in (name, difference.path) if part]
                 yield difference._replace(path=".".join(parts) or "the module")
-    # Ties are a part of the structure: a weight that is tied in one member and not in the other would be
-    # one parameter of the stack for the first, and two for the second.
+    # Ties are a part of the structure. If a weight were tied in one member only, the stack would need one
+    # parameter for this member, and two for the other.
     our_ties = _ties(one)
     their_ties = _ties(other)
     for names in sorted(our_ties ^ their_ties):

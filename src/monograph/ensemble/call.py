@@ -1,8 +1,8 @@
 """Call a function of one module for all members of an ensemble at once, by `torch.func.vmap` over
 the members' stacked tensors.
 
-Modules that vmap cannot batch are refused. Before the first call in eager mode the module is tried out: it
-may be batched as it is, or only if it runs as if it were compiled, or not at all.
+Modules that vmap cannot batch are refused. To find out, the module is tried before the first call in eager
+mode: as it is and, if that fails, as if it were compiled.
 
 Shapes: N members, B batch, H heads, T queries, S keys, D head dimension.
 """

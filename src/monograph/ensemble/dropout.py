@@ -1,9 +1,9 @@
 """Dropout without a random generator, for all members at once.
 
-Whether an element is dropped is a pure function of the member's seed, the number of the micro-batch
-(draw), the number of the dropout's call in the pass (site) and the element, see `Dropout`. So a member
-of an ensemble drops the same elements as when it is trained alone, and recomputation drops the same
-elements as the first pass.
+Whether an element is dropped depends only on four numbers: the member's seed, the number of the
+micro-batch (draw), the number of the dropout's call in the pass (site), and the element's index. The
+formula is in `Dropout`. So a member of an ensemble drops the same elements as when it is trained alone,
+and recomputation drops the same elements as the first pass.
 """
 
 import math

@@ -12,7 +12,7 @@ class Knobs:
     """One member's values, which are read by name, as in `knobs.lr`, and never change.
 
     Two `Knobs` are equal if their names and values are equal. A `Knobs` remembers which of its values
-    were read, so that a value that changes nothing can be refused.
+    were read. So a value that nothing reads can be refused.
     """
 
     __slots__ = ("_read", "_values")

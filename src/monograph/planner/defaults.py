@@ -99,8 +99,8 @@ DEEP_LAYERS = 16
 # The share of a run's time that evaluations, samples and checkpoints leave for updates.
 UPDATES_SHARE = 0.95
 # If the time of a whole run is limited, some seconds are reserved for its end: for saving, and for the
-# report. They are END_STARTS times the time that the program took to start, because that tells how
-# busy the machine is, or END_S if that time is not known. They are at most MAX_END_SHARE of the limit.
+# report. They are END_STARTS times the time that the program took to start, which tells how busy the
+# machine is. If that time is not known, they are END_S. They are at most MAX_END_SHARE of the limit.
 END_S = 10.0
 END_STARTS = 1.5
 MAX_END_SHARE = 0.25
@@ -309,8 +309,8 @@ HOST_SHARE_OF_FREE = 0.5
 # if it needs this many times the bytes of the closed form.
 MAX_ESTIMATE_ERROR = 2.0
 MAX_TRACES = 4  # of a plan
-# If nothing fits, a traced candidate is shown instead of an untraced one that needs less, as long as the
-# traced one needs at most this many times the bytes of the untraced one.
+# If nothing fits, a traced candidate is shown even if an untraced one needs less memory, as long as it
+# needs at most this many times as much.
 NEARLY_EQUAL = 1.01
 
 

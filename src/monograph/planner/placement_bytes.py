@@ -18,8 +18,8 @@ The words, which are those of `monograph.stream`:
     staging buffer  device memory for a chunk while it is updated
     boundary        the tensor that passes from one stage to the next, for one micro-batch
 
-Planes, slots and staging buffers are counted exactly, in closed form: the engine's own code makes the
-planes of a model's first stage, one middle stage and the last one, on tensors without data. The other
+Planes, slots and staging buffers are counted exactly, in closed form. For this, the engine's own code
+makes the planes of three stages, the first, a middle one and the last, on tensors without data. The other
 memory, which passes and updates allocate, is estimated for a search, and traced for the ways that the
 search finds (`predict.stage_footprint`).
 """

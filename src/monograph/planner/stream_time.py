@@ -1,6 +1,7 @@
-"""Predict the time of a streamed model's update, in two ways: in closed form, for a search over all
-ways to stream, and by the clock (`stream.clock`), which simulates the engine, for the best few
-ways.
+"""Predict the time of a streamed model's update, in two ways.
+
+The closed form is fast enough for a search over all ways to stream. The clock (`stream.clock`), which
+simulates the engine, is for the best few ways.
 
 A streamed model's weights live on the host. They come to the device in stages: what is before the
 blocks, groups of blocks, and what is after them. A plane is a part of a stage's parameters in one

@@ -39,8 +39,8 @@ class Allocation(NamedTuple):
 
 
 class Graphs:
-    """Compiled graphs that several objects of `FakeMemory` use one after another, so that code which
-    two models have in common is traced once.
+    """Compiled graphs that one `FakeMemory` after another uses. So code that several models have in
+    common is traced only once.
 
     Attributes:
         mode: the mode in which tensors have no data.

@@ -1,18 +1,22 @@
 """Find the nodes of a captured graph whose values the compiler, torch._inductor, writes to memory.
 
-The compiler computes elementwise nodes inside the kernels that read them. It writes only the values
-that an extern operator or the graph's caller reads, and the results of reductions, because a reader
-needs the complete result of a reduction before it can begin. An extern operator is one that the
-compiler calls instead of generating its code, such as a matrix product.
+The compiler computes elementwise nodes inside the kernels that read them. It writes only two kinds of
+values: those that an extern operator or the graph's caller reads, and the results of reductions, which
+must be complete before a reader can begin. An extern operator is one that the compiler calls instead of
+generating its code, such as a matrix product.
 
 A buffer here is a value that the compiler writes, or an argument of the graph. An expensive value is
 one that a CPU takes long to compute, so that the compiler avoids computing it twice.
 
-Four extern operators of Monograph change a tensor in place: `add_product_` adds a matrix product to a
-gradient, `add_scaled_` adds a scaled tensor (both in `monograph.ops.fused_gradients`), `zero_if_unwritten_`
-may set a gradient to zeros (`monograph.ops.unwritten`), and `replace_logits_` replaces logits by their
-gradient and returns the losses (`monograph.ops.logits_gradient`). What an operator returns besides the
-tensors that it changes is called its own result.
+Four extern operators of Monograph change a tensor in place:
+
+    add_product_        adds a matrix product to a gradient (`monograph.ops.fused_gradients`)
+    add_scaled_         adds a scaled tensor to a gradient (`monograph.ops.fused_gradients`)
+    zero_if_unwritten_  may set a gradient to zeros (`monograph.ops.unwritten`)
+    replace_logits_     replaces logits by their gradient, and returns the losses
+                        (`monograph.ops.logits_gradient`)
+
+What an operator returns besides the tensors that it changes is called its own result.
 
 In a captured graph nothing changes an argument, but a store at the end may copy a changed value into it.
 The compiler writes such a value in the argument's own memory and leaves out the store, if nothing reads
@@ -207,8 +211,9 @@ def _in_arguments(graph: GraphModule) -> set[Node]:
 
 
 def _may_change_argument(node: Node, argument: Node) -> bool:
-    """Return whether a node that changes a value may change it in place although it is an argument of
-    the graph: a later node stores into the argument, and no later node reads it.
+    """Return whether the compiler may let a node change an argument of the graph in place.
+
+    It may if a later node stores into the argument, and no later node reads it.
 
     Args:
         node: the node.

@@ -58,9 +58,9 @@ class PlannedKernel:
             them, but then needs none.
         is_workspace: whether this entry is no kernel, but stands for the workspace of the operator
             that follows. The compiler does not know of this workspace.
-        written_over: the argument or kernel whose memory its result takes: either it reads that value
-            and is written over it, or it reuses the memory of a kernel's result that was freed
-            earlier. None: new memory.
+        written_over: the argument or kernel whose memory its result takes. Either the kernel reads that
+            value and its result is written over it, or that value was freed earlier. None: the
+            result gets new memory.
         freed_after: the values whose memory is freed after it.
     """
 

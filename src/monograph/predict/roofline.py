@@ -224,9 +224,9 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         traffic   = (3 L (numbers stored per token and layer) tokens bytes + dequantised weights) / bandwidth
 
     N_matmul and d_attn are those of `training_flops`, L is the number of layers, T the length of a row.
-    Here "tokens" are those of the update, e is the share of the FLOP/s that large products reach, m
-    the tokens of a micro-batch, and m_half the tokens at which products reach half of that share.
-    With adapters of A parameters 4 N_matmul + 6 A replaces 6 N_matmul. With a head in fp8 two of its
+    Here "tokens" are those of the update. A share e of the FLOP/s is reached by large products. A
+    micro-batch has m tokens, and with m_half tokens, products would reach half of that share. With
+    adapters of A parameters 4 N_matmul + 6 A replaces 6 N_matmul. With a head in fp8 two of its
     three products take the time of the datasheet's rate of fp8. A stored number is written once and
     read twice, hence the 3; if blocks recompute products, or eager code recomputes anything, the
     traffic of numbers is a third more. Weights are dequantised in each pass of a micro-batch.

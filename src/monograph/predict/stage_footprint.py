@@ -29,9 +29,9 @@ from monograph.stream.parameters import InStages
 from monograph.stream.slots import Passes
 from monograph.stream.store import BlockArguments
 
-# How many tensors of the size of a stage's input are alive at the peak of the traced passes: the
-# inputs of the stage of blocks and of the last stage (or a gradient in place of one of them), and the
-# gradient that is computed.
+# How many tensors of the size of a stage's input are alive at the peak of the traced passes: the input
+# of the stage of blocks, the input of the last stage, and the gradient that is computed. One of the two
+# inputs may have given way to a gradient.
 TRACED_BOUNDARIES = 3
 
 

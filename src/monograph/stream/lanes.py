@@ -8,9 +8,9 @@ says which spaces it reads and writes, and the lanes derive what the work has to
     a reader waits for the last writer
     a writer waits for the last writer, and for all readers since then
 
-A wait is left out if another wait implies it. To find out, each lane has a vector clock: how many
-pieces of work of each other lane are certain to be finished once this lane's newest piece is
-finished (Mattern 1988, "Virtual Time and Global States of Distributed Systems").
+A wait is left out if another wait implies it. To find out, each lane has a vector clock (Mattern
+1988, "Virtual Time and Global States of Distributed Systems"). It says, for each other lane, how many
+pieces of that lane's work are certain to be finished once this lane's newest piece is finished.
 
 On a GPU, three lanes are streams, with an event after each piece of work, and the host's lane is a
 thread. `record_stream` is not called, although several streams use the same memory. With it, the

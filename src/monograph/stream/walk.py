@@ -219,7 +219,7 @@ class Walk:
         """Return the bytes of slots and staging buffers."""
         return self.slots.device_bytes + self.updates.device_bytes
 
-    # ── there and back ──────────────────────────────────────────────────────────────────────────
+    # ── forward and backward ────────────────────────────────────────────────────────────────────
 
     def accumulate(self, batches: Sequence[object], observe: Observe | None = None) -> None:
         """Add the gradient, losses and counts of the micro-batches.
@@ -269,8 +269,8 @@ class Walk:
         """Return the sum of losses and the number of targets of each micro-batch."""
         self._forward(batches, keep=False)
         last = self.store.stages[-1]
-        finish_fetch = self._request(last, inputs_to_fetch=0)
-        stage_on_device = finish_fetch()
+        finish_request = self._request(last, inputs_to_fetch=0)
+        stage_on_device = finish_request()
         scores = []
         for g, batch in enumerate(batches):
             state, space = self.stage_inputs.take_input(last.index, g)
