@@ -112,8 +112,8 @@ class MemberCaller:
         self._loss = loss if isinstance(loss, nn.Module) else nn.Module()
         self._loss_locations = _loss_locations(self._loss)
         self._locations = [*self._module_locations, *self._loss_locations, seed_location]
-        # The names of the tensors that all members share. vmap gives each member the whole tensor, so a
-        # product with a shared weight is one product, of the rows of all members.
+        # The names of the tensors that all members share. vmap gives each member the whole tensor. So a
+        # product with a shared weight is a single product of the rows of all members.
         self._shared_names = {
             location.name
             for location in self._module_locations
@@ -241,8 +241,8 @@ class MemberCaller:
     def _call_with(self, tensors: Tensors, function: Function, *inputs: object) -> Any:
         """Call the function with these tensors in the place of the module's own.
 
-        If the forward pass replaces one by another tensor, as a batch norm may do with its
-        statistics, the new value is written into the given tensor.
+        The forward pass may replace a tensor by another one, as a batch norm may do with its
+        statistics. Then the new value is written into the given tensor.
         """
         # The owners' dictionaries are read and written directly: torch would check and register
         # each tensor again.

@@ -187,7 +187,7 @@ def fastest_fitting(
     if there is none.
 
     A way is a choice of precision, compiled graphs and recomputation (`candidates.Way`). Only ways with
-    compiled graphs count, and only ways that are resident, which means that they do not stream.
+    compiled graphs count, and no way that streams.
     """
     limit = int(ESTIMATE_SHARE * budget(device))
     fitting = []

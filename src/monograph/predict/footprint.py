@@ -2,9 +2,9 @@
 run.
 
 The traced models have two and three blocks. The difference of the traces is what a block adds at
-each moment, so a model of any depth takes the same few seconds to predict. In a model whose kinds
-of blocks alternate, such as attention and gated delta nets, a period takes the place of a block:
-the shortest sequence of kinds that repeats. Nothing is computed and no device is needed.
+each moment, so a model of any depth takes the same few seconds to predict. In some models the kinds
+of blocks alternate, such as attention and gated delta nets. There a period, which is the shortest
+sequence of kinds that repeats, takes the place of a block. Nothing is computed and no device is needed.
 
 A curve is a list of samples, one after each operation; a sample has the bytes alive of each origin
 (`predict.fake_memory`). Shape suffixes: N = tokens of a micro-batch, D = hidden size.
@@ -274,10 +274,10 @@ def footprint(work: Work) -> Footprint:
 
 
 def _with_distinct_vocabulary(work: Work) -> Work:
-    """Return the work with a vocabulary whose size no other axis has, so that the trace recognises
-    the loss head by it.
+    """Return the work with a vocabulary whose size no other axis has.
 
-    The vocabulary may get a few more entries; `footprint` takes their bytes off again.
+    By this size, the trace recognises the loss head. The vocabulary may get a few more entries, whose
+    bytes `footprint` takes off again.
     """
     config = work.config
     tokens = work.tokens

@@ -79,9 +79,9 @@ _REDUCTIONS = {
     "sum",
     "var_mean",
 }
-# On a CPU, the compiler avoids computing the results of these operators twice, and any value that
-# reads more than MAX_LOADS buffers (`should_realize_on_reuse` and `config.realize_reads_threshold` of
-# torch._inductor).
+# On a CPU, the compiler avoids computing two kinds of values twice: the results of these operators, and
+# values that read more than MAX_LOADS buffers (`should_realize_on_reuse` and
+# `config.realize_reads_threshold` of torch._inductor).
 _EXPENSIVE = {"exp", "sigmoid"}
 MAX_LOADS = 4
 
@@ -364,8 +364,8 @@ def _node_kernels(
     writes_at_indices = _operator_name(node) in _WRITES_AT_INDICES
     if writes_at_indices:
         changes = _changed_buffer(sources[node.all_input_nodes[0]].buffers, node)
-    # The result can be written over a buffer if the paths from it to the node have no expensive value, or
-    # only those of the result's size (see `_expensive_sizes`).
+    # The result can be written over a buffer if the paths from the buffer to the node have no expensive
+    # value, or only expensive values of the result's size (see `_expensive_sizes`).
     not_over = frozenset(
         name for name, sizes in expensive_sizes.items() if sizes not in ({0}, {size_bytes})
     )
@@ -432,9 +432,9 @@ def _expensive_sizes(
     it, see `_Sources`.
 
     The compiler first plans a buffer for an expensive value that is read twice, and drops it when it
-    makes the loop that computes the value. Because of this plan, a result is written over a buffer
-    from which an expensive value is computed only if the result, the expensive value and the buffer
-    have the same size.
+    makes the loop that computes the value. Because of this plan, a result is not always written over a
+    buffer from which an expensive value is computed. It is only if the result, the expensive value and
+    the buffer have the same size.
     """
     inputs = node.all_input_nodes
     if on_cpu and len(node.users) > 1 and _operator_name(node) in _EXPENSIVE and _tensors(node):

@@ -92,8 +92,8 @@ def order_kernels(
     """
     ordered = _run_order(in_graph_order, returned, arguments)
     loop_ends = _loop_ends(ordered)
-    # For each value, the index of the last kernel that reads it, or of the one that writes it if none
-    # reads it.
+    # For each value, the index of the last kernel that reads it. If none does, it is the index of the
+    # kernel that writes it.
     last_use: dict[BufferName, int] = {}
     # By (end of a loop, value): how many kernels of the loop read the value.
     readers = Counter[tuple[int, BufferName]]()

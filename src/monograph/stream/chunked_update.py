@@ -5,10 +5,10 @@ flat buffer of a stage's parameters of one kind (`monograph.optim.Plane`), and a
 a plane. The home of a buffer is where it is kept: on the device, on the host or in a file. A slot is
 device memory to which one stage after another is copied (`monograph.stream.slots`).
 
-A chunk is fetched to a staging buffer, updated by the same function as in the resident engine, which
-keeps all weights on the device, and copied home. While one chunk is updated, other chunks are copied
-to or from other staging buffers. Chunks are updated between the micro-batches of another stage, so
-that copies run while that stage computes.
+A chunk is fetched to a staging buffer, updated there, and copied home. The update is that of the
+resident engine, which keeps all weights on the device. While one chunk is updated, other chunks are
+copied to or from other staging buffers. Chunks are updated between the micro-batches of another
+stage. So copies run while that stage computes.
 
 Planes that are updated on the host are left to `monograph.stream.updates`.
 """

@@ -366,8 +366,8 @@ class Streams:
             "out": torch.cuda.Stream(device),
         }
         self._host = HostThread()
-        # Events are created once and reused, because a new event for each piece of work would have
-        # to be kept for as long as a lane may still wait for it. They are `blocking`, so that the
+        # Events are created once and reused. A new event for each piece of work would have to be
+        # kept for as long as a lane may still wait for it. They are `blocking`, so that the
         # host's thread sleeps while it waits, and its core is free.
         self._events = {
             lane: [torch.cuda.Event(blocking=True) for _ in range(EVENTS)] for lane in self._streams
