@@ -128,7 +128,7 @@ class PromptReader:
         self._passes = Replays(wrap(self._run_pass), recorder)
         # The recurrences after whole chunks of prompts; the least recently used ones come first.
         self._known_recurrences: OrderedDict[PromptToRead, list[Tensor]] = OrderedDict()
-        # Each row's prompt, with the tokens to read.
+        # Of each row's prompt, the part to read (`part_to_read`).
         self._prompts: list[PromptToRead] = []
         # Whether an exception has interrupted a pass.
         self._interrupted = False
@@ -172,7 +172,7 @@ class PromptReader:
         self.cache.reset_recurrences(lengths)
 
     def copy_first_chunks(self, source: KVCache, row: int, tokens: int) -> int:
-        """Copy the first whole chunks of the prompt from a row of another cache that has them.
+        """Copy the first whole chunks of the one chosen prompt from a row of another cache.
 
         Args:
             source: the other cache.
@@ -189,13 +189,14 @@ class PromptReader:
         return known
 
     def _restore_recurrences(self, tokens: int) -> int:
-        """Set the recurrences to those after the first tokens of the prompt, as many as are known.
+        """Restore the kept recurrences after as many first chunks of the prompt as possible.
 
         Args:
-            tokens: the maximum number of these tokens, a multiple of the chunk.
+            tokens: the maximum number of tokens of these chunks, a multiple of the chunk.
 
         Returns:
-            the number of these tokens; `tokens` if the model has no recurrences.
+            the number of tokens after which the recurrences are; `tokens` if the model has no
+            recurrences.
         """
         if not self.cache.recurrences:
             return tokens
@@ -219,7 +220,8 @@ class PromptReader:
             self._begin_reading()
         begins = self._unread_chunks[:chunks]
         for begin in begins:
-            self._interrupted = bool(self.cache.recurrences)  # it remains so after an exception
+            # If the pass raises an exception, this stays true.
+            self._interrupted = bool(self.cache.recurrences)
             self._read_pass(self._prompts, [begin] * len(self._prompts), self.chunk)
             self._interrupted = False
             # Chunks are removed one by one, because an exception may come before the last one is read.
@@ -239,9 +241,10 @@ class PromptReader:
             self._known_recurrences.popitem(last=False)
 
     def continue_rows(self, source: KVCache, continuations: Sequence[Continuation]) -> None:
-        """Read what is new of prompts that continue rows of another cache.
+        """Read the new tokens of prompts that continue rows of another cache.
 
-        Row i of this cache then has prompt i, and `last_RD` its last token, if that is read.
+        Row i of this cache then has prompt i. With `reads_last_token`, row i of `last_RD` belongs to its
+        last token.
 
         Args:
             source: the other cache.
@@ -257,7 +260,8 @@ class PromptReader:
         self.cache.limit_recurrences(lengths)
         self._write_adapters(prompts)
         if self.cache.recurrences:
-            # The recurrences may have taken in this token. Only a pass of one token may repeat it.
+            # The recurrences may have taken in the first new token already (`Continuation.known`). A pass
+            # of this token alone notices that and does not take it in again, which a longer pass would do.
             self._read_pass(prompts, begins, 1)
             begins = [begin + 1 for begin in begins]
         while any(begin < length for length, begin in zip(lengths, begins, strict=True)):
@@ -316,7 +320,7 @@ class PromptReader:
         padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
         self._tokens_RT.copy_(tensor_on(padded, self.device))
         first_R = tensor_on([*begins, *[0] * (self.rows - len(prompts))], self.device)
-        # What pads a short part is written behind it, or to the last slot, which no prompt reaches.
+        # The padding of a short part is written after it, or to the last slot, which no prompt reaches.
         positions_RT = first_R[:, None] + self._columns_T
         self._positions_RT.copy_(positions_RT.clamp(max=self.cache.slots - 1))
         self._passes.run(1, self.cache.block_count_for(max(begins) + count), count)
@@ -333,6 +337,7 @@ class PromptReader:
 
     @torch.no_grad()
     def _run_pass(self, blocks: int, count: int) -> None:
+        """Run the model over the first `count` columns of the tokens, with this number of blocks."""
         with rows_with_adapters(self.bank, self._adapter_R):
             hidden_RTD = self.model(
                 self._tokens_RT[:, :count],

@@ -1,4 +1,4 @@
-"""The options of sampling of a request, with their ranges and the values that turn them off."""
+"""The sampling options of a request, with their ranges and the values that turn them off."""
 
 import math
 from collections.abc import Mapping, Sequence
