@@ -192,7 +192,8 @@ def _seconds(microseconds: float) -> float:
 def _sequence_numbers(events: Sequence[TraceEvent]) -> set[int]:
     """Return the sequence numbers of the operators in a head's span.
 
-    Autograd numbers operators, and each node of the backward pass has the number of its operator.
+    Autograd numbers operators, and each node of the backward pass has the number of the operator whose
+    gradient it computes.
     """
     heads = [event for event in events if event["name"] == HEAD]
     numbers = set[int]()
@@ -214,7 +215,7 @@ def _is_inside(event: TraceEvent, outer: TraceEvent) -> bool:
 
 
 class _Reader:
-    """Collects what the events of the host's threads tell.
+    """Reads the events of the host's threads, and collects what they say.
 
     Attributes:
         has_kernel: see `read_trace`.
@@ -263,7 +264,7 @@ class _Reader:
                 launch = _Launch(self._begin_s(event), outer_place, operator)
                 self.launches[event["args"]["correlation"]] = launch
             if is_main:
-                # Recording an event takes the profiler some time. The counts say in which part.
+                # Recording an event takes the profiler some time, which is counted in the part around it.
                 in_update = outer_place.span_part == "optimizer"
                 counts = self.update_event_counts if in_update else self.event_counts
                 counts[outer_place.kernel_part or "host gaps"] += 1
@@ -346,8 +347,9 @@ class _Reader:
 
     def device_kernels(self, events: Sequence[TraceEvent]) -> Iterator[Kernel]:
         """Yield the kernels of a device, each with the work of the operator that launched it."""
-        # Only the first kernel of an operator gets the operator's work, so that it counts once.
-        operators_with_kernel: set[int] = set()  # by `id`
+        # Only the first kernel of an operator gets the operator's work, so that the work counts once. The
+        # set has the `id` of each operator with a kernel.
+        operators_with_kernel: set[int] = set()
         for event in events:
             begin_s = self._begin_s(event)
             end_s = begin_s + _seconds(event["dur"])
@@ -388,7 +390,7 @@ class _Reader:
 
 def _shapes(event: TraceEvent) -> list[list[int]]:
     """Return the shapes of the tensors among an operator's inputs."""
-    # Other inputs have [] or, for a list of tensors, a list of shapes.
+    # An input that is not a tensor has [], and a list of tensors has a list of shapes.
     return [
         shape
         for shape in event.get("args", {}).get("Input Dims", [])
@@ -424,8 +426,8 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
         other                                             0 FLOPs
 
     Bytes are counted for all inputs, which are read once, and for the output, which is written once.
-    The shape of a product's output is known. The output of any other operator counts as large as its
-    largest input. A generated kernel has its outputs among its inputs.
+    The shape of a product's output is known. The output of any other operator is taken to be as large as
+    its largest input. A kernel that Inductor generates has its outputs among its inputs.
 
     (None, None): the shapes are not in the trace, or the operator is one of Inductor's templates
     for products, whose shapes are unknown.
@@ -452,7 +454,8 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
     if name in _PRODUCTS and len(shapes) > _PRODUCTS[name] + 1:
         left = shapes[_PRODUCTS[name]]
         right = shapes[_PRODUCTS[name] + 1]
-        # A right operand of more than two dimensions has a matrix for each of the left one's.
+        # If the right operand has more than two dimensions, both operands are batches of this number of
+        # matrices.
         matrices = math.prod(left[:-2]) if len(right) > 2 else 1
         columns = math.prod(right) // max(1, left[-1] * matrices)
         element_bytes = max(_BYTES.get(type_name, 1) for type_name in type_names)
@@ -461,8 +464,8 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
     if name in _GROUPED:
         return 2.0 * math.prod(shapes[0]) * shapes[1][1], moved_bytes
     if _ATTENTION.search(name) and len(shapes) >= 3:
-        # A backward operator has the gradient of the output as its first input.
         is_backward = "backward" in name
+        # The first input of a backward operator is the gradient of the output.
         query, key = shapes[1:3] if is_backward else shapes[0:2]
         forward_flops = 2.0 * math.prod(query) * key[-2]
         return forward_flops * (2.5 if is_backward else 1.0), moved_bytes
