@@ -6,7 +6,7 @@ the base is read once for all rows. Slot 0 is the base: its matrices are zero. A
 smaller than the bank's is padded with zeros, which add nothing.
 
 Adapters may have magnitudes (DoRA), and rows of the embedding and the head for a few tokens. The bank
-has room for these only if one of the adapters that it begins with has them.
+has room for these if one of the adapters that it begins with has them.
 
 A slot is written in place, so that a captured graph need not be captured again.
 

@@ -253,6 +253,7 @@ class AutomatonTables:
     def _free_place(self, automaton: Automaton) -> _Place | None:
         """Return a place for an automaton that overlaps no present one; None if there is no room."""
         places = self._places.values()
+        # For each table, the lists have the first index and the size of each present automaton's entries.
         numbers = {place.number for place in places}
         number = next((n for n in range(1, 1 + self.automata) if n not in numbers), None)
         cell = _find_gap(
@@ -302,13 +303,14 @@ class AutomatonTables:
     def _write_effects(self, first: int, effects: Sequence[Effect]) -> None:
         """Write effects to the indices from `first` on."""
         if effects:
+            # From [E, 4, R].
             effects_4RE = torch.tensor(effects, dtype=torch.int32).permute(1, 2, 0)
             end = first + len(effects)
             self.effects_4RE[:, :, first:end] = effects_4RE.to(self.effects_4RE.device)
 
 
 def _sizes(automata: Collection[Automaton]) -> tuple[int, int, int]:
-    """Return how many cells, states and effects automata have together, `ALWAYS` not counted."""
+    """Return how many cells, states and effects other than `ALWAYS` automata have together."""
     cells = sum(each.next_SC.size for each in automata)
     states = sum(len(each.next_SC) for each in automata)
     effects = sum(len(each.effects) - 1 for each in automata)
@@ -334,7 +336,7 @@ def _find_gap(occupied: list[tuple[int, int]], size: int, capacity: int) -> int 
 def allowed_tokens(
     tables: AutomatonTables, state_B: Tensor, running_B: Tensor | None = None
 ) -> Tensor:
-    """Return the tokens that may come next, which do not lead to DEAD.
+    """Return the tokens that may come next: those that do not lead to DEAD.
 
     Args:
         tables: the automata.
@@ -451,6 +453,7 @@ def next_states(tables: AutomatonTables, state_B: Tensor, token_B: Tensor) -> Te
     low_BR, high_BR, keep_BR, add_BR = effects_4RB.transpose(1, 2).unbind(0)
     counts_BR = _counts(tables.shifts_R, state_B)
     is_allowed_B = ((counts_BR >= low_BR) & (counts_BR <= high_BR)).all(-1)
+    # keep is 1, or 0 if the new count does not depend on the old one.
     next_counts_BR = keep_BR * counts_BR + add_BR
     next_B = tables.next_N[cell_B] + (next_counts_BR << tables.shifts_R).sum(-1)
     return torch.where(is_allowed_B, next_B, DEAD)

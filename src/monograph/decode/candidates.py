@@ -253,6 +253,7 @@ def largest_values(values_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     if vocabulary <= _GROUP * width:
         values_BW, ids_BW = values_BV.topk(width)
         return values_BW, ids_BW
+    # How many values are added so that the groups have the same size.
     padding = -vocabulary % _GROUP
     if padding:
         values_BV = torch.nn.functional.pad(values_BV, (0, padding), value=-torch.inf)

@@ -13,9 +13,9 @@ steps of a block.
 
 A request may keep its row after its end, so that a later request can continue in it, like the next
 turn of a conversation. The model then reads only the new tokens of the later request's prompt. A draft
-model rereads the whole prompt. If a step rounds differently from a pass over a prompt, which it does
-unless `CacheSizes.pads_products` is set, the log-probabilities of the continuation differ by rounding
-from those after the same prompt in a fresh row.
+model rereads the whole prompt. A step may round differently from a pass over a prompt, unless
+`CacheSizes.pads_products` is set. Then the log-probabilities of the continuation differ by rounding from
+those after the same prompt in a fresh row.
 
 The word block has two meanings: the blocks of steps of this file, and the blocks of slots that a cache
 consists of (`monograph.decode.cache`).
@@ -169,7 +169,9 @@ class Generator:
         if isinstance(pace, Pace):
             self.pace = pace
         else:
-            steps = pace or (16 if weight.is_cuda else 1)
+            steps = pace
+            if not steps:
+                steps = 16 if weight.is_cuda else 1
             self.pace = Pace(steps, steps_while_waiting=steps, max_chunks=None)
         chains = (chain,) if isinstance(chain, Chain) else tuple(chain)
         self.chain = chains[-1]
@@ -339,7 +341,8 @@ class Generator:
             raise UsageError(
                 f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for"
             )
-        if not 0 <= request.adapter <= (self.bank.capacity if self.bank else BASE_SLOT):
+        last_slot = self.bank.capacity if self.bank else BASE_SLOT
+        if not 0 <= request.adapter <= last_slot:
             raise UsageError(f"the model has no slot {request.adapter} for an adapter")
         if request.continues is not None:
             self._require_kept(request.continues, request)
@@ -462,10 +465,10 @@ class Generator:
             the events of the blocks that were read.
         """
         self._fill_rows()
-        texts = self._write_masks()
-        launched = self._launch_block(limit=1 if texts else None)
+        mask_count = self._write_masks()
+        launched = self._launch_block(limit=1 if mask_count else None)
         blocks_to_read = [self._unread]
-        if self.reads_behind and not texts:
+        if self.reads_behind and not mask_count:
             self._unread = launched
         else:
             self._unread = None
@@ -483,9 +486,9 @@ class Generator:
         options = request.sampling, request.stop_ids
         # Most requests have the same options as the one before.
         if options != self._last_options:
-            smallest_chain = chain_of(
-                [request.sampling], len(request.stop_ids) if self.chain.stop_length else 0
-            )
+            # Stop ids are a part of a chain only if it has the stage min_tokens, which forbids them at first.
+            stop_id_count = len(request.stop_ids) if self.chain.stop_length else 0
+            smallest_chain = chain_of([request.sampling], stop_id_count)
             if not self.chain.covers(smallest_chain):
                 raise UsageError(
                     f"the generator's chain {self.chain.stages} does not serve {request.sampling}"
@@ -764,12 +767,12 @@ class Generator:
 
     def _write_masks(self) -> int:
         """Write the masks of the constraints that the host follows; return how many there are."""
-        texts = [record.request.constraint for record in self._records if record is not None]
-        followed = [text for text in texts if isinstance(text, HostText)]
+        constraints = [record.request.constraint for record in self._records if record is not None]
+        followed = [each for each in constraints if isinstance(each, HostText)]
         if followed:
             began = clock()
-            for text in followed:
-                self.tables.write_classes(text, text.write_classes())
+            for constraint in followed:
+                self.tables.write_classes(constraint, constraint.write_classes())
             self.masks += len(followed)
             self.masks_s += clock() - began
         return len(followed)

@@ -1,14 +1,15 @@
 """Reads prompts (prefill) into a cache, from which the decoder's rows copy their keys and values.
 
-A reader reads chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one by
+A reader reads chunks of a fixed size at fixed positions, in passes over a fixed number of rows (one by
 default). So the keys and values of a prompt do not depend on other prompts.
 
-If two prompts begin with the same whole chunks, these chunks are read only once. For layers without
-attention, this needs the recurrence after these chunks. A prompt's last token is read by the first
-decode step, or by the reader if `CacheSizes.pads_products`.
+If two prompts begin with the same whole chunks, these chunks are read only once. A layer without
+attention has a recurrence instead of keys and values, so the reader keeps the recurrences after the first
+chunks of some prompts for this. A prompt's last token is read by the first decode step, or by the reader
+if `CacheSizes.pads_products` is set.
 
 A prompt can also continue a decoder's row, as the next turn of a conversation does. The row is then
-copied to the reader, which reads what is new.
+copied to the reader's cache, and the reader reads only the new tokens.
 
 Shapes: R rows of the reader's cache, T positions of a chunk, D hidden size.
 """
@@ -26,6 +27,7 @@ from monograph.device import tensor_on
 from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
 
+# Returns a function compiled, or unchanged.
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 # The ids of a text's tokens.
 Ids = tuple[int, ...]
@@ -46,12 +48,12 @@ class ReuseKey(NamedTuple):
 
 
 class PromptToRead(NamedTuple):
-    """A prompt; two equal ones share keys and values.
+    """A prompt. Two prompts whose attributes are equal share keys and values.
 
     Attributes:
         ids: its tokens.
-        reuse_key: what else they must have in common. The default is that of a request without an
-            owner and an adapter.
+        reuse_key: what the two must have in common besides the tokens. The default is that of a request
+            without an owner and without an adapter.
     """
 
     ids: Ids
@@ -59,13 +61,14 @@ class PromptToRead(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """A prompt whose beginning a decoder's row has.
+    """A prompt whose beginning has been read by a row of a decoder.
 
     Attributes:
         row: the row.
-        known: the number of first tokens that the row has. In layers without attention it may also have
-            the next token, if a step has read it after the row's request had ended.
-        prompt: the prompt, with at least one token more.
+        known: how many first tokens of the prompt the row has read. The recurrences of layers without
+            attention may have taken in the next token as well, if a step read it after the row's request
+            had ended.
+        prompt: the whole prompt, which has more tokens than `known`.
     """
 
     row: int
@@ -73,7 +76,7 @@ class Continuation(NamedTuple):
     prompt: PromptToRead
 
 
-# A reader keeps the recurrences after the first chunks of prompts, for at most this number of beginnings.
+# A reader keeps the recurrences after the first chunks of prompts for at most this number of beginnings.
 MAX_KNOWN_RECURRENCES = 8
 
 

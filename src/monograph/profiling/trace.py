@@ -1,18 +1,18 @@
 """Read a profiler's Chrome trace into intervals, and find the part of a step that each operator
 belongs to.
 
-An event is an entry of the trace: an operator, a call of the CUDA runtime, a kernel, or a span,
-which is an interval that `monograph.profiling.profiler` has recorded under a name. The event of an
-operator that is called lies inside the event of its caller. The loss's head is the product of hidden
-states and the vocabulary's matrix, with the loss after it. The part of a kernel is given by the first
-rule that applies:
+An event is an entry of the trace: an operator, a call of the CUDA runtime, a kernel, or a span. A span
+is an interval that `monograph.profiling.profiler` has recorded under a name. If an operator calls another
+one, the interval of its event contains that of the other's event. The loss's head is the product of
+hidden states and the vocabulary's matrix, with the loss after it. The part of a kernel is given by the
+first rule that applies:
 
 1. It is inside the span of the optimizer's update: "optimizer".
 2. It is inside the span of the loss's head, or in the backward pass of an operator in that span:
    "loss head".
 3. It is one of torch's attention operators: "attention".
-4. It is a product, and a side is as long as the vocabulary: "loss head". This is for one graph of
-   the whole step, which has no spans.
+4. It is a product, and a side is as long as the vocabulary: "loss head". This is for a step that is
+   one graph, in which there is no span of the head.
 5. It is another product: "matmul". A batched product in a Llama is "attention".
 6. torch or its compiler runs it, e.g. a reduction, a lookup or a copy: "elementwise".
 7. "other".
@@ -28,16 +28,16 @@ from monograph.profiling.intervals import Kernel, Operands, Part, Span, Timeline
 from monograph.step.parts import OPTIMIZER
 
 # The names of spans: of a whole update, of the wait for its rows, of the loss's head, and of the
-# optimizer, which is a part of the update by `monograph.step.parts`.
+# optimizer, whose name is that of `monograph.step.parts`.
 STEP = "monograph.step"
 DATA = "monograph.data"
 HEAD = "monograph.head"
 UPDATE = f"monograph.{OPTIMIZER}"
-# Operators that compute a gradient by calling one of torch's matrix products. So they are no kernels
-# themselves.
+# Operators that compute a gradient by calling one of torch's matrix products. They do not count as
+# kernels, since the product that they call does.
 PRODUCT_CALLERS = ("monograph::add_product_", "monograph::product")
-# Operators that compute the gradient of a head's weights or add to it. They count as part of the loss's
-# head by their names, because the head has no span in one graph of the whole step.
+# Operators that compute the gradient of a head's weights or add to it. Their names show that they belong
+# to the loss's head, even if the whole step is one graph, in which the head has no span.
 HEAD_GRADIENT_OPERATORS = (*PRODUCT_CALLERS, "monograph::add_scaled_")
 TraceEvent = Mapping[str, Any]
 # Returns whether the operator with a name computes something itself.
@@ -88,10 +88,10 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 
 class _Place(NamedTuple):
-    """The place of an event in the step.
+    """What an event belongs to.
 
     Attributes:
-        span_part: the part to which the spans around the event belong; None: to no part.
+        span_part: the part to which the event and the spans around it belong; None: to no part.
         kernel_part: the part of the outermost operator that computes something itself, among the event
             and the events around it; None: there is no such operator.
     """
@@ -137,8 +137,8 @@ def read_trace(
         trace: the content that `torch.profiler.profile.export_chrome_trace` wrote, with shapes.
         has_kernel: returns whether the operator with a name computes something itself, instead of
             making a view, allocating or only calling other operators.
-        vocabulary: the size of the vocabulary, if it identifies the products of the loss's head;
-            None: they are not identified so.
+        vocabulary: the size of the vocabulary, if it identifies the products of the loss's head; None:
+            it does not, and they are not looked for.
         heads_are_batched: whether batched products belong to attention; they do in a Llama, whose
             layers multiply matrices.
 
@@ -150,8 +150,7 @@ def read_trace(
     """
     # "X" are the events with a duration.
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    # Only the spans on the host's tracks count; the device's tracks list them again, with another
-    # category.
+    # Only the spans of the host count. The trace lists them again for the device, with another category.
     steps = [
         event for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"
     ]
