@@ -260,14 +260,12 @@ class AdapterBank(BankOfRows):
     @property
     def nbytes(self) -> int:
         """The memory that the bank takes."""
-        owners = [*self.layers.values(), self.embedding, self.head]
-        return sum(
-            buffer.nbytes
-            for owner in owners
-            if owner is not None
-            for name, buffer in owner.named_buffers(recurse=False)
-            if name.startswith("bank_")
-        )
+        total = 0
+        for owner in (*self.layers.values(), self.embedding, self.head):
+            if owner is not None:
+                buffers = dict(owner.named_buffers(recurse=False))
+                total += sum(buffers[name].nbytes for name in buffers if name.startswith("bank_"))
+        return total
 
     def slot_of(self, name: str) -> int:
         """Return the slot of an adapter, or that of the base for the name `BASE`.

@@ -263,24 +263,26 @@ def generate(
     breakers_of = cache(lambda texts: breakers(texts, tokenizer.pieces))
     unwrapped_model = unwrapped(model)
     adapter_slots = _adapter_slots(unwrapped_model, adapters, len(prompts))
-    requests = [
-        Request(
-            prompt_ids=tuple(prompt_ids(unwrapped_model, tokenizer, prompt)),
+    automaton = constraint if isinstance(constraint, Automaton) else None
+    host_constraint = constraint if isinstance(constraint, HostConstraint) else None
+    requests = list[Request]()
+    for prompt, options, slot in zip(prompts, samplings, adapter_slots, strict=True):
+        encoded_prompt = tuple(prompt_ids(unwrapped_model, tokenizer, prompt))
+        breaker_V = None
+        if options.dry_multiplier:
+            breaker_V = breakers_of(tuple(options.dry_sequence_breakers))
+        request = Request(
+            prompt_ids=encoded_prompt,
             sampling=options,
             max_tokens=max_tokens,
             stop_ids=stop_ids,
-            constraint=constraint if isinstance(constraint, Automaton) else None,
-            host_constraint=constraint if isinstance(constraint, HostConstraint) else None,
+            constraint=automaton,
+            host_constraint=host_constraint,
             stop_automaton=stop_automaton,
-            breaker_V=(
-                breakers_of(tuple(options.dry_sequence_breakers))
-                if options.dry_multiplier
-                else None
-            ),
+            breaker_V=breaker_V,
             adapter=slot,
         )
-        for prompt, options, slot in zip(prompts, samplings, adapter_slots, strict=True)
-    ]
+        requests.append(request)
     _refuse_leading_spaces(strings, requests, tokenizer)
     # The generator puts only `unwrapped_model` into evaluation mode, which may be a copy of `model`.
     model.eval()

@@ -191,7 +191,9 @@ def _places(ordered_N, low, high, above, ROOM: tl.constexpr):
     within_N = counts_N & _PLACE_MASK
     room = ROOM - above
     is_kept_N = is_above_N | (is_within_N & (within_N <= room))
-    return is_kept_N, (counts_N >> _PLACE_BITS) + tl.minimum(within_N, room) - 1
+    # The place of a kept number is the count of kept numbers up to it, minus 1.
+    above_N = counts_N >> _PLACE_BITS
+    return is_kept_N, above_N + tl.minimum(within_N, room) - 1
 
 
 @triton.jit

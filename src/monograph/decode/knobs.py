@@ -279,7 +279,9 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
     return values
 
 
+# Options that turn all stages off, except for the temperature, which is 1.
 _OFF = Sampling(temperature=1.0)
+# The knobs that are int64.
 _INT_KNOBS = {
     name for stage in STAGES.values() for name, knob in stage.knobs.items() if knob.is_whole
 }
@@ -292,14 +294,11 @@ def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor
     Returns:
         numbers, fp32 or int64 [B], and lists [B, M].
     """
-    return {
-        name: torch.tensor(
-            [value] * rows,
-            dtype=torch.int64 if name in _INT_KNOBS else torch.float32,
-            device=device,
-        )
-        for name, value in knobs_of(_OFF, chain).items()
-    }
+    knobs = dict[str, Tensor]()
+    for name, value in knobs_of(_OFF, chain).items():
+        dtype = torch.int64 if name in _INT_KNOBS else torch.float32
+        knobs[name] = torch.tensor([value] * rows, dtype=dtype, device=device)
+    return knobs
 
 
 def write_rows(

@@ -263,7 +263,8 @@ class _Reader:
                 launch = _Launch(self._begin_s(event), outer_place, operator)
                 self.launches[event["args"]["correlation"]] = launch
             if is_main:
-                # Recording an event takes the profiler some time, which is counted in the part around it.
+                # Recording an event takes the profiler some time. So the events are counted, by the part in
+                # which this time was spent.
                 in_update = outer_place.span_part == "optimizer"
                 counts = self.update_event_counts if in_update else self.event_counts
                 counts[outer_place.kernel_part or "host gaps"] += 1

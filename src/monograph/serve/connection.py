@@ -179,7 +179,8 @@ class Connection(H11Protocol):
         )
         try:
             for event in events:
-                self.transport.write(self.conn.send(event) or b"")
+                sent_bytes = self.conn.send(event)
+                self.transport.write(sent_bytes or b"")  # h11 returns None instead of no bytes
         except h11.LocalProtocolError:  # an earlier answer has begun, or must not have a body
             self.transport.abort()
         else:

@@ -227,8 +227,10 @@ def read_object(model: type[_Model], value: object, place: str, field: str) -> _
         raise Refused(400, f"{place}: {refused}", field) from None
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in fault["loc"]]
-        inner = place + "".join(steps)
+        # The place of the fault inside the object, such as "tools[0].function.name".
+        inner = place
+        for step in fault["loc"]:
+            inner += f"[{step}]" if isinstance(step, int) else f".{step}"
         if fault["type"] == "missing":
             raise Refused(400, f"{inner} is missing", field) from None
         words = _expected_words(fault)

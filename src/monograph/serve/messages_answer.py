@@ -238,10 +238,10 @@ class MessageBuilder(AnswerBuilder):
         """Return the whole answer; see the base class."""
         for piece in texts[0]:
             self._blocks.add(piece)
-        content = [
-            _content_block(block, _input(block.text) if block.kind == "call" else {})
-            for block in self._blocks.blocks
-        ]
+        content = []
+        for block in self._blocks.blocks:
+            call_input = _input(block.text) if block.kind == "call" else {}
+            content.append(_content_block(block, call_input))
         return as_json(
             self._fields | {"content": content} | self._stop() | {"usage": _message_usage(usage)}
         )

@@ -630,7 +630,8 @@ def with_options(model: type[_Model]) -> type[_Model]:
         field_type = _TYPES.get(name)
         if field_type is None:
             allowed = RANGES[name]
-            field_type = Annotated[int if allowed.whole else float, number_within(allowed)]
+            number_type = int if allowed.whole else float
+            field_type = Annotated[number_type, number_within(allowed)]
         default = _DEFAULTS.get(name, _json_default(option))
         new_fields[name] = field_type, Field(default, description=descriptions.get(name))
     return create_model(

@@ -306,7 +306,8 @@ class Service:
             version = self.newest
             bank = version.bank
             if bank is None or name not in bank.slots:
-                known = ", ".join(bank.slots if bank else {}) or "none"
+                names = list(bank.slots) if bank is not None else []
+                known = ", ".join(names) or "none"
                 message = f"there is no adapter {name!r:.80}: expected {known}"
                 raise Refused(404, message, "lora_name", "model_not_found")
             adapter = version, bank.retire(name)

@@ -531,10 +531,10 @@ def _calls(
     if thoughts is not None:
         frame["thoughts"] = thoughts.grammar(_place(thoughts, prompt_ids, version))
     no_arguments: dict[str, Any] = {"type": "object", "properties": {}}
-    functions = [
-        (function.name, no_arguments if function.parameters is None else function.parameters)
-        for function in tools.functions
-    ]
+    functions = []
+    for function in tools.functions:
+        schema = no_arguments if function.parameters is None else function.parameters
+        functions.append((function.name, schema))
     return Calls(frame, functions, tools.must_call, tools.parallel)
 
 
