@@ -2,10 +2,11 @@
 
 The small model, called the draft model, writes the next K tokens of each row, one after another. The
 model then reads the row's last token and these K tokens in one pass, and samples as in K + 1 ordinary
-steps: first the token after the row's last one. If this is the proposed token, the proposal is accepted,
-and the token after it is sampled; and so on up to the first proposal that differs, after which the pass
-has read the wrong text. So the text is the model's own, whatever the draft model proposes. The proposals
-only decide how many tokens a pass gives, from 1 to K + 1.
+steps: first the token after the row's last one. If the sampled token is the proposed one, the proposal is
+accepted, and the next token is sampled, and so on. After the first sampled token that was not proposed,
+the pass is over for this row, since the model has read the wrong text from there on. So the text is the
+model's own, whatever the draft model proposes. The proposals only decide how many tokens a pass gives,
+from 1 to K + 1.
 
     proposed_k = sample(draft(text, proposed_1 .. proposed_k-1), noise of the position)
     logits_0 .. logits_K = model(text, proposed_1 .. proposed_K)

@@ -17,8 +17,8 @@ row has one of a bank (`monograph.decode.adapter_bank`).
 
 For more than 16 rows, dense weights are multiplied by torch. This is faster, since the kernels would read
 a weight once for every 16 rows. Attention without gates and a feed-forward layer then take eight
-launches together in a compiled step: four products, `attend`, one for each of the two norms, which
-also adds the residual, and one for the activation. Weights in 8 or 4 bits, and adapters on them, are
+launches together in a compiled step: four for the products, one for `attend`, two for the norms, which
+also add the residual, and one for the activation. Weights in 8 or 4 bits, and adapters on them, are
 multiplied by the kernels for any number of rows, and so are dense weights with a bank of adapters. A
 dense weight with one adapter for all rows is multiplied by the kernels for up to 16 rows; for more rows
 it is an obstacle.

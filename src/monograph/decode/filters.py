@@ -229,7 +229,7 @@ def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
 @sampler_stage(lambda s: s.top_n_sigma > 0, options("top_n_sigma"), {"top_n_sigma": 1.0})
 def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep x >= m - n s, where s is the population standard deviation of the scores left.
+    """Keep x >= m - n s, where s is the population standard deviation of the remaining scores.
 
     n = 0 is off. The sums are in fp64, so the order in which they are added rarely changes s in fp32, and
     then only its last bit.
