@@ -1,12 +1,12 @@
 """Many adapters on one base, so that rows of different adapters are decoded by one graph.
 
-Each layer that has a bank holds the matrices of several adapters, one in each slot. A row says by its
-slot which adapter it has, and `monograph.decode.banked_layers` has the equations. W is read once for
-all rows. Slot 0 is the base: its matrices are zero. An adapter whose rank is smaller than the bank's is
-padded with zeros, which add nothing.
+Each layer that has a bank holds the matrices of several adapters, one adapter in each slot. The slot of
+a row says which adapter the row has; `monograph.decode.banked_layers` has the equations. The weight W of
+the base is read once for all rows. Slot 0 is the base: its matrices are zero. An adapter whose rank is
+smaller than the bank's is padded with zeros, which add nothing.
 
 Adapters may have magnitudes (DoRA), and rows of the embedding and the head for a few tokens. The bank
-has room for them if one of the adapters has them with which it begins.
+has room for these if one of the adapters that it begins with has them.
 
 A slot is written in place, so that a captured graph need not be captured again.
 
@@ -44,14 +44,14 @@ BASE = "base"
 BASE_SLOT = 0
 # The rank of a bank is at least this, unless the user gives another one.
 LEAST_RANK = 16
-# The remedy for an adapter that a bank cannot hold. A folder with an adapter that is given as the model
-# itself is loaded with its adapter merged into the weights.
+# The remedy for an adapter that a bank cannot hold. If a folder with an adapter is given as the model
+# itself, the adapter is merged into the weights.
 MERGE = "give this folder in the place of the model"
 _BEGIN_WITH_IT = "begin with this adapter"
 
 
 class AdapterFactors(NamedTuple):
-    """The matrices of an adapter of one layer.
+    """The matrices of an adapter for one layer.
 
     Attributes:
         A_QK: A.
@@ -65,12 +65,12 @@ class AdapterFactors(NamedTuple):
 
 
 class TokenRows(NamedTuple):
-    """The rows of a few tokens that an adapter has in the place of the base's.
+    """An adapter's own rows of the embedding and the head, which replace the base's for a few tokens.
 
     Attributes:
-        ids: the tokens, C of them.
+        ids: the ids of these tokens, C of them.
         embedding_CD: their rows of the embedding.
-        head_CD: their rows of the head, which are the same if the two are tied.
+        head_CD: their rows of the head; those of the embedding if the two are tied.
     """
 
     ids: tuple[int, ...]
@@ -104,7 +104,7 @@ class StoredAdapter(NamedTuple):
 
     @property
     def token_count(self) -> int:
-        """For how many tokens it has rows of its own."""
+        """The number of tokens for which it has rows of its own."""
         return len(self.token_rows.ids) if self.token_rows else 0
 
 
@@ -175,9 +175,10 @@ class AdapterBank(BankOfRows):
         head: the head, likewise.
         slots: the slot of each adapter that requests may ask for, by its name.
         has_magnitudes: whether there is room for magnitudes.
-        token_count: C, for how many tokens of an adapter there is room.
-        last_writes: for each slot, the number of the write that filled it, counted over all slots; 0:
-            none. What was computed with a slot is valid as long as this number is the same.
+        token_count: C, the number of tokens for which an adapter may have rows of its own.
+        last_writes: for each slot, the number of the write that filled it, where the writes to all slots
+            are counted together; 0: it was never written. What was computed with a slot, such as keys
+            and values, is valid as long as this number is the same.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class AdapterBank(BankOfRows):
             rank: see the attribute.
             has_magnitudes: whether there is room for magnitudes.
             tables: the embedding and the head, which get room for rows of tokens; None: they do not.
-            tokens: C, for how many tokens of an adapter.
+            tokens: C, see `token_count`.
         """
         self.capacity = capacity
         self.rank = rank
@@ -220,7 +221,7 @@ class AdapterBank(BankOfRows):
             self._add_tables(*tables)
 
     def _banked(self, layer: nn.Linear) -> Banked:
-        """Give a layer an empty bank."""
+        """Give a layer an empty bank, in place, by changing its class; return the layer."""
         slots = self.capacity + 1
         dtype = _bank_dtype(layer)
         device = next(layer.parameters()).device
@@ -241,6 +242,7 @@ class AdapterBank(BankOfRows):
         """Give the embedding and the head room for rows of tokens."""
         slots = self.capacity + 1
         weight = embedding.weight
+        # -1 stands for no token.
         self.token_ids_SC = torch.full((slots, self.token_count), -1, device=weight.device)
         shape = (slots, self.token_count, weight.shape[1])
         embedding.__class__ = BankedEmbedding
@@ -258,14 +260,12 @@ class AdapterBank(BankOfRows):
     @property
     def nbytes(self) -> int:
         """The memory that the bank takes."""
-        owners = [*self.layers.values(), self.embedding, self.head]
-        return sum(
-            buffer.nbytes
-            for owner in owners
-            if owner is not None
-            for name, buffer in owner.named_buffers(recurse=False)
-            if name.startswith("bank_")
-        )
+        total = 0
+        for owner in (*self.layers.values(), self.embedding, self.head):
+            if owner is not None:
+                buffers = dict(owner.named_buffers(recurse=False))
+                total += sum(buffers[name].nbytes for name in buffers if name.startswith("bank_"))
+        return total
 
     def slot_of(self, name: str) -> int:
         """Return the slot of an adapter, or that of the base for the name `BASE`.
@@ -346,7 +346,7 @@ class AdapterBank(BankOfRows):
         return slot
 
     def replace(self, name: str, adapter: StoredAdapter) -> None:
-        """Write an adapter to the slot of one that has this name. No request of it may be running.
+        """Overwrite the adapter of this name. No request that uses it may be running.
 
         Raises:
             InputRefused: it does not fit, see `require_fits`.
@@ -371,6 +371,7 @@ class AdapterBank(BankOfRows):
 
     @torch.no_grad()
     def _write(self, slot: int, adapter: StoredAdapter) -> None:
+        """Write an adapter's tensors to a slot, with zeros where the adapter has none."""
         self._writes += 1
         self.last_writes[slot] = self._writes
         self.scale_S[slot] = adapter.scale
@@ -386,12 +387,14 @@ class AdapterBank(BankOfRows):
             B_RN[: adapter.rank].copy_(factors.B_NQ.T)
             if factors.magnitude_N is not None:
                 assert layer.bank_gain_SN is not None  # `require_fits`
+                # The equations are those of `monograph.decode.banked_layers`: g = m / ||W + s B A||.
                 gain_N = factors.magnitude_N.to(B_RN) / _norms(layer, A_RK, B_RN, adapter.scale)
                 layer.bank_gain_SN[slot].copy_(gain_N - 1)
                 B_RN *= gain_N
         self._write_token_rows(slot, adapter.token_rows)
 
     def _write_token_rows(self, slot: int, rows: TokenRows | None) -> None:
+        """Write an adapter's rows of tokens to a slot; None: it has none."""
         if self.token_ids_SC is None or self.embedding is None or self.head is None:
             return
         ids_C = self.token_ids_SC[slot].fill_(-1)
@@ -402,7 +405,8 @@ class AdapterBank(BankOfRows):
         count = len(rows.ids)
         ids_C[:count] = torch.tensor(rows.ids)
         embedding_CD[:count].copy_(rows.embedding_CD)
-        # Rounded first, and so exactly zero where a row equals that of the weight.
+        # The row is rounded to the weight's dtype before the subtraction, so the difference is exactly zero
+        # if the two rows are equal.
         difference_CD[:count].copy_(rows.head_CD)
         difference_CD[:count] -= self.head.weight[ids_C[:count]]
 
@@ -503,8 +507,8 @@ def _bank_dtype(layer: nn.Linear) -> torch.dtype:
 
 def _possible_layers(model: Llama) -> dict[str, nn.Linear]:
     """Return the layers that can have a bank, by name."""
-    # A bank gives a layer another class, so the layer must have the forward pass of a plain one. No
-    # adapter changes a weight that several layers share (`monograph.graph.lora_targets`).
+    # A bank replaces a layer's class, and so its forward pass. So only layers of the classes in BANKED can
+    # have one. No adapter changes a weight that several layers share (`monograph.graph.lora_targets`).
     shared = {name for names in shared_parameters(model).values() for name in names}
     return {
         name: layer
@@ -544,6 +548,7 @@ def bank_of(model: nn.Module) -> AdapterBank | None:
     """Return a model's bank, or None if it has none."""
     for module in model.modules():
         if isinstance(module, Banked):
-            assert isinstance(module.bank, AdapterBank)  # which gave it to the module
+            # `AdapterBank` sets this attribute to itself.
+            assert isinstance(module.bank, AdapterBank)
             return module.bank
     return None

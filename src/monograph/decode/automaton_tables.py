@@ -1,11 +1,11 @@
 """Automata on the device, which are added and removed while a decoder runs.
 
 The decode step follows automata by gathers in tensors of fixed size, without the host. The tensors
-keep their sizes and addresses, so a captured step can still read them.
+keep their sizes and addresses, so a captured step still works when automata are added or removed.
 
-An automaton puts tokens that it treats alike into one class. A cell is a pair of a state and a class,
-and has the next state and an effect. An effect says for each counter of the automaton between which
-counts the token is allowed, and how the count changes (`monograph.automata.counting.Effect`).
+An automaton puts tokens that it treats alike into one class. A cell belongs to a pair of a state and a
+class. It has the next state and an effect. For each counter of the automaton, an effect says between
+which counts the token is allowed, and how it changes the count (`monograph.automata.counting.Effect`).
 
 Shapes: V tokens, B rows, C classes of tokens, A automata, R counters; S states, N cells and E
 effects of all automata.
@@ -26,7 +26,7 @@ from monograph.automata.dfa import STATE_MASK
 from monograph.automata.tokens import MAX_EFFECTS
 from monograph.errors import InputRefused
 
-# The state of a row without an automaton: every token is allowed, and no text is over.
+# The state of a row without an automaton: every token is allowed, and the text is never over.
 NO_AUTOMATON = 0
 # The state in which no token is allowed.
 DEAD = 1
@@ -57,9 +57,9 @@ class _Place(NamedTuple):
 class AutomatonTables:
     """Automata over one vocabulary as a few tensors of 6 N + 10 S + 16 E R + 2 A V bytes.
 
-    An automaton has a place while a request uses it, and afterwards until another one needs the
-    place. Each row of a batch has one int64: NO_AUTOMATON, or the index of a state in its lowest bits
-    (STATE_MASK) and the counts above them.
+    An automaton has a place while a request uses it, and keeps it afterwards until another automaton
+    needs the place. Each row of a batch has one int64, its state: NO_AUTOMATON, or the index of a state
+    in the lowest bits (STATE_MASK) and the counts of the counters above them.
 
     Attributes:
         cells: the maximum number of cells.
@@ -75,7 +75,7 @@ class AutomatonTables:
         first_cell_S: int32 [S], the index in `next_N` of each state's cell of class 0. The cells of
             its other classes follow.
         automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for NO_AUTOMATON and DEAD.
-        stops_S: bool [S], whether the text is over in the state.
+        stops_S: bool [S], whether the text is over in the state (`is_over`).
         allows_all_S: bool [S], whether every token is allowed in the state, whatever the counts are.
         class_AV: int16 [A, V], each automaton's class of each token.
     """
@@ -99,8 +99,8 @@ class AutomatonTables:
             states: the maximum number of states of all automata.
             automata: the maximum number of automata.
             effects: the maximum number of effects of all automata.
-            classes: C, the maximum number of classes of an automaton. A step reads this number of
-                cells for each row, which are fewer than a cell for each token would be.
+            classes: C, the maximum number of classes of an automaton. A step reads C cells for each row,
+                which is less than one for each token.
         """
         self.cells = cells
         self.states = states
@@ -131,7 +131,8 @@ class AutomatonTables:
         )
         self.shifts_R = torch.tensor(SHIFTS, dtype=torch.int64, device=device)
         self._vocabulary = vocabulary
-        # By the automaton's id(), in the order in which they were last acquired.
+        # The places by the automaton's id(), in the order in which they were last acquired, and how many
+        # requests use each.
         self._places: dict[int, _Place] = {}
         self._uses: Counter[int] = Counter()
 
@@ -194,14 +195,17 @@ class AutomatonTables:
         """Give an automaton a place, and count a use of it.
 
         Returns:
-            the state in which texts begin, NO_AUTOMATON if `automaton` is None; None: there is no
-            room now, and no use is counted.
+            the state in which texts begin, which is NO_AUTOMATON if `automaton` is None. Or None: there is
+            no room now, and no use is counted.
         """
         if automaton is None:
             return NO_AUTOMATON
         key = id(automaton)
-        # It is removed and added again, so that the places stay in the order of their last acquisition.
-        place = self._places.pop(key, None) or self._add(automaton)
+        # The place is removed and added again below, so that places stay in the order of their last
+        # acquisition.
+        place = self._places.pop(key, None)
+        if place is None:
+            place = self._add(automaton)
         if place is None:
             return None
         self._places[key] = place
@@ -223,7 +227,12 @@ class AutomatonTables:
         self.class_AV[self._places[id(automaton)].number].copy_(torch.from_numpy(class_V))
 
     def state_of(self, automaton: Automaton, packed_state: int) -> int:
-        """Return the number of a state of an automaton that is in use, packed with its counts."""
+        """Return a row's state for a state of an automaton that is in use.
+
+        Args:
+            automaton: the automaton.
+            packed_state: the index of the state in this automaton alone, with the counts above it.
+        """
         return self._places[id(automaton)].first_state + packed_state
 
     def _add(self, automaton: Automaton) -> _Place | None:
@@ -244,6 +253,7 @@ class AutomatonTables:
     def _free_place(self, automaton: Automaton) -> _Place | None:
         """Return a place for an automaton that overlaps no present one; None if there is no room."""
         places = self._places.values()
+        # For each table, the lists have the first index and the size of each present automaton's entries.
         numbers = {place.number for place in places}
         number = next((n for n in range(1, 1 + self.automata) if n not in numbers), None)
         cell = _find_gap(
@@ -272,8 +282,8 @@ class AutomatonTables:
         device = self.next_N.device
         cells = slice(place.first_cell, place.first_cell + next_SC.size)
         states = slice(place.first_state, place.first_state + len(next_SC))
-        # The automaton has -1 for a forbidden token. It becomes DEAD here, so that the device needs no
-        # further case.
+        # The automaton has -1 as the state after a forbidden token. Here it becomes DEAD, so that the device
+        # needs no special case.
         next_N = np.where(next_SC < 0, DEAD, next_SC + place.first_state).reshape(-1)
         self.next_N[cells] = torch.from_numpy(next_N.astype(np.int32)).to(device)
         # An automaton's effect 0 is `ALWAYS`, which is common to all automata.
@@ -293,13 +303,14 @@ class AutomatonTables:
     def _write_effects(self, first: int, effects: Sequence[Effect]) -> None:
         """Write effects to the indices from `first` on."""
         if effects:
+            # From [E, 4, R].
             effects_4RE = torch.tensor(effects, dtype=torch.int32).permute(1, 2, 0)
             end = first + len(effects)
             self.effects_4RE[:, :, first:end] = effects_4RE.to(self.effects_4RE.device)
 
 
 def _sizes(automata: Collection[Automaton]) -> tuple[int, int, int]:
-    """Return how many cells, states and effects automata have together, `ALWAYS` not counted."""
+    """Return how many cells, states and effects other than `ALWAYS` automata have together."""
     cells = sum(each.next_SC.size for each in automata)
     states = sum(len(each.next_SC) for each in automata)
     effects = sum(len(each.effects) - 1 for each in automata)
@@ -325,7 +336,7 @@ def _find_gap(occupied: list[tuple[int, int]], size: int, capacity: int) -> int 
 def allowed_tokens(
     tables: AutomatonTables, state_B: Tensor, running_B: Tensor | None = None
 ) -> Tensor:
-    """Return the tokens that may come next, which do not lead to DEAD.
+    """Return the tokens that may come next: those that do not lead to DEAD.
 
     Args:
         tables: the automata.
@@ -367,8 +378,8 @@ def _computed_allowed_tokens(
 ) -> Tensor:
     """Return what `allowed_tokens` returns, by gathers for all rows; the tensors are those of the tables."""
     index_B = state_B & STATE_MASK
-    # Whether the counts allow an effect is computed for each effect and gathered for each class, which
-    # takes less time than computing it for each token.
+    # Whether the counts of a row allow an effect is computed once for each effect, and then gathered for
+    # each class, which takes less time than to compute it for each token.
     counts_BR1 = _counts(shifts_R, state_B).int()[:, :, None]
     low_RE, high_RE = effects_4RE[0], effects_4RE[1]
     is_allowed_BE = ((counts_BR1 >= low_RE) & (counts_BR1 <= high_RE)).all(1)
@@ -396,8 +407,9 @@ def _allowed_tokens_on_cpu(
 ) -> Tensor:
     """Return what `_computed_allowed_tokens` returns; in rows that are not running it may be anything.
 
-    It computes nothing while every token is allowed, as long as answers that may call a tool have not begun
-    a call. This needs a branch, so it is a custom operator, which a compiled step calls as it is.
+    It computes nothing while every token is allowed in all running rows, which is so while texts that may
+    call a tool have not begun a call. This needs a branch on the data, which a graph cannot have. So it is
+    a custom operator, which a compiled step calls as it is.
     """
     if bool((allows_all_S[state_B & STATE_MASK] | ~running_B).all()):
         return torch.ones(len(state_B), class_AV.shape[1], dtype=torch.bool)
@@ -441,6 +453,7 @@ def next_states(tables: AutomatonTables, state_B: Tensor, token_B: Tensor) -> Te
     low_BR, high_BR, keep_BR, add_BR = effects_4RB.transpose(1, 2).unbind(0)
     counts_BR = _counts(tables.shifts_R, state_B)
     is_allowed_B = ((counts_BR >= low_BR) & (counts_BR <= high_BR)).all(-1)
+    # keep is 1, or 0 if the new count does not depend on the old one.
     next_counts_BR = keep_BR * counts_BR + add_BR
     next_B = tables.next_N[cell_B] + (next_counts_BR << tables.shifts_R).sum(-1)
     return torch.where(is_allowed_B, next_B, DEAD)

@@ -5,11 +5,11 @@ In each pass, every row has the adapter in its slot, and slot 0 is the base:
     y = W x + b + (g_i - 1) W x + s_i B'_i A_i x        i = the row's slot
 
 Without magnitudes (DoRA), g_i = 1 and B'_i is the adapter's B. With them, g_i = m / ||W + s B A||, which
-is a number for each row of W, and B'_i = g_i B. The embedding and the head may have other rows for a few
-tokens of an adapter (`monograph.graph.token_rows`).
+is a number for each row of W, and B'_i = g_i B. In the embedding and the head, an adapter may have rows of
+its own for a few tokens (`monograph.graph.token_rows`).
 
-Of the base, everything that is added is zero. The sum has the bits of y, but for the sign of a zero,
-which no operation of the model turns into another number.
+In slot 0, the last two terms are zero. Adding them keeps the bits of W x + b except for the sign of a
+zero, and no operation of the model makes another number of that.
 
 Shapes: S slots, B rows of the pass, T positions, K inputs, N outputs, R the bank's rank, C tokens with
 rows of their own, D hidden size, V vocabulary.
@@ -25,8 +25,8 @@ from monograph.graph.frozen import Int8Linear, NF4Linear
 from monograph.graph.matmul import linear
 from monograph.model.layers import Linear
 
-# Entries of a weight from which its products are computed in the fastest way, if the bank allows it. Less
-# is not worth sorting the rows, nor oneDNN's call.
+# If the bank allows it, products of weights with at least this number of entries are computed in the
+# fastest way. For smaller weights, sorting the rows and calling oneDNN takes more time than it saves.
 LARGE_WEIGHT = 2**17
 
 
@@ -51,10 +51,11 @@ class BankOfRows:
         slot_B: the slots of the rows of the present pass; None: no row has an adapter.
         groups: the rows by their slots; None: no layer of the present pass has needed them yet.
         scale_S: s of each slot.
-        token_ids_SC: the tokens with rows of their own of each slot, padded with -1; None: there is no
-            room for them.
-        has_fast_products: whether products of large weights are computed in the fastest way. A row has the
-            same bits in any batch then, too, but not those of a model without a bank or with one adapter.
+        token_ids_SC: for each slot, the ids of the tokens that have rows of their own, padded with -1;
+            None: there is no room for such rows.
+        has_fast_products: whether products of large weights are computed in the fastest way. A row then
+            still has the same bits in any batch, but not those of a model without a bank or with a single
+            adapter.
     """
 
     has_fast_products = False
@@ -93,13 +94,13 @@ class Banked(nn.Linear):
         slot_B = self.bank.slot_B
         if slot_B is None:
             return output
-        # One slot may be that of many positions.
+        # [B, K] becomes [B, 1, K].
         input_BTK = input.reshape(len(slot_B), -1, self.in_features).to(self.bank_A_SRK.dtype)
         if self._is_fast(input):
             added_BTN = self._added_by_groups(input_BTK, slot_B)
         else:
             low_BTR = torch.bmm(input_BTK, self.bank_A_SRK.index_select(0, slot_B).mT)
-            # In this order the kernels multiply, too (`monograph.ops.layer_kernels`).
+            # The factor s comes between A and B, as in the kernels (`monograph.ops.layer_kernels`).
             low_BTR = low_BTR * self.bank.scale_S.index_select(0, slot_B)[:, None, None]
             added_BTN = torch.bmm(low_BTR, self.bank_B_SRN.index_select(0, slot_B))
         if self.bank_gain_SN is not None:
@@ -116,7 +117,7 @@ class Banked(nn.Linear):
     def _is_fast(self, input: Tensor) -> bool:
         """Return whether products are computed in the fastest way: on a CPU, without a graph.
 
-        It does not depend on the number of rows, and so a row's bits do not.
+        The answer does not depend on the number of rows, so the bits of a row do not either.
         """
         return (
             self.bank.has_fast_products
@@ -128,11 +129,12 @@ class Banked(nn.Linear):
     def _added_by_groups(self, input_BTK: Tensor, slot_B: Tensor) -> Tensor:
         """Return s_i B'_i A_i x of each row, [B, T, N], by one product for all rows of a slot.
 
-        The matrices of a slot are not copied for each of its rows.
+        So the matrices of a slot are not copied for each of its rows. P is the rows' positions, one row
+        after another, sorted by their slots.
         """
-        order_B, place_B, ends_S = self.bank.groups_of(slot_B)
+        order_B, place_B, row_ends_S = self.bank.groups_of(slot_B)
         rows, positions, _ = input_BTK.shape
-        ends_S = ends_S * positions
+        ends_S = row_ends_S * positions
         sorted_PK = input_BTK.index_select(0, order_B).flatten(0, 1)
         low_PR = grouped.plain_product(sorted_PK, self.bank_A_SRK, ends_S)
         scale_B = self.bank.scale_S.index_select(0, slot_B.index_select(0, order_B))

@@ -76,8 +76,8 @@ class KVCache:
         recurrences = dict[int, Recurrence]()
         for layer in range(config.num_hidden_layers):
             mixer = mixer_of(config, layer)
-            # Blocks are the outer axis, so that the first blocks are contiguous; short texts need no
-            # others. Each layer has its own tensor, since a captured graph that writes to a part of a
+            # Blocks are the outer axis, so that the first blocks, which are all that short texts need, are
+            # contiguous. Each layer has its own tensor, since a captured graph that writes to a part of a
             # tensor copies all of it (dev/log.md).
             shape = (
                 math.ceil(slots / block),
@@ -116,10 +116,12 @@ class KVCache:
     def block_count_for(self, slots: int) -> int:
         """Return how many blocks attention reads if this number of first slots is used.
 
-        It is a power of two, or all blocks, since each different number needs a graph.
+        It is rounded up to a power of two, or to all blocks, since each different number needs a graph
+        of its own.
         """
         needed_blocks = math.ceil(slots / self.block)
-        return min(self.keys[0].shape[0], 1 << (needed_blocks - 1).bit_length())
+        power_of_two = 1 << (needed_blocks - 1).bit_length()
+        return min(self.keys[0].shape[0], power_of_two)
 
     @property
     def block_counts(self) -> list[int]:
@@ -153,7 +155,7 @@ class KVCache:
         query_BHTE, key_BKTE, value_BKTE = heads
         keys_NBKCE = self.keys[layer_index]
         values_NBKCE = self.values[layer_index]
-        # With `pads_products`, texts must have the bits of `cached_attention`.
+        # With `pads_products`, texts must have the bits of `cached_attention`, which kernels do not give.
         kernels = None if self.pads_products else self.kernels
         # The kernels return None for heads that they cannot compute. `step` also writes the new keys and
         # values, but `chunk` reads them from the cache.
@@ -170,9 +172,11 @@ class KVCache:
             if mixed_BHTE is not None:
                 return mixed_BHTE
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
+        # The block, the row, all heads, and the slot in the block.
         index = (positions_BT // self.block, rows_B1, slice(None), positions_BT % self.block)
         # The write is to the whole tensor and not to a slice, since a captured write to a slice copies
         # the cache (dev/log.md).
+        # What such an index selects is [B, T, K, E].
         keys_NBKCE[index] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
         values_NBKCE[index] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
         seen_keys_NBKCE = keys_NBKCE[: self.seen_blocks]
@@ -204,7 +208,7 @@ class KVCache:
         self.limit_recurrences(limits)
 
     def limit_recurrences(self, limits: Sequence[int]) -> None:
-        """Let the recurrences of row i take in at most limits[i] tokens, those before included."""
+        """Let the recurrences of row i take in at most limits[i] tokens, counted from the text's start."""
         for recurrence in self.recurrences.values():
             recurrence.limit_B[: len(limits)] = tensor_on(limits, recurrence.limit_B.device)
 
@@ -249,7 +253,7 @@ class KVCache:
 
     def clear(self, row: int | slice) -> None:
         """Set one or several rows to zero. This is needed after numbers that are not finite."""
-        # Attention multiplies the values of hidden slots by 0, and 0 times NaN is NaN.
+        # Attention multiplies the values of slots that it does not see by 0, and 0 times NaN is NaN.
         for tensor in (*self.keys, *self.values):
             tensor[:, row] = 0
         for tensor in self.recurrence_tensors():
@@ -257,16 +261,18 @@ class KVCache:
 
 
 class CacheSizes(NamedTuple):
-    """The sizes of a cache. The bits of attention to it may depend on them.
+    """The sizes of a cache. The bits of attention may depend on these sizes.
 
     Attributes:
         per_row: the number of positions of each row.
         block: slots of a block; short texts take less time with short blocks.
         prompts_at_once: the number of prompts that are read at the same time.
-        pads_products: whether products are padded so that a text gets the bits of one pass over the
-            whole text; see `cached_attention`. The reader then also reads the last token of a prompt,
-            once for all rows that continue the prompt. The first step would compute the same bits.
-        longest_prompt: the maximum number of tokens of a prompt. A smaller one takes less time.
+        pads_products: whether matrix products are padded with rows of zeros, so that a text gets the
+            same bits in single steps as in one pass over the whole text; see `cached_attention`. The
+            reader of prompts then also reads the last token of a prompt, once for all rows that
+            continue the prompt. Otherwise the first step would read it in each of these rows.
+        longest_prompt: the maximum number of tokens of a prompt. With a smaller maximum, passes over
+            prompts take less time.
     """
 
     per_row: int

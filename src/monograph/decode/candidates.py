@@ -30,8 +30,8 @@ from torch import Tensor
 from monograph.decode.reproducible import weight
 from monograph.ops.materialize import materialize
 
-# How `find_radius` finds the radius. All three give the same bits, except in rows for which the window
-# is too small.
+# How `find_radius` finds the radius. All three ways give the same bits, except in rows for which the
+# window is too small.
 # "window": from the WINDOW tokens with the smallest distances. It is the fastest. In a row whose
 #     window is too small, `sufficed_B1` becomes False, and the host repeats the row's step with
 #     "search".
@@ -137,11 +137,11 @@ class Candidates(NamedTuple):
         `may_miss_tokens` tells in which rows a filter might keep a token that is left out here.
         """
         count = self.likeliest_count
-        # "search" and "sort" are exact, so they read all tokens.
+        # The exact ways, "search" and "sort", read all tokens.
         if count is None or self.truncation != "window" or count >= self.logits_BN.shape[-1]:
             return self
         logits_BN, ids_BN = largest_values(self.logits_BN, count)
-        # `largest_values` returns the tokens in the order of their ranks, so all are ranked.
+        # `largest_values` returns the tokens by rank, so the ranking is 0, 1, 2, ...
         ranked_BN = torch.arange(count, device=ids_BN.device).expand_as(ids_BN)
         return self._replace(
             logits_BN=logits_BN,
@@ -154,8 +154,8 @@ class Candidates(NamedTuple):
         """Return whether a filter might keep a token that `shorten` left out, bool [B, 1].
 
         The tokens that a filter keeps are consecutive in the order of the logits, and the tokens that
-        were left out come after all tokens here. So if a filter keeps tokens here, but not the least
-        likely one, it stops before those that were left out.
+        were left out come after all those that are here. So if a filter keeps some of the tokens here,
+        but drops the least likely of them, it would also drop those that were left out.
         """
         if self.ids_BN is None:
             return torch.zeros_like(self.sufficed_B1)
@@ -249,10 +249,11 @@ def largest_values(values_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     values, and finding these groups first takes half the time of a top-k over all values.
     """
     rows, vocabulary = values_BV.shape
-    # With at most `width` groups, all of them would be chosen, so groups would save nothing.
+    # If there are no more than `width` groups, all would be chosen, and groups would save nothing.
     if vocabulary <= _GROUP * width:
         values_BW, ids_BW = values_BV.topk(width)
         return values_BW, ids_BW
+    # How many values are added so that the groups have the same size.
     padding = -vocabulary % _GROUP
     if padding:
         values_BV = torch.nn.functional.pad(values_BV, (0, padding), value=-torch.inf)
@@ -268,10 +269,11 @@ def largest_values(values_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     ids_BW = member_BW * grouped_BMG.shape[-1] + group_BW
     if not padding:
         return values_BW, ids_BW
-    # In a row with less than `width` values above -inf, padding may be among the largest values, but
-    # its ids do not exist. There are then fewer such values than chosen groups, so at least one chosen
-    # group has none, and the group with the smallest maximum is such a group. Padding is replaced by the
-    # first member of this group, whose id is the group's number and whose value is -inf as well.
+    # In a row with fewer than `width` values above -inf, padding may be among the largest values, but
+    # its ids do not exist. Fewer than `width` values above -inf lie in the `width` chosen groups, so at
+    # least one of the groups has only -inf, and the group with the smallest maximum is such a group.
+    # Padding is replaced by the first member of this group. Its id is the group's number, which exists,
+    # and its value is -inf as well.
     spare_id_B1 = chosen_groups_BW.gather(-1, group_max_BW.argmin(-1, keepdim=True))
     return values_BW, torch.where(ids_BW < vocabulary, ids_BW, spare_id_B1)
 
@@ -284,11 +286,11 @@ def _window_width(scores_BN: Tensor, truncation: Truncation) -> int:
 def _search(distance_BV: Tensor, weight_BV: Tensor, target_B1: Tensor) -> Tensor:
     """Return the radius of `find_radius`, found bit by bit over the whole vocabulary; fp32 [B, 1].
 
-    `find_radius` defines the radius as the smallest r at which the weight of the tokens at distances of
-    at most r reaches the target. So the weight of the tokens at distances below r has not reached it, and
-    r is the largest number for which that is so. Therefore r can be found from the highest bit down: a
-    bit is set if the weight below the resulting number has still not reached the target. The search is
-    over int32 numbers that have the order of the floats.
+    The radius is the smallest r at which the tokens at distances of at most r reach the target weight. So
+    it is also the largest r at which the tokens at distances below r do not reach it. Therefore r can be
+    found from its highest bit down: a bit is set if the tokens at distances below the resulting number
+    still do not reach the target weight. The search is over int32 numbers that have the order of the
+    floats.
     """
     key_B1V = _ordered(distance_BV.view(torch.int32))[:, None]
     weight_B1V = weight_BV[:, None]
@@ -303,8 +305,8 @@ def _search(distance_BV: Tensor, weight_BV: Tensor, target_B1: Tensor) -> Tensor
         tried_P = torch.arange(lowest + 1, lowest + 4, dtype=torch.int32, device=distance_BV.device)
         pivot_BP1 = radius_B11 + (tried_P * (1 << shift))[:, None]
         weight_below_BP1 = torch.where(key_B1V < pivot_BP1, weight_B1V, 0).sum(-1, keepdim=True)
-        # The pivots increase, so the low enough ones come first, and the last of these has the two bits:
-        # `lowest` plus their number.
+        # A pivot is low enough if the weight below it does not reach the target. The pivots increase, so
+        # the low enough ones come first. The last of them has the two bits: `lowest` plus their number.
         low_enough_B11 = (weight_below_BP1 < target_B11).sum(1, keepdim=True, dtype=torch.int32)
         radius_B11 = radius_B11 + (low_enough_B11 + lowest) * (1 << shift)
     return _ordered(radius_B11[:, 0]).view(torch.float32)

@@ -34,8 +34,8 @@ COUNT_DTYPE = torch.int32
 
 def _add_at(logits_BV: Tensor, ids_BM: Tensor, values_BM: Tensor) -> Tensor:
     """Return the logits of each row with its values added at its ids; -inf forbids an id."""
-    # All lists have the same length, which is part of the graph, so shorter ones are padded with the
-    # id -1. Padding adds 0 to the logit of id 0.
+    # The graph is made for one length of lists, so shorter ones are padded with the id -1. For such an
+    # entry, 0 is added to the logit of id 0.
     is_listed_BM = ids_BM >= 0
     return logits_BV.scatter_add(
         -1, torch.where(is_listed_BM, ids_BM, 0), torch.where(is_listed_BM, values_BM, 0.0)
@@ -74,7 +74,7 @@ def penalise_frequency_and_presence(
 
 
 class Past(NamedTuple):
-    """The ids of each row, in prompt and output, and their repetitions.
+    """The ids of each row's text, which is prompt and output, and their repetitions.
 
     A repetition is a sequence of tokens that ends the text and is also found earlier in it, such as
     "ab" in the text "abcab", whose earlier "ab" ends at position 1. The next token continues it if it
@@ -135,9 +135,10 @@ class Past(NamedTuple):
 
 
 def _repetition_lengths(ids: Sequence[int]) -> list[int]:
-    """Return the length of the longest sequence that ends at each position and at the end of `ids`.
+    """Return the lengths of repetitions (`Past.repeats_BT`), without regard to sequence breakers.
 
-    It is 0 for the last position. This is the Z-algorithm on the reversed ids, whose time is
+    For each position this is the length of the longest sequence that ends both there and at the end of
+    `ids`; it is 0 for the last position. This is the Z-algorithm on the reversed ids, whose time is
     proportional to their number.
     """
     reverse = ids[::-1]
@@ -169,9 +170,9 @@ def largest_at(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
         ids_BT: int64, the id at each position.
         vocabulary: V.
     """
-    # This is a custom operator because of a fault of Inductor (torch 2.13): `scatter_reduce` may write
-    # to the zeros after other kernels have read them. Then a top-k over all tokens read logits
-    # without the penalty.
+    # This is a custom operator because of a fault of Inductor (torch 2.13). In a graph, `scatter_reduce`
+    # may write to the zeros only after other kernels have read them: a top-k over all tokens then read
+    # logits without the penalty.
     return values_BT.new_zeros(values_BT.shape[0], vocabulary).scatter_reduce(
         -1, ids_BT, values_BT, "amax"
     )
@@ -237,8 +238,8 @@ def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
     """
     if not texts:
         return torch.zeros(len(pieces), dtype=torch.bool)
-    # Half of a surrogate pair would be an encoding error here. With "surrogatepass" it becomes bytes,
-    # and is refused below like any other text that no token contains.
+    # Half of a surrogate pair cannot be encoded as UTF-8. With "surrogatepass" it becomes bytes all the
+    # same, and is refused below like any other text that no token contains.
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     is_in_piece = [[text in piece for piece in pieces] for text in encoded]
     for text, is_in_each in zip(texts, is_in_piece, strict=True):
@@ -255,8 +256,8 @@ def first_counts(
     """Return a row's counts of ids before its first token is sampled.
 
     Returns:
-        counts_V: int32 [V], the counts of the frequency and presence penalties: zeros, or with the
-            scope "all" those of `prompt_V`.
+        counts_V: int32 [V], the counts that the frequency and presence penalties read: zeros, or with
+            the scope "all" the same as `prompt_V`.
         prompt_V: int32 [V], how often each id is in the prompt, or in its last `penalty_last_n` ids.
     """
     window_ids = prompt_ids
@@ -275,9 +276,9 @@ def add_to_counts(counts_BV: Tensor, token_B: Tensor, is_used_B: Tensor, amount:
     counts_BV.index_put_((rows_B, token_B), amount * is_used_B.to(counts_BV.dtype), accumulate=True)
 
 
-# The statuses of a row after sampling; see `SampledTokens`. A row samples no further token after a
-# status other than OK. After UNDECIDED the host repeats the row's step so that filters read all
-# tokens and not only the likeliest ones, which takes longer (`truncation` of `sample`).
+# The statuses of a row after sampling; see `SampledTokens`. After a status other than OK, a row samples
+# no further token. After UNDECIDED, the host repeats the row's step with filters that read all tokens
+# and not only the likeliest ones, which takes longer (`truncation` of `sample`).
 OK = 0
 NOT_FINITE = 1
 NOTHING_ALLOWED = 2
@@ -290,7 +291,7 @@ class SamplerRows(NamedTuple):
     A tensor that no stage of the chain reads may be None.
 
     Attributes:
-        seed_B: int64.
+        seed_B: int64, the seed of the random numbers.
         position_B: int64, the absolute position of the token to be sampled.
         generated_B: int64, the number of sampled tokens.
         knobs: the numbers of the stages by name, fp32 or int64 [B], or lists of ids and biases
@@ -377,7 +378,7 @@ def sample(
     is_reported = chain.logprobs is not None and chain.reports_processed
     logprobs = None
     if is_reported or "mirostat" in chain.stages:
-        # First those of greedy rows, which take the likeliest token with certainty.
+        # These are right for greedy rows, whose token has the probability 1.
         logprobs = _log_probabilities_of_certain_token(token_B, chain.logprobs or 0)
     if chain.samples_at_random:
         is_greedy_B = rows.knobs["temperature"] <= 0
@@ -424,16 +425,17 @@ def apply_filters(
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
     if rows.mu_B is not None:
         knobs["mu"] = rows.mu_B[:, None]
-    # `likeliest_count` tokens are read by top-k and the stages after it. It is not the number of tokens
-    # that are reported.
+    # Top-k and the stages after it read only the `likeliest_count` likeliest tokens. (How many tokens are
+    # reported is another number, `chain.logprobs`.)
     candidates = all_candidates(edited_BV, truncation, chain.likeliest_count)
     for stage in chain.stages:
         if stage in EDITS:
             continue
         before = candidates
         candidates = FILTERS[stage].apply(candidates, knobs)
-        # top_k keeps at least min_keep tokens by itself (`top_k_of`). It may also leave out the unlikely
-        # tokens altogether, so `before` and `candidates` may differ in shape.
+        # top_k needs no help, since it keeps at least min_keep tokens itself (`top_k_of`). It could get
+        # none either: it may shorten the tensors of `candidates` to the likeliest tokens, and their
+        # shape then differs from that of `before`.
         drops_tokens = not FILTERS[stage].is_temperature
         if "min_keep" in knobs and drops_tokens and stage != "top_k":
             candidates = _with_at_least(knobs["min_keep"], before, candidates)
@@ -453,8 +455,8 @@ def _with_at_least(min_keep_B1: Tensor, before: Candidates, after: Candidates) -
     """
     min_keep_B1 = min_keep_B1.minimum(before.count_left())
     too_few_B1 = after.count_left() < min_keep_B1
-    # With the weight 1 for each token, the weight to keep is a number of tokens. It must be at least 1,
-    # also in a row without any token, whose result is not used.
+    # Each token has the weight 1, so the target weight is a number of tokens. `find_radius` needs at least
+    # 1, also in a row that has no token left. The result of such a row is not used.
     kept = before.keep_likeliest(
         unit_weights, target_B1=min_keep_B1.clamp(min=1), is_used_B1=too_few_B1
     )
@@ -484,8 +486,8 @@ def edit_logits(
     knobs = rows.knobs
     if "bias" in chain.stages:
         logits_BV = _add_at(logits_BV, knobs["bias_ids"], knobs["bias_values"])
-    # This forbids a stop token whatever its bias is: both are added, and biases are finite or -inf, so
-    # the sum with -inf is -inf in either order.
+    # This adds -inf to the logits of stop tokens. Since biases are finite or -inf, the sum is -inf
+    # whatever the bias.
     if "min_tokens" in chain.stages:
         logits_BV = _forbid_until(
             logits_BV, knobs["stop_ids"], rows.generated_B[:, None], knobs["min_tokens"][:, None]
@@ -548,8 +550,9 @@ def _log_probabilities_after_filters(
 
 
 def _log_probabilities_of_certain_token(token_B: Tensor, n: int) -> LogProbabilities:
-    """Return the log-probabilities of a row whose token is certain: 0 for it, and -inf for n - 1 others."""
-    # With the probability 0, it does not matter which tokens the others are. All have the same id here.
+    """Return the log-probabilities of rows whose token is certain: 0 for it, and -inf for n - 1 others."""
+    # The others have the probability 0, so it does not matter which tokens they are. All places have the
+    # id of the certain token here.
     ids_BN = token_B[:, None].expand(-1, n)
     first_N = torch.arange(n, device=token_B.device) == 0
     chosen_B = torch.zeros_like(token_B, dtype=torch.float32)

@@ -35,7 +35,7 @@ from monograph.text.tokenizer import Tokenizer
 # The smallest number of steps for which compiling saves time (dev/log.md). The number for a GPU is an
 # estimate.
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
-# The allowed numbers of completions of a prompt. len() fails for a sequence of 2^63 items.
+# The allowed numbers of completions of a prompt. (Python's len() fails for a sequence of 2^63 items.)
 COMPLETIONS_PER_PROMPT = whole(1, 10**15)
 # The maximum number of requests that run at the same time.
 MAX_ROWS = {"cuda": 64, "cpu": 8}
@@ -47,7 +47,7 @@ class Completion:
 
     Attributes:
         text: the text, without the prompt and the stop string.
-        token_ids: the sampled ids, including the stop id.
+        token_ids: the sampled ids, including a stop id.
         finish_reason: "stop" at a stop id or a stop string, "length" at max_tokens or the end of the
             context, "not_finite" if the model's logits had a NaN or +inf, "nothing_allowed" if bias
             and constraint forbid all tokens.
@@ -85,7 +85,7 @@ class _UnfinishedCompletion:
     Attributes:
         transcript: its text.
         logprobs: one for each id; None if they are not asked for.
-        pending: the text that is certain but has not been yielded.
+        pending: the text that is certain (`Transcript.text`) but has not been yielded.
         finish: how it ended; None while it runs.
     """
 
@@ -176,7 +176,7 @@ class Generation:
                 text = completion.pending
                 completion.pending = ""
                 if completion.finish is None:
-                    # It still runs, so its event may have brought no text.
+                    # It still runs. The event may have brought it no text.
                     if text:
                         yield CompletionDelta(current, text, None)
                     break
@@ -259,30 +259,32 @@ def generate(
     # A dict removes duplicates and keeps the order.
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *map(int, ids)]))
     stop_automaton = stop_strings(strings, tokenizer.pieces) if strings else None
-    # Prompts with the same sequence breakers share one search of the vocabulary.
+    # Prompts with the same sequence breakers (`Sampling`) share one search of the vocabulary for them.
     breakers_of = cache(lambda texts: breakers(texts, tokenizer.pieces))
     unwrapped_model = unwrapped(model)
     adapter_slots = _adapter_slots(unwrapped_model, adapters, len(prompts))
-    requests = [
-        Request(
-            prompt_ids=tuple(prompt_ids(unwrapped_model, tokenizer, prompt)),
+    automaton = constraint if isinstance(constraint, Automaton) else None
+    host_constraint = constraint if isinstance(constraint, HostConstraint) else None
+    requests = list[Request]()
+    for prompt, options, slot in zip(prompts, samplings, adapter_slots, strict=True):
+        encoded_prompt = tuple(prompt_ids(unwrapped_model, tokenizer, prompt))
+        breaker_V = None
+        if options.dry_multiplier:
+            breaker_V = breakers_of(tuple(options.dry_sequence_breakers))
+        request = Request(
+            prompt_ids=encoded_prompt,
             sampling=options,
             max_tokens=max_tokens,
             stop_ids=stop_ids,
-            constraint=constraint if isinstance(constraint, Automaton) else None,
-            host_constraint=constraint if isinstance(constraint, HostConstraint) else None,
+            constraint=automaton,
+            host_constraint=host_constraint,
             stop_automaton=stop_automaton,
-            breaker_V=(
-                breakers_of(tuple(options.dry_sequence_breakers))
-                if options.dry_multiplier
-                else None
-            ),
+            breaker_V=breaker_V,
             adapter=slot,
         )
-        for prompt, options, slot in zip(prompts, samplings, adapter_slots, strict=True)
-    ]
+        requests.append(request)
     _refuse_leading_spaces(strings, requests, tokenizer)
-    # The generator puts only `unwrapped_model` into evaluation mode, which may be a copy of the model.
+    # The generator puts only `unwrapped_model` into evaluation mode, which may be a copy of `model`.
     model.eval()
     if draft is not None:
         draft = unwrapped(draft.eval())
@@ -312,7 +314,7 @@ def _adapter_slots(model: Llama, names: str | Sequence[str], prompts: int) -> li
 
 
 def _as_list(name: str, given: Iterable[Any]) -> list[Any]:
-    """Return what was given as a list; refuse a text, which is a sequence of its letters."""
+    """Return what was given as a list; refuse a text, since its letters would become the items."""
     if isinstance(given, str):
         raise UsageError(
             f"{name} is one text, whose letters would be taken one by one: give a list, [{given!r}]"
@@ -325,9 +327,9 @@ def _refuse_leading_spaces(
 ) -> None:
     """Refuse stop strings that begin with a space if the tokenizer adds a space before texts."""
     for text in strings:
-        if text.startswith(" ") and any(
-            tokenizer.inserted_space(request.prompt_ids) for request in requests
-        ):
+        if not text.startswith(" "):
+            continue
+        if any(tokenizer.inserted_space(request.prompt_ids) for request in requests):
             raise UsageError(
                 f"stop: {text!r} begins with a space, as the tokenizer has every text begin: leave it out"
             )
@@ -343,7 +345,7 @@ def generator_for(
 ) -> Generator:
     """Return a generator for `n` texts of each request of `generate`, with at most MAX_ROWS rows.
 
-    Keys and values take at most half of the free memory, without those of the draft model.
+    Keys and values take at most half of the free memory; those of the draft model come on top.
 
     Raises:
         OutOfDeviceMemory: one row takes more than half of the free memory.
@@ -360,6 +362,7 @@ def generator_for(
     rows = rows_that_fit(
         model, CacheSizes(slots), min(count, MAX_ROWS[device]), "ask for fewer tokens"
     )
+    # All rows take a step at a time, so the number of steps depends on how often each row is filled.
     steps = math.ceil(count / rows) * min(longest.max_tokens, slots - 1)
     automata: list[Automaton] = []
     if longest.host_constraint is not None:
@@ -389,7 +392,8 @@ def mode_for(steps: int, device: str, is_autocast: bool) -> Mode:
     """
     if steps >= WORTH_COMPILING[device]:
         return "compiled"
-    # Autocast caches rounded weights. A captured step would read those of its capture forever.
+    # Autocast caches weights rounded to its dtype. A captured step would go on to read those that were
+    # cached when it was captured.
     return "eager" if is_autocast else "captured"
 
 

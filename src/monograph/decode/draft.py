@@ -2,23 +2,24 @@
 
 The small model, called the draft model, writes the next K tokens of each row, one after another. The
 model then reads the row's last token and these K tokens in one pass, and samples as in K + 1 ordinary
-steps. It samples the token after the row's last one, and goes on as long as the sampled token is the
-proposed one, which is then accepted: only then did the pass read the right text. So the text is the
-model's own, whatever was proposed. The proposals only decide how many tokens a pass gives, from 1 to
-K + 1.
+steps: first the token after the row's last one. If the sampled token is the proposed one, the proposal is
+accepted, and the next token is sampled, and so on. After the first sampled token that was not proposed,
+the pass is over for this row, since the model has read the wrong text from there on. So the text is the
+model's own, whatever the draft model proposes. The proposals only decide how many tokens a pass gives,
+from 1 to K + 1.
 
     proposed_k = sample(draft(text, proposed_1 .. proposed_k-1), noise of the position)
     logits_0 .. logits_K = model(text, proposed_1 .. proposed_K)
     token_k = sample(logits_k, noise of the position), as long as token_1 .. token_k-1 were proposed
 
 Both models sample with the same Gumbel noise, which is a function of the row's seed, the position and
-the id (`monograph.decode.reproducible`). So at a temperature above 0, too, models that agree mostly
-sample the same token (Daliri, Musco and Suresh, arXiv 2408.07978). The draft model samples with the
-temperature of the request, but without its penalties, filters and constraints.
+the id (`monograph.decode.reproducible`). So two models with similar probabilities mostly sample the same
+token, even at a temperature above 0 (Daliri, Musco and Suresh, arXiv 2408.07978). The draft model samples
+with the temperature of the request, but without its penalties, filters and constraints.
 
 The keys and values of rejected proposals stay in both caches, after the row's last token, until the next
-pass overwrites them. Attention multiplies them by 0. So a proposal whose numbers are not finite ends
-the text, as a token of the text itself would.
+pass overwrites them. Attention multiplies them by 0, and 0 times NaN is NaN. So a rejected proposal whose
+keys or values are not finite ends the text, as a token of the text itself would.
 
 Shapes: B rows, K proposed tokens, S = K + 1 positions of a pass, V vocabulary.
 """
@@ -39,7 +40,7 @@ from monograph.errors import UsageError
 from monograph.graph.replay import Recorder
 from monograph.model.llama import Llama
 
-# The number of tokens that are proposed at a time, K, and the largest one.
+# K, the number of tokens that are proposed at a time: its default, and its maximum.
 DRAFT_TOKENS = 4
 MAX_DRAFT_TOKENS = 16
 # In units of one ordinary step, a pass over proposed tokens takes 1 + PASS_COST, and each proposal takes
@@ -47,7 +48,8 @@ MAX_DRAFT_TOKENS = 16
 # (dev/log.md).
 PASS_COST = 0.25
 TOKEN_COST = 0.1
-# A row that runs alone has no more drafts once they have cost this many steps more than they saved.
+# In a generator with a single row, a text goes on without drafts once they have cost the time of this
+# many steps more than they saved.
 MAX_LOST_STEPS = 4.0
 # The stages of the model's chain that the draft model samples with, too.
 _TEMPERATURES = ("temperature", "dynamic_temperature")
@@ -126,11 +128,16 @@ class Drafter:
         self.cost = 1 + PASS_COST + tokens * (share + TOKEN_COST)
 
     def begin(self, rows: Sequence[int], prompts: Sequence[PromptToRead]) -> None:
-        """Read the prompts of texts that are about to begin in rows."""
+        """Read the prompts of texts that are about to begin in rows.
+
+        A prompt that continues a row is read as a whole, too.
+        """
         device = self.previous_B.device
+        # The token before each prompt's last one; for a prompt of one token, that token.
         before_last = [prompt.ids[-2:][0] for prompt in prompts]
         self.previous_B.index_copy_(0, tensor_on(rows, device), tensor_on(before_last, device))
         to_read = list(zip(rows, prompts, strict=True))
+        # The reader takes as many prompts at a time as its cache has rows.
         while to_read:
             self.reader.choose_prompts(prompt for _, prompt in to_read)
             self.reader.read_chunks()
@@ -156,8 +163,9 @@ class Drafter:
         own_chain = Chain(stages=stages)
         last_slot = self.cache.slots - 1
         proposed: list[Tensor] = []
-        # The first pass also reads the token before the last one. If it was read before, the same key and
-        # value are written again. A row of one token has none before it.
+        # The first pass also reads the token before the last one, which may not have been read yet
+        # (`previous_B`). If it has, the same key and value are written again. In a text of one token,
+        # `begin` has set it to that token, which is then read twice at position 0.
         tokens_BT = torch.stack([self.previous_B, state.token_B], dim=1)
         positions_BT = torch.stack([state.position_B - 1, state.position_B], dim=1).clamp(min=0)
         for index in range(self.tokens):
@@ -174,7 +182,7 @@ class Drafter:
                 past=None,
                 mu_B=None,
             )
-            # Without filters, all truncations are the same.
+            # Without filters, the truncation makes no difference.
             token_B = sample(logits_BV, rows, None, own_chain, "search").token_B
             proposed.append(token_B)
             tokens_BT = token_B[:, None]
@@ -206,12 +214,12 @@ class DraftedStep:
         proposed_BK = self.drafter.propose(state, step.knobs, step.chain, blocks)
         logits_BSV = step.logits_of_proposed(proposed_BK, blocks)
         for index in range(self.drafter.tokens + 1):
-            before_B = state.token_B.clone()
-            count_B = state.generated_B.clone()
+            token_before_B = state.token_B.clone()
+            count_before_B = state.generated_B.clone()
             step.sample_after(logits_BSV[:, index], truncation, follow_automata)
-            sampled_B = state.generated_B > count_B
+            sampled_B = state.generated_B > count_before_B
             previous_B = self.drafter.previous_B
-            previous_B.copy_(torch.where(sampled_B, before_B, previous_B))
+            previous_B.copy_(torch.where(sampled_B, token_before_B, previous_B))
             if index < self.drafter.tokens:
                 is_other_B = state.token_B != proposed_BK[:, index]
                 waits_B = is_other_B & (status_B == running)
@@ -220,7 +228,10 @@ class DraftedStep:
 
 
 def _weights_read(model: Llama) -> int:
-    """Return how many weights a step reads, all but those of embeddings that the head does not share."""
+    """Return how many weights a step reads.
+
+    These are all but the embedding, of which it reads a few rows, unless the head shares its weights.
+    """
     count = sum(parameter.numel() for parameter in model.parameters())
     if model.config.tie_word_embeddings:
         return count

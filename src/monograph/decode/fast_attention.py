@@ -27,7 +27,7 @@ class FastAttention:
     """The kernels for the rows of one cache."""
 
     def __init__(self, rows: int, key_heads: int, device: torch.device) -> None:
-        """Allocate the counters by which the programs of a row know which of them finishes last."""
+        """Allocate counters, by which the kernel's programs know which of them is the last of its row."""
         # They are zero before and after each launch. All layers share them, because they run one after
         # another.
         self._counters_BK = torch.zeros(rows, key_heads, dtype=torch.int32, device=device)
@@ -113,7 +113,7 @@ def _can_attend(query_BHTE: Tensor, keys_NBKCE: Tensor) -> bool:
     """Return whether the kernels support the device, the dtype and the sizes."""
     head_dim = query_BHTE.shape[-1]
     slots = keys_NBKCE.shape[3]
-    # Autocast computes queries in another dtype than the cache's.
+    # Under autocast, queries may have another dtype than the cache.
     supports_dtype = query_BHTE.dtype in _DTYPES and query_BHTE.dtype == keys_NBKCE.dtype
     supports_device = torch.cuda.get_device_capability(query_BHTE.device) >= (8, 0)
     supports_head = ROWS <= head_dim <= _MAX_HEAD and _is_power_of_two(head_dim)

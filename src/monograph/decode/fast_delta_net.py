@@ -1,7 +1,7 @@
 """Compute a gated delta net in a decode step, by the kernels of `monograph.ops.delta_net_kernels`.
 
-It is `monograph.model.delta_net.GatedDeltaNet` for one token per row, with the norm before it and the
-sum with the residual stream, in four launches.
+`delta_net_step` computes `monograph.model.delta_net.GatedDeltaNet` for one token per row, with the norm
+before it and the addition to the residual stream, in four launches.
 
 Shape suffixes: B rows, D hidden size, P columns of all projections, C channels of the convolution, X
 any number of channels.
@@ -75,9 +75,9 @@ def delta_net_step(
         norm: the norm before the layer.
         position_B: the tokens' positions, int64.
         recurrence: the layer's state, to which new tokens are added.
-        project: `monograph.ops.layer_kernels.project`, or `torch_project` for many rows.
+        project: `monograph.ops.layer_kernels.project`, or for many rows `torch_project`.
     """
-    # The weights of all projections, one after another.
+    # The weights of all projections, one after another. They have no biases.
     weight_PD, _ = family_weights(_projections(delta_net)[0])
     projected_BP = project(hidden_BD, weight_PD, norm)
     shape = _shape(delta_net)

@@ -1,7 +1,7 @@
 """Compute a decode step's logits by the kernels of `monograph.ops.decode_kernels`, on a GPU.
 
-It is the forward pass of `monograph.model.llama.Llama` for one token per row. Launches of a layer,
-for up to 16 rows:
+`FastForward.logits` is the forward pass of `monograph.model.llama.Llama` for one token per row. For up to
+16 rows, the parts of a layer take these numbers of launches:
 
 | part of a layer | launches |
 |---|---|
@@ -12,15 +12,16 @@ for up to 16 rows:
 | a mixture of experts | 4 |
 | a mixture of experts with a shared expert | 8 |
 
-Each product with adapters takes one launch more, for x A^T, and so does one whose rows have adapters of
-their own (`monograph.decode.adapter_bank`).
+A product with an adapter takes one launch more, for x A^T, whether all rows have the same adapter or each
+row has one of a bank (`monograph.decode.adapter_bank`).
 
-For more than 16 rows, dense weights are multiplied by torch, which is faster then, since the kernels
-read a weight once for every 16 rows. Attention without gates and a feed-forward layer then take eight
-launches together in a compiled step: four products, `attend`, one for each of the two norms, which
-also adds the residual, and one for the activation. Weights in 8 or 4 bits, and adapters on them, are
-multiplied by the kernels for any number of rows, and so are dense weights with a bank of adapters. One
-adapter for all rows is computed on dense weights only for up to 16 rows.
+For more than 16 rows, dense weights are multiplied by torch. This is faster, since the kernels would read
+a weight once for every 16 rows. Attention without gates and a feed-forward layer then take eight
+launches together in a compiled step: four for the products, one for `attend`, two for the norms, which
+also add the residual, and one for the activation. Weights in 8 or 4 bits, and adapters on them, are
+multiplied by the kernels for any number of rows, and so are dense weights with a bank of adapters. A
+dense weight with one adapter for all rows is multiplied by the kernels for up to 16 rows; for more rows
+it is an obstacle.
 
 `obstacle` says why the kernels cannot compute a model. Its steps are then computed by the model's own
 forward pass, which is also the reference against which this one is tested.
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
     from monograph.decode.cache import KVCache
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# One reason why the kernels cannot compute a layer.
+# A reason why the kernels cannot compute a layer, which two functions give.
 _SCALES_REASON = "this family scales its heads or what its layers add"
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 # The fewest channels of a head. `attend` computes each half of a head's channels by a matrix product of
@@ -116,7 +117,7 @@ def obstacle(model: Llama, rows: int = 1) -> str | None:
         return "the kernels do not have this family's activation"
     if not isinstance(model.scale_last, nn.Identity):
         return "this family scales its logits"
-    # Beside adapters, the rows of a few tokens may be trained (`monograph.graph.token_rows`).
+    # The rows of a few tokens may have been trained along with adapters (`monograph.graph.token_rows`).
     if not is_plain_head(model.lm_head):
         return "the head has trained rows, an adapter or hooks"
     if model.model.embed_tokens.weight.dtype != weight.dtype:
@@ -168,6 +169,7 @@ def _is_computable_mixture(mixture: nn.Module, dtype: torch.dtype) -> bool:
         return False
     experts = mixture.experts
     projections = [experts.gate_proj, experts.up_proj, experts.down_proj]
+    # The modules that must not have hooks.
     modules: list[nn.Module] = [mixture, mixture.gate, experts, *projections]
     inner_widths = [experts.down_proj.in_features]
     if mixture.has_shared_expert:
@@ -181,7 +183,8 @@ def _is_computable_mixture(mixture: nn.Module, dtype: torch.dtype) -> bool:
         modules.append(shared)
         inner_widths.append(shared.down_proj.in_features)
     are_plain = all(type(each) is ExpertLinear for each in projections)
-    # The other implementation is the reference, in which every expert computes every token.
+    # The other implementation is the slow reference, in which every expert computes every token. If
+    # it was chosen, the module itself is called.
     is_grouped = mixture.impl == "grouped"
     # `channels_at_once` is 0 for a width that the kernels cannot sum over.
     widths_fit = all(channels_at_once(width) > 0 for width in inner_widths)
@@ -224,9 +227,9 @@ class FastForward:
         self.model = model
         self.dtype = model.lm_head.weight.dtype
         key_heads = model.config.num_key_value_heads
-        # `attend` counts in them how many blocks of the cache have been computed, for each row and
-        # key-value head. The program that computes the last block adds up all of them, and sets the
-        # counter to zero again. So all layers can share the counters, because they run one after another.
+        # For each row and key-value head, `attend` counts here how many blocks of the cache have been
+        # computed. The program that computes the last block adds up the results of all blocks, and sets
+        # the counter to zero again. All layers share the counters, because they run one after another.
         self._counters_BJ = torch.zeros(
             rows, key_heads, dtype=torch.int32, device=model.lm_head.weight.device
         )
@@ -234,7 +237,8 @@ class FastForward:
         family = model.config.family
         _, activation = family.activation
         self._activation = _ACTIVATIONS[activation]
-        # How experts combine gate and up projection: by the activation, or clamped, as in gpt-oss.
+        # How experts combine their gate and up projections: by the activation, or, as in gpt-oss, by its
+        # clamped form.
         self._expert_combination: Combination = self._activation
         if family.clamped_gating:
             self._expert_combination = "clamped"
@@ -273,11 +277,11 @@ class FastForward:
         return logits_BV
 
     def follows_autocast(self, device_type: str) -> bool:
-        """Return whether the kernels compute in the same dtypes as the model's own forward pass would now.
+        """Return whether the kernels compute in the dtypes in which the model's forward pass would now.
 
-        Without autocast they do. Under autocast, the model's products are in the dtype of autocast, and
-        some operators of its delta nets are in fp32. The kernels still compute products in the dtype of
-        the weights, and delta nets in the dtype of the hidden states.
+        Without autocast they do. Under autocast, the model computes products in the dtype of autocast,
+        and some operators of its delta nets in fp32. The kernels compute products in the dtype of the
+        weights all the same, and delta nets in the dtype of the hidden states.
         """
         if not torch.is_autocast_enabled(device_type):
             return True
@@ -291,10 +295,10 @@ class FastForward:
         norm: Norm | None = None,
         residual_BN: Tensor | None = None,
     ) -> Tensor:
-        """Return residual + layer(norm(x)); N is the outputs of all layers, one after another."""
-        side_by_side = joined_tensors(layers)
-        if side_by_side is not None:
-            weight_NK, bias_N = side_by_side
+        """Return residual + layer(norm(x)), [B, N], with the outputs of all layers one after another."""
+        joined = joined_tensors(layers)
+        if joined is not None:
+            weight_NK, bias_N = joined
             return self._project(x_BK, weight_NK, norm, bias_N, residual_BN)
         columns = [layer.out_features for layer in layers]
         return multiply(
@@ -302,11 +306,13 @@ class FastForward:
         )
 
     def _multiply_gated(self, x_BD: Tensor, mlp: MLP, norm: Norm) -> Tensor:
-        """Return act(gate(norm(x))) * up(norm(x)) of a gated layer."""
+        """Return act(gate(norm(x))) * up(norm(x)) of a gated layer, [B, M]."""
         layers = [mlp.gate_proj, mlp.up_proj]
-        side_by_side = joined_tensors(layers)
-        if side_by_side is not None:
-            return self._project_gated(x_BD, side_by_side[0], norm, self._activation)
+        joined = joined_tensors(layers)
+        if joined is not None:
+            # The projections of a feed-forward layer have no biases.
+            weight, _ = joined
+            return self._project_gated(x_BD, weight, norm, self._activation)
         gate, up = map(tensors_of, layers)
         columns = mlp.gate_proj.out_features
         return multiply_gated(x_BD, gate, up, columns, norm, self._activation, _rounds_adapters())
@@ -318,17 +324,17 @@ class FastForward:
         # There are at most two different rotations: that of local layers, which have a sliding window,
         # and that of all others.
         rotation_by_is_local: dict[bool, tuple[Tensor, Tensor]] = {}
+        rotations: list[tuple[Tensor, Tensor] | tuple[None, None]] = []
         for layer in layers:
+            if not config.rotates(layer):
+                rotations.append((None, None))
+                continue
             is_local = config.has_local_theta(layer)
-            if config.rotates(layer) and is_local not in rotation_by_is_local:
+            if is_local not in rotation_by_is_local:
                 cos_B11F, sin_B11F = cos_sin(position_B[:, None], config, torch.float32, is_local)
                 rotation_by_is_local[is_local] = cos_B11F[:, 0, 0], sin_B11F[:, 0, 0]
-        return [
-            rotation_by_is_local[config.has_local_theta(layer)]
-            if config.rotates(layer)
-            else (None, None)
-            for layer in layers
-        ]
+            rotations.append(rotation_by_is_local[is_local])
+        return rotations
 
     def _block(
         self,
@@ -381,13 +387,13 @@ class FastForward:
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
             norms = norm_of(q_norm), norm_of(k_norm)
         inputs = [attention.q_proj, attention.k_proj, attention.v_proj]
-        # Queries, keys and values. In gated attention, each head's gates are beside its queries.
+        # Queries, keys and values. In gated attention, each head's gates are next to its queries.
         projected_BX = self._multiply(hidden_BD, inputs, norm)
         qkv_BX = projected_BX
         cos_BF, sin_BF = rotation
         if attention.is_gated:
             key_heads = config.num_key_value_heads
-            # Without the gates, and already normalised and rotated.
+            # These have no gates, and are already normalised and rotated.
             qkv_BX = prepare_heads(projected_BX, norms, cos_BF, sin_BF, heads, key_heads)
             # `attend` must not normalise and rotate them a second time.
             norms = None
@@ -442,11 +448,13 @@ class FastForward:
         if not mixture.has_shared_expert:
             return output_BD
         shared = mixture.shared_expert
-        # One weight of the gate and up projection, which `_is_computable_mixture` has found side by side.
+        # One tensor with the weights of the gate and up projections, which `_is_computable_mixture` has found
+        # next to each other.
         gate_up_weight, _ = family_weights(shared.gate_proj)
         inner_BM = project_gated(hidden_BD, gate_up_weight, norm, self._activation)
-        # The output of the shared expert is multiplied by its gate. The last product is linear, so its
-        # input is multiplied instead, and the product adds its output to that of the other experts.
+        # The output of the shared expert must be multiplied by its gate. Its last layer is linear, so the
+        # layer's input is multiplied instead. The launch of this layer can then add its output to that of
+        # the other experts.
         assert mixture.shared_expert_gate is not None  # as `_is_computable_mixture` has found
         gate_B1 = project(hidden_BD, mixture.shared_expert_gate.weight, norm)
         return project(

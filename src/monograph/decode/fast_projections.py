@@ -1,10 +1,11 @@
-"""What a fast decode step must know of its linear layers.
+"""What a fast decode step must know about its linear layers.
 
-It has the reasons why the kernels of `monograph.ops.layer_kernels` cannot compute some layers, the
-tensors of layers as these kernels take them, and the same products by torch's operators, which are
-faster for many rows.
+This file finds out whether the kernels of `monograph.ops.layer_kernels` can compute some layers, and why
+not. It returns the tensors of layers in the form in which these kernels take them. And it has the same
+products by torch's operators, which are faster for many rows.
 
-A family is layers whose weights lie side by side in one tensor (`monograph.graph.fused_linears`).
+A family is a group of layers whose weights are next to each other in one tensor, such as the projections
+to queries, keys and values (`monograph.graph.fused_linears`).
 
 Shapes: B rows, K input and N output channels, M channels inside a feed-forward layer.
 """
@@ -69,13 +70,13 @@ def are_side_by_side(layers: list[Linear]) -> bool:
 
 
 def is_plain(layer: nn.Linear) -> bool:
-    """Return whether a layer's output is W x + b and no more, and no family computes it."""
+    """Return whether a layer only computes W x + b, and by itself, not as a part of a family."""
     # A layer whose adapter was merged is an `nn.Linear`.
     return type(layer) in (Linear, nn.Linear) and not has_hooks(layer)
 
 
 def is_plain_head(head: nn.Linear) -> bool:
-    """Return whether a head's output is W x, and for a few tokens of a bank's adapters their own rows."""
+    """Return whether a head only computes W x, except for rows that a bank's adapters have of their own."""
     return is_plain(head) or (type(head) is BankedHead and not has_hooks(head))
 
 
@@ -85,11 +86,11 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 def obstacle_of_product(layers: list[Linear], dtype: torch.dtype) -> str | None:
-    """Return why one launch cannot compute these layers, which read the same tensor, or None if it can.
+    """Return why a single launch cannot compute some layers, or None if it can.
 
     Args:
-        layers: the layers.
-        dtype: the dtype of their input.
+        layers: the layers, which all read the same input.
+        dtype: the dtype of the input.
     """
     forms = {FORMS.get(type(layer)) for layer in layers}
     if None in forms or any(map(has_hooks, layers)):
@@ -116,11 +117,11 @@ def obstacle_of_product(layers: list[Linear], dtype: torch.dtype) -> str | None:
 
 
 def joined_tensors(layers: list[Linear]) -> tuple[Tensor, Tensor | None] | None:
-    """Return one weight and one bias that have those of these layers, one after another.
+    """Return one tensor with the weights of these layers, one after another, and one with their biases.
 
     Returns:
-        The weight and the bias, which is None if there are no biases. Or None: the weights do not lie
-        one after another in memory, or a layer has an adapter, a hook or a weight in few bits.
+        The weights and the biases, which are None if there are none. Or None instead of both: the weights
+        are not next to each other in memory, or a layer has an adapter, a hook or a weight in few bits.
     """
     first = layers[0]
     if len(layers) == 1:
@@ -148,9 +149,9 @@ def tensors_of(layer: nn.Linear) -> StoredLayer:
 
 
 def family_weights(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return one weight and one bias (or None) that have those of all layers of a layer's family."""
+    """Return the joined weights of all layers of a layer's family, and their joined biases or None."""
     family = cast(Sibling, layer).family
-    assert family.weight is not None  # `are_side_by_side` has been asked before
+    assert family.weight is not None  # the callers have checked this by `are_side_by_side`
     return family.weight, family.bias
 
 
@@ -184,5 +185,6 @@ def torch_project_gated(
 
 
 def _normalised(x_BK: Tensor, norm: Norm) -> Tensor:
+    """Return the RMS norm of x; a centred norm stores its gain minus 1."""
     gain_K = 1 + norm.gain_K if norm.is_centred else norm.gain_K
     return rms_norm(x_BK, gain_K, norm.eps)

@@ -11,9 +11,10 @@ with the largest maxima contain the row's W likeliest tokens: each of these grou
 likelier than every token of the other groups. So the program reads only the tokens of these groups,
 sorts those that may be among the W likeliest, applies the filters and samples.
 
-To find these groups, and then these tokens, it does not sort all of them. It searches for a logit that
-enough of them reach, but not many more (`_narrow`), and takes those that reach it. If too many do
-because their logits are equal, the first of them by id are taken, which count as the likeliest.
+To find the W groups, the program does not sort all groups. It searches for a logit that the maxima of at
+least W groups reach, but not of many more (`_narrow`), and takes the groups that reach it. It finds the
+W tokens among those of these groups in the same way. If too many reach the logit because they are equal,
+those with the lowest ids are taken, which count as the likeliest.
 
 The result does not depend on the order in which programs finish: tokens are ordered by logit and
 then by id, weights are summed as integers, and every other operation is one that IEEE 754 rounds
@@ -54,8 +55,8 @@ from monograph.decode.knobs import EDITS, Chain
 SMALL_TILE = 1024
 LARGE_TILE = 4096
 MANY_ROWS = 8
-# How many groups may be read, and how many tokens may be sorted, in multiples of W. With more room, the
-# search for a logit that not too many reach ends sooner.
+# How many groups may be read, and how many tokens may be sorted, in multiples of W. The more there may be,
+# the sooner `_narrow` finds a logit that not too many reach.
 GROUPS_READ_PER_LIKELIEST = 1
 TOKENS_SORTED_PER_LIKELIEST = 2
 # G. With smaller groups, the program that finishes last reads more maxima and fewer tokens.
@@ -69,16 +70,17 @@ _MAX_STAGES: Final = len(_STAGE_NUMBERS)
 
 _NO_TOKEN = tl.constexpr(-(1 << 63))  # the smallest key
 _LOW32 = tl.constexpr(0xFFFFFFFF)
-# `_ordered` of -inf, and a smaller number, which stands where there is no token.
+# `_ordered` of -inf.
 _LOWEST = tl.constexpr(-0x7F800001)
+# A smaller number than that, which stands where there is no token.
 _BELOW_ALL = tl.constexpr(-(1 << 31))
 # The first logits that `_narrow` tries are below the largest one by these differences.
 _NEAR = tl.constexpr(32.0)
 _FAR = tl.constexpr(1024.0)
 # From this step on, `_narrow` halves the bits of the interval, and not its length.
 _BITS_STEP = tl.constexpr(19)
-# `_places` counts two kinds of tokens in one int32. The count in the lower 22 bits may be as large as a
-# vocabulary; the other one is less than W.
+# `_places` has two counts in one int32. The one in the lower 22 bits may be as large as the vocabulary;
+# the one above them is less than W.
 _PLACE_BITS = tl.constexpr(22)
 _PLACE_MASK = tl.constexpr((1 << 22) - 1)
 _OK, _NOT_FINITE, _NOTHING_ALLOWED, _UNDECIDED = map(
@@ -93,8 +95,8 @@ _EXP_DEGREE = tl.constexpr(len(reproducible.EXP) - 1)
 _LOG = tl.constexpr(reproducible.LOG)
 _LOG_DEGREE = tl.constexpr(len(reproducible.LOG) - 1)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
-# If this number is added to a small one and subtracted again, the small one is rounded to an integer,
-# and a half to the even one, as `torch.round` does.
+# If this number is added to a small number and subtracted again, the small number is rounded to the
+# nearest integer, and a half to the even one, as `torch.round` does.
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 
@@ -132,32 +134,38 @@ def _ordered_tokens(logit, is_token):
 
 @triton.jit
 def _narrow(ordered_N, low, high, count, needed, ROOM: tl.constexpr):
-    """Return an interval that contains the number of rank `needed` (1: the largest), and two counts.
+    """Narrow an interval that contains the number of rank `needed` (1: the largest).
 
-    The interval, from `low` to `high`, is narrowed until at most ROOM numbers reach `low`. If more numbers
-    are equal, it is narrowed until only their value is left. The counts are of the numbers above `high`,
-    which are fewer than `needed`, and of those that reach `low`.
+    It is narrowed until at most ROOM numbers reach its lower end, or until it has a single value, which
+    more numbers than that have.
 
     Args:
-        ordered_N: see `_ordered_tokens`.
-        low: a number that at least `needed` reach.
-        high: the largest number.
-        count: how many reach `low`.
-        needed: at least 1 and at most ROOM.
-        ROOM: how many may reach `low`.
+        ordered_N: the numbers, see `_ordered_tokens`.
+        low: a number that at least `needed` of them reach.
+        high: the largest of them.
+        count: how many of them reach `low`.
+        needed: the rank, at least 1 and at most ROOM.
+        ROOM: how many may reach the lower end.
+
+    Returns:
+        the ends of the narrowed interval, `low` and `high`, the number of entries above `high`, which is
+        below `needed`, and the number of entries that reach `low`.
     """
     largest = _logit_of(high)
     # Zeros of the type of `count`, since a variable of a loop keeps its type.
     above = count * 0
     step = count * 0
     while (count > ROOM) & (low < high):
-        # Most rows have their likeliest tokens near the largest logit. A row with few allowed tokens
-        # has too few finite logits. Both are known soon.
+        # The first guess is a little below the largest logit, since most rows have their likeliest tokens
+        # there; the second is further below. The third is just above -inf: it finds out whether a row has
+        # too few allowed tokens. Every later guess is the middle between the two logits.
         guess = (_logit_of(low) + _logit_of(high)) * 0.5
         guess = tl.where(step == 0, largest - _NEAR, guess)
         guess = tl.where(step == 1, largest - _FAR, guess)
         middle = tl.where(step == 2, _LOWEST + 1, _ordered(guess))
-        # The length cannot be halved often if it is infinite or nearly 0, but 32 bits can.
+        # Halving the distance of two logits may take many steps, for instance if it is infinite. So
+        # after a while, or if a guess is not in the interval, the middle of the two int32 numbers is taken,
+        # rounded up: this halving ends after 32 steps.
         is_usable = (middle > low) & (middle <= high) & (step < _BITS_STEP)
         middle = tl.where(is_usable, middle, (low | high) - ((low ^ high) >> 1))
         reached = tl.sum((ordered_N >= middle).to(tl.int32), 0)
@@ -172,10 +180,10 @@ def _narrow(ordered_N, low, high, count, needed, ROOM: tl.constexpr):
 
 @triton.jit
 def _places(ordered_N, low, high, above, ROOM: tl.constexpr):
-    """Return which numbers are kept, and the place of each among those, in the given order.
+    """Return which numbers are kept, and the place of each among those that are kept, in their order.
 
-    All above `high` are kept, and so many of the first in the interval that there are at most ROOM; see
-    `_narrow`.
+    All numbers above `high` are kept (see `_narrow`). Of those in the interval, the first are kept, up to
+    ROOM numbers in all.
     """
     is_above_N = ordered_N > high
     is_within_N = (ordered_N >= low) & (ordered_N <= high)
@@ -183,7 +191,9 @@ def _places(ordered_N, low, high, above, ROOM: tl.constexpr):
     within_N = counts_N & _PLACE_MASK
     room = ROOM - above
     is_kept_N = is_above_N | (is_within_N & (within_N <= room))
-    return is_kept_N, (counts_N >> _PLACE_BITS) + tl.minimum(within_N, room) - 1
+    # The place of a kept number is the count of kept numbers up to it, minus 1.
+    above_N = counts_N >> _PLACE_BITS
+    return is_kept_N, above_N + tl.minimum(within_N, room) - 1
 
 
 @triton.jit
@@ -200,11 +210,11 @@ def _likeliest_keys(
 ):
     """Return the keys of a row's W likeliest tokens in descending order.
 
-    The row's maxima are followed by memory for READ groups and SORTED tokens, which only one program of
-    the row uses.
+    `maxima` points to the row's maxima of groups. They are followed by memory for the ids of READ groups
+    and of SORTED tokens, which only this program of the row uses.
     """
     group_A = tl.arange(0, ALL)
-    # `.cg`: other multiprocessors wrote these numbers, which this one's L1 may not know.
+    # `.cg` bypasses the L1 cache, since other multiprocessors wrote these numbers.
     maximum_A = tl.load(
         maxima + group_A, mask=group_A < GROUPS, other=_BELOW_ALL, cache_modifier=".cg"
     )
@@ -221,8 +231,8 @@ def _likeliest_keys(
     index_C = tl.arange(0, READ * G)
     is_read_C = index_C // G < count
     group_C = tl.load(read_groups + index_C // G, mask=is_read_C, other=0)
-    # The ids ascend, since the groups do. So the first of several tokens with equal logits are the
-    # likeliest, and `_places` keeps them.
+    # The ids ascend, since the groups do. So of several tokens with equal logits, `_places` keeps those with
+    # the lowest ids, which count as the likeliest.
     token_C = group_C * G + index_C % G
     is_token_C = is_read_C & (token_C < V)
     logit_C = tl.load(logits + token_C, mask=is_token_C, other=0.0)
@@ -314,10 +324,10 @@ def _gumbel_noise(seed, position, token):
 
 @triton.jit
 def _kept_by_target(logit, is_reached):
-    """Return which tokens a filter keeps: those down to the first that reaches the target weight.
+    """Return which tokens a filter keeps: those down to the first at which the target weight is reached.
 
-    Tokens with the same logit as this one are kept, too. `is_reached` is true for it and all later
-    ones.
+    Tokens with the same logit as this token are kept, too. `is_reached` is true for this token and all
+    later ones.
     """
     return logit >= tl.max(tl.where(is_reached, logit, float("-inf")), 0)
 
@@ -390,16 +400,16 @@ def _sample(
     SORTED: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Find the maxima of a tile's groups; the row's program that finishes last samples its token.
+    """Find the maxima of a tile's groups; the row's program that finishes last samples the row's token.
 
-    If no row samples at random (RANDOM is false), a tile is one group, and its maximum is a key, so the
-    largest key names the row's token. ALL is the smallest power of two that is at least the number of
-    groups of a row.
+    If no row samples at random (RANDOM is false), each tile is a single group, and its maximum is a key,
+    so the largest key of a row has the row's token. ALL is the number of groups of a row, rounded up to a
+    power of two. `sample_few` passes the arguments.
     """
     row, tile = tl.program_id(0), tl.program_id(1)
     row_logits = logits + row.to(tl.int64) * row_stride
     GROUPS: tl.constexpr = TILES * (TILE // G)
-    # Its maxima, the groups that are read and the tokens that are sorted.
+    # Memory for the row's maxima, the groups that are read and the tokens that are sorted.
     row_scratch = scratch + row * (GROUPS + READ + SORTED)
     if RANDOM:
         group_P = tile * (TILE // G) + tl.arange(0, TILE // G)
@@ -478,6 +488,7 @@ def _sample(
 
 
 def _stages_after_edits(chain: Chain) -> list[str]:
+    """Return a chain's stages after the edits of the logits, in order."""
     return [name for name in chain.stages if name not in EDITS]
 
 
@@ -485,7 +496,7 @@ class FastSampler:
     """The kernel for a number of rows."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        """Allocate the counters by which the programs of a row know which of them finishes last."""
+        """Allocate counters, by which the kernel's programs know which of them is the last of its row."""
         # They are zero before and after each launch.
         self._counters_B = torch.zeros(rows, dtype=torch.int32, device=device)
 
@@ -536,7 +547,7 @@ class FastSampler:
 
 
 def _group_size(vocabulary: int, groups_read: int) -> int:
-    """Return G, with which about as many maxima (V / G) are read as tokens (G groups_read)."""
+    """Return G such that about as many maxima are read (V / G) as tokens (G * groups_read)."""
     group: int = triton.next_power_of_2(isqrt(vocabulary // groups_read))
     return min(max(MIN_GROUP, group), MAX_GROUP)
 

@@ -74,7 +74,7 @@ def sampler_stage(
 def top_k_of(sampling: Sampling) -> int:
     """Return the number of tokens that top-k keeps for a request; 0: top-k is off.
 
-    It is at least min_keep, since the filters after top-k read only the tokens that it keeps.
+    It is at least min_keep, since tokens that top-k drops may no longer be there for min_keep to restore.
     """
     if not sampling.top_k:
         return 0
@@ -95,9 +95,9 @@ def _log_of(option: str) -> SamplerKnob:
 def mean_relative_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
     """Return the mean of y = m - x, and the sum of the weights.
 
-    y is a token's surprise -ln p minus the likeliest token's surprise ln S. The mean over the tokens that are
-    left is sum(w y) / sum(w), with the weights w = exp(-y). Both sums are of integers in the fixed
-    point of the weights, so their bits do not depend on the order. The products w y fit, since
+    y is a token's surprise -ln p minus that of the likeliest token, which is ln S. The mean over the
+    tokens that are left is sum(w y) / sum(w), with the weights w = exp(-y). Both sums are of integers, w
+    and w y in fixed point, so their bits do not depend on the order. They do not overflow, since
     w y <= 1/e.
 
     Returns:
@@ -126,10 +126,7 @@ def normalised_entropy(candidates: Candidates) -> Tensor:
 
 
 def _weight_of_share(share_B1: Tensor, total_B1: Tensor) -> Tensor:
-    """Return the smallest fixed-point weight, at least 1, that is this share of the total or more.
-
-    It is int64 [B, 1].
-    """
+    """Return share * total as a fixed-point weight, rounded up and at least 1; int64 [B, 1]."""
     return (share_B1.double() * total_B1.double()).ceil().long().clamp(min=1)
 
 
@@ -232,10 +229,10 @@ def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
 @sampler_stage(lambda s: s.top_n_sigma > 0, options("top_n_sigma"), {"top_n_sigma": 1.0})
 def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep x >= m - n s, where s is the population standard deviation of the scores left.
+    """Keep x >= m - n s, where s is the population standard deviation of the remaining scores.
 
-    n = 0 is off. The sums are fp64, so their order rarely changes s in fp32, and then only its last
-    bit.
+    n = 0 is off. The sums are in fp64, so the order in which they are added rarely changes s in fp32, and
+    then only its last bit.
     """
     n_B1 = knobs["top_n_sigma"]
     is_left_BN = candidates.scores_BN > -torch.inf
@@ -367,7 +364,7 @@ def xtc(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     weight_BN = candidates.weigh(candidates.scores_BN)
     min_weight_B1 = _weight_of_share(knobs["xtc_threshold"], weight_BN.sum(-1, keepdim=True))
     likely_scores_BN = torch.where(weight_BN >= min_weight_B1, candidates.scores_BN, torch.inf)
-    # It is inf, and all tokens are kept, if no token is likely.
+    # If no token is likely, this is inf, and all tokens are kept.
     least_likely_score_B1 = likely_scores_BN.amin(-1, keepdim=True)
     is_kept_BN = candidates.scores_BN <= least_likely_score_B1
     if "min_keep" in knobs:

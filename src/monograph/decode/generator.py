@@ -2,21 +2,23 @@
 sampled ids.
 
 A step samples one token in every row (`monograph.decode.step`), or with a draft model several
-(`monograph.decode.draft`). A block is several steps that are started together, without a wait for the
-device. A chunk is a part of a prompt that is read in one
-pass (`monograph.decode.prompt_reader.PromptReader`).
+(`monograph.decode.draft`). A step leaves its results in the lines of a ring, a tensor on the device:
+one line for each token that it may sample in a row. A block is several steps that are started
+together, without a wait for the device. A chunk is a part of a prompt that is read in one pass
+(`monograph.decode.prompt_reader.PromptReader`).
 
 A row gets its next request as soon as the host has read that the previous one ended. A request's
 tokens do not depend on its row, the other rows, the time at which the request came or the number of
 steps of a block.
 
-A request may keep its row after its end, and a later request continue there, as the turns of a
-conversation do. Only what is new of the later request's prompt is read. If a step rounds otherwise
-than a pass over a prompt (`CacheSizes.pads_products`), the log-probabilities of the continuation differ
-by rounding from those after the same prompt in a fresh row.
+A request may keep its row after its end, so that a later request can continue in it, like the next
+turn of a conversation. The model then reads only the new tokens of the later request's prompt. A draft
+model rereads the whole prompt. A step may round differently from a pass over a prompt, unless
+`CacheSizes.pads_products` is set. Then the log-probabilities of the continuation differ by rounding from
+those after the same prompt in a fresh row.
 
-Not to be confused: these blocks of steps, and the blocks of slots that a cache consists of
-(`monograph.decode.cache`).
+The word block has two meanings: the blocks of steps of this file, and the blocks of slots that a cache
+consists of (`monograph.decode.cache`).
 """
 
 import itertools
@@ -167,7 +169,9 @@ class Generator:
         if isinstance(pace, Pace):
             self.pace = pace
         else:
-            steps = pace or (16 if weight.is_cuda else 1)
+            steps = pace
+            if not steps:
+                steps = 16 if weight.is_cuda else 1
             self.pace = Pace(steps, steps_while_waiting=steps, max_chunks=None)
         chains = (chain,) if isinstance(chain, Chain) else tuple(chain)
         self.chain = chains[-1]
@@ -185,11 +189,12 @@ class Generator:
         self.cache.pads_products = sizes.pads_products
         # The final hidden state of the last token of each row's prompt, copied from `PromptReader.last_RD`.
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)
-        # A ring has lines for two blocks of steps (`Outbox`).
+        # The lines of a block. The rings have twice as many, so that the host can read one block while
+        # the next one is written (`Outbox`).
         lines = self.pace.steps
         self.drafter: Drafter | None = None
         if draft is not None:
-            # Only rollouts pad products, and they have no drafts.
+            # Only the rollouts of training pad matrix products (`CacheSizes`), and they use no drafts.
             assert not sizes.pads_products
             if self.cache.recurrences:
                 raise UsageError(
@@ -231,7 +236,8 @@ class Generator:
             for config, cache, cache_rows in caches:
                 key_heads = config.num_key_value_heads
                 cache.kernels = FastAttention(cache_rows, key_heads, weight.device)
-            # With `pads_products`, texts must have the bits of the model's own forward pass.
+            # With `pads_products`, texts must have the bits of the model's own forward pass, which
+            # kernels do not give.
             if not sizes.pads_products:
                 forward_kernels = fast_forward(model, rows)
 
@@ -249,8 +255,8 @@ class Generator:
                 bank=self.bank,
             )
 
-        # A step that is compiled or captured takes long to make, so steps are made only for the given chains.
-        # This is also so if a single chain was given, which is meant for all requests.
+        # Steps are made only for the given chains if a step takes long to make, which it does if it is
+        # compiled or captured, and if there is a single chain, which is then meant for all requests.
         only_given_chains = self.compiled or recorder is not None or len(chains) == 1
         self.steps = Steps(
             chains, lambda chain: wrap(new_step(chain).__call__), recorder, only_given_chains
@@ -277,10 +283,10 @@ class Generator:
         self.drafted_tokens = 0
         # Whether a free row keeps the keys and values of its last prompt. A free row takes part in every
         # step: it writes a key and a value at its position, and attends to the positions up to there. So
-        # its position is the last one, which no prompt reaches (`_end_requests`). But with a sliding
-        # window, this position sees only positions near it, which may not be in the blocks that are read,
-        # and attention to no position gives NaN. So the position is 0 then, and the row overwrites the
-        # beginning of its last prompt.
+        # `_free` moves it to the last position, which no prompt reaches. With a sliding window that is
+        # not possible: the last position would see only positions near it, and if these are not in the
+        # blocks that are read, the attention to no position at all gives NaN. The row is then moved to
+        # position 0, where it overwrites the beginning of its last prompt.
         configs = [model.config] if draft is None else [model.config, draft.config]
         self._keeps_prompts = not any(
             config.window(layer) for config in configs for layer in range(config.num_hidden_layers)
@@ -297,9 +303,9 @@ class Generator:
         self._free_rows: list[int] = list(range(rows))
         # A block that was launched and has not been read yet.
         self._unread: StepBlock | None = None
-        # The number of requests so far, and so the number of the next one.
+        # The number of requests so far, which is also the number of the next request.
         self._submitted = 0
-        # What `_chain_and_knobs` returned for the last request, and the options and stop ids of it.
+        # The options and stop ids of the last request, and what `_chain_and_knobs` returned for them.
         self._last_options: tuple[Sampling, tuple[int, ...]] | None = None
         self._last_chain_and_knobs: tuple[Chain, dict[str, Any]] = self.chain, {}
 
@@ -335,7 +341,8 @@ class Generator:
             raise UsageError(
                 f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for"
             )
-        if not 0 <= request.adapter <= (self.bank.capacity if self.bank else BASE_SLOT):
+        last_slot = self.bank.capacity if self.bank else BASE_SLOT
+        if not 0 <= request.adapter <= last_slot:
             raise UsageError(f"the model has no slot {request.adapter} for an adapter")
         if request.continues is not None:
             self._require_kept(request.continues, request)
@@ -353,10 +360,11 @@ class Generator:
         return number
 
     def _require_kept(self, number: int, request: Request) -> None:
-        """Require that a request can continue the one with this number.
+        """Require that `request` can continue the ended request with this number.
 
         Raises:
-            UsageError: its row is not kept, or the request has no token more, or another adapter.
+            UsageError: the ended request's row is not kept, or `request` adds no token to it or has
+                another adapter.
         """
         kept = self._kept.get(number)
         if kept is None:
@@ -449,17 +457,18 @@ class Generator:
     def advance(self) -> list[Event]:
         """Put waiting requests into free rows, launch a block of steps, and read a block.
 
-        If `reads_behind`, the previous block is read while the new one runs, and otherwise the new one.
-        So is it if the host follows a text, since the next step waits for the new token then.
+        With `reads_behind`, the previous block is read while the new one runs. Otherwise the new block
+        itself is read. It is also read if the host follows a constraint token by token, since the next
+        step then needs the mask after the new token.
 
         Returns:
             the events of the blocks that were read.
         """
         self._fill_rows()
-        texts = self._write_masks()
-        launched = self._launch_block(limit=1 if texts else None)
+        mask_count = self._write_masks()
+        launched = self._launch_block(limit=1 if mask_count else None)
         blocks_to_read = [self._unread]
-        if self.reads_behind and not texts:
+        if self.reads_behind and not mask_count:
             self._unread = launched
         else:
             self._unread = None
@@ -477,9 +486,9 @@ class Generator:
         options = request.sampling, request.stop_ids
         # Most requests have the same options as the one before.
         if options != self._last_options:
-            smallest_chain = chain_of(
-                [request.sampling], len(request.stop_ids) if self.chain.stop_length else 0
-            )
+            # Stop ids are a part of a chain only if it has the stage min_tokens, which forbids them at first.
+            stop_id_count = len(request.stop_ids) if self.chain.stop_length else 0
+            smallest_chain = chain_of([request.sampling], stop_id_count)
             if not self.chain.covers(smallest_chain):
                 raise UsageError(
                     f"the generator's chain {self.chain.stages} does not serve {request.sampling}"
@@ -501,8 +510,8 @@ class Generator:
         chunks_left = self.pace.max_chunks
         if chunks_left is not None:
             startable = min(len(self._free_rows), len(self._queue))
-            # Running requests pause while prompts are read. If more requests can start than run, it is
-            # better that the few pause longer.
+            # Running requests pause while prompts are read. If more requests can start than are running,
+            # the limit is raised: the few that run pause longer, so that the many can start sooner.
             chunks_left *= max(1, math.ceil(startable / max(1, self.running)))
         while self._free_rows and self._queue and self._move_startable_to_front():
             self._choose_prompts()
@@ -515,11 +524,11 @@ class Generator:
         self.prefill_s += clock() - began
 
     def _move_startable_to_front(self) -> bool:
-        """Make a request that can start now the first waiting one; return whether there is one.
+        """Move a request that can start now to the front of the queue; return whether there is one.
 
-        If the tables have no room for the automata of the first request, it is the next request
-        without automata. A request with automata must not overtake the first one: such requests could
-        take the room forever.
+        This is the first request, if the tables have room for its automata, and otherwise the next
+        request without automata. Another request with automata must not overtake the first one, since
+        such requests could take the room in the tables again and again.
         """
         request = self._queue.first.request
         if self._acquire_automata(request) is not None:
@@ -537,10 +546,11 @@ class Generator:
         # If the reader reads one prompt at a time, it can skip tokens that a row already has.
         if is_new and self.reader.rows == 1:
             prompt = self._prompt_of(self._queue.first.request)
-            tokens, row = max(
+            # The row that shares the most tokens with the prompt.
+            common_tokens, row = max(
                 (self._count_common_tokens(row, prompt), row) for row in range(self.rows)
             )
-            self.reused += self.reader.copy_first_chunks(self.cache, row, tokens)
+            self.reused += self.reader.copy_first_chunks(self.cache, row, common_tokens)
 
     def _startable_requests(self) -> Iterator[Request]:
         """Yield the first waiting requests, at most as many as there are free rows."""
@@ -548,6 +558,7 @@ class Generator:
         return (entry.request for entry in entries)
 
     def _prompt_of(self, request: Request) -> PromptToRead:
+        """Return a request's prompt, with what decides who may share its keys and values."""
         slot_write = self.bank.last_writes[request.adapter] if self.bank else 0
         reuse_key = ReuseKey(request.owner, request.adapter, slot_write)
         return PromptToRead(request.prompt_ids, reuse_key)
@@ -557,17 +568,24 @@ class Generator:
 
         It is 0 if the row's prompt has another owner or another adapter.
         """
-        of_row = self._prompts[row]
-        if of_row.reuse_key != prompt.reuse_key:
+        row_prompt = self._prompts[row]
+        if row_prompt.reuse_key != prompt.reuse_key:
             return 0
-        pairs = zip(of_row.ids, self.reader.part_to_read(prompt).ids, strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        count = 0
+        for row_id, new_id in zip(
+            row_prompt.ids, self.reader.part_to_read(prompt).ids, strict=False
+        ):
+            if row_id != new_id:
+                break
+            count += 1
+        return count
 
     def _place_requests(self) -> None:
         """Put requests whose prompts have been read into free rows.
 
         It stops at the first request whose automata have no room.
         """
+        # The requests whose prompts the reader has are the first `len(reader_rows)` of the queue.
         reader_rows = self.reader.rows_of(map(self._prompt_of, self._startable_requests()))
         automaton_states = list[tuple[int, int]]()
         for request in itertools.islice(self._startable_requests(), len(reader_rows)):
@@ -613,6 +631,8 @@ class Generator:
 
     def _begin_drafts(self, rows: Sequence[int], requests: Sequence[Request]) -> None:
         """Let the draft model read the prompts of requests that are about to begin in rows.
+
+        It reads whole prompts, also those that continue a row.
 
         An error leaves the requests where they wait, without their automata.
         """
@@ -671,7 +691,8 @@ class Generator:
         stop_ids = request.stop_ids
         limit = min(request.max_tokens, self.slots - len(prompt))
         self._records[row] = RowRecord(number, request, limit, smallest_chain)
-        # Of the prompt of a request that continues a row, decode steps have read a part, and may round otherwise.
+        # If the request continues a row, decode steps have read a part of its prompt. They may round
+        # differently from the reader, so no other request may reuse these keys and values.
         if request.continues is None:
             self._prompts[row] = self.reader.part_to_read(self._prompt_of(request))
         state = self.state
@@ -704,8 +725,8 @@ class Generator:
         """Give the automata of a request places in the tables.
 
         Returns:
-            the first states of its constraint and of its stop strings; None: the tables have no room
-            for one of them now, and neither is in use.
+            the first states of its constraint and of its stop strings; None: the tables lack the room
+            for one of the two now, and so neither has been acquired.
         """
         constraint_state = self.tables.acquire(request.constraint)
         if constraint_state is None:
@@ -713,7 +734,7 @@ class Generator:
         stop_state = self.tables.acquire(request.stop_automaton)
         if stop_state is None:
             self.tables.release(request.constraint)
-            # The constraint's place may have split the free room in two parts that are too small.
+            # The place that the constraint had may split the free room into two parts that are too small.
             self.tables.remove_unused()
             return None
         return constraint_state, stop_state
@@ -745,13 +766,13 @@ class Generator:
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
     def _write_masks(self) -> int:
-        """Write the masks of the texts that the host follows; return how many these are."""
-        texts = [record.request.constraint for record in self._records if record is not None]
-        followed = [text for text in texts if isinstance(text, HostText)]
+        """Write the masks of the constraints that the host follows; return how many there are."""
+        constraints = [record.request.constraint for record in self._records if record is not None]
+        followed = [each for each in constraints if isinstance(each, HostText)]
         if followed:
             began = clock()
-            for text in followed:
-                self.tables.write_classes(text, text.write_classes())
+            for constraint in followed:
+                self.tables.write_classes(constraint, constraint.write_classes())
             self.masks += len(followed)
             self.masks_s += clock() - began
         return len(followed)
@@ -760,7 +781,8 @@ class Generator:
         """Start a block of steps and return it; None if no row needs a step.
 
         Args:
-            limit: the maximum number of its steps; None: that of the pace.
+            limit: the maximum number of lines that it writes, unless a single step writes more; None:
+                that of the pace.
         """
         running = [record for record in self._records if record is not None]
         # Whether a request waits for a row, or for its first token.
@@ -777,18 +799,20 @@ class Generator:
             assert self.drafter is not None
             steps = self.drafted_steps
             lines_of_step = 1 + self.drafter.tokens
-        # A step with drafts may have more lines than the pace or the texts would need.
+        # There is at least one step, even if its drafts take more lines than the pace allows or the
+        # texts still need.
         count = max(1, min(max_lines, needed_lines) // lines_of_step)
         lines = count * lines_of_step
-        # Attention reads as many blocks of the cache in all rows as the longest row needs. The additional
-        # blocks do not change a bit of the shorter rows.
+        # In every row, attention reads as many blocks of the cache as the longest row needs. The
+        # additional blocks do not change a bit of the shorter rows.
         longest = max(
             len(record.request.prompt_ids) + min(record.launched + lines, record.limit)
             for record in running
         )
         # A pass over proposed tokens may run past the end of a text.
         longest += lines_of_step - 1
-        # The rows that are kept take part in the steps, too, and recurrences may take in their last tokens now.
+        # Rows that are kept take part in the steps as well: each reads its last token again, at the
+        # position `known`. (A recurrence may take it in now, which `PromptReader.continue_rows` expects.)
         waiting_rows = [*self._kept.values(), *(kept for kept, _ in self._continuing)]
         longest = max([longest, *(kept.known + lines_of_step for kept in waiting_rows)])
         # If one row needs the exact search, all rows use it, since it gives the same bits.
@@ -816,23 +840,26 @@ class Generator:
         )
         for record in running:
             record.launched += lines
-        # The list of records is copied, since rows may have other requests when the block is read.
+        # The list of records is copied, since the rows may have other requests by the time the block is
+        # read.
         return StepBlock(lines, lines_of_step, self.outbox.send(lines), list(self._records))
 
     def _needs_automata(self, record: RowRecord, lines: int) -> bool:
         """Return whether the automata of a request can change the tokens of the next lines."""
         constraint = record.request.constraint
-        if constraint is None or record.request.stop_automaton is not None:
-            return record.request.stop_automaton is not None
-        # While every token is allowed, as it is with tools until a call begins, a single step can do without
-        # the automaton, since the host knows the state after it. A compiled step would be compiled twice
-        # for that.
+        if record.request.stop_automaton is not None:
+            return True
+        if constraint is None:
+            return False
+        # While the constraint allows every token, a single step can do without it, since the host follows
+        # the state afterwards. (With tools, every token is allowed until a call begins.) A compiled step
+        # always follows it, since it would otherwise be compiled twice.
         if lines > 1 or self.compiled or not self._tracks_automata:
             return True
         return not constraint.allows_all_S[record.automaton_state & STATE_MASK]
 
     def _write_automaton_states(self) -> None:
-        """Write the states that the host has followed alone to the device."""
+        """Write the states that only the host has followed (`RowRecord.is_ahead`) to the device."""
         for row, record in enumerate(self._records):
             if record is not None and record.is_ahead:
                 constraint = record.request.constraint
@@ -842,11 +869,15 @@ class Generator:
                 record.is_ahead = False
 
     def _follow(self, record: RowRecord, tokens: Sequence[int]) -> bool:
-        """Follow the constraint of a request on the host; return whether only an end token could follow."""
+        """Follow the constraint of a request through new tokens; return whether the text is now over.
+
+        It is over if only a token that ends the text may come next.
+        """
         constraint = record.request.constraint
         if constraint is None or not tokens:
             return False
         if isinstance(constraint, HostText):
+            # `take` takes one token, and returns whether the text is over.
             return any(map(constraint.take, tokens))
         if not self._tracks_automata:
             return False
@@ -883,6 +914,7 @@ class Generator:
                 continue
             tokens, token_lines, status = read_codes(codes_of_rows[row])
             record.received += len(tokens)
+            # The lines of the block in which the row has no token.
             record.launched -= block.lines - len(tokens)
             if block.lines_of_step > 1:
                 # A row that has ended takes no part in the block's last passes.
@@ -893,7 +925,7 @@ class Generator:
                 self._count_drafts(record, passes, len(tokens))
             finish = FINISHES.get(status)
             if self._follow(record, tokens):
-                # The device does not know it unless it has followed the automaton.
+                # If the step did without the automaton, the device does not know that the text is over.
                 finish = "stop"
                 self.state.status_B[row] = Status.FREE
             # An UNDECIDED row samples nothing, so it continues at the same position.
@@ -918,9 +950,10 @@ class Generator:
                 likeliest_count = record.request.sampling.logprobs
                 logprobs = list[LogProbability]()
                 if likeliest_count is not None:
-                    values, ids = (
-                        [of_rows[row][line] for line in token_lines] for of_rows in reports_of_rows
-                    )
+                    # The entries of the two rings are indexed as [row][line].
+                    values_of_rows, ids_of_rows = reports_of_rows
+                    values = [values_of_rows[row][line] for line in token_lines]
+                    ids = [ids_of_rows[row][line] for line in token_lines]
                     logprobs = read_log_probabilities(values, ids, likeliest_count)
                 events.append(Event(record.number, tokens, finish, logprobs))
         if ended:
@@ -930,9 +963,9 @@ class Generator:
         return events
 
     def _drafts_lose(self) -> bool:
-        """Return whether the rest of the text in the only row is written without drafts.
+        """Return whether drafts have cost too much time, so that the text goes on without them.
 
-        With several rows drafts go on, so that a text does not depend on the others.
+        This is so only for a single row. With several rows, a text would otherwise depend on the others.
         """
         record = self._records[0]
         return self.rows == 1 and record is not None and record.lost_steps > MAX_LOST_STEPS
@@ -949,8 +982,8 @@ class Generator:
 def _chunk_length(model: Llama, sizes: CacheSizes) -> int:
     """Return the number of tokens of a chunk, a power of two.
 
-    A pass computes all tokens of a chunk, however few are used. So a chunk is not longer than the
-    longest prompt needs.
+    A pass takes the time of a whole chunk, however few of its tokens are used. So a chunk is not longer
+    than the longest prompt needs.
     """
     device = model.lm_head.weight.device.type
     max_chunk = min(sizes.per_row, CHUNKS[device], model.config.max_position_embeddings)

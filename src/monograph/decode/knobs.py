@@ -2,8 +2,8 @@
 
 A chain is the ordered list of the sampler's stages that a set of requests needs. Each chain has its
 own graph. Knobs are the numbers that the stages read: tensors with one entry per row. When a request
-begins in a row, its values are written there. In a row that does not need a stage of the chain, the
-stage's knobs have the values at which it is off.
+begins in a row, its values are written to the row's entries. If the request does not need a stage of the
+chain, they are values that turn the stage off.
 
 Shapes: B rows, M listed ids of a row, padded with -1.
 """
@@ -44,8 +44,8 @@ def _penalises_counts(sampling: Sampling) -> bool:
 # The stages before the temperature and the filters, in their order. They edit the logits, except for
 # two that change other stages: last_n is the window of the penalties, and min_keep the minimum number
 # of tokens that a filter keeps. The mask of an automaton is applied after min_tokens. bias and
-# min_tokens also have lists of ids as knobs, see `knobs_of`. The last entry of a stage is an example of
-# options that need it.
+# min_tokens also have lists of ids as knobs, see `knobs_of`. The arguments are those of `SamplerStage`:
+# the name, whether a request needs the stage, its knobs, and an example of options that need it.
 _EDITS = (
     SamplerStage("bias", lambda s: bool(s.logit_bias), {}, {"logit_bias": {0: 0.0}}),
     SamplerStage(
@@ -142,14 +142,15 @@ class Chain:
         """
         if "dynamic_temperature" in other.stages and "dynamic_temperature" not in self.stages:
             return False
-        # A dynamic temperature with the range 0 is a fixed one.
+        # A dynamic temperature with the range 0 is a fixed one, so either serves as "temperature" here.
         other_stages = [stage.removeprefix("dynamic_") for stage in other.stages]
         own_stages = [stage.removeprefix("dynamic_") for stage in self.stages]
-        if [stage for stage in own_stages if stage in other_stages] != other_stages:
+        common_stages = [stage for stage in own_stages if stage in other_stages]
+        if common_stages != other_stages:
             return False
         if other.logprobs is not None and (self.logprobs is None or other.logprobs > self.logprobs):
             return False
-        # A chain that reads only the likeliest tokens could miss some of those that a larger k keeps.
+        # A chain that reads only the likeliest tokens could miss tokens that a larger k keeps.
         if self.likeliest_count is not None and other.samples_at_random:
             if other.likeliest_count is None or other.likeliest_count > self.likeliest_count:
                 return False
@@ -215,17 +216,18 @@ def join_chains(chains: Collection[Chain], largest: Chain) -> Chain:
     """
     needed = {stage for chain in chains for stage in chain.stages}
     order = largest.stages
+    # A dynamic temperature serves rows with a fixed one, too. If no row needs it, the fixed one is used.
     if "dynamic_temperature" not in needed:
         order = tuple(stage.removeprefix("dynamic_") for stage in order)
-    # A dynamic temperature serves rows with a fixed one, too.
-    needed = {stage.removeprefix("dynamic_") for stage in needed}
     counts = [chain.likeliest_count for chain in chains if chain.samples_at_random]
-    likeliest_count = None  # all tokens, if one of the chains reads all
-    if None not in counts:
-        likeliest_count = max((count for count in counts if count is not None), default=None)
+    known_counts = [count for count in counts if count is not None]
+    likeliest_count = None
+    # If one of the chains reads all tokens, so does the joined one.
+    if known_counts and len(known_counts) == len(counts):
+        likeliest_count = max(known_counts)
     return replace(
         largest,
-        stages=tuple(stage for stage in order if stage.removeprefix("dynamic_") in needed),
+        stages=tuple(stage for stage in order if stage in needed),
         bias_length=largest.bias_length if "bias" in needed else 0,
         stop_length=largest.stop_length if "min_tokens" in needed else 0,
         logprobs=None if all(chain.logprobs is None for chain in chains) else largest.logprobs,
@@ -246,9 +248,11 @@ def _likeliest_count(samplings: Sequence[Sampling]) -> int | None:
 def _list_length(entries: int) -> int:
     """Return the smallest power of two that is at least the number of entries; 0 for no entries.
 
-    A list of this length has room for some more entries, for which no other graph is needed.
+    Powers of two leave room for a few more entries, so that not every length needs a graph of its own.
     """
-    return 1 << (entries - 1).bit_length() if entries else 0
+    if entries == 0:
+        return 0
+    return 1 << (entries - 1).bit_length()
 
 
 def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> dict[str, Any]:
@@ -259,7 +263,7 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
         chain: a chain that covers the request's smallest chain.
         stop_ids: the request's stop ids, which min_tokens forbids at first.
     """
-    # For stages that the request does not use, the values turn the stage off and change no bit.
+    # If the request does not use a stage of the chain, the values turn the stage off: it changes no bit.
     values: dict[str, Any] = {}
     for name in chain.stages:
         if name == "bias":
@@ -275,7 +279,9 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
     return values
 
 
+# Options that turn all stages off, except for the temperature, which is 1.
 _OFF = Sampling(temperature=1.0)
+# The knobs that are int64.
 _INT_KNOBS = {
     name for stage in STAGES.values() for name, knob in stage.knobs.items() if knob.is_whole
 }
@@ -288,14 +294,11 @@ def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor
     Returns:
         numbers, fp32 or int64 [B], and lists [B, M].
     """
-    return {
-        name: torch.tensor(
-            [value] * rows,
-            dtype=torch.int64 if name in _INT_KNOBS else torch.float32,
-            device=device,
-        )
-        for name, value in knobs_of(_OFF, chain).items()
-    }
+    knobs = dict[str, Tensor]()
+    for name, value in knobs_of(_OFF, chain).items():
+        dtype = torch.int64 if name in _INT_KNOBS else torch.float32
+        knobs[name] = torch.tensor([value] * rows, dtype=dtype, device=device)
+    return knobs
 
 
 def write_rows(
@@ -316,4 +319,5 @@ def write_rows(
 
 
 def _padded(entries: list[Any], length: int, padding: float) -> list[Any]:
+    """Return a list of this length, with padding after the entries."""
     return entries + [padding] * (length - len(entries))

@@ -22,8 +22,8 @@ class Outbox:
     """Copies the lines of rings to the host.
 
     A ring has two halves, and blocks write to them in turn: the host reads one half while the device
-    writes the other. The block after the next one writes to the same half again, so a block must be read
-    before that.
+    writes the other. A block must be read before the block after the next one begins, which writes to
+    the same half.
 
     Attributes:
         half_lines: the number of lines of half a ring.
@@ -46,8 +46,11 @@ class Outbox:
         """Set `State.line_1` to the first line of the half that the next block writes."""
         line_1.fill_(self._half * self.half_lines)
 
-    def send(self, steps: int) -> int:
-        """Start to copy the lines of a block of steps to the host.
+    def send(self, lines: int) -> int:
+        """Start to copy the lines of a block to the host.
+
+        Args:
+            lines: the number of lines that the block writes: one for each step, or several with drafts.
 
         Returns:
             the half of the rings that has these lines, for `read`.
@@ -55,7 +58,7 @@ class Outbox:
         half = self._half
         self._half = 1 - self._half
         pairs = [
-            (ring[half, :steps], host[half, :steps])
+            (ring[half, :lines], host[half, :lines])
             for ring, host in zip(self._rings, self._host, strict=True)
         ]
         self.bytes_out += sum(source.nbytes for source, _ in pairs)
@@ -71,14 +74,15 @@ class Outbox:
             self._events[half].record()
         return half
 
-    def read(self, half: int, steps: int) -> list[Tensor]:
-        """Wait for a block's lines, and return those of each ring, [steps, ...] on the host.
+    def read(self, half: int, lines: int) -> list[Tensor]:
+        """Wait for a block's lines, and return those of each ring, [lines, ...] on the host.
 
-        They are valid until two more blocks have been sent, since each half has one copy on the host.
+        They are valid until two more blocks have been sent: the second one overwrites the host's copy of
+        this half.
         """
         if self._events:
             self._events[half].synchronize()
-        return [host[half, :steps] for host in self._host]
+        return [host[half, :lines] for host in self._host]
 
 
 class RowTokens(NamedTuple):
@@ -98,7 +102,8 @@ class RowTokens(NamedTuple):
 def read_codes(codes: Sequence[int]) -> RowTokens:
     """Return the tokens that a row sampled in a block, and the row's status after it.
 
-    A row that waits for the next pass (`monograph.decode.draft`) runs on, so it has the status RUNNING.
+    If the row only waits for the next pass over proposed tokens (`monograph.decode.draft`), the status
+    is RUNNING, since it goes on then.
 
     Args:
         codes: the row's code of each line, token + status * 2^TOKEN_BITS.
@@ -132,8 +137,8 @@ def read_log_probabilities(
     reports = []
     for line_values, line_ids in zip(values, ids, strict=True):
         # The first half of a line is under the raw logits, the second half under the distribution
-        # that is sampled from. A half of `ids` has the K likeliest tokens. A half of `values` has the
-        # sampled token's value and then theirs, 1 + K in all.
+        # that is sampled from. A half of `line_ids` has the k likeliest tokens. A half of `line_values`
+        # has the sampled token's value and then those of the k likeliest, 1 + k in all.
         k = len(line_ids) // 2
         raw_values = line_values[: 1 + k]
         processed_values = line_values[1 + k :]

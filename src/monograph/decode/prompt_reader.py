@@ -1,14 +1,15 @@
 """Reads prompts (prefill) into a cache, from which the decoder's rows copy their keys and values.
 
-A reader reads chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one by
+A reader reads chunks of a fixed size at fixed positions, in passes over a fixed number of rows (one by
 default). So the keys and values of a prompt do not depend on other prompts.
 
-If two prompts begin with the same whole chunks, these chunks are read only once. For layers without
-attention, this needs the recurrence after these chunks. A prompt's last token is read by the first
-decode step, or by the reader if `CacheSizes.pads_products`.
+If two prompts begin with the same whole chunks, these chunks are read only once. A layer without
+attention has a recurrence instead of keys and values, so the reader keeps the recurrences after the first
+chunks of some prompts for this. A prompt's last token is read by the first decode step, or by the reader
+if `CacheSizes.pads_products` is set.
 
 A prompt can also continue a decoder's row, as the next turn of a conversation does. The row is then
-copied to the reader, which reads what is new.
+copied to the reader's cache, and the reader reads only the new tokens.
 
 Shapes: R rows of the reader's cache, T positions of a chunk, D hidden size.
 """
@@ -26,6 +27,7 @@ from monograph.device import tensor_on
 from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
 
+# Returns a function compiled, or unchanged.
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 # The ids of a text's tokens.
 Ids = tuple[int, ...]
@@ -46,12 +48,12 @@ class ReuseKey(NamedTuple):
 
 
 class PromptToRead(NamedTuple):
-    """A prompt; two equal ones share keys and values.
+    """A prompt. Two prompts whose attributes are equal share keys and values.
 
     Attributes:
         ids: its tokens.
-        reuse_key: what else they must have in common. The default is that of a request without an
-            owner and an adapter.
+        reuse_key: what the two must have in common besides the tokens. The default is that of a request
+            without an owner and without an adapter.
     """
 
     ids: Ids
@@ -59,13 +61,14 @@ class PromptToRead(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """A prompt whose beginning a decoder's row has.
+    """A prompt whose beginning has been read by a row of a decoder.
 
     Attributes:
         row: the row.
-        known: the number of first tokens that the row has. In layers without attention it may also have
-            the next token, if a step has read it after the row's request had ended.
-        prompt: the prompt, with at least one token more.
+        known: how many first tokens of the prompt the row has read. The recurrences of layers without
+            attention may have taken in the next token as well, if a step read it after the row's request
+            had ended.
+        prompt: the whole prompt, which has more tokens than `known`.
     """
 
     row: int
@@ -73,7 +76,7 @@ class Continuation(NamedTuple):
     prompt: PromptToRead
 
 
-# A reader keeps the recurrences after the first chunks of prompts, for at most this number of beginnings.
+# A reader keeps the recurrences after the first chunks of prompts for at most this number of beginnings.
 MAX_KNOWN_RECURRENCES = 8
 
 
@@ -128,7 +131,7 @@ class PromptReader:
         self._passes = Replays(wrap(self._run_pass), recorder)
         # The recurrences after whole chunks of prompts; the least recently used ones come first.
         self._known_recurrences: OrderedDict[PromptToRead, list[Tensor]] = OrderedDict()
-        # Each row's prompt, with the tokens to read.
+        # Of each row's prompt, the part to read (`part_to_read`).
         self._prompts: list[PromptToRead] = []
         # Whether an exception has interrupted a pass.
         self._interrupted = False
@@ -172,7 +175,7 @@ class PromptReader:
         self.cache.reset_recurrences(lengths)
 
     def copy_first_chunks(self, source: KVCache, row: int, tokens: int) -> int:
-        """Copy the first whole chunks of the prompt from a row of another cache that has them.
+        """Copy the first whole chunks of the one chosen prompt from a row of another cache.
 
         Args:
             source: the other cache.
@@ -189,13 +192,14 @@ class PromptReader:
         return known
 
     def _restore_recurrences(self, tokens: int) -> int:
-        """Set the recurrences to those after the first tokens of the prompt, as many as are known.
+        """Restore the kept recurrences after as many first chunks of the prompt as possible.
 
         Args:
-            tokens: the maximum number of these tokens, a multiple of the chunk.
+            tokens: the maximum number of tokens of these chunks, a multiple of the chunk.
 
         Returns:
-            the number of these tokens; `tokens` if the model has no recurrences.
+            the number of tokens after which the recurrences are; `tokens` if the model has no
+            recurrences.
         """
         if not self.cache.recurrences:
             return tokens
@@ -219,7 +223,8 @@ class PromptReader:
             self._begin_reading()
         begins = self._unread_chunks[:chunks]
         for begin in begins:
-            self._interrupted = bool(self.cache.recurrences)  # it remains so after an exception
+            # If the pass raises an exception, this stays true.
+            self._interrupted = bool(self.cache.recurrences)
             self._read_pass(self._prompts, [begin] * len(self._prompts), self.chunk)
             self._interrupted = False
             # Chunks are removed one by one, because an exception may come before the last one is read.
@@ -239,9 +244,10 @@ class PromptReader:
             self._known_recurrences.popitem(last=False)
 
     def continue_rows(self, source: KVCache, continuations: Sequence[Continuation]) -> None:
-        """Read what is new of prompts that continue rows of another cache.
+        """Read the new tokens of prompts that continue rows of another cache.
 
-        Row i of this cache then has prompt i, and `last_RD` its last token, if that is read.
+        Row i of this cache then has prompt i. With `reads_last_token`, row i of `last_RD` belongs to its
+        last token.
 
         Args:
             source: the other cache.
@@ -257,7 +263,8 @@ class PromptReader:
         self.cache.limit_recurrences(lengths)
         self._write_adapters(prompts)
         if self.cache.recurrences:
-            # The recurrences may have taken in this token. Only a pass of one token may repeat it.
+            # The recurrences may have taken in the first new token already (`Continuation.known`). A pass
+            # of this token alone notices that and does not take it in again, which a longer pass would do.
             self._read_pass(prompts, begins, 1)
             begins = [begin + 1 for begin in begins]
         while any(begin < length for length, begin in zip(lengths, begins, strict=True)):
@@ -316,7 +323,7 @@ class PromptReader:
         padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
         self._tokens_RT.copy_(tensor_on(padded, self.device))
         first_R = tensor_on([*begins, *[0] * (self.rows - len(prompts))], self.device)
-        # What pads a short part is written behind it, or to the last slot, which no prompt reaches.
+        # The padding of a short part is written after it, or to the last slot, which no prompt reaches.
         positions_RT = first_R[:, None] + self._columns_T
         self._positions_RT.copy_(positions_RT.clamp(max=self.cache.slots - 1))
         self._passes.run(1, self.cache.block_count_for(max(begins) + count), count)
@@ -333,6 +340,7 @@ class PromptReader:
 
     @torch.no_grad()
     def _run_pass(self, blocks: int, count: int) -> None:
+        """Run the model over the first `count` columns of the tokens, with this number of blocks."""
         with rows_with_adapters(self.bank, self._adapter_R):
             hidden_RTD = self.model(
                 self._tokens_RT[:, :count],

@@ -24,8 +24,8 @@ from monograph.ops.philox import LOW32, Words, philox
 # ln 2 = LN2_HIGH + LN2_LOW. LN2_HIGH has few digits, so its products with small integers are exact.
 LN2_HIGH = 0.693359375
 LN2_LOW = -2.12194440e-4
-# The bits of sqrt(1/2). If they are subtracted from the bits of x, the exponent bits of the
-# difference are k in x = m 2^k, with m in [sqrt(1/2), sqrt 2).
+# The bits of sqrt(1/2). If these are subtracted from the bits of x, the exponent bits of the difference
+# are the k of x = m 2^k, with m in [sqrt(1/2), sqrt 2).
 ROOT_HALF = 0x3F3504F3
 _MANTISSA_BITS = 23
 # The coefficients of the polynomials for log and exp, the highest power first.
@@ -73,7 +73,7 @@ def log1p_negative(u: Tensor) -> Tensor:
 def weight(x: Tensor) -> Tensor:
     """Return exp(x) of x <= 0 as a fixed-point integer.
 
-    It is round(2^43 exp r) >> h, where x = r - h ln 2 and |r| <= ln 2 / 2, so it is halved h times.
+    It is round(2^43 exp r) >> h, where x = r - h ln 2 and |r| <= ln 2 / 2: exp(x) is exp(r), halved h times.
 
     Args:
         x: fp32, -inf allowed.
@@ -85,6 +85,7 @@ def weight(x: Tensor) -> Tensor:
     x = x.clamp(min=-60.0)
     halvings = (x * -1.44269504088896341).round()
     rest = (x + halvings * LN2_HIGH) + halvings * LN2_LOW
+    # `rest` is r, and exp r is a polynomial.
     power = (_horner(EXP, rest) * (rest * rest) + rest + 1) * float(UNIT)
     # A NaN becomes an arbitrary integer, since its row is stopped anyway. The clamp keeps the shift
     # defined even then.
@@ -167,8 +168,9 @@ def argmax_with_noise(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> 
     """Return the ids with the largest score plus noise, the lowest of equal ones; int64 [B].
 
     In eager mode each operation reads and writes memory. So the _CONTENDERS tokens with the largest
-    sums are first found with torch's logarithms, which take a tenth of the operations. Their error
-    is at most 1e-5. So the right token is missed only if _CONTENDERS others come so close to it.
+    sums are first found with torch's logarithms, which take a tenth of the operations, and only these
+    are compared exactly. The error of torch's logarithms is at most 1e-5, so the right token is missed
+    only if _CONTENDERS others are that close to it.
     """
     words_BV = _gumbel_words(seed_B, position_B, scores_BV.shape[-1])
     if torch.compiler.is_compiling():
@@ -187,6 +189,7 @@ def argmax_id(values_BN: Tensor, ids_BN: Tensor) -> Tensor:
 
 def gumbel_noise_of(seed_B: Tensor, position_B: Tensor, ids_BN: Tensor) -> Tensor:
     """Return the noise of some ids, int64 [B, N], with the bits of `gumbel_noise`; [B, N] fp32."""
+    # Word v mod 4 of call v // 4, as in `gumbel_noise`.
     words = _words(seed_B[:, None], position_B[:, None], ids_BN >> 2, _GUMBEL)
     chosen_BN = words[0]
     for number, word in enumerate(words[1:], 1):
@@ -212,7 +215,7 @@ def rollout_seeds(seed: int, positions: Sequence[int], group: int) -> list[int]:
 
     Args:
         seed: the run's seed.
-        positions: a number of each prompt, its place among those of the run.
+        positions: a number for each prompt, such as its place in the run's order of prompts.
         group: the number of answers to each prompt.
     """
     position_P1 = torch.tensor(positions)[:, None]
@@ -222,7 +225,7 @@ def rollout_seeds(seed: int, positions: Sequence[int], group: int) -> list[int]:
 
 
 def _seeds(words: Words) -> Tensor:
-    # A seed is an int64 of at least 0, so it has 63 bits.
+    """Return seeds made of the first two words. A seed is an int64 of at least 0, so it has 63 bits."""
     return (words[0] << 31) | (words[1] >> 1)
 
 

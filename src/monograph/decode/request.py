@@ -37,12 +37,12 @@ class Request(NamedTuple):
         owner: the owner of the request. Keys and values of a prompt are reused only for requests of
             the same owner.
         adapter: the slot of its adapter in the model's bank (`monograph.decode.adapter_bank`); 0: none.
-        keeps_row: whether no other request gets the row when this one has ended, so that a later
-            request can continue it, until `Generator.cancel`.
+        keeps_row: whether the row is kept after this request has ended, so that a later request can
+            continue there. Other requests get it only after `Generator.cancel`.
         continues: the number of the ended request, with `keeps_row` and the same adapter, whose row this
-            one continues. Its prompt begins with the prompt and the tokens of that request, of which only
-            the last token is read again. None: it begins in a free row.
-        host_constraint: what the host follows instead of an automaton; None: there is no such thing.
+            one continues. The prompt of this request begins with the prompt and the tokens of that one.
+            Of these, the model reads only the last token again. None: it begins in a free row.
+        host_constraint: what the host follows instead of an automaton; None: the host follows nothing.
     """
 
     prompt_ids: tuple[int, ...]
@@ -111,17 +111,18 @@ class RowRecord:
         request: the request.
         limit: the maximum number of tokens that it may sample.
         smallest_chain: the smallest chain (`monograph.decode.knobs`) that serves it.
-        launched: the number of its tokens that the host has read, plus the number of lines of steps that
-            were started for it and not read yet. Each of these lines has at most one token.
+        launched: the number of its tokens that the host has read, plus the number of lines (of the rings
+            on the device) that steps write for it and that the host has not read yet. A line has at most
+            one token.
         received: the number of its tokens that the host has read.
-        automaton_state: the state of its constraint after the tokens that the host has read, unless blocks
-            are read behind (`Generator.reads_behind`).
+        automaton_state: the state of its constraint after the tokens that the host has read. It is not
+            kept up to date if the host reads a block while the next one runs (`Generator.reads_behind`).
         is_ahead: whether `automaton_state` is further than the row's state on the device.
-        lost_steps: the time that passes over proposed tokens have cost more than they saved since it was
-            last 0, in steps (`monograph.decode.draft`).
-        needs_search: whether its steps use the exact truncation "search", which is so after a step
-            with the status UNDECIDED. The record is then replaced by a new one, so that the host can
-            tell blocks that were launched before, and skip their codes for this row.
+        lost_steps: how much more time drafts have cost than saved since this was last 0, in units of one
+            step (`monograph.decode.draft`).
+        needs_search: whether its steps use the exact truncation "search". They do after a step with the
+            status UNDECIDED. The record is then replaced by a new one, so that the host recognises blocks
+            that were launched before, and skips their codes for this row.
     """
 
     number: int
@@ -153,14 +154,14 @@ class StepBlock(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How the device's time is shared by running requests and requests that wait for a row.
+    """How the device's time is divided between running requests and requests that wait for a row.
 
     Attributes:
         steps: the maximum number of steps of a block. The host reads tokens only between blocks.
         steps_while_waiting: the maximum number of steps of a block while a request waits for a row
             or for its first token.
         max_chunks: the maximum number of chunks of prompts that are read between two blocks; None:
-            no maximum. It is multiplied by n if n times as many requests can start as run.
+            no maximum. If n times as many requests can start as are running, it is multiplied by n.
     """
 
     steps: int

@@ -42,13 +42,14 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[WaitingRequest]:
         """Yield all requests, in the order in which they would get rows now."""
-        owners = deque(map(iter, self._by_owner.values()))
-        while owners:
-            entries = owners.popleft()
+        # Each owner's remaining requests; the owner whose turn is next comes first.
+        turns = deque(map(iter, self._by_owner.values()))
+        while turns:
+            entries = turns.popleft()
             entry = next(entries, None)
             if entry is not None:
                 yield entry
-                owners.append(entries)
+                turns.append(entries)
 
     @property
     def first(self) -> WaitingRequest:
@@ -69,7 +70,7 @@ class RequestQueue:
         return entry
 
     def move_to_front(self, entry: WaitingRequest) -> None:
-        """Make a waiting request the next one."""
+        """Make a waiting request the next one; the next turn is then its owner's."""
         entries = self._by_owner.pop(entry.request.owner)
         entries.remove(entry)
         entries.appendleft(entry)
@@ -84,6 +85,7 @@ class RequestQueue:
                     return
 
     def _drop(self, owner: str, entry: WaitingRequest) -> None:
+        """Remove a request, and its owner if the owner has no other."""
         self._by_owner[owner].remove(entry)
         if not self._by_owner[owner]:
             del self._by_owner[owner]

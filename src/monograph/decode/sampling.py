@@ -1,4 +1,4 @@
-"""The options of sampling of a request, with their ranges and the values that turn them off."""
+"""The sampling options of a request, with their ranges and the values that turn them off."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -90,11 +90,11 @@ class Sampling:
         xtc_probability: the probability with which XTC is applied to a token's choice; 0: off.
         xtc_threshold: of the tokens of at least this probability, XTC keeps only the least likely;
             above 0.5: off.
-        min_keep: every filter leaves at least this many of the tokens that are left before it, if
-            there are as many.
-        mirostat_tau: the surprise per token, in bits, that the last filter steers to; 0: off.
-        mirostat_eta: the share of the difference between a token's surprise and `mirostat_tau` by
-            which the token moves that filter's limit.
+        min_keep: every filter leaves at least this many tokens, or all that are left before it if
+            these are fewer.
+        mirostat_tau: the surprise per token, in bits, that mirostat, the last filter, aims at; 0: off.
+        mirostat_eta: after each token, mirostat's limit moves by this times the difference between the
+            token's surprise and `mirostat_tau`.
         temperature_range: the temperature depends on the entropy, and is between `temperature` minus
             and plus this; 0: off.
         temperature_exponent: the normalised entropy is raised to this power before it moves the
@@ -116,14 +116,14 @@ class Sampling:
         dry_penalty_last_n: the number of last tokens in which repetitions are searched; -1: all, 0:
             none.
         dry_sequence_breakers: no repetition goes across a token that contains one of these texts.
-        min_tokens: no stop token is sampled before this many tokens were.
+        min_tokens: no stop token is sampled before this number of tokens has been sampled.
         logit_bias: what is added to the logits, by id; -inf forbids an id.
         logprobs: the number of likeliest tokens whose log-probabilities are reported with those of
             each sampled token, under the model's raw logits and under the distribution that is
             sampled from; None: no report.
-        seed: the seed of the random numbers, which depend on nothing else.
-        order: "hf" filters after the temperature, "llama_cpp" before it. Otherwise the names of
-            stages (`ORDERS`) in their order, separated by commas, among them all that are on.
+        seed: the seed of the random numbers, which depend only on it and on a token's position and id.
+        order: "hf" filters after the temperature, "llama_cpp" before it. Or the names of stages
+            (`ORDERS`) in their order, separated by commas; these must include all that are on.
     """
 
     temperature: float = 0.8

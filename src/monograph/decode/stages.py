@@ -22,7 +22,7 @@ class SamplerKnob:
 
 
 def options(*names: str) -> dict[str, SamplerKnob]:
-    """Return knobs whose values are the options of these names."""
+    """Return knobs by name, each of which has the value of the option of the same name."""
     return {name: SamplerKnob(attrgetter(name), RANGES[name].whole) for name in names}
 
 

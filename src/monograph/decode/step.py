@@ -1,8 +1,7 @@
 """One step of decoding: the model, the sampler and the stop rules as one graph over preallocated
 tensors.
 
-A step samples one token in each row that has a running request. (With a draft model it samples several, as
-K + 1 such steps after one pass of the model, see `monograph.decode.draft`.) A ring is a tensor with a line for each
+A step samples one token in each row that has a running request. A ring is a tensor with a line for each
 step, to which the step writes its results. With x' for the next x, a step is
 
     hidden = model(token, position, cache)
@@ -11,6 +10,9 @@ step, to which the step writes its results. With x' for the next x, a step is
     token' = sample(chain(logits, allowed))
     status' = stop rules
     line of the ring = token' + status' * 2^24
+
+With a draft model, one pass of the model over K proposed tokens is followed by the sampling of K + 1
+such steps (`monograph.decode.draft`).
 
 The same function runs eagerly, compiled and replayed as a CUDA graph, and the host reads nothing
 here. A block is several steps that are started together. The host copies the ring's lines of a whole
@@ -367,8 +369,9 @@ class DecodeStep:
         Args:
             logits_BV: the logits, [B, V] or with more ids than the tokenizer has.
             truncation: see `sample`.
-            follow_automata: whether the automata of the rows are used; it may be False only if no
-                running row has one.
+            follow_automata: whether the automata of the rows are used. It may be False only if they
+                cannot change this token: if no running row has one, or if each allows every token and
+                the host writes its next state itself.
         """
         state = self.state
         logits_BV = logits_BV[:, : self.vocabulary]
@@ -429,6 +432,7 @@ class DecodeStep:
         return logits_BSV
 
     def _logits(self, blocks: int, hidden_BD: Tensor | None) -> Tensor:
+        """Return the logits after each row's last token, [B, V]; see `__call__`."""
         state = self.state
         kernels = self.forward_kernels
         with rows_with_adapters(self.bank, state.adapter_B):
@@ -453,13 +457,13 @@ class DecodeStep:
         stop = Status.STOP.value
         length = Status.LENGTH.value
         running_B = state.status_B == running
-        # All rows are computed, and `where` drops the results of rows that are not running. So the
-        # host does not have to know which rows are running.
+        # Every row is computed, and `where` drops the results of those that are not running. So a graph
+        # serves any set of running rows.
         sampled_B = running_B & (sampled.status_B == OK)
         state.token_B.copy_(torch.where(sampled_B, sampled.token_B, state.token_B))
         ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)
         if follow_automata:
-            # Both automata of a row advance together, by half as many operations as one after the other.
+            # Both automata of a row advance together, with half as many operations as one after the other.
             states_2B = torch.stack([state.constraint_state_B, state.stop_state_B])
             tokens_2B = state.token_B.expand_as(states_2B)
             advanced_2B = next_states(self.tables, states_2B.flatten(), tokens_2B.flatten())
@@ -481,6 +485,7 @@ class DecodeStep:
             state.uncount_leaving_token(sampled_B, self.knobs)
         if "mirostat" in self.chain.stages:
             assert sampled.logprobs is not None
+            # The surprise is -log2 p, in bits.
             surprise_B = sampled.logprobs.chosen_B * (-1 / math.log(2))
             change_B = self.knobs["mirostat_eta"] * (surprise_B - self.knobs["mirostat_tau"])
             state.mu_B.copy_(torch.where(sampled_B, state.mu_B - change_B, state.mu_B))
@@ -525,6 +530,7 @@ class Steps:
         self.choose_chain = functools.cache(self._choose_chain)
 
     def _choose_chain(self, smallest_chains: frozenset[Chain]) -> Chain:
+        """Return what the attribute `choose_chain` says."""
         smallest = join_chains(smallest_chains, self.chains[-1])
         if not self._only_given_chains:
             return smallest

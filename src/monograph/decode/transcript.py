@@ -32,7 +32,7 @@ class Transcript:
             stop: the text ends before the first of these strings.
             preceding_ids: the ids before the text.
         """
-        # The space that the tokenizer adds before a text, or nothing. It is removed from the text.
+        # The space that the tokenizer adds before a text, or nothing. It is removed from the first bytes.
         self._lead = tokenizer.inserted_space(preceding_ids)
         self._tokenizer = tokenizer
         self._stop = [text.encode() for text in stop]
@@ -63,9 +63,9 @@ class Transcript:
         return self._append(end, final=True)
 
     def _count_certain_bytes(self) -> int:
-        """Return how many of the pending bytes come before the first stop string, complete or not.
+        """Return how many pending bytes come before the first stop string, be it complete or not.
 
-        Only the end of the bytes can be the beginning of an incomplete stop string.
+        An incomplete stop string is one whose beginning is the end of the bytes.
         """
         if not self._stop:
             return len(self._pending_bytes)
@@ -77,7 +77,10 @@ class Transcript:
         return len(self._pending_bytes)
 
     def _append(self, size: int, *, final: bool = False) -> str:
-        """Move the first `size` pending bytes to the text, and return the new text."""
+        """Move the first `size` pending bytes to the text, and return the new text.
+
+        Bytes of an incomplete character stay in the decoder, unless `final` says that no more follow.
+        """
         certain = self._pending_bytes[:size]
         self._pending_bytes = self._pending_bytes[size:]
         self.size += size

@@ -1,3 +1,3 @@
-"""Compare fast paths with slow ones, as the laws say: on the machine at hand with `check --laws`,
-and in the tests of the laws.
+"""Compare fast paths with slow ones, as the laws of docs/laws.md demand: on the machine at hand with
+`monograph check --laws`, and in the tests of the laws.
 """

@@ -5,13 +5,14 @@ A law says that a fast path equals a slow, obviously correct path (docs/laws.md)
 as well. This file runs the paths:
 
 - Gradients and evaluated losses are compared with exact ones, which are computed for each document
-  alone, in float64 on the CPU. The naive path computes documents alone, eagerly, in the same dtype.
+  alone, in float64 on the CPU. The bound comes from the error of a naive path, which computes each
+  document alone, eagerly, in the dtype of the fast path.
 - If two paths must be equal in every bit, the error is the number of tensors, tokens or numbers
   that differ, and the bound is 0.
 
 A window is a dict of tensors with all rows of one update.
 
-Laws that need other programs, ranks, rewards or hours are left to the tests.
+Laws that need other programs, several processes, rewards or hours are left to the tests.
 """
 
 import copy
@@ -106,7 +107,7 @@ def laws(device: torch.device) -> list[Law]:
     all_precisions = [fp64, *trained]
     # Graphs are replayed on CUDA only.
     replayed = trained if device.type == "cuda" else []
-    # (the law's number, the two paths, the comparison, the models for which it is made)
+    # (the law's number, the two paths, the comparison, the models on which it is made)
     table: list[tuple[int, str, Callable[[_SmallModel], LawComparison], list[_SmallModel]]] = [
         (1, "compiled = eager", _SmallModel.compiled, trained),
         (1, "replayed = called", _SmallModel.replayed, replayed),
@@ -153,8 +154,8 @@ class _SmallModel:
         self.precision_name = precision_name
         self.device = device
         if precision_name == "fp64":
-            # There is no precision of this name. With "fp32" nothing is cast, so float64 weights are
-            # computed with in float64.
+            # There is no precision of this name. With "fp32" nothing is cast, so a model with float64
+            # weights computes in float64.
             self.precision = Precision("fp32")
             weights_dtype = torch.float64
         else:
@@ -165,12 +166,13 @@ class _SmallModel:
 
     def engine(self, model: Llama | None = None, **more: Any) -> Resident:
         """Return a resident engine of a model, by default of a copy of the small model."""
-        model = copy.deepcopy(self.model) if model is None else model
+        if model is None:
+            model = copy.deepcopy(self.model)
         return Resident(model, optim=AdamW(lr=0.01), precision=self.precision, **more)
 
     @functools.cached_property
     def naive_gradient(self) -> Tensor:
-        """Return the gradient of the documents alone, eagerly, in this precision."""
+        """Return the naive path's gradient: of each document alone, eagerly, in this precision."""
         gradient, _ = _gradient_and_loss(self.engine(), self.unpacked_window)
         return gradient
 
@@ -225,7 +227,7 @@ class _SmallModel:
         notes = list[str]()
         called.step.recorder = None  # without a recorder nothing is replayed
         replayed.step.announce = notes.append  # gets the reason if nothing can be replayed
-        # The compilation is inside as well, because the compiler chooses code by this setting.
+        # The steps are compiled inside the block as well, because the compiler chooses code by this setting.
         with _deterministic_sums():
             found = _compare_bits(
                 self.captured(replayed), self.captured(called), self.packed_window
@@ -251,19 +253,20 @@ class _SmallModel:
             return _compare_bits(streamed, self.engine(), self.packed_window)
 
     def member(self) -> LawComparison:
-        """Compare the second of two members with the same model trained alone."""
+        """Compare the second of an ensemble's two members with the same model trained alone."""
         members = [Llama(SHAPE, seed).to(self.device, torch.float64) for seed in range(2)]
         alone = self.engine(copy.deepcopy(members[1]), clip=0.5)
         ensemble = Ensemble(members, optim=AdamW(lr=0.01), clip=0.5)
         windows = [self.packed_window] * 2
         updates = [*train(ensemble, windows)]
-        of_member = outcome(ensemble.member_state(1), updates, member=1)
+        member_outcome = outcome(ensemble.member_state(1), updates, member=1)
         updates_alone = [*train(alone, windows)]
-        return member_is_alone(of_member, outcome(alone.state(), updates_alone))
+        return member_is_alone(member_outcome, outcome(alone.state(), updates_alone))
 
     def fused(self) -> LawComparison:
-        """Compare a model whose sibling projections, such as query, key and value, are computed as one
-        product with the exact results.
+        """Compare the gradient and loss of a model with fused projections with the exact ones.
+
+        Fused projections are computed as one product, such as those to queries, keys and values.
         """
         engine = self.engine()
         fusion = fuse_siblings(engine.model, self.packed_window["tokens"].to(self.device))
@@ -281,9 +284,9 @@ class _SmallModel:
         random = torch.Generator().manual_seed(1)
         chain = chain_of([options])
         distinct_logits = 2.5 * torch.randn(DRAWS, SHAPE.vocab_size, generator=random)
-        # For each row the tokens that may be drawn, by the reference.
+        # For each row, the tokens that may be drawn according to the reference.
         supports = [support_of(logits_V, options) for logits_V in distinct_logits]
-        # Each row of logits is there DRAWS times, and each time it is drawn from with another seed.
+        # Each row of logits is repeated DRAWS times, and each repetition has another seed.
         logits_BV = distinct_logits.to(self.device).repeat(DRAWS, 1)
         row_B = torch.arange(len(logits_BV), device=self.device)
         # The sampler gets its options as a chain of stages and, for each row, the numbers that the
@@ -304,7 +307,8 @@ class _SmallModel:
         )
         wrong = sum(map(wrong_tokens, kept_BV.cpu(), supports * DRAWS))
         token_B = sample(logits_BV, rows, allowed_BV=None, chain=chain).token_B
-        drawn_though_removed = int((~kept_BV[row_B, token_B]).sum())
+        is_kept_B = kept_BV[row_B, token_B]
+        drawn_though_removed = int((~is_kept_B).sum())
         return LawComparison(error=wrong + drawn_though_removed, bound=0)
 
     @torch.no_grad()
@@ -330,8 +334,8 @@ class _SmallModel:
         return cached_is_full(found, model.logits(model(ids_BT)))
 
     def generated(self) -> LawComparison:
-        """Write the likeliest tokens by the decode graph, and count those that differ from the ones of
-        full forward passes.
+        """Write the likeliest tokens by compiled decode steps, and count those that full forward passes
+        would not write.
         """
         generated = self._generate(self._generator(GREEDY, "compiled"), GREEDY)
         expected = greedy_ids(self.model, self._prompt.tolist(), NEW_TOKENS)
@@ -342,11 +346,12 @@ class _SmallModel:
     def resumed(self) -> LawComparison:
         """Compare an engine with another one that loads its checkpoint.
 
-        The tests compare the files of whole runs, which are killed, and read their texts again.
+        The tests go further: they kill whole runs, resume them from their files and compare the results.
         """
         uninterrupted = self.engine()
         resumed = self.engine()
-        no_data = SimpleNamespace(state=dict)  # in place of windows, whose state is saved, too
+        # A checkpoint also has the state of the data, which is an empty dict here.
+        no_data = SimpleNamespace(state=dict)
         with _deterministic_sums(), temporary_folder() as folder:
             list(train(uninterrupted, [self.packed_window] * 2))
             save_checkpoint(uninterrupted, no_data, folder)
@@ -356,23 +361,23 @@ class _SmallModel:
     def scored(self) -> LawComparison:
         """Compare log-probabilities of sampled tokens with those that a training pass computes.
 
-        They agree up to rounding. In training with rewards they agree in every bit, which the tests
-        compare: there, rows are padded to sizes for which products round alike. Here they are not.
+        Here they agree up to rounding. In training with rewards they agree in every bit, because rows are
+        padded there to sizes for which products round alike. The tests compare those bits.
         """
         sampled = self._generate(self._generator(DRAW), DRAW)
         tokens, log_probabilities = zip(*sampled, strict=True)
         ids = torch.cat([self._prompt, torch.tensor(tokens, device=self.device)])
         model = self.model.train()
-        scored = token_log_probabilities(
-            model(ids[None])[0, PROMPT_TOKENS - 1 : -1], model.lm_head.weight, ids[PROMPT_TOKENS:]
-        )
+        # The hidden states from which the tokens after the prompt are predicted.
+        hidden = model(ids[None])[0, PROMPT_TOKENS - 1 : -1]
+        scored = token_log_probabilities(hidden, model.lm_head.weight, ids[PROMPT_TOKENS:])
         return log_probabilities_agree(scored.detach(), torch.tensor(log_probabilities))
 
     def adapted(self) -> LawComparison:
         """Train adapters, turn them off, and compare hidden states with those of the base model.
 
-        A model with its adapters off is the reference in losses of preferences. The tests also compare
-        the first of these losses.
+        Losses of preferences use a model with its adapters off as their reference model. The tests also
+        compare the first of these losses.
         """
         model = copy.deepcopy(self.model)
         window = {name: rows.to(self.device) for name, rows in self.packed_window.items()}
@@ -391,9 +396,9 @@ class _SmallModel:
         )
 
     def stale(self) -> LawComparison:
-        """Count the tokens in which a used generator, after an update, differs from a new one.
+        """Count the tokens in which a generator that was used before an update differs from a new one.
 
-        Their log-probabilities are compared as well.
+        A token also counts if only its log-probability differs.
         """
         model = copy.deepcopy(self.model)
         used = self._generator(DRAW, model=model)
@@ -432,6 +437,7 @@ class _SmallModel:
 
 @functools.cache
 def _exact_gradient_and_loss() -> tuple[Tensor, Tensor]:
+    """Return the gradient and loss of each document alone, in float64 on the CPU."""
     _, alone = _windows()
     return _gradient_and_loss(Resident(Llama(SHAPE).double(), optim=AdamW()), alone)
 
@@ -439,7 +445,7 @@ def _exact_gradient_and_loss() -> tuple[Tensor, Tensor]:
 def _windows() -> tuple[Batch, Batch]:
     """Return a window of documents packed into rows, and one of each document in its own row."""
     draw = torch.Generator().manual_seed(0)
-    # A document has one token more than inputs, because targets are the inputs' next tokens.
+    # A document has one token more than it has inputs, because a target is the token after its input.
     documents_of_rows = [
         [torch.randint(SHAPE.vocab_size, (size + 1,), generator=draw) for size in sizes]
         for sizes in DOCUMENT_SIZES
@@ -447,6 +453,7 @@ def _windows() -> tuple[Batch, Batch]:
     documents = [document for row in documents_of_rows for document in row]
     packed = _window(documents_of_rows)
     alone = _window([[document] for document in documents])
+    # A row with one document needs no segments and positions.
     return packed, {"tokens": alone["tokens"], "targets": alone["targets"]}
 
 
@@ -482,14 +489,12 @@ def _gradient_and_loss(engine: Engine, window: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _with_loss(comparison: LawComparison, loss: Tensor, exact_loss: Tensor) -> LawComparison:
-    """Return a comparison of gradients, with the error of the loss in place of its own if the loss is
-    further off.
-    """
+    """Return a comparison of gradients whose error is the larger one of the gradient's and the loss's."""
     return comparison._replace(error=max(comparison.error, relative_error(loss, exact_loss)))
 
 
 def _compare_bits(one: Engine, other: Engine, window: Batch) -> LawComparison:
-    """Train two engines for three updates, and count the tensors and numbers that differ in a bit."""
+    """Train two engines for three updates, and count the results that differ in a bit."""
     windows = [window] * 3
     updates_of_one = [*train(one, windows)]
     updates_of_other = [*train(other, windows)]

@@ -31,7 +31,7 @@ from monograph.loop import EngineState
 from monograph.model.llama import Llama
 from monograph.step import Update
 
-# A relative error that float64 leaves between two ways to compute the same.
+# The relative error that rounding in float64 may cause between two ways to compute the same.
 FLOAT64_BOUND = 1e-12
 # Law 2: the relative error of an accumulated gradient.
 ACCUMULATED_BOUND = {torch.float32: 1e-6, torch.float64: FLOAT64_BOUND}
@@ -60,9 +60,10 @@ class LawComparison(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Return whether the law holds; it does not if the error is infinite or NaN.
+        """Return whether the law holds.
 
-        The naive path's error, and with it the bound, may be infinite as well.
+        An error that is infinite or NaN breaks it, even if the naive path's error, and with it the bound,
+        is infinite as well.
         """
         return not self.why and math.isfinite(self.error) and self.error <= self.bound
 
@@ -138,8 +139,9 @@ def equal_in_float64(found: Tensor, expected: Tensor) -> LawComparison:
 
 
 def accumulated_is_large_batch(accumulated: Tensor, large_batch: Tensor) -> LawComparison:
-    """Compare the gradients of law 2, that of micro-batches and that of one large batch, in fp32 or
-    float64.
+    """Compare the two gradients of law 2: of micro-batches, and of one large batch.
+
+    Both are in fp32 or float64.
     """
     return LawComparison(
         error=relative_error(accumulated, large_batch), bound=ACCUMULATED_BOUND[accumulated.dtype]
@@ -154,13 +156,13 @@ def outcome(
     The names are such as "update 3 loss", "model lm_head.weight" and "scalar index".
 
     Args:
-        state: the engine's state, or that of the member.
+        state: the engine's state, or the member's.
         updates: what the engine's updates returned.
-        member: the number of the member of an ensemble whose numbers are taken; None: the engine
-            trains one model.
+        member: in an ensemble, the index of the member whose numbers are taken from the updates; None:
+            the engine trains one model.
     """
     results = dict[str, Tensor]()
-    # Fields that are left out of comparisons of updates, such as times, differ between equal runs.
+    # Fields with `compare=False`, such as times, differ between equal runs.
     numbers = [each.name for each in fields(Update) if each.compare and each.name != "index"]
     for update in updates:
         for name in numbers:
@@ -208,21 +210,25 @@ def member_is_alone(
 ) -> LawComparison:
     """Compare the outcomes of law 5 in float64: a member's, and that of the same model trained alone.
 
-    Losses, gradient norms, weights and moments may differ by a relative error, in their norm and in
-    their largest number: a norm would hide one wrong element, and the largest number would hide many
-    that are slightly wrong. Learning rates, counts and counters must be equal.
+    Losses, gradient norms, weights and moments may differ by a relative error. It is measured twice, by
+    the norm of the difference and by its largest element: the norm would hide one wrong element, and the
+    largest element would hide many that are slightly wrong. Learning rates, counts and counters must be
+    equal.
 
     Args:
         found: the member's outcome.
         expected: the outcome of the model trained alone.
-        least: if the norm of a weight or a moment is below this, its error is relative to this
-            instead. In some models the gradient of a weight, such as a bias before a batch norm, is
-            zero but for rounding, and so are the weight's moments.
+        least: if the norm (or the largest element) of a weight or a moment is below this, its error is
+            relative to `least` instead. This is for weights such as a bias before a batch norm, whose
+            gradient and moments are zero except for rounding.
     """
+    broken = LawComparison(error=float("inf"), bound=MEMBER_BOUND)
+    if found.keys() != expected.keys():
+        return broken
     rounded = [name for name, tensor in expected.items() if _is_rounded(name, tensor)]
     exact = {name: tensor for name, tensor in expected.items() if name not in rounded}
-    if found.keys() != expected.keys() or differing({name: found[name] for name in exact}, exact):
-        return LawComparison(error=float("inf"), bound=MEMBER_BOUND)
+    if differing({name: found[name] for name in exact}, exact):
+        return broken
     errors = list[float]()
     for name in rounded:
         difference = found[name] - expected[name]
@@ -231,12 +237,14 @@ def member_is_alone(
             scale = max(smallest, float(vector_norm(expected[name], order)))
             error = float(vector_norm(difference, order))
             errors.append(error / scale if scale else error)
-    is_number = all(map(math.isfinite, errors))
-    return LawComparison(error=max(errors) if is_number else float("inf"), bound=MEMBER_BOUND)
+    # `max` could overlook a NaN.
+    if not all(map(math.isfinite, errors)):
+        return broken
+    return LawComparison(error=max(errors), bound=MEMBER_BOUND)
 
 
 def _is_rounded(name: str, tensor: Tensor) -> bool:
-    """Return whether a result with a name of `outcome` may differ by rounding."""
+    """Return whether a result of `outcome` may differ by rounding."""
     first_word, *_, last_word = name.split(" ")
     is_state = first_word in ("model", "optimizer") and tensor.is_floating_point()
     return is_state or last_word in ("loss", "grad_norm")
@@ -281,9 +289,10 @@ def greedy_ids(
 
 
 def differing_draws(found: Sequence[object], expected: Sequence[object]) -> int:
-    """Return at how many places two sequences of tokens differ, or of (token, log-probability) pairs.
+    """Return the number of places at which two sequences differ.
 
-    A place that only the longer sequence has counts, too.
+    Their items are tokens, or pairs of a token and its log-probability. A place that only the longer
+    sequence has counts, too.
     """
     return sum(one != other for one, other in zip_longest(found, expected))
 

@@ -1,10 +1,10 @@
-"""The reference of law 7: the sampler by its definitions, by brute force, for one row.
+"""The reference of law 7, for one row: the sampler, computed from its definitions by brute force.
 
 It computes in the dtype of the logits, and neither sorts nor searches. The definitions are those of
 the papers and programs that docs/generate.md names.
 
-In these functions x is the row's logits [V], where V is the size of the vocabulary. A filter sets the
-logits of the tokens that it removes to -inf.
+In these functions x is the row's logits [V], where V is the size of the vocabulary. The temperature
+divides them, and a filter sets the logits of the tokens that it removes to -inf.
 """
 
 import math
@@ -19,7 +19,7 @@ from monograph.decode.filters import FILTERS
 from monograph.decode.knobs import chain_of
 from monograph.decode.sampling import Sampling
 
-# If moving a threshold by this share changes whether a token is kept, rounding may decide about it.
+# If changing a threshold by this share changes whether a token is kept, rounding may decide about the token.
 NUDGE = 1e-6
 
 
@@ -50,20 +50,20 @@ def probabilities(
 
 
 def _temperature(x: Tensor, options: Sampling) -> float:
-    """Return the temperature. If it has a range, it grows with the entropy of the tokens that are
-    left.
-    """
+    """Return the temperature, which with a range grows with the entropy of the tokens that are left."""
     spread = options.temperature_range
     tokens_left = int((x > -torch.inf).sum())
     if spread == 0 or tokens_left < 2:
         return options.temperature
     low = max(0.0, options.temperature - spread)
     high = options.temperature + spread
-    entropy_share = float(_entropy(x)) / math.log(tokens_left)  # of the largest possible entropy
+    # The share of the largest entropy that this number of tokens can have.
+    entropy_share = float(_entropy(x)) / math.log(tokens_left)
     return low + (high - low) * float(entropy_share**options.temperature_exponent)
 
 
 def _entropy(x: Tensor) -> Tensor:
+    """Return the entropy of softmax(x), a scalar."""
     p = torch.softmax(x, 0)
     return -(p * p.log())[p > 0].sum()
 
@@ -76,8 +76,8 @@ def _surprise_deviation(x: Tensor) -> Tensor:
 def _kept_by(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
     """Return which tokens a stage keeps, bool [V]: at least `min_keep` of those that are left.
 
-    If XTC would keep fewer, it removes none. Any other stage then keeps the first `min_keep` in its own
-    order.
+    If XTC would keep fewer, it removes none. If another stage would keep fewer, it keeps the first
+    `min_keep` tokens in its own order.
     """
     kept = _kept_by_definition(stage, x, options, mu)
     is_left = x > -torch.inf
@@ -87,7 +87,7 @@ def _kept_by(stage: str, x: Tensor, options: Sampling, mu: float) -> Tensor:
     least = min(options.min_keep, int(is_left.sum()))
     if kept_count >= least:
         return kept
-    # The order is by probability, and for "typical" by how near a token's surprise is to the expected.
+    # The order is by probability, but for "typical" by how near a token's surprise is to the expected one.
     key = -_surprise_deviation(x) if stage == "typical" else x
     return torch.stack([(key > key_of_token).sum() < least for key_of_token in key])
 
@@ -101,7 +101,7 @@ def _kept_by_definition(stage: str, x: Tensor, options: Sampling, mu: float) -> 
         return torch.stack([p[key > key_of_token].sum() for key_of_token in key])
 
     def xtc() -> Tensor:
-        """Return all tokens but those that reach the threshold, of which only the least likely stays."""
+        """Return the tokens below the threshold, and of those that reach it only the least likely."""
         reaching = p[p >= options.xtc_threshold]
         return p <= reaching.min() if len(reaching) else p >= 0
 
@@ -133,7 +133,7 @@ class Support(NamedTuple):
 
     Attributes:
         kept_V: which tokens the definitions keep, bool.
-        decided_V: for which tokens rounding of a threshold cannot change this, bool.
+        decided_V: for which tokens this is certain, since rounding of a threshold cannot change it, bool.
     """
 
     kept_V: Tensor
@@ -176,7 +176,8 @@ def nudged(options: Sampling, factor: float) -> Sampling:
 
 
 def wrong_tokens(kept_V: Tensor, support: Support) -> int:
-    """Count the wrong tokens of law 7: those that were kept or removed against the definitions. Tokens
-    that rounding may decide do not count.
+    """Count the wrong tokens of law 7: those that were kept or removed against the definitions.
+
+    Tokens about which rounding may decide do not count.
     """
     return int(((kept_V.cpu() != support.kept_V) & support.decided_V).sum())

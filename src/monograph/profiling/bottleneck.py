@@ -1,8 +1,9 @@
 """Name a run's bottleneck, and the change that is predicted to help most.
 
-The time of an update is split into parts (`monograph.profiling.intervals`). By these rules:
+The time of an update is split into parts (`monograph.profiling.intervals`). A floor is the shortest time
+that something could take. By these rules:
 
-    floor of a kernel   max(FLOPs / measured rate of products, bytes / measured rate of copies), and
+    floor of a kernel   max(FLOPs / the device's rate of products, bytes / its rate of copies), and
                         at most the kernel's time
     recoverable time    of a part that computes: its time - the floors of its kernels
                         of data waits, host gaps and transfers: all of their time
@@ -21,9 +22,10 @@ from typing import Literal, NamedTuple
 from monograph.predict.roofline import BLOCK_KERNELS, MICRO_STEP_S, UPDATE_TRAFFIC_BYTES
 from monograph.profiling.intervals import PARTS, Kernel, Part, Spent
 
-# What limits a kernel: FLOPs, bytes, neither of them, or unknown.
+# What limits a kernel: "compute", its FLOPs; "memory", its bytes; "latency", neither of the two; or
+# unknown.
 Bound = Literal["compute", "memory", "latency", "unknown"]
-# For each part the seconds of its kernels, by what limits them.
+# For each part, the seconds of its kernels, by what limits them.
 Bounds = Mapping[Part, Mapping[Bound, float]]
 Bottleneck = Part | Literal["padding", "nothing"]
 
@@ -34,10 +36,10 @@ MIN_SAVED_SHARE = 0.05
 # The share of the time of eager elementwise kernels that remains when a compiler fuses them
 # (docs/profile.md has the measurement).
 FUSED_TIME_SHARE = 0.45
-# The share of kernels that remain when the step is one graph, and so of the host's gaps between
-# them. The keys of `BLOCK_KERNELS` and `UPDATE_TRAFFIC_BYTES` say whether the step is captured.
+# The share of kernels that remain when the step is one graph. The same share of the host's gaps between
+# kernels remains. The keys of `BLOCK_KERNELS` and `UPDATE_TRAFFIC_BYTES` say whether the step is captured.
 REMAINING_KERNELS_SHARE = BLOCK_KERNELS[True] / BLOCK_KERNELS[False]
-# The host's seconds for a call of a graph. There is one call for each micro-step and one for the
+# The host's seconds for a call of a graph. An update calls one for each micro-step and one for the
 # optimizer.
 GRAPH_CALL_S = MICRO_STEP_S
 # The share of the optimizer's bytes that remains when its operators are fused.
@@ -72,7 +74,8 @@ class Situation(NamedTuple):
         captured: whether the step is compiled.
         can_compile: whether the step could be compiled.
         micro_steps: the number of micro-batches of an update.
-        bf16: time in bf16 / time in the run's dtype, by part; empty if bf16 is not an option.
+        bf16: by part, the time in bf16 divided by the time in the run's dtype; empty if bf16 is not an
+            option.
         used: the share of positions that hold tokens; the others are padding.
         packed: the share of positions that would hold tokens if rows were packed.
     """
@@ -112,9 +115,9 @@ class Verdict:
             with unknown work is its own time.
         bounds: the seconds of each part's kernels, by what limits them.
         recoverable: seconds that could be saved in each part, and by packing ("padding").
-        bottleneck: the key of the largest of `recoverable`, or "nothing" if that is a
-            small share of the update.
-        changes: possible changes, the best first; changes of the trained model come last.
+        bottleneck: the key of the largest entry of `recoverable`, or "nothing" if this is a small share
+            of the update.
+        changes: possible changes, the best first. Those that change the trained model come last.
     """
 
     spent: Spent
@@ -144,7 +147,7 @@ class Verdict:
 
     def gain(self, change: Change) -> float:
         """Return how many times as fast the run is predicted to be after a change."""
-        # Never 0, so that a change that saves all of the time has a gain.
+        # This is never 0, so that the gain of a change that saves all of the time is finite.
         remaining_s = max(self.spent.total_s - change.saved_s, 1e-12)
         return self.spent.total_s / remaining_s
 
@@ -194,8 +197,8 @@ def verdict(
     floors: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     for part in COMPUTING_PARTS:
         if kernel_s[part]:
-            # Scaled to the part's time, because the sum over kernels is longer: kernels overlap, and
-            # the profiler slows them down.
+            # The floors are scaled to the part's time, because the times of its kernels add up to more:
+            # kernels overlap, and the profiler slows them down.
             floors[part] = spent.parts[part] * kernel_floor_s[part] / kernel_s[part]
     if not kernel_s["other"]:
         # All of this time is gaps of unknown cause, so none of it counts as recoverable.
@@ -263,7 +266,7 @@ def changes(
 
 
 def _share(bounds: Bounds, part: Part, limit: Bound) -> float:
-    """Return the share of a part's kernel time that `limit` limits."""
+    """Return the share of a part's kernel time that is spent in kernels with this limit."""
     if part not in bounds:
         return 0.0
     return bounds[part].get(limit, 0.0) / sum(bounds[part].values())
@@ -280,10 +283,10 @@ def _fewer_launches(
         gaps_s: seconds of the host's gaps, except waits for the device.
         situation: the run's setup.
     """
-    # The optimizer is launched as well, which counts as one micro-batch more.
     steps = situation.micro_steps
+    # The launch of the optimizer counts like that of one more micro-batch.
     launches = steps + 1
-    # Micro-batches twice as large are half as many.
+    # If micro-batches are twice as large, there are half as many.
     larger_batches = Change(
         what="a train.micro_batch twice as large",
         why=f"the host launches {steps} micro-steps an update",
@@ -320,7 +323,7 @@ def _narrower_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> lis
             saved_s += optimizer_products_s * (1 - situation.bf16.get("matmul", 1.0))
             part_s -= optimizer_products_s  # the rest is elementwise
         limit: Bound = "memory" if part in ("elementwise", "optimizer") else "compute"
-        # If bf16 is faster, that holds only for kernels with this limit. If it is slower, for all.
+        # If bf16 is faster, it is so only for kernels with this limit. If it is slower, it is so for all.
         changed_share = _share(bounds, part, limit) if ratio < 1 else 1.0
         saved_s += part_s * (1 - ratio) * changed_share
     return [
@@ -333,9 +336,9 @@ def _narrower_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> lis
 
 
 def _less_work(spent: Spent, floors: Mapping[Part, float]) -> list[Change]:
-    """Return changes that halve the work of a part that is above its floor.
+    """Return changes that halve the work of parts whose time is well above their floors.
 
-    Such a change changes the trained model.
+    Such changes lead to another trained model.
     """
     # (part, what to change, why)
     candidates: list[tuple[Part, str, str]] = [

@@ -25,7 +25,7 @@ class Disk(NamedTuple):
     Attributes:
         folder: the folder that was tested.
         free_bytes: free space.
-        written_bytes_per_s: the rate of a write that is on the disk when it ends; None: writing
+        written_bytes_per_s: the rate of a write that includes the flush to the disk; None: writing
             failed.
         obstacle: why writing failed; None: it did not fail.
     """
@@ -88,7 +88,7 @@ def compiled_obstacle(device: torch.device) -> str | None:
             f"a compiled function fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         )
     error_of_gradient = float((compiled - expected).abs().max())
-    # Not `> 1e-4`, so that NaN is an error.
+    # `not <=` instead of `>`, so that NaN counts as an error.
     if not error_of_gradient <= 1e-4:
         return f"a compiled function's gradient is off by {error_of_gradient:.2g}"
     return None
@@ -112,7 +112,7 @@ def resource_limits() -> dict[str, int | None]:
 
 
 def resource_limits_text(values: dict[str, int | None]) -> str:
-    """Return the limits in words, "none" without limits."""
+    """Return the limits of `resource_limits` in words; "none" if there are none."""
     open_files = values["open_files"]
     memory_bytes = values["address_space_bytes"]
     file_bytes = values["file_bytes"]

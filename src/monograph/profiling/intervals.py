@@ -1,8 +1,9 @@
 """Split the time of a stretch of work into parts that add up: what the device computes, and gaps by
 their cause.
 
-A gap is a time in which the device does nothing. On a CPU, host and device are the same: the device
-is busy while an operator computes, and a gap is spent in Python, guards and dispatch.
+A gap is a time in which the device computes nothing. On a CPU, host and device are the same: the device
+is busy while an operator computes, and a gap is spent in Python, in the guards of compiled code and in
+torch's dispatcher.
 
 Nothing here needs torch. Intervals come from a profiler's trace (`monograph.profiling.trace`) or
 from a test.
@@ -41,9 +42,9 @@ PART_OF_CAUSE: Mapping[Cause, Part] = {
     "transfer": "transfers",
     "other": "other",
 }
-# For each operand of a product, its (shape, strides).
+# The (shape, strides) of each operand of a product.
 Operands = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-# The longest gap that the device leaves between two kernels, if both were launched long before.
+# The longest gap that the device itself leaves between two kernels that were both launched long before.
 KERNEL_GAP_S = 2e-6
 
 
@@ -110,7 +111,7 @@ class Timeline(NamedTuple):
     @property
     def rest(self) -> list[tuple[float, float]]:
         """Return (begin, end) of the intervals before, between and after updates."""
-        # The edges of `updates` shifted by one: what was an end begins an interval of the rest.
+        # The end of one update begins an interval of the rest, and the beginning of the next one ends it.
         edges = [self.begin_s, *chain.from_iterable(self.updates), self.end_s]
         return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -149,9 +150,9 @@ class Spent:
 def time_by_part(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
     """Return the seconds of each part in a stretch of work.
 
-    A moment in which kernels compute is shared equally by their parts; a copy at the same time does
-    not count. A moment in which only copies run is a transfer. A moment in which nothing runs is a
-    gap; the first cause that applies is taken:
+    A moment in which several kernels compute is divided equally between them; a copy at the same time does
+    not count. A moment in which only copies run is a transfer. A moment in which nothing runs is a gap, and
+    has the first of these causes that applies:
 
     - "data" or "sync": the host is in such a span.
     - "launch": the next kernel was launched after the previous kernel had ended, or no kernel
@@ -174,11 +175,12 @@ def _time_by_part_between(timeline: Timeline, begin: float, end: float) -> Spent
     gaps: defaultdict[Cause, float] = defaultdict(float)
     kernels = [kernel for kernel in timeline.kernels if kernel.end_s > kernel.begin_s]
     kernels.sort(key=lambda kernel: kernel.begin_s)
-    # Between two neighbouring edges nothing begins or ends.
+    # All times at which something begins or ends. Between two neighbouring edges nothing changes.
     edges = sorted({begin, end, *_edges(kernels, begin, end), *_edges(timeline.spans, begin, end)})
     running: list[Kernel] = []
-    next_index = 0  # of the first kernel that has not begun
-    last_end = begin  # of all kernels that have begun
+    # The index of the first kernel that has not begun, and the latest end of those that have.
+    next_index = 0
+    last_end = begin
     for left, right in zip(edges, edges[1:], strict=False):
         running = [kernel for kernel in running if kernel.end_s > left]
         while next_index < len(kernels) and kernels[next_index].begin_s <= left:
@@ -202,7 +204,7 @@ def _time_by_part_between(timeline: Timeline, begin: float, end: float) -> Spent
 
 
 def _edges(intervals: Iterable[Kernel | Span], begin: float, end: float) -> list[float]:
-    """Return the beginnings and ends of intervals, moved into [begin, end]."""
+    """Return the beginnings and ends of intervals, clamped to [begin, end]."""
     return [
         min(max(edge, begin), end)
         for interval in intervals
@@ -244,18 +246,19 @@ def estimate_update(
         event_s: the profiler's seconds to record one event.
         update_s: seconds of an unprofiled update.
         optimizer_s: seconds of the optimizer in an unprofiled update.
-        overlaps: whether the device still runs earlier work when the host begins the optimizer;
-            then `optimizer_s` is not used.
+        overlaps: whether the device still runs earlier work when the host begins the optimizer. Then
+            `optimizer_s` says nothing about the device, and is not used.
     """
     if overlaps:
         event_counts = Counter(profiled.event_counts) + Counter(profiled.update_event_counts)
         return estimate_unprofiled(time_by_part(profiled), event_counts, event_s, update_s)
     optimizer = time_by_part(profiled, profiled.updates)
     rest = time_by_part(profiled, profiled.rest)
-    in_updates = estimate_unprofiled(optimizer, profiled.update_event_counts, event_s, optimizer_s)
-    return in_updates + estimate_unprofiled(
-        rest, profiled.event_counts, event_s, update_s - optimizer_s
+    in_optimizer = estimate_unprofiled(
+        optimizer, profiled.update_event_counts, event_s, optimizer_s
     )
+    in_rest = estimate_unprofiled(rest, profiled.event_counts, event_s, update_s - optimizer_s)
+    return in_optimizer + in_rest
 
 
 def estimate_unprofiled(
@@ -266,8 +269,8 @@ def estimate_unprofiled(
     Args:
         profiled: the seconds of the profiled stretch.
         event_counts: the number of events that the profiler recorded in it, by part (see `Timeline`).
-        event_s: the profiler's seconds to record one event; in the trace they are not part of the
-            event, but of the event around it.
+        event_s: the profiler's seconds to record one event. In the trace, this time is not in the event
+            itself, but in the event around it.
         measured_s: the seconds of the unprofiled stretch.
     """
     parts = {
@@ -275,7 +278,7 @@ def estimate_unprofiled(
     }
     remaining_s = sum(parts.values())
     if not remaining_s:
-        # The estimated cost of events exceeds all of the time, so the events are ignored.
+        # If the estimated cost of events exceeds all of the time, it is ignored.
         parts = dict(profiled.parts)
         remaining_s = profiled.total_s
     scale = measured_s / remaining_s if remaining_s else 0.0

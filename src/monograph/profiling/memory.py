@@ -1,4 +1,4 @@
-"""Measure peak memory: of a device over a run, and of the CPU's allocator over a block of code."""
+"""Measure peak memory: of a device in a run, and of the CPU's allocator in a block of code."""
 
 import functools
 import json
@@ -25,9 +25,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak of used memory since the start or the last `reset_peak_memory`, in bytes.
 
     On CUDA, this is the memory that tensors occupied (`torch.cuda.max_memory_allocated`), plus the
-    memory that captured graphs keep for their replays. It does not include memory that the
-    allocator caches, nor the context of some hundred MB. The memory of graphs is counted twice
-    unless the peak is reset after the captures.
+    memory that captured graphs keep for their replays. It does not include memory that the allocator
+    caches, nor the CUDA context, which takes some hundred MB. While a graph is captured, its memory is
+    occupied by tensors. So it is counted twice, unless the peak is reset after the captures.
 
     On a CPU, this is the process's peak resident set: tensors, code and libraries. It is VmHWM of
     /proc/self/status. On a system without /proc it is ru_maxrss of getrusage, which cannot be
@@ -46,8 +46,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 def unused_graph_bytes(device: torch.device) -> int:
     """Return the bytes that captured graphs keep for their replays and no tensor occupies; 0 on a CPU.
 
-    A graph's memory consists of whole segments: of 2 MiB for tensors of less than 1 MiB, of 20 MiB for those
-    of less than 10 MiB. No plan counts what is left over in them.
+    A graph's memory consists of whole segments: of 2 MiB for tensors of less than 1 MiB, and of 20 MiB for
+    tensors of less than 10 MiB. `monograph plan` does not count what is left over in segments.
     """
     if device.type != "cuda":
         return 0
@@ -73,15 +73,15 @@ def _status_bytes(name: str) -> int | None:
     return None
 
 
-# Cached, because counting takes milliseconds and this is called often.
+# The result is cached, because counting takes milliseconds and this is called often.
 @functools.lru_cache(maxsize=1)
 def _free_bytes_of_graphs(device: torch.device, _allocated: int, _freed: int) -> int:
     """Return the bytes in the memory pools of captured graphs that no tensor occupies.
 
     Pool (0, 0) is the allocator's ordinary one; each graph has another pool.
 
-    The allocated and freed bytes of segments are arguments, so that the cached result is not used
-    after they have changed.
+    The bytes of segments that were allocated and freed so far are arguments only so that the cached result
+    is not used after they have changed.
     """
     return sum(
         segment["total_size"] - segment["allocated_size"]
@@ -111,7 +111,8 @@ def ledger(
     Args:
         planes: the planes, which are the flat buffers of parameters, gradients and moments
             (`monograph.optim.Plane`).
-        planned: the planned bytes by origin; None: only the bytes of planes are known.
+        planned: the planned bytes by origin; None: there is no plan, and the bytes of planes are
+            returned as planned.
         device: the device that computes.
 
     Returns:
@@ -174,9 +175,9 @@ class LiveBytes:
             elif address in live_addresses:
                 live_addresses.remove(address)
             else:
-                # Memory from before the `with` block is freed. Its size must not be used: torch keeps the
-                # allocations of earlier profiles, and may give the size of an older allocation that
-                # had the same address.
+                # The memory was allocated before the `with` block. The size of this event must not be used:
+                # torch keeps the allocations of earlier profiles, and may give the size of an older
+                # allocation at the same address.
                 continue
             self.kept_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
@@ -189,7 +190,8 @@ class LiveBytes:
             self._profile.export_chrome_trace(str(path))
             try:
                 events = json.loads(read_input(path, most_bytes=None))["traceEvents"]
-            except (OSError, ValueError):  # torch has not reported a failed write
+            except (OSError, ValueError):
+                # torch does not report a failed write, so it is noticed only here.
                 raise DiskFull(
                     f"{tempfile.gettempdir()}: a trace could not be written whole; free some space, or set TMPDIR"
                 ) from None

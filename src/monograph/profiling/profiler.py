@@ -3,7 +3,8 @@ and what to change.
 
 `profile` runs some updates to warm up, times updates without the profiler, profiles a few more,
 reads their trace (`monograph.profiling.trace`), and finds the bottleneck
-(`monograph.profiling.bottleneck`). The device's rates are measured on products and copies.
+(`monograph.profiling.bottleneck`). For that it needs the device's rates (`machine_of`), which are
+measured on products and copies, except for the bandwidth of a card.
 """
 
 import copy
@@ -37,14 +38,15 @@ from monograph.profiling.intervals import Kernel, Operands, Part, estimate_updat
 from monograph.step import parts
 from monograph.storage.reading import is_folder
 
-# Operands that take turns have this many bytes together, so that they are not in the caches.
+# A product is timed with several pairs of operands in turn. Together they have this number of bytes, so
+# that the operands of a call are not in the caches.
 COLD_BYTES = 2**26
-# Seconds in bf16 / seconds in fp32, by part. The optimizer's ratio is that of its elementwise work: its
-# products count as other products. On a CPU, compiled code converts each number to fp32 and back
+# Seconds in bf16 / seconds in fp32, by part. The ratio of the optimizer is for its elementwise work; its
+# products have the ratio of other products. On a CPU, compiled code converts each number to fp32 and back
 # (docs/profile.md). Other devices compute with 16-bit numbers directly.
 BF16_RATIOS_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
 BF16_RATIOS_ELSEWHERE: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
-# The number of shapes of products that are timed in bf16; they are the slowest ones.
+# How many shapes of products are timed in bf16: those that take the most time.
 TIMED_SHAPES = 12
 WARMUP_UPDATES = 2  # updates before anything is measured
 PROFILED_UPDATES = 3
@@ -53,10 +55,13 @@ PROFILED_UPDATES = 3
 MAX_ATTEMPTS = 3
 MAX_SLOWDOWN = 1.1
 TIMED_UPDATES = 9  # without the profiler; the lower quartile of their times counts
-# The windows that `profile` needs at least. One more update is profiled but not timed.
+# The fewest windows that `profile` needs, one for each update. The 1 is an update that is profiled but not
+# timed.
 MIN_WINDOWS = WARMUP_UPDATES + TIMED_UPDATES + 1 + PROFILED_UPDATES
-EVENTS_PER_ROUND = 1000  # operators in a round that measures the profiler's cost per event
-ROUNDS = 3  # rounds of a measurement; the quickest round counts
+# The number of operators in a round that measures the profiler's cost per event.
+EVENTS_PER_ROUND = 1000
+# The number of rounds of a measurement; the quickest round counts.
+ROUNDS = 3
 # The beginnings of the names of operators that only allocate memory.
 _ALLOCATING = ("empty", "new_empty", "resize_", "set_")
 
@@ -64,7 +69,7 @@ _ALLOCATING = ("empty", "new_empty", "resize_", "set_")
 def machine_of(engine: Engine) -> Machine:
     """Return the rates of the engine's device in the engine's dtype."""
     device = engine.step.device
-    # A card's bandwidth is from its datasheet, because only the host's is measured.
+    # The bandwidth of a card is taken from its datasheet; only that of the host is measured.
     datasheet_rate = describe(device).bandwidth_bytes_per_s
     return Machine(
         matmul_flops=measured_matmul_flops(device, engine.step.precision.dtype),
@@ -105,8 +110,8 @@ def situation_of(
 
 
 def _bf16_ratio(device: torch.device, kernels: Sequence[Kernel]) -> float:
-    """Return the seconds in bf16 / the seconds in fp32 of the run's longest products."""
-    # The seconds of each call of a product, by its operands' shapes and strides.
+    """Return the seconds in bf16 / the seconds in fp32 of the products that take the most time."""
+    # For each pair of operands (their shapes and strides), the seconds of each profiled product.
     seconds: defaultdict[Operands, list[float]] = defaultdict(list)
     for kernel in kernels:
         if kernel.part in ("matmul", "loss head") and kernel.operands and kernel.flops:
@@ -114,6 +119,7 @@ def _bf16_ratio(device: torch.device, kernels: Sequence[Kernel]) -> float:
     longest = sorted(seconds, key=lambda operands: -sum(seconds[operands]))[:TIMED_SHAPES]
 
     def total_s(dtype: torch.dtype) -> float:
+        """Return the seconds of as many products as were profiled, in this dtype."""
         return sum(
             len(seconds[operands]) * _product_s(device, dtype, operands) for operands in longest
         )
@@ -125,18 +131,18 @@ def _bf16_ratio(device: torch.device, kernels: Sequence[Kernel]) -> float:
 
 def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> float:
     """Time one product, with operands that are not in the caches."""
-    # For each operand the number of elements from its first to its last one in memory.
-    sizes = [
+    # The extent of each operand: the number of elements from its first to its last one in memory.
+    extents = [
         1 + sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True))
         for shape, strides in operands
     ]
-    count = COLD_BYTES // (sum(sizes) * dtype.itemsize)
-    count = min(64, max(2, count))  # pairs of operands
+    count = COLD_BYTES // (sum(extents) * dtype.itemsize)
+    count = min(64, max(2, count))
     pairs = []
     for _ in range(count):
         pair = [
             torch.ones(size, device=device, dtype=dtype).as_strided(shape, strides)
-            for size, (shape, strides) in zip(sizes, operands, strict=True)
+            for size, (shape, strides) in zip(extents, operands, strict=True)
         ]
         pairs.append(pair)
     # A captured step multiplies fp32 matrices with oneDNN on a CPU on which MKL is slow.
@@ -160,7 +166,7 @@ class Profile:
 
     Attributes:
         update_s: seconds of an unprofiled update, the lower quartile of a few.
-        profiled_s: seconds of a profiled update.
+        profiled_s: seconds of a profiled update, on average.
         updates: the number of profiled updates.
         micro_steps: the number of micro-batches of an update.
         machine: the measured rates of the device.
@@ -189,7 +195,7 @@ def profile(
 
     Args:
         engine: the engine, captured or not; its weights and counters change as in any training.
-        windows: the rows of at least `MIN_WINDOWS` updates.
+        windows: the rows of at least `MIN_WINDOWS` updates, one window for each.
         file: the Chrome trace to write, `*.json`.
         packed: the share of positions that would hold tokens if rows were packed.
         used: the share of positions that hold tokens.
@@ -260,14 +266,14 @@ class _Times(NamedTuple):
 def _profile_updates(
     engine: Engine, windows: Iterator[Batch], update_s: float
 ) -> tuple[torch.profiler.profile, float]:
-    """Profile PROFILED_UPDATES updates, again if the profiler disturbs them.
+    """Profile PROFILED_UPDATES updates, and do so again if the profiler slows them down much.
 
-    The profiler's own memory can make the allocator return an eager update's memory to the system,
-    and get it back page by page, which takes long.
+    The memory that the profiler itself takes can make the allocator return an eager update's memory to the
+    system, and get it back page by page, which takes long.
 
     Args:
         engine: the engine.
-        windows: the rows of updates; if they end after the first attempt, it counts.
+        windows: the rows of updates. If they run out after the first attempt, there is no other attempt.
         update_s: seconds of an unprofiled update.
 
     Returns:
@@ -295,7 +301,7 @@ def _profile_updates(
         attempts.append((profiler, profiled_s))
         if profiled_s < MAX_SLOWDOWN * update_s:
             break
-    return min(attempts, key=lambda attempt: attempt[1])
+    return min(attempts, key=lambda attempt: attempt[1])  # by `profiled_s`
 
 
 def _export_trace(profiler: torch.profiler.profile, file: Path) -> dict[str, Any]:
@@ -355,7 +361,7 @@ def _next_window(windows: Iterator[Batch]) -> Batch:
 def _head_span(engine: Engine) -> Iterator[None]:
     """Within the block, record a span around each call of the loss's head.
 
-    In one graph of the whole step there is no such call, so nothing is recorded.
+    If the whole step is one graph, it has no such call, and nothing is recorded.
     """
     step = engine.step
     original_loss = step.loss
@@ -406,7 +412,7 @@ def has_kernel(name: str) -> bool:
 def _identifying_vocabulary(engine: Engine, tokens: int) -> int | None:
     """Return the size of the vocabulary, if it identifies the products of a Llama's head.
 
-    This is needed for one graph of a whole step, which has no spans.
+    This is needed if the whole step is one graph, in which no spans are recorded.
 
     Args:
         engine: the engine.
@@ -428,9 +434,10 @@ def _identifying_vocabulary(engine: Engine, tokens: int) -> int | None:
 def _event_s() -> float:
     """Measure the profiler's seconds per recorded operator.
 
-    Many tiny operators run with and without the profiler, and the quickest round of each counts.
+    Many tiny operators run with the profiler and without it. The quickest round of each kind counts.
     """
     one = torch.zeros(1)
+    # The seconds of rounds, by whether the profiler ran.
     times = dict[bool, list[float]]({False: [], True: []})
     for profiled in (False, True) * ROUNDS:
         profiler = torch.profiler.profile(

@@ -1,18 +1,18 @@
 """Read a profiler's Chrome trace into intervals, and find the part of a step that each operator
 belongs to.
 
-An event is an entry of the trace: an operator, a call of the CUDA runtime, a kernel, or a span,
-which is an interval that `monograph.profiling.profiler` has recorded under a name. The event of an
-operator that is called lies inside the event of its caller. The loss's head is the product of hidden
-states and the vocabulary's matrix, with the loss after it. The part of a kernel is given by the first
-rule that applies:
+An event is an entry of the trace: an operator, a call of the CUDA runtime, a kernel, or a span. A span
+is an interval that `monograph.profiling.profiler` has recorded under a name. If an operator calls another
+one, the interval of its event contains that of the other's event. The loss's head is the product of
+hidden states and the vocabulary's matrix, with the loss after it. The part of a kernel is given by the
+first rule that applies:
 
 1. It is inside the span of the optimizer's update: "optimizer".
 2. It is inside the span of the loss's head, or in the backward pass of an operator in that span:
    "loss head".
 3. It is one of torch's attention operators: "attention".
-4. It is a product, and a side is as long as the vocabulary: "loss head". This is for one graph of
-   the whole step, which has no spans.
+4. It is a product, and a side is as long as the vocabulary: "loss head". This is for a step that is
+   one graph, in which there is no span of the head.
 5. It is another product: "matmul". A batched product in a Llama is "attention".
 6. torch or its compiler runs it, e.g. a reduction, a lookup or a copy: "elementwise".
 7. "other".
@@ -28,16 +28,16 @@ from monograph.profiling.intervals import Kernel, Operands, Part, Span, Timeline
 from monograph.step.parts import OPTIMIZER
 
 # The names of spans: of a whole update, of the wait for its rows, of the loss's head, and of the
-# optimizer, which is a part of the update by `monograph.step.parts`.
+# optimizer, whose name is that of `monograph.step.parts`.
 STEP = "monograph.step"
 DATA = "monograph.data"
 HEAD = "monograph.head"
 UPDATE = f"monograph.{OPTIMIZER}"
-# Operators that compute a gradient by calling one of torch's matrix products. So they are no kernels
-# themselves.
+# Operators that compute a gradient by calling one of torch's matrix products. They do not count as
+# kernels, since the product that they call does.
 PRODUCT_CALLERS = ("monograph::add_product_", "monograph::product")
-# Operators that compute the gradient of a head's weights or add to it. They count as part of the loss's
-# head by their names, because the head has no span in one graph of the whole step.
+# Operators that compute the gradient of a head's weights or add to it. Their names show that they belong
+# to the loss's head, even if the whole step is one graph, in which the head has no span.
 HEAD_GRADIENT_OPERATORS = (*PRODUCT_CALLERS, "monograph::add_scaled_")
 TraceEvent = Mapping[str, Any]
 # Returns whether the operator with a name computes something itself.
@@ -88,10 +88,10 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 
 class _Place(NamedTuple):
-    """The place of an event in the step.
+    """What an event belongs to.
 
     Attributes:
-        span_part: the part to which the spans around the event belong; None: to no part.
+        span_part: the part to which the event and the spans around it belong; None: to no part.
         kernel_part: the part of the outermost operator that computes something itself, among the event
             and the events around it; None: there is no such operator.
     """
@@ -137,8 +137,8 @@ def read_trace(
         trace: the content that `torch.profiler.profile.export_chrome_trace` wrote, with shapes.
         has_kernel: returns whether the operator with a name computes something itself, instead of
             making a view, allocating or only calling other operators.
-        vocabulary: the size of the vocabulary, if it identifies the products of the loss's head;
-            None: they are not identified so.
+        vocabulary: the size of the vocabulary, if it identifies the products of the loss's head; None:
+            it does not, and they are not looked for.
         heads_are_batched: whether batched products belong to attention; they do in a Llama, whose
             layers multiply matrices.
 
@@ -150,8 +150,7 @@ def read_trace(
     """
     # "X" are the events with a duration.
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    # Only the spans on the host's tracks count; the device's tracks list them again, with another
-    # category.
+    # Only the spans of the host count. The trace lists them again for the device, with another category.
     steps = [
         event for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"
     ]
@@ -192,7 +191,8 @@ def _seconds(microseconds: float) -> float:
 def _sequence_numbers(events: Sequence[TraceEvent]) -> set[int]:
     """Return the sequence numbers of the operators in a head's span.
 
-    Autograd numbers operators, and each node of the backward pass has the number of its operator.
+    Autograd numbers operators, and each node of the backward pass has the number of the operator whose
+    gradient it computes.
     """
     heads = [event for event in events if event["name"] == HEAD]
     numbers = set[int]()
@@ -214,7 +214,7 @@ def _is_inside(event: TraceEvent, outer: TraceEvent) -> bool:
 
 
 class _Reader:
-    """Collects what the events of the host's threads tell.
+    """Reads the events of the host's threads, and collects what they say.
 
     Attributes:
         has_kernel: see `read_trace`.
@@ -263,7 +263,8 @@ class _Reader:
                 launch = _Launch(self._begin_s(event), outer_place, operator)
                 self.launches[event["args"]["correlation"]] = launch
             if is_main:
-                # Recording an event takes the profiler some time. The counts say in which part.
+                # Recording an event takes the profiler some time. So the events are counted, by the part in
+                # which this time was spent.
                 in_update = outer_place.span_part == "optimizer"
                 counts = self.update_event_counts if in_update else self.event_counts
                 counts[outer_place.kernel_part or "host gaps"] += 1
@@ -346,8 +347,9 @@ class _Reader:
 
     def device_kernels(self, events: Sequence[TraceEvent]) -> Iterator[Kernel]:
         """Yield the kernels of a device, each with the work of the operator that launched it."""
-        # Only the first kernel of an operator gets the operator's work, so that it counts once.
-        operators_with_kernel: set[int] = set()  # by `id`
+        # Only the first kernel of an operator gets the operator's work, so that the work counts once. The
+        # set has the `id` of each operator with a kernel.
+        operators_with_kernel: set[int] = set()
         for event in events:
             begin_s = self._begin_s(event)
             end_s = begin_s + _seconds(event["dur"])
@@ -388,7 +390,7 @@ class _Reader:
 
 def _shapes(event: TraceEvent) -> list[list[int]]:
     """Return the shapes of the tensors among an operator's inputs."""
-    # Other inputs have [] or, for a list of tensors, a list of shapes.
+    # An input that is not a tensor has [], and a list of tensors has a list of shapes.
     return [
         shape
         for shape in event.get("args", {}).get("Input Dims", [])
@@ -424,8 +426,8 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
         other                                             0 FLOPs
 
     Bytes are counted for all inputs, which are read once, and for the output, which is written once.
-    The shape of a product's output is known. The output of any other operator counts as large as its
-    largest input. A generated kernel has its outputs among its inputs.
+    The shape of a product's output is known. The output of any other operator is taken to be as large as
+    its largest input. A kernel that Inductor generates has its outputs among its inputs.
 
     (None, None): the shapes are not in the trace, or the operator is one of Inductor's templates
     for products, whose shapes are unknown.
@@ -452,7 +454,8 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
     if name in _PRODUCTS and len(shapes) > _PRODUCTS[name] + 1:
         left = shapes[_PRODUCTS[name]]
         right = shapes[_PRODUCTS[name] + 1]
-        # A right operand of more than two dimensions has a matrix for each of the left one's.
+        # If the right operand has more than two dimensions, both operands are batches of this number of
+        # matrices.
         matrices = math.prod(left[:-2]) if len(right) > 2 else 1
         columns = math.prod(right) // max(1, left[-1] * matrices)
         element_bytes = max(_BYTES.get(type_name, 1) for type_name in type_names)
@@ -461,8 +464,8 @@ def operator_work(event: TraceEvent) -> tuple[float | None, float | None]:
     if name in _GROUPED:
         return 2.0 * math.prod(shapes[0]) * shapes[1][1], moved_bytes
     if _ATTENTION.search(name) and len(shapes) >= 3:
-        # A backward operator has the gradient of the output as its first input.
         is_backward = "backward" in name
+        # The first input of a backward operator is the gradient of the output.
         query, key = shapes[1:3] if is_backward else shapes[0:2]
         forward_flops = 2.0 * math.prod(query) * key[-2]
         return forward_flops * (2.5 if is_backward else 1.0), moved_bytes

@@ -34,7 +34,7 @@ _COMMON_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosni
 
 
 async def send_error(scope: Scope, send: Send, refused: Refused) -> None:
-    """Answer with an error, in the form of the address."""
+    """Answer with an error, in the form of the protocol to which the address belongs."""
     body = as_json(error_body(refused, scope["path"]))
     await send_body(send, body, status=refused.status, headers=refused.headers)
 
@@ -82,12 +82,13 @@ class EventStream:
 
 
 def event(value: bytes, kind: str = "") -> bytes:
-    """Return the server-sent event with this JSON value, and perhaps with the name of its kind."""
+    """Return the server-sent event with this JSON value, and with the name of its kind if there is one."""
     name = f"event: {kind}\n".encode() if kind else b""
     return name + b"data: " + value + b"\n\n"
 
 
 async def _send_start(send: Send, status: int, headers: dict[str, str]) -> None:
+    """Send the status, and these headers in addition to those of all answers."""
     all_headers = _COMMON_HEADERS | headers
     pairs = [(name.lower().encode(), value.encode()) for name, value in all_headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
@@ -99,7 +100,7 @@ def as_json(value: object) -> bytes:
 
 
 class ScoredToken(NamedTuple):
-    """A token with the log-probabilities at its position: an entry of an answer's log-probabilities.
+    """An entry of an answer's log-probabilities: a token, with the log-probabilities at its position.
 
     Attributes:
         token: the token's id.
@@ -119,8 +120,8 @@ class TextPiece(NamedTuple):
 
     Attributes:
         text_index: the text's number in the answer.
-        parts: new characters, new thoughts, and new pieces of calls of tools, in the order in which they
-            were written.
+        parts: new characters, new thoughts, and new pieces of tool calls, in the order in which they were
+            written.
         entries: an entry for each new token, if the answer has log-probabilities, else empty.
         finish: how the text ended; None if it has not ended.
         calls_tools: whether the text has called a tool, in this piece or in an earlier one.
@@ -161,8 +162,9 @@ def joined(pieces: Sequence[TextPiece]) -> TextPiece:
 class TextBuilder:
     """Makes the pieces of a text from the decoder's events.
 
-    A piece has only characters that further tokens cannot change or remove. An incomplete character, or
-    what may be the beginning of a stop string, is held back, and so are the entries of its tokens.
+    A piece has only characters that further tokens cannot change or remove. An incomplete character is held
+    back, and so is what may be the beginning of a stop string. The entries of their tokens are held back
+    with them.
 
     Attributes:
         token_count: the number of tokens that were sampled so far.
@@ -212,8 +214,8 @@ class TextBuilder:
         parts: list[str | CallPiece | Thought] = [new_text] if new_text else []
         calls_tools = False
         if self._reader is not None:
-            # The reader's text takes the place of the transcript's, which would also have the calls. The
-            # transcript is still needed: its size decides which entries are held back.
+            # The text of the reader replaces that of the transcript, which contains the calls and thoughts
+            # as well. The transcript is still needed: its size decides which entries are held back.
             parts = self._read_parts(self._reader, event)
             calls_tools = self._reader.call_count > 0
         if self._likeliest_count is not None:
@@ -221,7 +223,7 @@ class TextBuilder:
                 self._add_entry(token, logprobs, self._likeliest_count)
         if event.finish is None:
             return TextPiece(self._index, parts, self._take_certain_entries(), None, calls_tools)
-        # The decoder has further finishes, which are errors. They do not come here: the request fails.
+        # The other finishes of the decoder are errors. The request has failed then, and does not get here.
         finish: shapes.ServedFinish = "stop" if event.finish == "stop" else "length"
         if finish == "stop" and self._uncertain_entries:
             # Remove the entry of the stop id that has ended the text, if it is not reported.
@@ -243,6 +245,7 @@ class TextBuilder:
         return parts
 
     def _add_entry(self, token: int, logprobs: LogProbability, likeliest_count: int) -> None:
+        """Add the entry of a token to those that are held back."""
         token_bytes = self._tokenizer.pieces[token]
         offset = self._offsets.add(token_bytes)
         entry = ScoredToken(token, offset, logprobs.drawn, logprobs.likeliest[:likeliest_count])
@@ -252,8 +255,7 @@ class TextBuilder:
     def _take_certain_entries(self) -> list[ScoredToken]:
         """Remove and return the entries of tokens that begin in the part of the text that is certain.
 
-        The certain part is what was not held back. A token without bytes, such as a special one, also
-        belongs to it if it stands at its end.
+        A token without bytes, such as a special one, is also returned if it is at the end of that part.
         """
         certain_bytes = self._transcript.size
         # Entries are in the order of the text, so those to return are the first ones.
@@ -289,8 +291,8 @@ class CharacterOffsets:
     def add(self, token_bytes: bytes) -> int:
         """Return the number of characters before a token, and count the token's own."""
         offset = self._count
-        # The bytes of a character that earlier tokens have begun. The decoder has not returned it, so
-        # it is not counted yet.
+        # The first bytes of a character that earlier tokens have begun. It is not counted yet, since the
+        # decoder returns only whole characters.
         incomplete, _ = self._decoder.getstate()
         text_bytes = bytes(token_bytes)
         if text_bytes:
@@ -396,8 +398,8 @@ class CompletionAnswerBuilder(AnswerBuilder):
 
     def whole_json(self, texts: Sequence[Sequence[TextPiece]], usage: shapes.Usage) -> bytes:
         """Return the whole answer; see the base class."""
-        # The choices are serialised one by one: no other thread can run during a call of `json`, and it
-        # would take long for all of them.
+        # The choices are serialised one by one, because no other thread can run during a call of `json`, and
+        # one call for all choices would take long.
         choices = b",".join([as_json(self._choice(joined(pieces))) for pieces in texts])
         head = as_json(self._fields)[:-1]  # without the closing brace
         return head + b',"choices":[' + choices + b'],"usage":' + as_json(usage) + b"}"
@@ -422,7 +424,7 @@ class CompletionAnswerBuilder(AnswerBuilder):
         return event(as_json(error_body(refused)))
 
     def _piece_event(self, piece: TextPiece) -> bytes:
-        # The event before [DONE] has the usage. In all other events it is null if the client wants it.
+        # If the client wants the usage, only the event before [DONE] has it. In all others it is null.
         usage = b',"usage":null' if self._wants_usage else b""
         return self._event(as_json([self._event_choice(piece)]), usage)
 
@@ -490,24 +492,26 @@ class ChatAnswerBuilder(CompletionAnswerBuilder):
 
     def first_events(self, text_count: int, prompt_tokens: int) -> list[bytes]:
         """Return an event for each text, with the speaker's role."""
-        # `_event_choice` makes the role of an empty piece.
+        # For an empty piece, `_event_choice` writes the role.
         return [self._piece_event(TextPiece(index, [], [], None)) for index in range(text_count)]
 
     def piece_events(self, piece: TextPiece) -> list[bytes]:
         """Return events for the new thoughts and the new text, and then one for each piece of a call.
 
-        If nothing is new there is none, because an empty piece would be sent as the role. The last one
-        has the finish.
+        The last event has the finish. If nothing is new there is no event, because an empty piece would be
+        sent as the role.
         """
-        split = [piece._replace(parts=[call], entries=[], finish=None) for call in piece.calls]
+        split: list[TextPiece] = []
         thoughts = piece.thoughts
-        # A finish alone is sent, too: with an empty text.
-        is_finish_alone = piece.finish is not None and not split and not thoughts
-        if piece.text or (piece.entries and not thoughts) or is_finish_alone:
-            split.insert(0, piece._replace(parts=[piece.text], finish=None))
         if thoughts:
             entries = [] if piece.text else piece.entries
-            split.insert(0, piece._replace(parts=[Thought(thoughts)], entries=entries, finish=None))
+            split.append(piece._replace(parts=[Thought(thoughts)], entries=entries, finish=None))
+        # If there is nothing but a finish, it is sent with an empty text.
+        is_finish_alone = piece.finish is not None and not piece.calls and not thoughts
+        has_entries_alone = piece.entries and not thoughts
+        if piece.text or has_entries_alone or is_finish_alone:
+            split.append(piece._replace(parts=[piece.text], finish=None))
+        split += [piece._replace(parts=[call], entries=[], finish=None) for call in piece.calls]
         if split:
             split[-1] = split[-1]._replace(finish=piece.finish)
         return [self._piece_event(each) for each in split]
@@ -518,9 +522,8 @@ class ChatAnswerBuilder(CompletionAnswerBuilder):
             message["reasoning_content"] = piece.thoughts
         calls: list[shapes.AnsweredCall] = []
         for call in piece.calls:
-            if (
-                call.name is not None
-            ):  # the first piece of a call; the others continue its arguments
+            # The first piece of a call has the tool's name. The others continue the arguments.
+            if call.name is not None:
                 function: shapes.CalledTool = {"name": call.name, "arguments": ""}
                 calls.append({"id": new_call_id(), "type": "function", "function": function})
             calls[-1]["function"]["arguments"] += call.arguments
@@ -537,7 +540,7 @@ class ChatAnswerBuilder(CompletionAnswerBuilder):
             delta = {"reasoning_content": piece.thoughts}
         elif piece.text:
             delta = {"content": piece.text}
-        elif not piece.entries and piece.finish is None:  # the empty piece of `first_pieces`
+        elif not piece.entries and piece.finish is None:  # the empty piece of `first_events`
             delta = {"role": "assistant", "content": ""}
         return {"index": piece.text_index, "delta": delta} | self._logprobs_and_finish(piece)
 
@@ -596,9 +599,10 @@ def token_usage(prompt_tokens: int, sampled_tokens: int) -> shapes.Usage:
     }
 
 
-_MIN_LOGPROB = -9999.0  # it is written for ln 0, as JSON has no infinity
+_MIN_LOGPROB = -9999.0  # is written instead of ln 0, since JSON has no infinity
 
 
 def _finite(logprob: float) -> float:
+    """Return a log-probability, but at least `_MIN_LOGPROB`."""
     # A comparison with NaN is false, so NaN becomes the minimum, too; `max` might return NaN.
     return logprob if logprob > _MIN_LOGPROB else _MIN_LOGPROB

@@ -1,12 +1,16 @@
-"""The application: which address answers what, and the guard before it.
+"""The application: which address answers what, and the guard in front of it.
 
 The guard decides who may send requests, from where, and in which form. It refuses any other request
 before its body is read.
 
-A web page of someone else must not reach the model through the user's browser. The guard recognises
-such a request by its headers: Origin names the other page; or Host has another name, if that name was
-made to lead to this server's address (DNS rebinding); or Content-Type is one with which a browser
-sends requests to other servers without asking them first (a simple request of CORS).
+A foreign web page that the user opens must not reach the model through the user's browser. The guard
+recognises the requests of such a page by one of their headers:
+
+- Origin names the foreign page.
+- Host has a name that is not this server's. The page's owner may have made that name lead to this
+  server's address (DNS rebinding).
+- Content-Type is one with which browsers send requests to other servers without asking these first
+  (a simple request of CORS).
 """
 
 import asyncio
@@ -118,6 +122,7 @@ class Guard:
         return client_name
 
     def _require_host(self, headers: Headers) -> None:
+        """Refuse a request whose header Host is not a name of this server."""
         host = headers.get("host", "")
         name = _host_name(host)
         is_known = self._hosts is None or name in self._hosts
@@ -126,6 +131,7 @@ class Guard:
             raise Refused(403, f"this server is not {host!r:.80}: {advice}")
 
     def _require_key(self, headers: Headers) -> str:
+        """Return the number of the client's key; refuse a request without a valid key."""
         authorizations = headers.getlist("authorization")
         # Anthropic's clients send the key in a header of its own.
         api_keys = headers.getlist("x-api-key")
@@ -147,9 +153,9 @@ class Guard:
 def _require_one_length(scope: Scope, headers: Headers) -> None:
     """Refuse a request whose body has two lengths, or a Transfer-Encoding in HTTP/1.0.
 
-    A proxy in front of the server may use the other length, so a second request could hide in the
-    body (request smuggling, RFC 9112, 6.1). The connection is closed, and what comes after the body
-    is not read.
+    A proxy in front of the server may read such a body with another length than the server, so a second
+    request could be hidden in it (request smuggling, RFC 9112, 6.1). The connection is closed, and what
+    comes after the body is not read.
     """
     if "transfer-encoding" not in headers:
         return
@@ -219,7 +225,7 @@ def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
             Exception: _bug_handler(service),
         },
     )
-    # Starlette would make a redirect's address from the client's Host header.
+    # No redirects: Starlette would make their addresses from the client's Host header.
     app.router.redirect_slashes = False
     return Guard(app, host, keys, service.request_counts)
 
@@ -376,6 +382,8 @@ async def _answer_missing(request: Request, error: Exception) -> Response:
 
 
 def _bug_handler(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Return a handler that reports an unexpected error to the service, and answers with status 500."""
+
     async def report_and_answer(request: Request, error: Exception) -> Response:
         service.report_bug(error)
         refused = Refused(500, "a bug: the server's terminal says more")

@@ -1,6 +1,6 @@
 """An answer as a list of blocks, each of which is a text, a call of a tool, or thoughts.
 
-/v1/responses and /v1/messages answer with such a list. In a stream, a block begins, grows and ends before
+/v1/responses and /v1/messages answer with such a list. In a stream, each block begins, grows and ends before
 the next one begins.
 """
 
@@ -24,7 +24,7 @@ class AnswerBlock:
         name: the tool that a call calls; "" for other blocks.
         call_id: the id of a call.
         text: the text, the thoughts, or the call's arguments, as far as they are written.
-        entries: the entries of a text, if the answer has log-probabilities.
+        entries: the log-probabilities of a text's tokens, if the answer has them.
     """
 
     index: int
@@ -64,8 +64,8 @@ class BlockBuilder:
         self.blocks: list[AnswerBlock] = []
         self.finish: Literal["stop", "length"] | None = None
         self.stopped_by = ""
-        # Entries that are in no block yet. As in a chat, the text has those of all tokens, also of the
-        # thoughts before it.
+        # Entries that are in no block yet. Only blocks of text have entries. So, as in a chat's answer, a
+        # text also gets the entries of tokens before it, such as those of thoughts.
         self._entries: list[ScoredToken] = []
 
     @property
@@ -78,12 +78,15 @@ class BlockBuilder:
         steps: list[BlockStep] = []
         for part in piece.parts:
             steps += self._add_part(part)
-        if piece.finish is not None and not self.blocks:  # an answer without text is an empty one
+        # An answer in which nothing was written gets an empty text.
+        if piece.finish is not None and not self.blocks:
             steps += self._begin_unless_open("text")
         self._entries += piece.entries
         if self._entries and self.blocks and self.blocks[-1].kind == "text":
-            # The entries come together with the new text, if there is some.
-            text = steps.pop().text if steps and steps[-1].kind == "grow" else ""
+            # If the last step adds new text, the entries become a part of this step.
+            text = ""
+            if steps and steps[-1].kind == "grow":
+                text = steps.pop().text
             self.blocks[-1].entries += self._entries
             steps.append(BlockStep("grow", self.blocks[-1], text, self._entries))
             self._entries = []
@@ -94,6 +97,7 @@ class BlockBuilder:
         return steps
 
     def _add_part(self, part: str | CallPiece | Thought) -> list[BlockStep]:
+        """Add a part of a piece to the last block, or to a new one; return the steps."""
         steps: list[BlockStep] = []
         if isinstance(part, CallPiece):
             if part.name is not None:
@@ -104,7 +108,8 @@ class BlockBuilder:
             text = part.text
         else:
             text = part
-            steps += self._begin_unless_open("text") if text else []
+            if text:
+                steps += self._begin_unless_open("text")
         if text:
             steps.append(self._grow(text))
         return steps
@@ -116,11 +121,13 @@ class BlockBuilder:
         return self._begin(AnswerBlock(len(self.blocks), kind))
 
     def _begin(self, block: AnswerBlock) -> list[BlockStep]:
+        """End the last block, if there is one, and begin this block; return the steps."""
         steps = [BlockStep("end", self.blocks[-1])] if self.blocks else []
         self.blocks.append(block)
         return [*steps, BlockStep("begin", block)]
 
     def _grow(self, text: str) -> BlockStep:
+        """Add text to the last block; return the step."""
         block = self.blocks[-1]
         block.text += text
         return BlockStep("grow", block, text)

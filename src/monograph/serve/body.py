@@ -29,7 +29,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     """
     too_large = Refused(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes")
     declared_size = Headers(scope=scope).get("content-length", "0")
-    # 19 digits are enough to exceed the limit; Python refuses to convert thousands of them.
+    # The first 19 digits are enough to exceed the limit. Python would refuse to convert thousands of digits.
     if declared_size.isdecimal() and int(declared_size[:19]) > MAX_BODY_BYTES:
         raise too_large
     chunks = list[bytes]()
@@ -80,7 +80,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 def _require_valid(value: object) -> None:
     """Refuse texts that are not valid Unicode, numbers that are not finite, and deep nesting."""
-    # All values at one depth.
+    # All values at one depth, from the outermost inwards.
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         next_level = list[object]()

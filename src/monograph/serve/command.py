@@ -36,7 +36,7 @@ MAX_NAME_LENGTH = 200
 # The maximum number of open files in addition to those of MAX_CONNECTIONS. Most of them are connections
 # that are being closed.
 OTHER_FILES = 1000
-# The maximum number of connections that wait to be accepted, and that are accepted at once.
+# The maximum number of connections that wait to be accepted, and of those that are accepted together.
 BACKLOG = 128
 
 
@@ -178,7 +178,8 @@ def _listening_socket(host: str, port: int) -> socket.socket:
 async def _serve(service: Service, host: str, keys: list[str], listener: socket.socket) -> None:
     """Serve until a signal, and then print how much was answered.
 
-    If an error of the owner's thread or while loading the model has ended the server, it is raised.
+    An error that has ended the server is raised: one in the thread that runs the decoder (`Owner`), or one
+    while the model was loaded.
     """
     server = _Server(server_config(service, host, keys), service)
     port = listener.getsockname()[1]
@@ -187,13 +188,13 @@ async def _serve(service: Service, host: str, keys: list[str], listener: socket.
     try:
         await serving
     finally:
-        with interrupts.end_at_once_inside():  # here a further Ctrl-C ends the process
+        with interrupts.end_at_once_inside():  # from here on, another Ctrl-C ends the process
             loading.cancel()
             try:
                 with suppress(asyncio.CancelledError):
                     await loading  # raises the error that kept the model from being loaded
             finally:
-                # All threads are ended here: if one were inside a device's library when Python ends, the
+                # All threads are ended here. If Python ended while one is inside a device's library, the
                 # process would abort.
                 service.end()
                 await asyncio.get_running_loop().shutdown_default_executor()
@@ -206,7 +207,7 @@ async def _serve(service: Service, host: str, keys: list[str], listener: socket.
 
 
 def server_config(service: Service, host: str, keys: list[str]) -> uvicorn.Config:
-    """Return uvicorn's configuration, with those limits that are options of uvicorn."""
+    """Return uvicorn's configuration, with the limits that are options of uvicorn."""
     return uvicorn.Config(
         application(service, host, keys),
         http=Connection,
@@ -226,7 +227,7 @@ def server_config(service: Service, host: str, keys: list[str]) -> uvicorn.Confi
 async def _load_and_follow(
     service: Service, server: uvicorn.Server, host: str, port: int, needs_key: bool
 ) -> None:
-    """Load the model, print that it is ready, and load each newer version."""
+    """Load the model, print that it is ready, and then load each newer version of it."""
 
     def end_server() -> None:
         server.should_exit = True

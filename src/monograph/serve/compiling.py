@@ -1,10 +1,10 @@
 """Compiles the stop strings, constraints and tools of requests in processes of their own, under limits.
 
-What a text may be is compiled to an automaton over tokens, which the decoder follows on the device. The
-compiler (`monograph.automata`) limits its own work, but a hostile schema may still need much time or
-memory. So this module is also a program, the compiling process. It imports what compiling needs, gets
-the vocabulary once, and forks a child for each job. The kernel ends a child that uses too much. The
-server checks every number that a child sends, and unpickles nothing.
+A constraint says which texts are allowed. It is compiled to an automaton over tokens, which the decoder
+follows on the device. The compiler (`monograph.automata`) limits its own work, but a hostile schema may
+still need much time or memory. So this module is also a program, the compiling process. It imports what
+compiling needs, gets the vocabulary once, and forks a child for each job. The operating system's kernel
+ends a child that uses too much. The server checks every number that a child sends, and unpickles nothing.
 
 The process's standard input is a socket to the server. The process reads:
 
@@ -12,12 +12,14 @@ The process's standard input is a socket to the server. The process reads:
   is the bytes of a token);
 - then a line of JSON for each job, [[kind, value, lead in hexadecimal], CPU seconds, bytes of memory].
 
-A job may also try a grammar that llguidance is to follow in the server (`monograph.automata.on_host`), and
-which could end the process. It has no automaton, and its text is empty if the grammar is not refused.
+When the process is ready, it sends a `_REPLY` without output. For each job it sends a `_REPLY` and the
+child's output: a `_HEAD`, the automaton's arrays, and a text. If the compiler has refused the job, the
+output is an automaton without states, and the text is the reason.
 
-When it is ready, it sends a `_REPLY` without output. For each job it sends a `_REPLY` and the child's
-output: a `_HEAD`, the automaton's arrays, and a text. If the compiler has refused the job, the output is
-an automaton without states, and the text is the reason.
+Some constraints cannot be compiled to an automaton. The library llguidance then follows them in the server
+(`monograph.automata.on_host`). Since a hostile grammar could make it end the process, a job first tries the
+grammar in a child. The output of such a job is an automaton without states, too. Its text is empty if
+llguidance has not refused the grammar.
 
 Axes of the arrays: S the automaton's states, C its classes of tokens, V the vocabulary, E its effects,
 4 the fields of an effect, R the counters. An effect says what a token does to the automaton's counters.
@@ -68,7 +70,7 @@ MAX_CACHED_BYTES = 1 << 28
 # The maximum number of different constraints that wait to be compiled.
 MAX_WAITING = 32
 
-# The process starts in a fraction of a second, but on a busy machine it may take many seconds.
+# The process starts quickly, but on a busy machine it may take many seconds.
 _START_TIMEOUT_S = 120.0
 # The kinds of jobs, in addition to the kinds of constraints that `monograph.automata` has.
 _STOP = "stop"  # compiles stop strings
@@ -84,8 +86,8 @@ _NAMES = {
     _CALLS: "the schemas of the tools",
     _HOST: "the grammar for llguidance",
 }
-# The head of a reply: the child's exit code, or minus the number of the signal that ended it; and the
-# number of bytes of its output.
+# The head of a reply has two numbers: the child's exit code, or minus the number of the signal that ended
+# it; and the number of bytes of its output.
 _REPLY = struct.Struct("<iQ")
 _MAX_REPLY_BYTES = 1 << 27  # more than any automaton of the compiler has
 # The head of a child's output: the numbers of states, classes, effects, and bytes of the text.
@@ -93,12 +95,12 @@ _HEAD = struct.Struct("<4I")
 # The types of next_SC, effect_SC, class_V, stops_S and effects_E4R.
 _ARRAY_TYPES = (np.int16, np.int16, np.int16, np.uint8, np.int32)
 _NO_MEMORY = 100  # the exit code of a child that needed more than MEMORY_BYTES
-_TOO_LONG = 101  # takes the place of the exit code of a child that needed more than WALL_CLOCK_S
+_TOO_LONG = 101  # stands for the exit code of a child that needed more than WALL_CLOCK_S
 _PR_SET_PDEATHSIG = 1  # Linux's option of prctl, which Python does not name
 
 
 class NotCompiled(InputRefused):
-    """No automaton of the compiler follows a constraint, or it would need too much time or memory."""
+    """A constraint could not be compiled: the compiler refuses it, or needs too much time or memory."""
 
 
 class Busy(Exception):
@@ -120,10 +122,10 @@ class ChildResult(NamedTuple):
 class ConstraintCompiler:
     """Compiles stop strings and constraints in processes of their own, under limits.
 
-    The results that were used last are cached. So equal requests get the same object, by which the
-    decoder recognises an automaton that is on the device already. Jobs run one after another. The first
-    job starts the compiling process, which takes seconds, and a job that finds it dead starts it again.
-    All methods are called in one event loop.
+    The results that were used last are cached. So equal requests get the same object, and the decoder
+    recognises by the object that its automaton is on the device already. Jobs run one after another. The
+    first job starts the compiling process, which takes seconds. A job that finds the process dead starts it
+    again. All methods are called in one event loop.
     """
 
     def __init__(self, pieces: Sequence[bytes], stop_ids: Sequence[int]) -> None:
@@ -234,8 +236,9 @@ class ConstraintCompiler:
             result = self._cache[key]
         else:
             await self._acquire_job_lock(kind, key)
-            # The job is a task of its own and is shielded, so it runs to its end even if this request is
-            # cancelled: equal requests may wait for its result. So the task itself releases the lock.
+            # Equal requests may wait for the job's result, so it must run to its end even if this request is
+            # cancelled. Therefore the job is a task of its own, which is shielded, and which releases the
+            # lock itself when it is done.
             job = asyncio.create_task(self._compile(kind, key))
             job.add_done_callback(lambda _: self._job_lock.release())
             result = await asyncio.shield(job)
@@ -245,9 +248,9 @@ class ConstraintCompiler:
         """Wait until no job runs, and lock `_job_lock`.
 
         Stop strings are compiled quickly, so they must not wait for all constraints that came before.
-        Therefore constraints wait for `_constraint_lock`, and only one of them at a time waits for the
-        job lock. Stop strings wait for the job lock alone: for the constraint that is being compiled, and
-        at most one more.
+        Therefore constraints first wait for `_constraint_lock`, so that only one of them at a time waits for
+        the job lock. Stop strings wait only for the job lock: for the constraint that is being compiled, and
+        for at most one more.
 
         Raises:
             Busy: too many constraints wait.
@@ -255,7 +258,7 @@ class ConstraintCompiler:
         if kind == _STOP:
             await self._job_lock.acquire()
             return
-        # A request whose constraint waits already needs no further place.
+        # A request needs no further place if an equal constraint waits already.
         if key not in self._waiting and len(self._waiting) >= MAX_WAITING:
             raise Busy
         self._waiting[key] += 1
@@ -280,7 +283,7 @@ class ConstraintCompiler:
         except InputRefused as error:
             result = str(error)
         except (ValueError, struct.error):
-            # A hostile value has made the child write something that is not an automaton.
+            # The child has written something that is not an automaton, perhaps because of a hostile value.
             result = _failure_reason(kind, child.exit_code)
         self._cache[key] = result
         while self._is_cache_too_large():
@@ -294,7 +297,7 @@ class ConstraintCompiler:
     async def _run_in_process(self, job: bytes) -> ChildResult:
         """Let the compiling process run a job in a child.
 
-        If the process is dead or dies, the job is tried once more in a new one.
+        If the process is dead or dies, the job is tried a second time, in a new one.
         """
         for _ in range(2):
             try:
@@ -305,7 +308,7 @@ class ConstraintCompiler:
                 writer.write(job)
                 return await _read_reply(reader, WALL_CLOCK_S)
             except BaseException as error:  # also a cancellation
-                # The process is ended, because a late reply could be taken for the reply to the next job.
+                # The process is ended, because its late reply could be mistaken for the reply to the next job.
                 self._end_process()
                 if isinstance(error, TimeoutError):
                     return ChildResult(_TOO_LONG, bytearray())
@@ -364,7 +367,7 @@ async def _read_reply(reader: asyncio.StreamReader, timeout_s: float) -> ChildRe
     async with asyncio.timeout(timeout_s):
         code, size = _REPLY.unpack(await reader.readexactly(_REPLY.size))
         output = bytearray()
-        # It is read in chunks, between which the server does other things.
+        # The output is read in chunks, so that the server can do other things in between.
         while len(output) < size:
             chunk = await reader.read(min(1 << 18, size - len(output)))
             if not chunk:
@@ -414,8 +417,8 @@ def _read_automaton(output: bytearray, vocabulary_size: int) -> Automaton:
     _require_within(stops_S, 0, 1)
     if effect_count > MAX_EFFECTS:
         raise ValueError
-    # The decoder packs a state and its counts into the bits of one number. So an effect that lets a count
-    # grow too large would change the state.
+    # The decoder packs a state and its counts into the bits of one number. If an effect let a count grow too
+    # large, it would change the state.
     effect_fields = effects_E4R.tolist()
     if not all(map(is_sound, effect_fields)):
         raise ValueError
@@ -514,7 +517,7 @@ def _limit_child(processor_s: int, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
     # The kernel sends SIGXCPU at the first number of seconds, and SIGKILL at the second.
     resource.setrlimit(resource.RLIMIT_CPU, (processor_s, processor_s + 1))
-    # Less than the server's threads have, so that what fits here fits there.
+    # The stack is smaller than those of the server's threads, so that what fits here fits there as well.
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
     # The child may write no core and no file, open no file, and start no process.
     forbidden = (

@@ -62,8 +62,8 @@ class Connection(H11Protocol):
     """A connection that is closed if its client does nothing for too long.
 
     It is closed if no request comes, if the client does not read an answer, or if it is idle and a
-    new connection needs its place. The public methods are called by asyncio and uvicorn; they do what
-    uvicorn's own do, and more.
+    new connection needs its place. The public methods are called by asyncio and uvicorn. They extend
+    uvicorn's methods of the same names.
     """
 
     # uvicorn's names: `conn` reads requests, and `cycle` is the present or last request with its answer.
@@ -162,7 +162,7 @@ class Connection(H11Protocol):
         If the answer to an earlier request has begun, only close it.
         """
         if self.cycle is not None:
-            self.cycle.disconnected = True  # the earlier request must not send anything more
+            self.cycle.disconnected = True  # the answer to the earlier request must not go on
         message = "these bytes are not an HTTP request"
         if self.conn.has_large_head:
             message = _LARGE_HEAD
@@ -179,8 +179,9 @@ class Connection(H11Protocol):
         )
         try:
             for event in events:
-                self.transport.write(self.conn.send(event) or b"")
-        except h11.LocalProtocolError:  # an earlier answer has begun, or is one without a body
+                sent_bytes = self.conn.send(event)
+                self.transport.write(sent_bytes or b"")  # h11 returns None instead of no bytes
+        except h11.LocalProtocolError:  # an earlier answer has begun, or must not have a body
             self.transport.abort()
         else:
             self.transport.close()

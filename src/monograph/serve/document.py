@@ -1,6 +1,6 @@
 """The OpenAPI document, made from the types of the requests and of the answers.
 
-`OPERATIONS` lists all addresses of the server. The application makes its routes of the same list.
+`OPERATIONS` lists all addresses of the server. The application makes its routes from the same list.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,8 @@ _JSON = "application/json"
 _EVENTS = "text/event-stream"
 _SCHEMA_REFERENCE = "#/components/schemas/{model}"
 _TEXT_ANSWER = "The texts: whole, or event by event if stream is true."
-# Objects of these types may have further fields: every server-sent event may also have the fields `event`,
-# which is its kind, and `id`.
+# Objects of these types may have further fields, since every server-sent event may also have the fields
+# `event` (its kind) and `id`.
 _EVENT_TYPES = (
     shapes.CompletionEvent,
     shapes.ChatEvent,
@@ -46,11 +46,11 @@ _EVENT_TYPES = (
 
 
 class _ErrorForm(NamedTuple):
-    """A form of errors.
+    """The form in which a protocol answers with errors.
 
     Attributes:
         error_type: the type of an error.
-        prefix: what the names of the document's answers with such errors begin with.
+        prefix: the beginning of the names that answers with such errors have in the document.
     """
 
     error_type: type
@@ -73,8 +73,8 @@ class Operation(NamedTuple):
         answer_types: the type of the answer by media type.
         request_type: the type of the body; None: the operation has no body, and its method is GET.
         examples: bodies by name.
-        errors: the statuses of errors that the operation may have in addition to `_ERRORS_OF_ALL`
-            and, if it has a body, `_ERRORS_OF_POST`.
+        errors: the statuses of errors that the operation may have in addition to those of all operations
+            (`_ERRORS_OF_ALL`) and of all operations with a body (`_ERRORS_OF_POST`).
         is_open: whether the operation needs no key.
         description: a sentence with more about the operation, or "".
         error_form: the form of its errors.

@@ -1,7 +1,7 @@
 """What the requests of all protocols are made of: kinds of fields, JSON objects, and the errors about them.
 
-Where a validator replaces pydantic's own check, `json_schema_input_type` says what the OpenAPI document
-shows instead.
+Where a validator replaces pydantic's own check, its `json_schema_input_type` says what the OpenAPI document
+shows for the field.
 """
 
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Expected:
-    """How the error for a wrong value describes what the field allows.
+    """What the error for a wrong value says that the field allows.
 
-    It is part of a field's annotation if pydantic's own message would be unclear; `_refusal` reads it.
+    A field's annotation contains it if pydantic's own message would be unclear; `_refusal` reads it.
 
     Attributes:
         words: the end of the sentence "expected ...".
@@ -50,7 +50,7 @@ class Expected:
 def number_within(allowed: Range) -> PlainValidator:
     """Return a validator that refuses all values but the numbers in a range.
 
-    It also suits fields whose default is None: a field that is missing or null is not validated.
+    It can also be used for fields whose default is None: a field that is missing or null is not validated.
     """
     bounds = Field(ge=allowed.low, le=allowed.high)
 
@@ -141,6 +141,7 @@ class Body(BaseModel):
 
 def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a field's JSON schema, changed so that it also allows null, and without its title."""
+    # A default of None says nothing.
     annotations = {
         key: schema[key] for key in ("default", "description") if schema.get(key) is not None
     }
@@ -155,13 +156,13 @@ def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
         return constraints | annotations
     if "anyOf" not in constraints:
         constraints = {"anyOf": [constraints]}
-    # Null comes last, and once if the schema has it already.
+    # If the schema has null already, it is moved to the end.
     options = [option for option in constraints["anyOf"] if option != {"type": "null"}]
     return constraints | {"anyOf": [*options, {"type": "null"}]} | annotations
 
 
 class AnyTextPart(Body):
-    """A part of a content that has a text. Each class below this one says which types it may have."""
+    """A part of a content that has a text. Each subclass says which types it may have."""
 
     type: str
     text: str
@@ -180,7 +181,7 @@ _MISSING_WORDS = {
     "lora_name": "expected the adapter's name",
     "lora_path": "expected the name of a folder in --adapter-dir",
 }
-# What the error for a value of another type says was expected, by pydantic's name of the error.
+# What was expected, for the error about a value of another type, by pydantic's name of the error.
 _TYPE_WORDS = {
     "string_type": "a text",
     "bool_type": "true or false",
@@ -226,8 +227,10 @@ def read_object(model: type[_Model], value: object, place: str, field: str) -> _
         raise Refused(400, f"{place}: {refused}", field) from None
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in fault["loc"]]
-        inner = place + "".join(steps)
+        # The place of the fault inside the object, such as "tools[0].function.name".
+        inner = place
+        for step in fault["loc"]:
+            inner += f"[{step}]" if isinstance(step, int) else f".{step}"
         if fault["type"] == "missing":
             raise Refused(400, f"{inner} is missing", field) from None
         words = _expected_words(fault)
@@ -237,8 +240,8 @@ def read_object(model: type[_Model], value: object, place: str, field: str) -> _
 def read_as(model: type[BaseModel]) -> PlainValidator:
     """Return a validator of a field that is an object of type `model`.
 
-    Its errors name the whole place inside the object. Of the place in pydantic's own errors, `_refusal` shows
-    only the last name.
+    Its errors name the whole path to a wrong value inside the object. (For an error of pydantic itself,
+    `_refusal` shows only the last name of the path.)
     """
 
     def check(value: object, info: ValidationInfo) -> BaseModel:
@@ -307,7 +310,8 @@ def text_or_parts(part_type: type[AnyTextPart]) -> PlainValidator:
             raise Refused(400, message, field)
         texts = []
         for index, part in enumerate(value):
-            # A part of another type has other fields, too, so its type is looked at first.
+            # The type is checked first: a part of another type also has other fields, which would be
+            # refused as unknown.
             if isinstance(part, dict) and part.get("type") not in kinds:
                 known = " or ".join(kinds)
                 message = f"{field}[{index}].type = {part.get('type')!r:.80}: expected {known}"
@@ -330,9 +334,9 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
     is_inside = len(path) > 1
     if is_missing and not is_inside:
         return Refused(400, f"{inner} is missing: {_MISSING_WORDS[inner]}", inner)
-    # If the field's `Expected` shows the form of the whole value, this is the clearest answer, even if only a
-    # part is missing. For a wrong value inside a list or an object, pydantic's message is
-    # more exact.
+    # `Expected` describes the form of the field's whole value. This is the clearest answer if the value has
+    # another form, also if only a part of it is missing. About a wrong value inside a list or an object,
+    # pydantic's message is more exact.
     if is_missing or not is_inside:
         for expected in model.model_fields[outer].metadata:
             if isinstance(expected, Expected):
@@ -343,7 +347,7 @@ def _refusal(model: type[BaseModel], error: ValidationError) -> Refused:
 
 
 def _expected_words(fault: ErrorDetails) -> str:
-    """Return what the error for a wrong value says was expected."""
+    """Return what was expected, in words, for the error about a wrong value."""
     if fault["type"] == "literal_error":
         return str(fault["ctx"]["expected"])
     return _TYPE_WORDS.get(fault["type"], fault["msg"])

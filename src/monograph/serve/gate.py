@@ -1,4 +1,4 @@
-"""Limits on what clients may ask for at once: texts and log-probabilities.
+"""Limits on what clients may ask for at the same time: texts and log-probabilities.
 
 The decoder writes one text at a time in each of its rows; other texts wait for a row. A prompt is
 never longer than a row's context, so the limit on texts also bounds the memory of their prompts.
@@ -22,11 +22,11 @@ MAX_SCORED_LOGPROBS = 4 * MAX_REQUEST_LOGPROBS
 
 
 class _Entrance(NamedTuple):
-    """When a text was let in, and how many texts there were for each row then.
+    """When a text was let in, and how many texts there were at that time.
 
     Attributes:
         time_s: the time, in the seconds of `clock`.
-        texts_per_row: how many texts ran and waited for each row at that time, at least 1.
+        texts_per_row: the number of texts that ran or waited, divided by the number of rows; at least 1.
     """
 
     time_s: float
@@ -50,7 +50,7 @@ class Gate:
         self.set_rows(rows)
         # All texts that run or wait.
         self._entrances: dict[ServedText, _Entrance] = {}
-        # A running mean of the time that a text takes in its row; 1 s is a guess before the first one.
+        # A running mean of the time that a text takes in its row. It begins with a guess of 1 s.
         self._mean_text_s = 1.0
         self.refused = 0
         self.cancelled = 0
@@ -121,7 +121,7 @@ class Gate:
             self.cancelled += 1
             self._owner.cancel(text)
         else:
-            # The row wrote about `texts_per_row - 1` other texts before this one, so this one took only its
-            # share of the time since the entrance.
+            # Before this text, its row wrote about `texts_per_row - 1` others, so the text itself took only
+            # a part of the time since its entrance.
             text_s = (clock() - entrance.time_s) / entrance.texts_per_row
             self._mean_text_s += 0.1 * (text_s - self._mean_text_s)

@@ -1,4 +1,7 @@
-"""Constraints of requests that no automaton can follow, so that llguidance follows them on the host."""
+"""Constraints of requests that no automaton can follow.
+
+The library llguidance follows them on the host, token by token (`monograph.automata.on_host`).
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -22,7 +25,7 @@ MAX_CACHED = 64
 
 
 class HostConstraints:
-    """Constraints for one vocabulary, of which those used last are cached.
+    """Makes constraints for one vocabulary, and caches those that were used last.
 
     All methods are called in one event loop. Grammars are compiled in another thread, one at a time.
     """
@@ -37,7 +40,7 @@ class HostConstraints:
         """Remember the vocabulary.
 
         Args:
-            compiler: has a process of its own, in which grammars are tried.
+            compiler: tries grammars in a process of its own.
             pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
             stop_ids: the tokens that end a text.
             say: prints a line.
@@ -82,7 +85,7 @@ class HostConstraints:
         """Return the constraint for a grammar in the form of Lark, from the cache if it is there."""
         async with self._lock:
             if lark not in self._cache:
-                # A hostile grammar could end the process, so another one tries it first.
+                # A hostile grammar could end the process, so the compiler's process tries it first.
                 fault = await self._compiler.try_on_host(lark)
                 if fault:
                     raise InputRefused(f"{refusal}; llguidance: {fault}")
@@ -95,7 +98,7 @@ class HostConstraints:
             return self._cache[lark]
 
     def _tokens(self) -> HostVocabulary:
-        """Return the vocabulary, which takes about a second to prepare for the first constraint."""
+        """Return the vocabulary. It is prepared for the first constraint, which takes about a second."""
         if self._vocabulary is None:
             self._vocabulary = HostVocabulary(self._pieces, self._stop_ids)
             self._say(

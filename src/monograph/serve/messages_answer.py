@@ -18,7 +18,8 @@ from monograph.serve.versions import ServedModel
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 BlockIndex = Annotated[int, Field(ge=0, description="The number of the block in the answer.")]
-# The key of an input that is no JSON object. Anthropic's documentation has it for such inputs.
+# If the arguments of a call are not a JSON object, they are a text under this key, as Anthropic's
+# documentation has it.
 INVALID_INPUT = "INVALID_JSON"
 
 
@@ -237,10 +238,10 @@ class MessageBuilder(AnswerBuilder):
         """Return the whole answer; see the base class."""
         for piece in texts[0]:
             self._blocks.add(piece)
-        content = [
-            _content_block(block, _input(block.text) if block.kind == "call" else {})
-            for block in self._blocks.blocks
-        ]
+        content = []
+        for block in self._blocks.blocks:
+            call_input = _input(block.text) if block.kind == "call" else {}
+            content.append(_content_block(block, call_input))
         return as_json(
             self._fields | {"content": content} | self._stop() | {"usage": _message_usage(usage)}
         )
@@ -269,6 +270,7 @@ class MessageBuilder(AnswerBuilder):
         return event(as_json(error_body(refused, MESSAGES_PATH)), "error")
 
     def _stop(self) -> dict[str, Any]:
+        """Return the fields that say why the answer has ended."""
         blocks = self._blocks
         reason: StopReason = "end_turn"
         if blocks.finish == "length":
@@ -281,10 +283,12 @@ class MessageBuilder(AnswerBuilder):
 
 
 def _event(kind: str, **fields: Any) -> bytes:
+    """Return a server-sent event of this kind, with the fields of its data."""
     return event(as_json({"type": kind, **fields}), kind)
 
 
 def _step_event(step: BlockStep) -> bytes:
+    """Return the event that says what happens to a block."""
     block = step.block
     if step.kind == "begin":
         empty = _content_block(replace(block, text=""), {})
@@ -300,6 +304,7 @@ def _step_event(step: BlockStep) -> bytes:
 
 
 def _content_block(block: AnswerBlock, call_input: dict[str, Any]) -> dict[str, Any]:
+    """Return a block as the protocol has it; `call_input` is the arguments, if it is a call."""
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "thoughts":
@@ -310,7 +315,8 @@ def _content_block(block: AnswerBlock, call_input: dict[str, Any]) -> dict[str, 
 def _input(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call as an object.
 
-    If they are cut off, it has what is complete: Anthropic's client makes the same of a stream.
+    If they are cut off, the object has what is complete. Anthropic's client makes the same object of a
+    stream.
     """
     try:
         value = from_json(arguments, allow_inf_nan=False, allow_partial=True)

@@ -1,7 +1,7 @@
-"""Requests to /v1/messages, Anthropic's interface, as requests of a chat.
+"""Requests to /v1/messages, Anthropic's interface, and their translation into requests of a chat.
 
-The content of a message there is a list of *blocks*: texts, thoughts, calls of tools (tool_use), and
-results of calls (tool_result).
+The content of such a message is a text or a list of *blocks*: texts, thoughts, calls of tools (tool_use),
+and results of calls (tool_result).
 """
 
 import json
@@ -38,7 +38,7 @@ from monograph.serve.requests import (
     with_options,
 )
 
-# The names that fields of a request of a chat have here.
+# The names that some fields of a chat's request have in this protocol.
 FIELD_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config",
@@ -134,7 +134,7 @@ def _check_messages(value: object, info: ValidationInfo) -> list[dict[str, Any]]
 
 
 def _read_message(value: object, place: str, field: str) -> list[dict[str, Any]]:
-    """Return a message as messages of a chat: the result of each call is one of its own."""
+    """Return a message as messages of a chat, in which each result of a call is a message of its own."""
     if not isinstance(value, dict):
         raise Refused(400, f"{place} = {value!r:.80}: expected an object", field)
     role = value.get("role")
@@ -158,6 +158,7 @@ def _read_message(value: object, place: str, field: str) -> list[dict[str, Any]]
 
 
 def _read_block(value: object, role: str, place: str, field: str) -> Body:
+    """Return a block of a message of this role; see `read_object` for the other arguments."""
     types = _BLOCK_TYPES[role]
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in types:
@@ -167,6 +168,7 @@ def _read_block(value: object, role: str, place: str, field: str) -> Body:
 
 
 def _assistant_messages(blocks: list[Body]) -> list[dict[str, Any]]:
+    """Return the one message of a chat that the blocks of an assistant's message become."""
     message: dict[str, Any] = {"role": "assistant"}
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
@@ -192,13 +194,14 @@ def _assistant_messages(blocks: list[Body]) -> list[dict[str, Any]]:
 
 
 def _told_messages(role: str, blocks: list[Body]) -> list[dict[str, Any]]:
+    """Return the messages of a chat that the blocks of a user's or system's message become."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content}
             messages.append(result)
         elif isinstance(block, TextBlock):
-            # Texts that follow each other are one message.
+            # Consecutive texts become one message.
             if not messages or messages[-1]["role"] == "tool":
                 messages.append({"role": role, "content": ""})
             messages[-1]["content"] += block.text
@@ -322,13 +325,13 @@ def read_request(fields: dict[str, Any], rows: int) -> ChatRequest:
 
     Args:
         fields: the JSON object.
-        rows: how many texts the model writes at once.
+        rows: how many texts the model writes at the same time.
 
     Raises:
         Refused: a field is wrong.
     """
     request = read(MessagesRequest, fields)
-    # The sampler's options and the other fields of the same meaning are taken as they were sent.
+    # These fields have the same names and meanings in a chat, so they are taken as they were sent.
     same_fields = (*SAMPLER_OPTIONS, "seed", "stream")
     chat_fields = {name: value for name, value in fields.items() if name in same_fields}
     chat_fields["max_completion_tokens"] = request.max_tokens
@@ -349,7 +352,7 @@ def read_count_request(fields: dict[str, Any]) -> ChatRequest:
 
 
 def _chat_fields(request: CountRequest) -> dict[str, Any]:
-    """Return the fields of a request of a chat on which its prompt depends."""
+    """Return the fields of a chat's request that both kinds of requests have: those of `CountRequest`."""
     messages = request.messages
     if request.system is not None:
         messages = [{"role": "system", "content": request.system}, *messages]

@@ -52,7 +52,7 @@ class Histogram:
     def lines(self, name: str) -> list[str]:
         """Return the histogram's lines in Prometheus' text format."""
         bounds = (*map(str, _BOUNDS_S), "+Inf")
-        # Prometheus' buckets are cumulative.
+        # In Prometheus, a bucket also counts the durations of all smaller buckets.
         totals = [*itertools.accumulate(self._counts)]
         buckets = (
             f'{name}_bucket{{le="{bound}"}} {total}'

@@ -4,9 +4,9 @@ Only this thread touches tensors. It decodes in blocks, each of which is a numbe
 device. The event loop, which talks to the clients, gives it functions to call. The thread calls them
 between two blocks, and after each block it hands the new events to the event loop.
 
-A *version* is the model with its weights at one time. When a run has a newer checkpoint, it is loaded
-as a new version. New requests use it, while requests that have begun end with the old weights. Each
-version has its own decoder, and a decoder writes one text in each of its *rows*.
+A *version* is the model with its weights at one time. When a run has a newer checkpoint, the checkpoint
+is loaded as a new version. New requests use the new version, while requests that have begun end with the
+old weights. Each version has its own decoder, and a decoder writes one text in each of its *rows*.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ from monograph.serve.versions import ServedModel, Version
 
 _T = TypeVar("_T")
 MIN_POSITIONS = 8192  # the positions of a row are not halved to fewer than this
-# What each decoder's `Pace` has: the steps of a block by device, the maximum while a request waits, and
-# the maximum number of chunks of prompts that are read between two blocks.
+# The values of each decoder's `Pace`: the steps of a block, by type of device; their maximum while a
+# request waits; and the maximum number of chunks of prompts that are read between two blocks.
 BLOCK_STEPS = {"cuda": 16, "cpu": 1}
 STEPS_WHILE_WAITING = 4
 MAX_PROMPT_CHUNKS = 2
@@ -56,8 +56,9 @@ def serving_chains(logprobs: int) -> list[Chain]:
     """Return the chains for which a decode step is captured, from the cheapest to the most expensive.
 
     A chain is the list of the sampler's stages that a step computes. A captured step is a graph that was
-    recorded before the first request, and that a GPU replays. A step uses the first chain with all stages
-    that the running requests need. The last chain has all, so it serves every request.
+    recorded before the first request, and that a GPU replays. A step uses the first of these chains that
+    has all stages that the running requests need. The last chain has all stages, so it serves every
+    request.
 
     Args:
         logprobs: the number of likeliest tokens that the chains with log-probabilities report.
@@ -66,8 +67,8 @@ def serving_chains(logprobs: int) -> list[Chain]:
     def chain_for(options: dict[str, Any], logprobs: int | None) -> Chain:
         top_ks = [0]  # top_k is off
         if "top_p" in options:
-            # If all requests have top_k, their chain reads only the few likeliest tokens. This chain must also
-            # serve requests without top_k, so it is made from one request with it and one without.
+            # A chain that is made for requests with top_k alone reads only the few likeliest tokens. This
+            # chain must also serve requests without top_k, so it is made for one request of each kind.
             top_ks.append(5)  # any small number
         samplings = [Sampling(**{**options, "top_k": k}, logprobs=logprobs) for k in top_ks]
         # The protocol reports probabilities under the raw logits only.
@@ -83,7 +84,7 @@ def serving_chains(logprobs: int) -> list[Chain]:
 
 
 def positions_per_row(model: Llama, rows: int) -> int:
-    """Return how many positions each of `rows` rows may have, so that all fit half of the free memory.
+    """Return how many positions each row may have, so that `rows` rows take at most half of the free memory.
 
     This is the model's own number of positions, halved until the rows fit, but not below MIN_POSITIONS.
     If the rows do not fit even then, the caller takes fewer of them.
@@ -106,8 +107,8 @@ class ServedText:
         version: the model that writes the text.
         index: the text's number among the texts of the client's request.
         inbox: receives the events of all texts of the client's request.
-        streams: whether the inbox gets an event after each block of steps; otherwise it gets one at
-            the end.
+        streams: whether the inbox gets an event after each block of steps; otherwise it gets a single
+            event at the end.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class OwnerCounts(NamedTuple):
 
     Attributes:
         sampled_tokens: tokens that were sampled.
-        blocks: how often the thread has let all decoders with requests run a block.
+        blocks: the number of rounds in which each decoder that had requests ran a block.
         reused_tokens: tokens of prompts whose keys and values were known from an earlier prompt.
         running_rows: rows in use at present.
     """
@@ -184,7 +185,7 @@ class _Decoder:
     def __init__(self, version: Version, rows: int) -> None:
         """Make a decoder of at most `rows` rows.
 
-        It also sets the version's `rows` and `context` to what fits the memory.
+        The version's attributes `rows` and `context` are set to what fits into the memory.
         """
         model = version.model
         vocabulary = version.tokenizer.vocab_size
@@ -258,7 +259,7 @@ class Owner:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._score_jobs: deque[_ScoreJob] = deque()
         self._decoders: dict[Version, _Decoder] = {}
-        # The counts of dropped versions. They are part of the totals, which would fall without them.
+        # The counts of versions that were dropped. The totals include them, so that they never decrease.
         self._dropped_sampled_tokens = 0
         self._dropped_reused_tokens = 0
         # Why the thread has ended; None while it runs.
@@ -375,15 +376,16 @@ class Owner:
         self._calls.put(call)
 
     def _record_crash(self, error: Exception) -> None:
-        # After a crash, the owner's thread lets the event loop call this, and does not set `_end_error`
-        # itself. Otherwise code in the loop could get an `OwnerEnded` before `on_crash` has recorded the
-        # reason.
+        # After a crash, the owner's thread does not set `_end_error` itself, but lets the event loop call
+        # this method. Otherwise code in the loop could get an `OwnerEnded` before `on_crash` has recorded
+        # the reason.
         self._end_error = error
         self._on_crash(error)
 
     # ── in the owner's thread ─────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
+        """Work until the thread is to end, or an error ends it."""
         try:
             while self._advance():
                 pass
@@ -394,6 +396,7 @@ class Owner:
             self._call_in_loop(self._record_crash, error)
 
     def _require_not_ending(self) -> None:
+        """Raise `OwnerEnded` if `end` was called. A warm-up, which may take long, calls this in between."""
         if self._is_ending:
             raise OwnerEnded
 
@@ -407,7 +410,7 @@ class Owner:
         # Without other work, the thread waits for a call, which may bring the first request.
         must_wait = not is_busy and not self._score_jobs
         while must_wait or not self._calls.empty():
-            call = self._calls.get()  # waits if there is none
+            call = self._calls.get()  # waits for a call if there is none
             if call is None:
                 return False
             call()
@@ -440,6 +443,7 @@ class Owner:
         self._call_in_loop(_resolve, job.scores, scores)
 
     def _update_counts(self, ran_block: bool) -> None:
+        """Set `counts`, after a round in which decoders have run a block or not."""
         sampled_tokens = self._dropped_sampled_tokens
         reused_tokens = self._dropped_reused_tokens
         running_rows = 0

@@ -38,16 +38,18 @@ def prompt_ids(request: AnyTextRequest, version: Version) -> list[list[int]]:
     """
     field = _field(request)
     if isinstance(request, CompletionRequest):
-        # A character has at least one byte. So a prompt of more characters than this does not fit the
-        # context, even if each of its tokens is the longest one. It is refused before it is encoded,
-        # which would take time.
+        # Since a character has at least one byte, a prompt of more characters than this cannot fit into the
+        # context, even if each of its tokens is as long as the longest one. It is refused without encoding
+        # it, which would take time.
         max_characters = version.context * version.longest_token_bytes
         for prompt in request.prompt:
             if isinstance(prompt, str) and len(prompt) > max_characters:
                 raise _too_long(f"more than {version.context:,}", version, field)
     prompts = encode_prompts(request, version)
     max_ids = version.context - 1
-    if request.token_limit == 0:  # only scores the prompt, so needs no place for a new token
+    if (
+        request.token_limit == 0
+    ):  # the prompt is only scored, so no position for a new token is needed
         max_ids = version.context
     for ids in prompts:
         if len(ids) > max_ids:
@@ -56,7 +58,7 @@ def prompt_ids(request: AnyTextRequest, version: Version) -> list[list[int]]:
 
 
 def encode_prompts(request: AnyTextRequest, version: Version) -> list[list[int]]:
-    """Return the ids of each prompt, however many they are.
+    """Return the ids of each prompt, even if they are too many for the context.
 
     Raises:
         Refused: a prompt cannot be encoded, or has an id that the model does not have.
@@ -82,6 +84,7 @@ def _field(request: AnyTextRequest) -> str:
 
 
 def _encode(version: Version, prompt: str | list[int]) -> list[int]:
+    """Return the ids of one prompt, which is a text or a list of ids."""
     tokenizer = version.tokenizer
     if isinstance(prompt, str):
         return [tokenizer.bos_id, *tokenizer.encode(prompt)]

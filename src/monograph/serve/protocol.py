@@ -1,8 +1,7 @@
 """The protocols in which a client can ask for texts: how a request is read, and how it is answered.
 
-There is one way to write texts (`monograph.serve.texts`), which answers requests for completions and
-chats. A request in another protocol is translated into a request of a chat, and its answer is written in
-the form of that protocol.
+`monograph.serve.texts` answers requests for completions and for chats. A request in another protocol is
+translated into a request of a chat, and the answer is written in the form of that other protocol.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ class AskedTexts(NamedTuple):
 
     Attributes:
         request: the request.
-        answer: returns what makes the answer of a model.
+        answer: returns the builder of the answer, for the model that writes it.
     """
 
     request: AnyTextRequest
@@ -33,9 +32,9 @@ class TextProtocol(NamedTuple):
     """How requests for texts are read, and how they are answered.
 
     Attributes:
-        read: returns the request that a JSON object is. Its second argument is the number of texts that
-            the model writes at once. It raises `Refused` if a field is wrong.
-        field_names: what the protocol calls fields of a request of a chat, where the name is another.
+        read: reads a JSON object as a request of this protocol. Its second argument is the number of
+            texts that the model writes at the same time. It raises `Refused` if a field is wrong.
+        field_names: the protocol's names of those fields of a chat's request that have another name there.
     """
 
     read: Callable[[dict[str, Any], int], AskedTexts]

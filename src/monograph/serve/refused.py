@@ -1,4 +1,7 @@
-"""A request that is answered with an error, and the error in the form of OpenAI or of Anthropic."""
+"""Refusals: `Refused`, the exception for a request that is answered with an error, and the error's JSON.
+
+The JSON has the form of OpenAI's or of Anthropic's errors, depending on the address.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -37,7 +40,7 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
     """Let refusals inside the block name fields as the client knows them.
 
     Args:
-        names: the client's name of each field that has another one for it.
+        names: for each field that the client knows by another name, the client's name.
     """
     try:
         yield
@@ -52,12 +55,12 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
 
 # Addresses whose errors have Anthropic's form begin with this.
 MESSAGES_PATH = "/v1/messages"
-# Anthropic's name of the error for a request that refers to stored messages. Its clients send the messages
-# themselves when they get it.
+# Anthropic's name of the error for a request that refers to stored messages. A client of Anthropic's that
+# gets this error sends the messages themselves.
 THREAD_UNSUPPORTED = "thread_unsupported_request"
-# OpenAI's type of an error, by the HTTP status; see `_openai_body` for the others.
+# OpenAI's type of an error, by the HTTP status; see `_openai_body` for other statuses.
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# Anthropic's type of an error, by the HTTP status; see `_anthropic_body` for the others.
+# Anthropic's type of an error, by the HTTP status; see `_anthropic_body` for other statuses.
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -70,7 +73,7 @@ _ANTHROPIC_TYPES = {
 
 
 def error_body(refused: Refused, path: str = "") -> dict[str, Any]:
-    """Return an error in the form that the address `path` has."""
+    """Return an error in the form of the protocol to which the address `path` belongs."""
     is_anthropic = path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
     return _anthropic_body(refused) if is_anthropic else _openai_body(refused)
 

@@ -1,14 +1,14 @@
-"""The requests to the server, as pydantic models: their fields, and what each may be.
+"""The requests to the server, as pydantic models: their fields, and which values each may have.
 
-The protocol is that of OpenAI's API. A field of it that is not supported is refused if it would change
-the answer, and ignored if it would not. A field that is null counts as missing.
+The protocol is that of OpenAI's API. If a field of the protocol is not supported, it is refused if it
+would change the answer, and ignored if it would not. A field that is null counts as missing.
 
-A request is refused by raising `Refused(status, message, field, code)`. The client then gets these: an
-HTTP status, an error message, the name of the wrong field, and OpenAI's name of the error.
+A request is refused by raising `Refused(status, message, field, code)`. The arguments are what the client
+gets: an HTTP status, an error message, the name of the wrong field, and OpenAI's name of the error.
 
 `monograph.serve.document` makes the OpenAPI document from the same models. Where a validator replaces
-pydantic's own check, `json_schema_input_type` says what the document shows instead. What the types are
-made of is in `monograph.serve.fields`.
+pydantic's own check, its `json_schema_input_type` says what the document shows for the field.
+`monograph.serve.fields` has what the models are made of.
 """
 
 import math
@@ -65,8 +65,8 @@ MAX_STOP_BYTES = 64  # of each text in `stop`, and of each sequence breaker
 # Sequence breakers of the sampler's DRY penalty. Each of them is searched for in every token of the
 # vocabulary.
 MAX_BREAKERS = 64
-# A seed that the server chooses is below this number. Numbers in JavaScript are floats, which are exact
-# up to it.
+# A seed that the server chooses is below this number. Numbers in JavaScript are floats, which have all
+# integers up to it.
 SEED_LIMIT = 1 << 53
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -80,6 +80,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
 def _require_short(text: str) -> str:
+    """Return a text; refuse one that is too long."""
     # `max_length` counts characters, and this counts bytes.
     if len(text.encode()) > MAX_STOP_BYTES:
         raise ValueError
@@ -138,7 +139,7 @@ def _check_biases(value: object, info: ValidationInfo) -> dict[int, float]:
         expected = f"an object of at most {MAX_BIASES:,} biases by token id"
         raise Refused(400, f"{name}: expected {expected}", name)
     for key, bias in value.items():
-        # Numbers of up to 18 digits fit 64 bits.
+        # Numbers of up to 18 digits fit into 64 bits.
         is_id = key.isascii() and key.isdecimal() and len(key) <= 18
         if not is_id:
             raise Refused(400, f"{name} has the key {key!r:.40}: expected a token id", name)
@@ -146,8 +147,9 @@ def _check_biases(value: object, info: ValidationInfo) -> dict[int, float]:
             raise Refused(400, f"{name}[{int(key)}] = {bias!r:.80}: expected {BIAS.expected}", name)
     bias_by_id = {int(key): bias for key, bias in value.items()}
     for token, bias in bias_by_id.items():
-        if bias == -100:  # the lowest bias, which forbids a token in the protocol
-            bias_by_id[token] = -math.inf  # forbids it whatever its logit is
+        # -100 is the protocol's lowest bias, and forbids a token. Only -inf does so whatever the logit is.
+        if bias == -100:
+            bias_by_id[token] = -math.inf
     return bias_by_id
 
 
@@ -174,7 +176,7 @@ def _check_messages(value: object, info: ValidationInfo) -> list[dict[str, Any]]
 
 
 def _read_message(name: str, value: Any) -> dict[str, Any]:
-    """Return a message in the form in which training data's messages are read.
+    """Return a message, read in the same way as a message of training data.
 
     Args:
         name: the message's place in the request, such as "messages[0]".
@@ -187,7 +189,8 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
         message = message_of(value, name, get_args(Role))
     except Unusable as unusable:
         raise Refused(400, str(unusable), "messages") from None
-    # OpenAI's client adds the object that it has made of the content to a message that is sent back.
+    # If an answer is sent back as a message, OpenAI's client has added "parsed": the object that it has made
+    # of the content.
     message.pop("parsed", None)
     unknown_keys = message.keys() - RequestMessage.model_fields
     if unknown_keys:
@@ -200,8 +203,8 @@ def _read_message(name: str, value: Any) -> dict[str, Any]:
 # ── bodies ────────────────────────────────────────────────────────────────────────────────────────
 
 
-# The following models of a message only describe it in the OpenAPI document. `_read_message` reads
-# messages, with the function that also reads those of training data.
+# The following models, up to `RequestMessage`, only describe a message in the OpenAPI document. Messages are
+# read by `_read_message`.
 class TextPart(AnyTextPart):
     """A part of a message's content."""
 
@@ -302,7 +305,7 @@ class JsonSchemaFormat(Body):
 
 
 class BaseRequest(Body):
-    """Fields that every request may have. The protocol has them, and they change nothing here."""
+    """Fields of the protocol that every request may have, and that change nothing here."""
 
     user: Ignored = None
     metadata: Ignored = None
@@ -361,8 +364,8 @@ class ToolUse(NamedTuple):
     """How an answer may use the tools of its request.
 
     Attributes:
-        shown: the tools, as the chat template reads them.
-        functions: the tools that may be called: all of them, or the one that the request names.
+        shown: all tools, in the form in which the chat template reads them.
+        functions: the tools that may be called: all of them, or only the one that the request names.
         must_call: whether the answer consists of calls and nothing else.
         is_strict: whether a call must have the name of a function, and arguments that follow its schema.
         parallel: whether the answer may have several calls.
@@ -376,7 +379,7 @@ class ToolUse(NamedTuple):
 
     @property
     def argument_types(self) -> dict[str, ArgumentTypes]:
-        """For each function the types that its arguments may have."""
+        """The types that the arguments of each function may have, by the function's name."""
         return {function.name: argument_types(function.parameters) for function in self.functions}
 
 
@@ -389,7 +392,7 @@ class TokenizeRequest(BaseRequest):
 
 
 def _check_tokens(value: object, info: ValidationInfo) -> list[int]:
-    assert info.context is not None  # `detokenize` gives the number of tokens to `read`
+    assert info.context is not None  # the endpoint passes the size of the vocabulary to `read`
     vocabulary = info.context["vocabulary"]
     # `isinstance(token, int)` would accept booleans, too.
     if isinstance(value, list) and all(
@@ -436,7 +439,7 @@ class Constraint(NamedTuple):
 
 
 def _check_n(value: Any, info: ValidationInfo) -> int:
-    assert info.context is not None  # `TextEndpoint` gives the number of rows to `read`
+    assert info.context is not None  # the endpoint passes the number of rows to `read`
     allowed = whole(1, info.context["rows"])
     if not isinstance(value, int) or not allowed.holds(value):
         raise Refused(400, f"n = {value!r:.80}: expected {allowed.expected}", "n")
@@ -521,8 +524,8 @@ class TextRequest(SampledRequest):
         f"{MAX_CONSTRAINT_BYTES:,} bytes. Excludes regex, choice and response_format.",
         json_schema_extra={"maxLength": MAX_CONSTRAINT_BYTES},
     )
-    # Of these, `ChatRequest` supports tools and tool_choice, and `CompletionRequest` a best_of that
-    # changes nothing. Each declares its field anew.
+    # A subclass that supports one of these fields declares it again: `ChatRequest` tools and tool_choice,
+    # and `CompletionRequest` a best_of that changes nothing.
     tools: Annotated[Any, not_supported("ask /v1/chat/completions")] = None
     tool_choice: Annotated[Any, not_supported("ask /v1/chat/completions")] = None
     functions: Annotated[Any, not_supported("give tools")] = None
@@ -539,7 +542,7 @@ class TextRequest(SampledRequest):
 
     @property
     def stop_texts(self) -> list[str]:
-        """The texts before which the text ends."""
+        """The stop texts: the text ends before the first of them."""
         return self.stop
 
     @property
@@ -584,14 +587,14 @@ class TextRequest(SampledRequest):
         has_stream_options = options is not None and bool(options.model_fields_set)
         if has_stream_options and not self.stream:
             raise Refused(400, "stream_options is for a stream", "stream_options")
-        _ = self.constraint  # reading the property refuses a request with several constraints
+        _ = self.constraint  # the property refuses a request with several constraints
         return self
 
 
 # ── the sampler's options ─────────────────────────────────────────────────────────────────────────
 
-# The fields of `Sampling` that are also fields of a request. Of the others, `logprobs` has another
-# meaning in the protocol, `seed` has a field above, and `order` is not supported.
+# The fields of `Sampling` that become fields of a request. The other ones do not: `logprobs` has another
+# meaning in the protocol, `seed` is declared above, and `order` is not supported.
 SAMPLER_OPTIONS = {
     option.name: option
     for option in fields(Sampling)
@@ -610,7 +613,7 @@ _TYPES: dict[str, Any] = {
     ],
     "logit_bias": Biases,
 }
-# Where the protocol's default differs from that of `monograph generate`.
+# The defaults of the protocol that differ from those of `Sampling`.
 _DEFAULTS: dict[str, Any] = {"temperature": 1.0}
 _DESCRIPTIONS = {"logit_bias": "What is added to the logits, by token id. -100 forbids a token."}
 
@@ -627,7 +630,8 @@ def with_options(model: type[_Model]) -> type[_Model]:
         field_type = _TYPES.get(name)
         if field_type is None:
             allowed = RANGES[name]
-            field_type = Annotated[int if allowed.whole else float, number_within(allowed)]
+            number_type = int if allowed.whole else float
+            field_type = Annotated[number_type, number_within(allowed)]
         default = _DEFAULTS.get(name, _json_default(option))
         new_fields[name] = field_type, Field(default, description=descriptions.get(name))
     return create_model(
@@ -809,7 +813,7 @@ class ChatRequest(DialogueFields, TextRequest):
 
     @property
     def stop_texts(self) -> list[str]:
-        """The texts before which the content ends. An answer that must call tools has no content."""
+        """The stop texts of the content. An answer that must call tools has no content, and so none."""
         must_call = self.tool_use is not None and self.tool_use.must_call
         return [] if must_call else self.stop
 

@@ -58,7 +58,7 @@ class OutputMessage(TypedDict):
 
 
 class OutputCall(TypedDict):
-    """A call of a tool. It is incomplete if the maximum of tokens has cut it."""
+    """A call of a tool. It is incomplete if the maximum number of tokens has cut it off."""
 
     type: Literal["function_call"]
     id: str
@@ -295,7 +295,7 @@ class ResponseEvent(TypedDict):
 
 
 _ID_PREFIXES = {"text": "msg_", "call": "fc_", "thoughts": "rs_"}
-# What the events are called that tell how a block of each kind grows.
+# The beginning of the names of the events that tell how a block of each kind grows.
 _GROWING = {
     "text": "response.output_text",
     "call": "response.function_call_arguments",
@@ -312,7 +312,7 @@ class ResponseBuilder(AnswerBuilder):
         Args:
             model: the model that writes.
             request: the request.
-            chat: the request of a chat that it is.
+            chat: the same request, translated into a request of a chat.
         """
         self._tokenizer = model.version.tokenizer
         self._blocks = BlockBuilder()
@@ -380,12 +380,14 @@ class ResponseBuilder(AnswerBuilder):
         )
 
     def _add(self, piece: TextPiece) -> list[BlockStep]:
+        """Add a piece, and give each new block an id for its item; return the steps of the blocks."""
         steps = self._blocks.add(piece)
         for block in self._blocks.blocks[len(self._item_ids) :]:
             self._item_ids.append(_ID_PREFIXES[block.kind] + uuid.uuid4().hex)
         return steps
 
     def _step_events(self, step: BlockStep) -> list[bytes]:
+        """Return the events that tell a step."""
         block = step.block
         place: dict[str, Any] = {
             "item_id": self._item_ids[block.index],
@@ -403,7 +405,7 @@ class ResponseBuilder(AnswerBuilder):
         return [self._event(f"{_GROWING[block.kind]}.delta", **place, **new)]
 
     def _begin_events(self, block: AnswerBlock, place: dict[str, Any]) -> list[bytes]:
-        # The block may have its first characters already, which are in the next event.
+        # The block may have its first characters already, but they are sent in the next event.
         empty = replace(block, text="", entries=[])
         item = self._item(empty, "in_progress")
         if block.kind != "call":
@@ -429,16 +431,22 @@ class ResponseBuilder(AnswerBuilder):
         return events
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        """Return the next event of the stream."""
         value = {"type": kind, "sequence_number": self._event_count, **fields}
         self._event_count += 1
         return event(as_json(value), kind)
 
     def _status(self, block: AnswerBlock) -> ItemStatus:
-        """Return the status of a block that has ended: the maximum of tokens may have cut the last one."""
+        """Return the status of a block that has ended.
+
+        The last block is incomplete if the maximum number of tokens has cut it off.
+        """
         is_last = block.index == len(self._blocks.blocks) - 1
-        return "incomplete" if is_last and self._blocks.finish == "length" else "completed"
+        is_cut = is_last and self._blocks.finish == "length"
+        return "incomplete" if is_cut else "completed"
 
     def _item(self, block: AnswerBlock, status: ItemStatus) -> dict[str, Any]:
+        """Return a block as an item of the answer."""
         item: dict[str, Any] = {"id": self._item_ids[block.index], "status": status}
         if block.kind == "call":
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
@@ -449,6 +457,7 @@ class ResponseBuilder(AnswerBuilder):
         return item | {"type": "message", "role": "assistant", "content": content}
 
     def _part(self, block: AnswerBlock) -> dict[str, Any]:
+        """Return the one part of the content of a text or of thoughts."""
         if block.kind == "thoughts":
             return {"type": "reasoning_text", "text": block.text}
         return {

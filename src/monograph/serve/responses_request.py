@@ -1,8 +1,8 @@
-"""Requests to /v1/responses, OpenAI's interface for agents, as requests of a chat.
+"""Requests to /v1/responses, OpenAI's interface for agents, and their translation into requests of a chat.
 
-An answer there is a list of *items*: messages, calls of tools, and thoughts. A client sends the items of
-earlier answers back, with the results of the calls. Nothing is stored here, so a request that refers to
-an earlier answer by its id is refused.
+An answer of this interface is a list of *items*: messages, calls of tools, and thoughts. A client sends
+the items of earlier answers back, with the results of the calls. This server stores nothing, so a request
+that refers to an earlier answer by its id is refused.
 """
 
 from typing import Annotated, Any, Literal
@@ -39,7 +39,7 @@ from monograph.serve.requests import (
     with_options,
 )
 
-# The names that fields of a request of a chat have here.
+# The names that some fields of a chat's request have in this protocol.
 FIELD_NAMES = {
     "messages": "input",
     "response_format": "text",
@@ -68,7 +68,7 @@ _Thoughts = Annotated[str, text_or_parts(ThoughtPart)]
 
 
 class MessageItem(Body):
-    """A message. What the model is told has input_text, and what it said has output_text."""
+    """A message. Parts of what the model is told have the type input_text, parts of what it said output_text."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -100,7 +100,7 @@ class FunctionOutputItem(Body):
 
 
 class ReasoningItem(Body):
-    """What the model thought, for templates that write it. The content comes first, else the summary."""
+    """What the model thought, for templates that write it. The summary is read only without a content."""
 
     type: Literal["reasoning"]
     summary: _Thoughts = ""
@@ -131,7 +131,9 @@ def _check_input(value: object, info: ValidationInfo) -> list[InputItem]:
 
 def _read_item(value: object, place: str, field: str) -> InputItem:
     # An item without a type is a message.
-    kind = (value.get("type") or "message") if isinstance(value, dict) else "message"
+    kind = "message"
+    if isinstance(value, dict):
+        kind = value.get("type") or "message"
     if not isinstance(kind, str) or kind not in _ITEM_TYPES:
         known = ", ".join(_ITEM_TYPES)
         raise Refused(400, f"{place}.type = {kind!r:.80}: expected one of {known}", field)
@@ -230,22 +232,26 @@ class ResponsesRequest(DialogueFields, SampledRequest):
 
 
 def read_request(fields: dict[str, Any], rows: int) -> tuple[ResponsesRequest, ChatRequest]:
-    """Return a JSON object as a request to /v1/responses, and as the request of a chat that it is.
+    """Return a JSON object as a request to /v1/responses, and translated into a request of a chat.
 
     Args:
         fields: the JSON object.
-        rows: how many texts the model writes at once.
+        rows: how many texts the model writes at the same time.
 
     Raises:
         Refused: a field is wrong.
     """
     request = read(ResponsesRequest, fields)
-    chat_fields = {
-        name: value
-        for name, value in fields.items()
-        if name in SAMPLER_OPTIONS
-        or name in ("model", "seed", "stream", "parallel_tool_calls", "chat_template_kwargs")
-    }
+    # These fields have the same names and meanings in a chat, so they are taken as they were sent.
+    same_fields = (
+        *SAMPLER_OPTIONS,
+        "model",
+        "seed",
+        "stream",
+        "parallel_tool_calls",
+        "chat_template_kwargs",
+    )
+    chat_fields = {name: value for name, value in fields.items() if name in same_fields}
     chat_fields["messages"] = _messages(request)
     chat_fields["max_completion_tokens"] = request.max_output_tokens
     chat_fields["tools"] = [
@@ -272,9 +278,9 @@ def read_request(fields: dict[str, Any], rows: int) -> tuple[ResponsesRequest, C
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the messages of a chat that the items of a request are.
+    """Return the messages of a chat that the items of a request become.
 
-    Thoughts, a message of the assistant and the calls after it are one message.
+    Thoughts, a message of the assistant and the calls after it become one message.
     """
     messages: list[dict[str, Any]] = []
     if request.instructions is not None:
@@ -294,18 +300,22 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         else:
             messages.append({"role": item.role, "content": item.content})
     for message in messages:
-        # An assistant's message of thoughts alone has an empty content.
+        # An assistant's message that has only thoughts gets an empty content.
         if "tool_calls" not in message:
             message.setdefault("content", "")
     return messages
 
 
 def _turn_of(item: InputItem, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the assistant's message to which an item belongs: the last one, or a new one."""
+    """Return the assistant's message to which an item belongs: the last message, or a new one.
+
+    A call belongs to any message of the assistant before it, a message only to thoughts before it, and
+    thoughts always begin a new message.
+    """
     last = messages[-1] if messages else {}
-    is_open = last.get("role") == "assistant"
-    follows_thoughts = is_open and last.keys() == {"role", "reasoning_content"}
-    if isinstance(item, FunctionCallItem) and is_open:
+    follows_assistant = last.get("role") == "assistant"
+    follows_thoughts = follows_assistant and last.keys() == {"role", "reasoning_content"}
+    if isinstance(item, FunctionCallItem) and follows_assistant:
         return last
     if isinstance(item, MessageItem) and follows_thoughts:
         return last

@@ -1,8 +1,8 @@
 """What all requests share: the model's versions, the owner's thread, its gate, and counts.
 
-The *owner* is the thread in which the model runs. A *version* is the model with its weights at one time:
-when a run has a newer checkpoint, it is loaded as a new version, and the old one is dropped as soon as no
-request uses it. An adapter has a numbered *slot* in the version's bank of adapters.
+The *owner* is the thread in which the model runs. A *version* is the model with its weights at one time.
+When a run has a newer checkpoint, the checkpoint is loaded as a new version, and the old version is dropped
+as soon as no request uses it. An adapter has a numbered *slot* in the version's bank of adapters.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class Service:
         self._version_users: Counter[Version] = Counter()
         # The compilers of constraints, each by the digest of its tokenizer and the ids that end a text.
         self._compilers: dict[tuple[str, tuple[int, ...]], ConstraintCompiler] = {}
-        # What the host follows instead, by the same keys.
+        # The constraints that the host follows instead of an automaton, by the same keys.
         self._host_constraints: dict[tuple[str, tuple[int, ...]], HostConstraints] = {}
 
     async def begin(self, on_crash: Callable[[], None]) -> Version:
@@ -119,11 +119,12 @@ class Service:
         return version
 
     async def follow(self) -> None:
-        """Load each newer version as soon as it appears, until an unforeseen error, which is reported.
+        """Load each newer version as soon as it appears.
 
-        Requests that have begun end with the version that they began with.
+        Requests that have begun end with the version that they began with. An unforeseen error is reported,
+        and no further version is loaded after it.
         """
-        # Why the last attempt to load a version failed. An equal reason is not printed again.
+        # Why the last attempt to load a version failed. The same reason is not printed twice.
         last_fault = ""
         while True:
             await asyncio.sleep(POLL_S)
@@ -131,8 +132,8 @@ class Service:
                 if not await asyncio.to_thread(self.source.has_newer):
                     last_fault = ""
                     continue
-                # A request to add or remove an adapter waits for the end of this, so that it changes the
-                # new version.
+                # A request to add or remove an adapter waits until this is done, so that it changes the new
+                # version.
                 async with self._change_lock:
                     version = await asyncio.to_thread(self.source.load)
                     previous = self._newest
@@ -183,7 +184,7 @@ class Service:
 
     @property
     def rows(self) -> int:
-        """The number of texts that the newest version writes at once.
+        """The number of texts that the newest version writes at the same time.
 
         Raises:
             Refused: see `newest`.
@@ -218,9 +219,11 @@ class Service:
     async def use_model(self, name: str) -> AsyncIterator[ServedModel]:
         """Yield the model with this name, which is not dropped before the end of the block.
 
+        With `any_name`, an unknown name stands for the newest version.
+
         Raises:
-            Refused: there is no model with this name, and not every name is allowed, or it is that of an
-                adapter that was removed.
+            Refused: there is no model with this name. Even with `any_name`, the name of an adapter that
+                was removed is refused.
         """
         models = self.served_models()
         was_removed = name in self._removed_names
@@ -257,7 +260,7 @@ class Service:
         directory = self.source.adapters.directory
         if directory is None or self.newest.bank is None:
             raise Refused(403, "no adapters may be added: start the server with --adapter-dir")
-        # Only a folder directly in the directory can be named, and no other of this machine.
+        # A client can name only a folder that is directly in the directory, and no other place of this machine.
         if folder in ("", ".", "..") or not folder.isprintable() or Path(folder).name != folder:
             message = f"lora_path = {folder!r:.80}: expected the name of a folder in --adapter-dir"
             raise Refused(400, message, "lora_path")
@@ -292,7 +295,9 @@ class Service:
         return ServedModel(version, name, slot)
 
     async def remove_adapter(self, name: str) -> None:
-        """Let no new request use an adapter. Its slot is free when those that have begun have ended.
+        """Let no new request use an adapter.
+
+        Its slot becomes free when the requests that have begun with it have ended.
 
         Raises:
             Refused: there is no adapter with this name.
@@ -301,7 +306,8 @@ class Service:
             version = self.newest
             bank = version.bank
             if bank is None or name not in bank.slots:
-                known = ", ".join(bank.slots if bank else {}) or "none"
+                names = list(bank.slots) if bank is not None else []
+                known = ", ".join(names) or "none"
                 message = f"there is no adapter {name!r:.80}: expected {known}"
                 raise Refused(404, message, "lora_name", "model_not_found")
             adapter = version, bank.retire(name)
@@ -315,7 +321,9 @@ class Service:
         """Free the slot of an adapter if it was removed and no request uses it any more."""
         if self._adapter_users[adapter]:
             return
-        del self._adapter_users[adapter]  # a counter keeps its zeros otherwise
+        del self._adapter_users[
+            adapter
+        ]  # otherwise a Counter would keep the key, with a count of 0
         if adapter in self._retired:
             self._retired.remove(adapter)
             version, slot = adapter

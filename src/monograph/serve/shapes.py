@@ -192,7 +192,7 @@ class AnsweredCall(TypedDict):
 
 
 class CalledToolPiece(TypedDict):
-    """The first piece of a call has the function's name, all have further characters of the arguments."""
+    """New characters of a call's arguments; in the call's first piece also the function's name."""
 
     name: NotRequired[str]
     arguments: str

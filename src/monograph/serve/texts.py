@@ -1,8 +1,8 @@
 """Answers requests for texts: reads the request, lets the decoder write its texts, and sends them.
 
 This runs in the event loop. The decoder runs in the owner's thread (`monograph.serve.owner`), and puts
-its events into a queue, the request's inbox. A request uses one *version* of the model, which is its
-weights at one time, with their tokenizer. If the client closes the connection, its texts are cancelled.
+its events into a queue, the request's inbox. A request uses one *version* of the model: its weights at one
+time, with their tokenizer. If the client closes the connection, its texts are cancelled.
 """
 
 import asyncio
@@ -51,9 +51,8 @@ from monograph.text.tokenizer import Tokenizer
 
 EventBatch = list[tuple[ServedText, Event]]  # events that came at the same time, each with its text
 REQUEST_TIMEOUT_S = 600.0  # from the arrival of the request's body to the end of its answer
-_PROMPT_END = (
-    256  # how many of a prompt's last tokens tell whether the answer begins inside thoughts
-)
+# Whether the answer begins inside thoughts is found out from this number of last tokens of the prompt.
+_PROMPT_END = 256
 PING_INTERVAL_S = 15.0  # a stream without new text sends a comment this often
 # The HTTP status and the message of the error, for each finish of a text that is an error.
 _FAILED_FINISHES = {
@@ -63,7 +62,7 @@ _FAILED_FINISHES = {
 
 
 class _Constraint(NamedTuple):
-    """A request's constraint, if it has one: an automaton, or what the host follows instead."""
+    """A request's constraint: an automaton, or what the host follows instead; neither if it has none."""
 
     automaton: Automaton | None = None
     host: HostConstraint | None = None
@@ -89,14 +88,14 @@ class TextEndpoint:
         client_gone = asyncio.create_task(wait_until_gone(receive))
         owner_crashed = asyncio.create_task(self._service.crashed.wait())
         tasks = (response, client_gone, owner_crashed)
-        # The error that the client gets if the response has to be cancelled; None: the client has gone.
+        # The error that the client gets if the response must be cancelled; None: the client has gone.
         interruption = None
         try:
             await asyncio.wait(tasks, timeout=REQUEST_TIMEOUT_S, return_when=FIRST_COMPLETED)
             if owner_crashed.done():
                 interruption = self._service.end_refusal
             elif not client_gone.done():
-                # Either the response is complete, and this is not sent, or the time is up.
+                # Either the time is up, or the response is complete, and then this is not sent.
                 message = f"the text was not done after {REQUEST_TIMEOUT_S:.0f} s"
                 interruption = Refused(408, message, code="timeout")
         except asyncio.CancelledError:  # the server is ending
@@ -111,7 +110,7 @@ class TextEndpoint:
     async def _respond(self, body: bytes, scope: Scope, reply: "_Reply") -> None:
         """Answer a request whose body has been read, with an error if it is refused or fails."""
         try:
-            # In a worker thread, because a large body takes a while.
+            # This is done in a worker thread, because a large body takes a while.
             asked = await asyncio.to_thread(self._read, body)
             async with self._service.use_model(asked.request.model) as model:
                 # The guard (`monograph.serve.app`) has put the client's name there.
@@ -140,7 +139,7 @@ class TextEndpoint:
         request = asked.request
         version = model.version
         scores_only = request.token_limit == 0
-        # A chat cannot ask for too many: it has one prompt, and n is at most the number of rows.
+        # A chat cannot ask for too many texts: it has one prompt, and n is at most the number of rows.
         if isinstance(request, CompletionRequest) and not scores_only:
             self._require_few_texts(request)
         # In a worker thread, because templates and the tokenizer may take a while.
@@ -230,7 +229,7 @@ class TextEndpoint:
                 stop_automaton=stop_automaton,
                 breaker_V=breaker_V,
                 seed=seed,
-                owner=client,  # the owner of a request; not `Owner`, the thread
+                owner=client,  # the owner of the request, which is not the thread `Owner`
                 adapter=model.slot,
             )
             for ids in prompts
@@ -267,14 +266,15 @@ class TextEndpoint:
     ) -> tuple[_Constraint, Automaton | None]:
         """Return the constraint, and the automaton of the stop strings, which is None if there are none.
 
-        Strict tools are a constraint, too.
+        Strict tools are a constraint, too. If the compiler of automata does not compile a constraint, the
+        host may follow it instead.
 
         Raises:
             Refused: a constraint cannot be followed, or too many wait to be compiled.
         """
         compiler = self._service.compiler_for(version, stop_ids)
         host = self._service.host_constraints_for(version, stop_ids)
-        field = "stop"  # the field whose automaton is compiled at present; an error names it
+        field = "stop"  # the field that is being compiled, which an error names
         constraint = _Constraint()
         stop_automaton = None
         try:
@@ -367,8 +367,8 @@ class TextEndpoint:
         async for batch in batches:
             events: list[bytes] = []
             if stream is None:
-                # The stream, and with it status 200, does not begin before there is a token or a
-                # ping is due. So most errors are sent with their own status.
+                # A stream begins with status 200. It does not begin before there is a token or a ping is
+                # due, so that most errors can still be sent with their own status.
                 stream = await reply.begin_stream(answer)
                 events = answer.first_events(len(texts), prompt_tokens)
             for text, event in batch:
@@ -393,7 +393,7 @@ class TextEndpoint:
         reply: "_Reply",
     ) -> None:
         """Send an answer when all of its texts have ended."""
-        # What the texts after each prompt begin with: the prompt, if it is echoed, or nothing.
+        # For each prompt, the beginning of its texts: the prompt itself if it is echoed, or nothing.
         echoes = [TextPiece(0, [], [], None)] * len(prompts)
         if isinstance(request, CompletionRequest) and request.echo:
             echoes = await self._echoes(request, model, prompts)
@@ -430,8 +430,8 @@ class TextEndpoint:
                 call_reader = CallReader(call_frame, version.spelling_V, types=types)
             place = AnswerPlace.AFTER if thoughts is None else _place(thoughts, prompt_ids, version)
             reader = AnswerReader(version.spelling_V, lead, thoughts, place, call_reader)
-        # lm-evaluation-harness expects an entry for each token of a completion, including the one that
-        # ends the text. In a chat the protocol has no entry for that one.
+        # lm-evaluation-harness expects an entry for each token of a completion, including the token that
+        # ends the text. In a chat, the protocol has no entry for that token.
         return TextBuilder(
             text,
             request.stop_texts,
@@ -485,7 +485,7 @@ def _lead(request: AnyTextRequest, tokenizer: Tokenizer, prompts: PromptIds) -> 
     """Return the lead: what the tokenizer inserts between a prompt and its text, a space or nothing.
 
     Raises:
-        Refused: a stop text or the constraint does not go with the lead.
+        Refused: a stop text or the constraint cannot be used with the lead.
     """
     leads = {bytes(tokenizer.inserted_space(ids)) for ids in prompts}
     inserts_space = any(leads)
@@ -496,13 +496,15 @@ def _lead(request: AnyTextRequest, tokenizer: Tokenizer, prompts: PromptIds) -> 
     # than the other prompts.
     if request.constraint is not None and len(leads) > 1:
         raise Refused(400, "prompt: under a constraint, give an empty prompt alone", "prompt")
-    return leads.pop()  # without a constraint it is not used, so any of them will do
+    return (
+        leads.pop()
+    )  # several leads occur only without a constraint, and then the lead is not used
 
 
 def _thoughts(request: AnyTextRequest, version: Version) -> Thoughts | None:
-    """Return how the answer's thoughts are written; None: they are not told apart from its content.
+    """Return how the answer's thoughts are written; None: thoughts are treated like other text.
 
-    A constraint is on the whole text, and so are stop strings.
+    They are so with a constraint or stop texts, which apply to the whole text.
     """
     if not isinstance(request, ChatRequest) or request.constraint is not None:
         return None
@@ -512,7 +514,7 @@ def _thoughts(request: AnyTextRequest, version: Version) -> Thoughts | None:
 
 
 def _place(thoughts: Thoughts, prompt_ids: Sequence[int], version: Version) -> AnswerPlace:
-    """Return where a prompt leaves the answer."""
+    """Return whether the answer begins before, inside or after its thoughts, given the prompt."""
     last_ids = prompt_ids[-_PROMPT_END:]
     return thoughts.place_after("".join(version.spelling_V[token_id] for token_id in last_ids))
 
@@ -524,15 +526,15 @@ def _calls(
     prompt_ids: Sequence[int],
     version: Version,
 ) -> Calls:
-    """Return which calls an answer may have, as the compiler of automata takes it."""
+    """Return which calls an answer may have, in the form that the compiler of automata takes."""
     frame = call_frame.grammar()
     if thoughts is not None:
         frame["thoughts"] = thoughts.grammar(_place(thoughts, prompt_ids, version))
     no_arguments: dict[str, Any] = {"type": "object", "properties": {}}
-    functions = [
-        (function.name, no_arguments if function.parameters is None else function.parameters)
-        for function in tools.functions
-    ]
+    functions = []
+    for function in tools.functions:
+        schema = no_arguments if function.parameters is None else function.parameters
+        functions.append((function.name, schema))
     return Calls(frame, functions, tools.must_call, tools.parallel)
 
 
@@ -562,7 +564,7 @@ class _Reply:
         has_begun = self._scope["answered"]  # from `RequestCounts.counting_send`
         if not has_begun:
             return await send_error(self._scope, self._send, refused)
-        # A whole answer that is being sent can only be broken off.
+        # An error cannot be added to a whole answer that is being sent. The answer stays incomplete.
         if self._stream is None or self._answer is None:
             return None
         return await self._stream.end([self._answer.error_event(refused)])
@@ -574,8 +576,10 @@ async def _send_answer(
     usage: shapes.Usage,
     reply: _Reply,
 ) -> None:
-    if any(piece.entries for pieces in texts for piece in pieces):
-        # In a worker thread, because log-probabilities are thousands of numbers to serialise.
+    """Send a whole answer, given all pieces of each text."""
+    has_logprobs = any(piece.entries for pieces in texts for piece in pieces)
+    if has_logprobs:
+        # This is done in a worker thread, because thousands of numbers are serialised.
         body = await asyncio.to_thread(answer.whole_json, texts, usage)
     else:
         body = answer.whole_json(texts, usage)
@@ -590,7 +594,7 @@ def _count_logprobs(request: AnyTextRequest, version: Version, prompts: PromptId
     """Return the maximum number of log-probabilities in the answer to a request.
 
     Raises:
-        Refused: there may be so many that they would take gigabytes.
+        Refused: there may be more than MAX_REQUEST_LOGPROBS, which would take too much memory.
     """
     max_new_tokens = version.context if request.token_limit is None else request.token_limit
     tokens = 0

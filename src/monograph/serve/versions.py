@@ -45,17 +45,17 @@ class Version:
 
     Attributes:
         id: the name of exactly these weights, RUN@UPDATE, or the folder's name.
-        names: other names, which newer versions have, too.
+        names: other names, which newer versions get, too.
         model: the model, on the device.
         tokenizer: the model's tokenizer.
         precision: the precision in which prompts are scored: that of the run, as in
             `monograph evaluate`.
-        rows: how many texts are written at once; 0 until the version's decoder sets it.
+        rows: how many texts are written at the same time; 0 until the version's decoder sets it.
         context: the maximum number of tokens of a prompt and its text. At first it is what the model
             allows; the version's decoder sets it to what also fits the memory.
         created: when the version was loaded, in seconds since 1970.
         base: reads adapters, and checks that they fit this model.
-        bank: the weights of the model's adapters; None: it has none, and gets none.
+        bank: the weights of the model's adapters; None: the model has no adapters, and gets none.
         breakers: a cached function that takes a tuple of texts, and returns which tokens contain one
             of them; see `monograph.decode.chain.breakers`.
     """
@@ -108,7 +108,7 @@ class Version:
         Args:
             slot: the slot of the adapter that writes.
         """
-        # The number of rows is among them, because it is a size of the matrix products.
+        # The number of rows matters because matrix products of another size may be rounded differently.
         causes = [self._digest, self.rows, torch.__version__, __version__, str(default_device())]
         if self.bank is not None:
             causes.append(self.bank.digest(slot))
@@ -116,7 +116,7 @@ class Version:
 
     @property
     def capacity(self) -> str:
-        """How many texts the version writes at once, and how long they may be, in words."""
+        """How many texts the version writes at the same time, and how long they may be, in words."""
         return f"{counted(self.rows, 'row')} of {self.context:,} positions"
 
     @property
@@ -134,13 +134,14 @@ class Version:
         """What the chat template writes around the calls of an answer.
 
         Raises:
-            InputRefused: the template does not write calls, or in a form that cannot be read again.
+            InputRefused: the template does not write calls, or writes them in a form that cannot be read
+                again.
         """
         return find_frame(self.tokenizer, self.chat_stop_ids)
 
     @cached_property
     def thoughts(self) -> Thoughts | None:
-        """What the chat template writes around thoughts; None: nothing that is known."""
+        """What the chat template writes around thoughts; None: no form of thoughts was recognised."""
         return find_thoughts(self.tokenizer) if self.has_template else None
 
     @cached_property
@@ -159,8 +160,8 @@ class ServedModel(NamedTuple):
 
     Attributes:
         version: the version.
-        adapter: the adapter's name; "" without.
-        slot: the adapter's slot in the version's bank.
+        adapter: the adapter's name; "" without an adapter.
+        slot: the adapter's slot in the version's bank; BASE_SLOT without an adapter.
     """
 
     version: Version
@@ -214,7 +215,7 @@ class Source:
 
     Attributes:
         name: the name of the run or folder on the command line.
-        rows: the maximum number of texts that are written at once.
+        rows: the maximum number of texts that are written at the same time.
         warn: prints a warning.
         adapters: the adapters that are served.
     """
@@ -227,13 +228,13 @@ class Source:
         self.rows = rows
         self.warn = warn
         self.adapters = adapters or AdapterRoom({})
-        # The run and its checkpoints when a version was last loaded.
+        # The run and its checkpoints at the time when a version was last loaded.
         self._seen = _NO_VERSIONS
 
     def has_newer(self) -> bool:
         """Return whether there may be a newer version than the one that was loaded last.
 
-        There may be one if a checkpoint's name is new, or if `last` stands for another run now.
+        There may be one if there is a checkpoint with a new name, or if `last` now stands for another run.
         """
         now = self._list_versions()
         return now.run != self._seen.run or not now.checkpoints <= self._seen.checkpoints
@@ -248,8 +249,8 @@ class Source:
         return version
 
     def _load_without_adapters(self) -> Version:
-        # The checkpoints are listed before one is chosen. So one that is saved in between still counts
-        # as newer afterwards.
+        # The checkpoints are listed before one is chosen. So a checkpoint that is saved in between still
+        # counts as new afterwards.
         self._seen = self._list_versions()
         run = find_run(self.name)
         if run is None:
@@ -257,7 +258,7 @@ class Source:
             name = without_links(self.name).name
             return Version(name, (LAST,), model, tokenizer, Precision("fp32"))
         model, tokenizer, update = load_run(run, self.warn)
-        # No `code_keys`: the settings are read only for one value, and none of the run's own code is run.
+        # Without `code_keys`, none of the run's own code is run. Only one value of the settings is needed.
         precision = Precision(run_settings(run, code_keys=()).train.precision)
         name = without_links(run.folder).name
         return Version(f"{name}@{update}", (name, LAST), model, tokenizer, precision)
@@ -268,11 +269,11 @@ class Source:
 
     def _list_versions(self) -> _Versions:
         run = find_run(self.name)
-        # The model of a folder stays the same, and so does that of RUN@UPDATE.
+        # The model of a folder never changes, nor does that of RUN@UPDATE.
         if run is None or run.at_update is not None:
             return _Versions(self.name, frozenset())
-        # All checkpoints are compared, not only the newest: that one may be damaged, and an older one may
-        # appear after it.
+        # All checkpoints are compared, not only the newest one, which may be damaged. Then an older one may
+        # appear later.
         names = frozenset(folder.name for _, folder in list_checkpoints(run.checkpoints))
         return _Versions(str(without_links(run.folder)), names)
 
