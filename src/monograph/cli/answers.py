@@ -70,7 +70,7 @@ def _without_option(option: str, arguments: Sequence[str]) -> list[str]:
     names = [argument.partition("=")[0] for argument in arguments]
     index = names.index(typed_option)
     has_equals_sign = arguments[index] != typed_option
-    # An unknown option may take no value. A key that follows is then an argument, which stays.
+    # An unknown option may take no value. So a KEY=VALUE after it counts as an argument, and stays.
     value_is_next_argument = value and not has_equals_sign and not key_and_value(value)
     end = index + 2 if value_is_next_argument else index + 1
     return [*arguments[:index], *arguments[end:]]
@@ -184,7 +184,7 @@ def _unknown_option_advice(
     """
     typed_option, value = _option_and_value(option, arguments)
     name = typed_option.lstrip("-").replace("-", "_")
-    # `OPTIONS` has the options of other programs, and what this command has in their place.
+    # `OPTIONS` has options of other programs, and what to type here instead of each.
     elsewhere = OPTIONS.get(str(command.name), {}).get(name.rpartition(".")[2])
     if elsewhere:
         return _with_typed_value(elsewhere, value)
@@ -244,12 +244,12 @@ def _extra_argument_advice(command: Command, argument: str) -> str:
 def _option_and_value(option: str, arguments: Sequence[str]) -> tuple[str, str]:
     """Return an option as a person typed it, and its value; the value is "" if there is none.
 
-    Typer reads `-lr` as the options -l and -r. So for the option -l, the typed option is `-lr`.
+    Typer reads `-lr` as the two options -l and -r. So if `option` is -l, a person may have typed `-lr`.
     """
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        is_run_of_letters = len(option) == 2 and re.fullmatch(rf"{re.escape(option)}\w+", name)
-        if name != option and not is_run_of_letters:
+        begins_with_it = len(option) == 2 and re.fullmatch(rf"{re.escape(option)}\w+", name)
+        if name != option and not begins_with_it:
             continue
         if not equals and index + 1 < len(arguments):
             next_argument = arguments[index + 1]

@@ -186,7 +186,8 @@ def _prompt_in_record(
         record = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise InputRefused(f"{where}: not JSON: {json_fault(error)}; {expected}") from None
-    # The keys that are left in `options` when the others have been taken out are options of `Sampling`.
+    # "prompt", "adapter" and, in a chat, "messages" are taken out of `options` below. The keys that are left
+    # are options of `Sampling`, or unknown.
     options = dict(record) if isinstance(record, dict) else {}
     text = options.pop("prompt", None)
     messages = options.pop("messages", None) if chat else None
@@ -488,22 +489,21 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
         prompts_ids = (_chat_ids(model, request) for request in prompts)
         return model._replace(constraint=model.tools.constraint(prompts_ids))
     for kind, value in model.options.constraints.items():
-        if value is None:  # all but one are None
+        if value is None:  # at most one is not None
             continue
         if kind == "json_schema":
             value = parse_schema(_read_text(value, "--json-schema", LARGEST_SCHEMA_BYTES))
         if kind == "grammar":
             path = value
             value = _read_text(path, "--grammar", LARGEST_GRAMMAR_BYTES)
-            parse_grammar(
-                value, f"--grammar {path}"
-            )  # refuses what is no grammar, by file and line
+            # Called for its errors, which name the file and the line.
+            parse_grammar(value, f"--grammar {path}")
         if kind == "choices":
             for choice in value:
                 change = model.tokenizer.describe_change(choice)
                 if change:
-                    # The tokenizer changes this text, so the model cannot write it. The command is
-                    # refused: without this choice the model would be asked another question.
+                    # The tokenizer changes this text, so the model cannot write it. The choice is not just
+                    # left out, since the model would then be asked another question.
                     raise InputRefused(f"--choice: {change}")
         end_ids = [end for end in model.stop if not isinstance(end, str)]
         lead = _lead_bytes(model, prompts)
@@ -710,5 +710,5 @@ def _completion_values(completion: Completion, tools: AnswerTools | None) -> dic
 
 
 def _write(text: str) -> None:
-    """Print a text at once, without a line end."""
+    """Print a text without a line end, and do not wait for one."""
     print(text, end="", flush=True)

@@ -257,8 +257,8 @@ def _train_round(
 ) -> None:
     """Train the members of a round together.
 
-    Members that are stopped early leave the graph: the others go on from their checkpoints in a smaller
-    one, exactly as a sweep that is resumed.
+    If members are stopped early, the others go on from their checkpoints in a graph without them, exactly
+    as in a sweep that is resumed.
 
     Args:
         round_: the round.
@@ -269,7 +269,9 @@ def _train_round(
     """
     timed_group, updates, members = round_
     is_over = False
-    counts_resumed = True  # only what earlier processes have done
+    # At first, the updates before the newest checkpoint were done by earlier processes. They are added to
+    # those that are done. Later they were done here, and are counted already.
+    counts_resumed = True
     while not is_over:
         learning = state.learning(members)
         with state.sweep.lock_members(learning) as runs:
@@ -319,17 +321,17 @@ def _train_cohort(
     were_trained_before = any(session.run.metrics_offset for session in cohort.sessions)
     divergences = state.divergences_in_round(cohort.members)
     resumed_at = resume_cohort(cohort, divergences, progress)
-    if resumed_at == 0:
-        if were_trained_before:
-            progress.line(
-                "warning", "no update of which every member has a sound checkpoint: they begin anew"
-            )
+    if resumed_at == 0 and were_trained_before:
+        progress.line(
+            "warning", "no update of which every member has a sound checkpoint: they begin anew"
+        )
     cohort.prepare_references(resumed_at > 0, progress)
     if resumed_at == 0:
         cohort.save()  # every run has a checkpoint of its beginning
     if counts_resumed:
         block.resume(state.count_resumed(cohort))
-    # A process may have ended between the checkpoints of a look and its decision.
+    # `looks.deciding` has the updates after which members that can hardly win are stopped. An earlier process
+    # may have saved the checkpoints of such an update, and ended before it decided which to stop.
     if resumed_at in looks.deciding and state.stop_hopeless(round_, resumed_at):
         _leave(cohort, state, block, updates - resumed_at)
         return False
@@ -358,8 +360,8 @@ def _leave(cohort: Cohort, state: SweepProgress, block: SweepDisplay, remaining:
     Args:
         cohort: the cohort.
         state: the sweep.
-        block: the live display, whose bar leaves out what the stopped members will not do.
-        remaining: the number of updates that they will not make.
+        block: the live display, whose bar is shortened by the updates that stopped members will not do.
+        remaining: the number of these updates for each of them.
     """
     stopped = len(cohort.members) - len(state.learning(cohort.members))
     block.shorten_bar(stopped * remaining)
@@ -377,8 +379,8 @@ def _print_next_commands(
         return
     # Only the first command has the label.
     label = "next"
-    # Members may be narrow models, whose best values are meant for a wide one. Then this file has the
-    # settings of the wide run with these values.
+    # Members may be narrow models that stand for a wide one (width transfer). Then the file `sweep.wide`
+    # has the settings of the wide run, with the best values.
     if is_file(sweep.wide):
         show_command(progress, label, "train", str(sweep.wide))
         label = ""

@@ -65,8 +65,8 @@ class About:
         moments: (update, what happened then) pairs at which the learning rate's curve has a kink,
             such as the end of the warm-up.
         origin: (name, text) pairs that say how the run was started: command, version, data.
-        doubt: why the updates are of no use, and what would help; "" if nothing speaks against
-            them.
+        doubt: a warning if the rows show that the model has learned nothing so far, with what would help;
+            otherwise "".
     """
 
     yardsticks: Yardsticks = field(default_factory=dict)
@@ -175,7 +175,7 @@ def _headline(summary: Summary) -> str:
 
 
 def _yardsticks_sentence(summary: Summary, yardsticks: Yardsticks) -> str:
-    """Return a sentence that names the yardsticks that the run's score is below, and the others."""
+    """Return a sentence that names first the yardsticks that the run has beaten, and then the others."""
     bits = summary.get("eval_bits_per_byte")
     if bits is None or not math.isfinite(bits) or not yardsticks:
         return ""
