@@ -220,6 +220,7 @@ def _verify_run(run: Run) -> CheckResult:
         states[path] = recorded_state.state_in(path, run)
 
     folders = [path for _, path in reversed(checkpointing.list_checkpoints(run.checkpoints))]
+    # This also fills `states`.
     checkpoint_faults = {path.name: _fault(partial(verify_checkpoint, path)) for path in folders}
     for name, fault in checkpoint_faults.items():
         if fault and checkpointing.is_gone(run.checkpoints / name):

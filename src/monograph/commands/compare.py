@@ -204,7 +204,9 @@ def _open_side(name: str) -> _Side:
         models = [load_from_folder(name, warn)]
     for model in models:
         model.module.to(default_device()).eval()
-    knobs = tuple({"seed": seed} for seed in runs_by_seed) if len(runs_by_seed) > 1 else ()
+    knobs: tuple[dict[str, Any], ...] = ()
+    if len(runs_by_seed) > 1:
+        knobs = tuple({"seed": seed} for seed in runs_by_seed)
     runs = tuple(runs_by_seed.values())
     tokens_per_s = None
     # The speed of a run that learned from sampled answers includes the sampling, so it says nothing
@@ -301,7 +303,7 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
         reading: how to read text for a side that has no text of its own.
     """
     model = side.models[0]
-    text_of_first = first.models[0].own_text_arguments
+    first_text_arguments = first.models[0].own_text_arguments
     side_reading = model.reading
     if not side.has_own_text:
         # Such a side does not record how to read text, so it reads text as another side does. Its rows must
@@ -317,10 +319,10 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
         warn(
             f"{side.name} does not say what it was trained on: what {first.name} held out may be part of it"
         )
-    elif model.own_text_arguments != text_of_first:
+    elif model.own_text_arguments != first_text_arguments:
         warn(f"{side.name} was trained on other text: what {first.name} held out may be part of it")
-    text = corpus(tokenizer=model.tokenizer, **side_reading, **text_of_first)
-    if model.own_text_arguments == text_of_first and text.fingerprint != model.fingerprint:
+    text = corpus(tokenizer=model.tokenizer, **side_reading, **first_text_arguments)
+    if model.own_text_arguments == first_text_arguments and text.fingerprint != model.fingerprint:
         warn(
             f"{text.name} changed since {side.name}: what is held out now may have been trained on"
         )

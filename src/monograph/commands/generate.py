@@ -43,10 +43,23 @@ from monograph.text.tokenizer import Tokenizer
 
 PromptContent = str | list[Message]
 # Flags of the command that are not options of `Sampling`. --sampler refuses them with a hint.
-_FLAGS = (
-    *("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json"),
-    *("grammar", "adapter", "use", "tools", "tool_choice", "draft"),
-)
+_FLAGS = {
+    "adapter",
+    "chat",
+    "choice",
+    "draft",
+    "grammar",
+    "json",
+    "json_schema",
+    "max_tokens",
+    "n",
+    "prompts",
+    "regex",
+    "stop",
+    "tool_choice",
+    "tools",
+    "use",
+}
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
 # The types whose values a user writes as they are, with the words for them in messages. Values of all
 # other types are written as JSON.
@@ -296,9 +309,10 @@ def _open_file_or_pipe(path: Path) -> BinaryIO:
 
 
 def _read_at_least(file: BinaryIO, min_bytes: int) -> bytes:
-    """Return the first bytes of a file: `min_bytes` or up to a piece more, or all if it has fewer.
+    """Return at least the first `min_bytes` bytes of a file; all bytes if it has fewer.
 
-    The file is read in pieces, because a single `read` would allocate memory for all `min_bytes`.
+    The file is read in pieces, because a single `read` would allocate memory for all `min_bytes`. So the
+    result may be up to one piece longer.
     """
     max_pieces = math.ceil(min_bytes / _PIECE_BYTES)
     pieces = iter(lambda: file.read(_PIECE_BYTES), b"")  # until the end of the file

@@ -166,8 +166,8 @@ def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: 
     # This object is also in the sweep's record, so `Sweep.write` writes what is added to it below.
     result = state.finish()
     if verify is not None:
-        eager = state.eager_updates_of(state.members[verify])
-        result["verify"] = results.verify_member(state.outcomes[verify], progress, eager)
+        eager_updates = state.eager_updates_of(state.members[verify])
+        result["verify"] = results.verify_member(state.outcomes[verify], progress, eager_updates)
         state.sweep.write()
     if state.sweep.record.get("distill") and result["best"]:
         result["distilled"] = _distill(state, result["best"]["member"], progress)
@@ -177,7 +177,8 @@ def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: 
         print(jsonlib.dumps(result))
     if result["best"] is None:
         raise Diverged(f"every member of {state.sweep.run.folder} diverged: lower optim.lr")
-    return 0 if verify is None or result["verify"]["equal"] else 1
+    differs = verify is not None and not result["verify"]["equal"]
+    return 1 if differs else 0
 
 
 def _distill(state: SweepProgress, best: int, progress: Progress) -> dict[str, Any]:
@@ -267,17 +268,17 @@ def _train_round(
         stop: the user's signals.
         progress: the display's lines.
     """
-    timed_group, updates, members = round_
+    timed_group = round_.timed_group
     is_over = False
     # At first, the updates before the newest checkpoint were done by earlier processes. They are added to
     # those that are done. Later they were done here, and are counted already.
     counts_resumed = True
     while not is_over:
-        learning = state.learning(members)
+        learning = state.learning(round_.members)
         with state.sweep.lock_members(learning) as runs:
             # No variable has the cohort, so that its memory is free before the next one is made.
             is_over = _train_cohort(
-                timed_group.cohort_of_round(learning, runs, updates, progress),
+                timed_group.cohort_of_round(learning, runs, round_.updates, progress),
                 round_,
                 state,
                 block,

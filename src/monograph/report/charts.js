@@ -97,7 +97,7 @@
 
   // The moving median of values, over the share of the run that the reader chose.
   function smoothed(values) {
-    const half = Math.floor(values.length * state.smoothing / 200);
+    const half = Math.floor(values.length * state.smoothing / 200); // the values at each side; `smoothing` is in %
     return half ? values.map((_, i) => median(values.slice(Math.max(0, i - half), i + half + 1))) : values;
   }
 
@@ -211,7 +211,7 @@
     const isLog = state.log[chart.name];
     if (!isLog && !u.isZoomed) return chart.limits;
     if (low === null) return isLog ? [0.1, 1] : chart.limits;
-    if (isLog) return [low > 0 ? low * 0.9 : high / 1e4, high * 1.1];
+    if (isLog) return [low > 0 ? low * 0.9 : high / 1e4, high * 1.1]; // such an axis cannot reach 0
     const room = 0.06 * (high - low) || Math.abs(high) * 0.02 || 1;
     return [low - room, high + room];
   }
@@ -355,7 +355,7 @@
       hooks: {
         draw: [(u) => drawLevels(u, chart, series), (u) => drawMarks(u, chart)],
         setCursor: [(u) => readOut(u, figure, chart, series)],
-        setScale: [(u, key) => key === "x" && updateButtons(figure, chart, u.isZoomed)],
+        setScale: [(u, key) => { if (key === "x") updateButtons(figure, chart, u.isZoomed); }],
       },
     }, values, place);
     u.fullRange = ends;

@@ -34,7 +34,7 @@ _KEY_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("train_loss", "training loss, nats", lambda value: f"{value:.3f}"),
     ("eval_loss", "held-out loss, nats", lambda value: f"{value:.3f}"),
 )
-_IN_SUBTITLE = 4  # number of the first key figures that the line below a title has
+_IN_SUBTITLE = 4  # the line below a title has this many of them, the first ones
 # The names of other keys, where the key itself would not be understood.
 _NAMES = {
     "update": "updates",
@@ -196,7 +196,7 @@ def _join_with_and(names: Sequence[str]) -> str:
 
 
 def _subtitle(run_folder: Path, summary: Summary) -> str:
-    """Return the folder, device, precision, size, tokens, time and speed in a line."""
+    """Return a line with the folder, the device, the precision, and the first `_IN_SUBTITLE` key figures."""
     parts = [run_folder.name]
     parts += [str(summary[key]) for key in ("device", "dtype") if summary.get(key)]
     for key, name, format_value in _KEY_FIGURES[:_IN_SUBTITLE]:

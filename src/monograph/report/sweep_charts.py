@@ -147,7 +147,11 @@ def _values_text(settings: Sequence[SettingSummary], knob: str) -> str:
 
 
 def _columns_by_place(group: Sequence[tuple[float, SettingSummary]]) -> Columns:
-    """Return (place on the axis, setting) pairs, sorted by place, as columns."""
+    """Return (place on the axis, setting) pairs, sorted by place, as columns.
+
+    The columns are the place, the mean score, the mean less and plus its standard error ("low" and "high"),
+    the score of each member ("seed0" and so on), and the mean of the best setting alone ("best").
+    """
     seeds = max(len(setting["values"]) for _, setting in group)
     seed_keys = [f"seed{seed}" for seed in range(seeds)]
     table: Columns = {key: [] for key in ("place", "mean", "low", "high", *seed_keys, "best")}

@@ -314,6 +314,7 @@ def _headline(
         f"{short_key(key)} {value_text(value)}" for key, value in best["knobs"].items()
     )
     headline = f"{best['mean']:.3f} {best['unit']}"
+    # If all settings have the same score, no one is marked as the best.
     if all(setting["standing"] != "best" for setting in settings):
         headline += ": none is better"
     elif knobs:

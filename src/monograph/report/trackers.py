@@ -134,7 +134,7 @@ def _wandb(name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tr
 
 
 def _trackio(name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tracker:
-    """Open a run in trackio, on this machine unless trackio's variables name another."""
+    """Open a run in trackio, on this machine unless trackio's own variables name another place."""
     if out:
         # trackio reads the variable when it is imported.
         os.environ["TRACKIO_DIR"] = str(out.absolute())

@@ -296,8 +296,8 @@ def _newest_result_in_lines(
 def _newest_result(
     kind: RunKind, rows: Iterable[Mapping[str, Any]]
 ) -> tuple[float | None, Measure | None]:
-    """Return the newest value of the first of the kind's measures that rows have, and that measure;
-    None, None if they have none.
+    """Return a result and its measure: the first measure of the kind that any row has, with its newest
+    value. If no row has one, return None, None.
 
     Args:
         kind: the kind of the run.

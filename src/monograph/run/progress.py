@@ -478,7 +478,8 @@ class TrainingBlock(_Display):
         note = "  on the same text" if self._yardsticks else ""
         lines = [Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (note, "dim"))]
         for pieces in pieces_of_rows:
-            lines.append(Text.assemble(*((text, _CURVE_STYLES[role]) for role, text in pieces)))
+            styled_texts = [(text, _CURVE_STYLES[role]) for role, text in pieces]
+            lines.append(Text.assemble(*styled_texts))
         return lines
 
     def _sample_line(self, share: float, text: str) -> Text:

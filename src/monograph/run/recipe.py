@@ -191,7 +191,11 @@ def require_same_file(recipe: ModelRecipe, run: Run) -> None:
 
 
 def find_run(folder: str | Path) -> Run | None:
-    """Return the run that a path or "last" names; None if it does not name a run."""
+    """Return the run that a path or "last" names; None if it does not name a run.
+
+    Raises:
+        InputRefused: it names a whole sweep, a sweep's mixture, or a run that is not there.
+    """
     return Run.open(folder) if names_run(folder) else None
 
 

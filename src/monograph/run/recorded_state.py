@@ -117,20 +117,20 @@ class _State(Strict):
     engine: _Counters
     data: _Position
     random: _Generators
-    micro_batch: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None
+    micro_batch: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None  # rows
     length: Annotated[Natural, Field(ge=1)]  # the run's number of updates
     cooled: NaturalPair | None  # first and last update of an early cool-down
     budget_s: Seconds | None  # of training; None if the length is given in updates
     elapsed_s: Seconds
     metrics_offset: Natural  # length of metrics.jsonl in bytes
     metrics_sha256: Digest | None = None
-    fingerprint: str
+    fingerprint: str  # of the records that the run learns from
     tokenizer: Digest
-    tokenizer_files: dict[RecordedText, Digest] | None = None
-    settings: Digest
+    tokenizer_files: dict[RecordedText, Digest] | None = None  # of the files next to tokenizer.json
+    settings: Digest  # the fingerprint of the settings
     recipe: _Recipe
-    attention: str | None = None
-    files: dict[FileName, Digest] = {}
+    attention: str | None = None  # the kernel that was chosen
+    files: dict[FileName, Digest] = {}  # see `recorded_file_digests`
     teachers: Digest | None = None  # that of teachers.json, as an earlier version recorded it
     # The entry is called model_config, a name that pydantic keeps for itself.
     shape: dict[str, Any] | None = Field(alias="model_config")
