@@ -74,15 +74,16 @@ def run(run: str, *, to: str, out: Path | None) -> None:
 
 
 def _runs_to_follow(folder: Path) -> list[Path]:
-    """Return the folders of a run or, for a sweep, of its members and of the runs beside them.
+    """Return the folders of a run or, for a sweep, of its members and of the runs that were
+    distilled from them.
 
-    Runs beside the members are those that were distilled from them. The link to the best member is
-    left out, as it is the same folder.
+    The link SWEEP/best leads to a member, so that member is found twice, but returned once.
     """
     if not is_file(folder / SWEEP):
         return [without_links(folder)]
     runs = [*runs_in(folder / "members"), *runs_in(folder)]
-    return [*dict.fromkeys(map(without_links, runs))]
+    distinct_folders = dict.fromkeys(map(without_links, runs))  # in the same order
+    return list(distinct_folders)
 
 
 class _Followed:

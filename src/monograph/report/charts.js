@@ -137,7 +137,7 @@
     return series;
   }
 
-  // ---- drawing beside the lines ----
+  // ---- what is drawn in addition to the lines ----
 
   // Sets font, colour (the name of a CSS variable) and line width of what is drawn next.
   function setPen(u, role, width) {

@@ -237,7 +237,7 @@ def lines_of(
         table_index: the table's index in the page.
         run_name: the run's name, if the chart shows several runs; "" if it shows one.
         shade: the index of the run's colour. If the chart shows one run, held-out values have a
-            colour of their own beside training values.
+            colour of their own, other than that of training values.
     """
     lines = list[Line]()
     if metric.key in table:

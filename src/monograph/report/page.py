@@ -35,7 +35,7 @@ _PAGE = Template(_asset("page.html"))
 # descending, then in the original order.
 _SORTING_SCRIPT = _asset("sortable.html").rstrip()
 # The page reloads itself every `refresh_s` seconds. It stops once the file is old, since the page
-# of a run that was killed stays "in progress" for ever.
+# of a run that was killed stays "in progress" forever.
 _REFRESH_SCRIPT = _asset("refresh.html").rstrip()
 
 

@@ -184,7 +184,7 @@ def _draw_among_levels(axes: Axes, tokens: Floats, values: Floats, levels: Yards
 
 
 def _draw_curve(axes: Axes, tokens: Floats, values: Floats) -> None:
-    """Draw values that lie on a smooth curve, and write the peak beside it."""
+    """Draw values that lie on a smooth curve, and write the peak next to it."""
     step = _thinning_step(values)
     axes.plot(tokens[::step], values[::step], color=ACCENT, linewidth=1.8)
     peak = int(values.argmax())

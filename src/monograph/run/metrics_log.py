@@ -197,7 +197,7 @@ class MetricsLogs(_PendingUpdates[Sequence[Entries]]):
 
 
 def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
-    """Read the numbers of some updates from the device, all at once.
+    """Read the numbers of some updates from the device, all in one read.
 
     Returns:
         For each update, a row for each member. An engine of one model has one member.
@@ -205,8 +205,8 @@ def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
     tensors = []  # for each update the four values of each member, [4, members]
     for update in updates:
         values = (update.loss, update.grad_norm, update.tokens, update.skipped)
-        # The values of an engine of one model are 0-d; `atleast_1d` makes them those of one member.
-        # In float64 a number of tokens is exact.
+        # The values of an engine of one model have the shape []. `atleast_1d` makes it [members], with one
+        # member. In float64 a number of tokens is exact.
         tensors.append(torch.stack([torch.atleast_1d(value).double() for value in values]))
     numbers = torch.stack(tensors).tolist()  # [updates, 4, members]; the only read from the device
     rows = []

@@ -108,8 +108,8 @@ def wait_until_free(folder: Path, limit_s: float) -> bool:
     """Wait until no process holds the run's lock, and return whether the lock is free.
 
     Args:
-        folder: the run's folder. If its run.lock cannot be opened, e.g. since the folder was
-            removed, the lock counts as free.
+        folder: the run's folder. If its run.lock cannot be opened, for example because
+            the folder was removed, the lock counts as free.
         limit_s: the longest time to wait, in seconds.
     """
     end = time.monotonic() + limit_s

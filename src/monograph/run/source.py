@@ -46,7 +46,7 @@ class ModelSource:
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """Return the model that a name stands for. An adapter's configuration is read at once.
+        """Return the model that a name stands for. An adapter's configuration is read now.
 
         Raises:
             InputRefused: the adapter cannot be used.
