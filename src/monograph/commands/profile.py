@@ -67,9 +67,9 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> None:
         progress = _start_process()
         session = _open_and_prepare(_plan_run(settings, progress), folder, progress)
         measured = _profile_session(session, folder, progress)
-        size = session.plan.training.tokens_per_update
-        tokens_per_s = session.text.stats.packed_share * size / measured.update_s
-        drawing = draw_profile(measured.verdict, f"An update of {size:,} tokens")
+        positions = session.plan.training.tokens_per_update  # in the rows of an update
+        tokens_per_s = session.text.stats.packed_share * positions / measured.update_s
+        drawing = draw_profile(measured.verdict, f"An update of {positions:,} tokens")
         write_atomically(folder / PICTURE, themed(drawing))
         config = session.plan.record.toml
         write_atomically(folder / REPORT, profile_page(folder.name, measured, tokens_per_s, config))
