@@ -26,8 +26,8 @@ from monograph.storage.reading import is_file
 
 __all__ = ["app", "main"]
 
-# A launcher such as torchrun ends all processes as soon as one ends. If another process reports an
-# error, this process waits this long, so that the launcher cannot end the other one too early.
+# A launcher such as torchrun ends all processes as soon as one ends. So a process whose error another
+# one reports waits this long: otherwise the launcher might end the other one before it has reported.
 SILENT_S = 30.0
 # Errors of the operating system about a file or folder that are not bugs of Monograph.
 _INPUT_ERRORS = {
@@ -57,8 +57,8 @@ _PATH_OPTIONS = {
 # A shell that completes a command line sets this variable, as typer's protocol says, and reads the
 # possible next words from stdout.
 _COMPLETION_VARIABLE = "_MONOGRAPH_COMPLETE"
-# Options of typer, which print or install a script and exit, with a help text that replaces
-# typer's.
+# Two options of typer, each of which prints or installs a script and exits. These help texts replace
+# typer's own.
 _COMPLETION_OPTIONS = {
     "--install-completion": "let this shell complete commands and options",
     "--show-completion": "print the script that --install-completion installs",
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         _require_usable_input(arguments)
         code = _run_command(_with_resume_value(_with_options_for_words(arguments)))
-        # Here, so that a full disk or a closed pipe raises its error inside this `try`.
+        # Flushed here, so that a full disk or a closed pipe raises its error inside this `try`.
         sys.stdout.flush()
     except BadCommandLine as error:
         message = _usage_message(error, arguments)
@@ -247,7 +247,7 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
     if "--resume" not in arguments:
         return arguments
     position = arguments.index("--resume") + 1
-    # After the last argument there is no run either, as before an option.
+    # A `--resume` at the end has no run either, so it is treated like one before an option.
     following = arguments[position] if position < len(arguments) else "-"
     is_option = following.startswith("-")
     is_key_or_config = "=" in following or following.endswith(".toml")

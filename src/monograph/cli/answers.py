@@ -70,7 +70,7 @@ def _without_option(option: str, arguments: Sequence[str]) -> list[str]:
     names = [argument.partition("=")[0] for argument in arguments]
     index = names.index(typed_option)
     has_equals_sign = arguments[index] != typed_option
-    # An unknown option may take no value. A key that follows is then an argument, which stays.
+    # An unknown option may take no value. So a KEY=VALUE after it counts as an argument, and stays.
     value_is_next_argument = value and not has_equals_sign and not key_and_value(value)
     end = index + 2 if value_is_next_argument else index + 1
     return [*arguments[:index], *arguments[end:]]
@@ -184,15 +184,17 @@ def _unknown_option_advice(
     """
     typed_option, value = _option_and_value(option, arguments)
     name = typed_option.lstrip("-").replace("-", "_")
-    # `OPTIONS` has the options of other programs, and what this command has in their place.
-    elsewhere = OPTIONS.get(str(command.name), {}).get(name.rpartition(".")[2])
-    if elsewhere:
-        return _with_typed_value(elsewhere, value)
+    # `OPTIONS` has options of other programs, and what to type here instead of each.
+    advice = OPTIONS.get(str(command.name), {}).get(name.rpartition(".")[2])
+    if advice:
+        return _with_typed_value(advice, value)
     if name in DEVICES:
         return f"; {DEVICES[name]}"
-    beginning_so = [option for option in _option_names(command) if option.startswith(f"--{name}")]
-    if len(name) == 1 and beginning_so:
-        return f"; did you mean {' or '.join(beginning_so)}?"
+    with_this_beginning = [
+        known for known in _option_names(command) if known.startswith(f"--{name}")
+    ]
+    if len(name) == 1 and with_this_beginning:
+        return f"; did you mean {' or '.join(with_this_beginning)}?"
     if _takes_keys(command):
         return _key_as_option_advice(command, typed_option, value, similar)
     suggestion = did_you_mean(typed_option, _option_names(command))
@@ -233,9 +235,9 @@ def _extra_argument_advice(command: Command, argument: str) -> str:
     if equals and option in _option_names(command):
         return f"; say {option} {shell_words(value)}"
     # `OPTIONS` has advice for an argument without a name under "".
-    elsewhere = OPTIONS.get(str(command.name), {}).get(short_name if equals else "")
-    if elsewhere:
-        return _with_typed_value(elsewhere, value if equals else argument)
+    advice = OPTIONS.get(str(command.name), {}).get(short_name if equals else "")
+    if advice:
+        return _with_typed_value(advice, value if equals else argument)
     if equals and key_advice(name):
         return f"; {_no_keys_message(command)}"
     return f"; {_list_arguments(command)}"
@@ -244,12 +246,12 @@ def _extra_argument_advice(command: Command, argument: str) -> str:
 def _option_and_value(option: str, arguments: Sequence[str]) -> tuple[str, str]:
     """Return an option as a person typed it, and its value; the value is "" if there is none.
 
-    Typer reads `-lr` as the options -l and -r. So for the option -l, the typed option is `-lr`.
+    Typer reads `-lr` as the two options -l and -r. So if `option` is -l, a person may have typed `-lr`.
     """
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        is_run_of_letters = len(option) == 2 and re.fullmatch(rf"{re.escape(option)}\w+", name)
-        if name != option and not is_run_of_letters:
+        begins_with_it = len(option) == 2 and re.fullmatch(rf"{re.escape(option)}\w+", name)
+        if name != option and not begins_with_it:
             continue
         if not equals and index + 1 < len(arguments):
             next_argument = arguments[index + 1]
@@ -264,16 +266,16 @@ def _is_number(text: str) -> bool:
     return bool(re.fullmatch(r"-?[0-9.]+(e[-+]?[0-9]+)?", text))
 
 
-def _with_typed_value(elsewhere: str, value: str) -> str:
-    """Return the advice of an entry of `OPTIONS`, with the value that was typed.
+def _with_typed_value(advice: str, value: str) -> str:
+    """Return the end of a message: an entry of `OPTIONS` as advice, with the value that was typed.
 
     An entry is a sentence, an option, or an option with {} in the place of a number.
     """
-    if not elsewhere.startswith("-"):
-        return f"; {elsewhere}"
-    if "{}" in elsewhere:
-        return f"; say {elsewhere.format(shell_words(value) if value else 'NUMBER')}"
-    return f"; say {elsewhere} {shell_words(value) if value else 'VALUE'}"
+    if not advice.startswith("-"):
+        return f"; {advice}"
+    if "{}" in advice:
+        return f"; say {advice.format(shell_words(value) if value else 'NUMBER')}"
+    return f"; say {advice} {shell_words(value) if value else 'VALUE'}"
 
 
 def _takes_keys(command: Command) -> bool:

@@ -4,7 +4,7 @@ Typer derives a command's arguments and options from its function's parameters, 
 the function's docstring. A function here imports the code of its command (`monograph.commands`)
 only when it is called, since that code imports torch, which takes seconds.
 
-During these imports, Ctrl-C ends the program at once. After them, `interrupts.interruptible(run)` returns
+During these imports, Ctrl-C ends the program immediately. After them, `interrupts.interruptible(run)` returns
 the command's function `run` as it is, and lets Ctrl-C raise KeyboardInterrupt from then on.
 """
 
@@ -234,8 +234,8 @@ def _option(
 ) -> Any:
     """Return an option that takes a value.
 
-    `names` are what a person types. Without them it is the parameter's name, such as --max-tokens for
-    `max_tokens`.
+    `names` are what a person types. Without `names`, typer makes the option of the parameter's name, such
+    as --max-tokens for `max_tokens`.
     """
     return typer.Option(*names, metavar=metavar, help=help, min=min, max=max, readable=readable)
 
@@ -247,8 +247,8 @@ def _flag(name: str, help: str, *more_names: str) -> Any:
 
 def _path_option(metavar: str, help: str, *names: str) -> Any:
     """Return an option that takes a path."""
-    # The command opens the path and says why it cannot be read. With `readable`, typer would say
-    # that its name is wrong.
+    # The command opens the path, and says why it cannot be read. With `readable`, typer would look first,
+    # and say that the value is invalid.
     return _option(metavar, help, *names, readable=False)
 
 
@@ -497,7 +497,7 @@ def plan(
 
     short_options = {"train.minutes": minutes}
     settings = _settings(_with_recipe(recipe, arguments), short_options, needs_shape_alone=True)
-    # Not `interrupts.interruptible(run)`: a plan writes nothing, so Ctrl-C may end it at once.
+    # Not `interrupts.interruptible(run)`: a plan writes nothing, so Ctrl-C may end it immediately.
     return run(
         settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json
     )
@@ -823,7 +823,7 @@ def serve(
 
 
 _EXPORT_TOOLS = [tool for export in EXPORTS.values() for tool in export.tools]
-# The formats in which the data type of the weights can be chosen.
+# The formats that let a person choose the data type of the weights, and these data types, each once.
 _EXPORTS_WITH_DTYPES = [export for export in EXPORTS.values() if export.dtypes]
 _EXPORT_DTYPES = dict.fromkeys(dtype for export in _EXPORTS_WITH_DTYPES for dtype in export.dtypes)
 

@@ -98,6 +98,7 @@ class Chat:
             return True
         try:
             if line.startswith("/"):
+                # The command's name, and what follows it if there is more.
                 return self._command(*line.split(maxsplit=1))
             self._answer(line)
         except (InputRefused, UsageError) as error:
@@ -176,8 +177,8 @@ def run(run: str, *, system: str | None, options: GenerateOptions) -> None:
             f"`monograph generate {shell_words(run)} TEXT` continues one; to give it a template, put a "
             "chat_template.jinja next to its tokenizer.json"
         )
-    # A constraint depends on the tokens right before an answer. They are the same for all messages, so
-    # any message will do.
+    # A constraint depends on the tokens right before an answer. They are the same after each message, so
+    # "." stands for any message.
     model = with_constraint(model, [PromptRequest(".", model.sampling)])
     is_interactive = is_terminal(sys.stdin)
     chat = Chat(answers_from(model), model.sampling, system, is_interactive)

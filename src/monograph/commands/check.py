@@ -220,14 +220,15 @@ def _verify_run(run: Run) -> CheckResult:
         states[path] = recorded_state.state_in(path, run)
 
     folders = [path for _, path in reversed(checkpointing.list_checkpoints(run.checkpoints))]
+    # This also fills `states`.
     checkpoint_faults = {path.name: _fault(partial(verify_checkpoint, path)) for path in folders}
     for name, fault in checkpoint_faults.items():
         if fault and checkpointing.is_gone(run.checkpoints / name):
-            # The run still trains, and has removed this checkpoint since the list was made. Begin again.
+            # The run still trains, and has removed this checkpoint since they were listed. So begin again.
             return _verify_run(run)
-    sound = [*states]  # the oldest first
+    sound_folders = [*states]  # the oldest first
     # The other files are compared with the digests in this state.
-    newest_state = states[sound[-1]] if sound else {}
+    newest_state = states[sound_folders[-1]] if sound_folders else {}
 
     def verify_lock() -> None:
         if serial_number(run.folder) <= 0 or lock_record(run.folder) == {}:
@@ -267,9 +268,9 @@ def _error_of_run(
     Args:
         run: the run.
         faults: the fault of each file and each checkpoint, by its name; None where it is sound.
-        checkpoint_faults: those of the checkpoints alone, the oldest first.
+        checkpoint_faults: the faults of the checkpoints alone, the oldest checkpoint first.
     """
-    # This is reported first, because it is not known whether an unreadable file is damaged.
+    # A file that cannot be read is reported first, because it is not known whether it is damaged.
     for fault in faults.values():
         if isinstance(fault, Unreadable):
             return fault

@@ -127,10 +127,10 @@ def run(
     """Compare every run with the first; see the command line's help.
 
     Args:
-        runs: two names or more, of a run, a sweep, SWEEP/mixture or a model's folder each.
+        runs: two or more names. Each is that of a run, a sweep, SWEEP/mixture or a model's folder.
         data: files of text, or of questions; empty: the text that the first run held out.
         chat: whether to ask the questions as in a chat.
-        report: the HTML page to write; None: none is written.
+        report: the HTML page to write; None to write none.
         json: whether to print the measurements as JSON, too.
     """
     if len(runs) < 2:
@@ -148,8 +148,8 @@ def run(
         raise UsageError(
             f"{runs[0]} learned from answers, not from text, so no text was held out for it: give one with --data"
         )
-    # How the first side with a text of its own reads text. Sides without one read text in the same way.
-    # {} if no side has one: then the defaults apply.
+    # How text is read by the first side that has a text of its own. Sides without one read text in the
+    # same way. If no side has one, this is {}, and the defaults apply.
     reading = next((side.models[0].reading for side in sides if side.has_own_text), {})
     has_questions = are_question_files(data, reading.get("text_key"), chat)
     first = sides[0]
@@ -204,7 +204,9 @@ def _open_side(name: str) -> _Side:
         models = [load_from_folder(name, warn)]
     for model in models:
         model.module.to(default_device()).eval()
-    knobs = tuple({"seed": seed} for seed in runs_by_seed) if len(runs_by_seed) > 1 else ()
+    knobs: tuple[dict[str, Any], ...] = ()
+    if len(runs_by_seed) > 1:
+        knobs = tuple({"seed": seed} for seed in runs_by_seed)
     runs = tuple(runs_by_seed.values())
     tokens_per_s = None
     # The speed of a run that learned from sampled answers includes the sampling, so it says nothing
@@ -301,12 +303,12 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
         reading: how to read text for a side that has no text of its own.
     """
     model = side.models[0]
-    text_of_first = first.models[0].own_text_arguments
+    first_text_arguments = first.models[0].own_text_arguments
     side_reading = model.reading
     if not side.has_own_text:
-        # Such a side does not record how to read text, so its text is read as that of another side. Its
-        # rows must not be longer than the number of the model's positions, nor than the rows of the others.
-        # `reading` is {} if no side has a text of its own.
+        # Such a side does not record how to read text, so it reads text as another side does. Its rows must
+        # fit into the model's positions (`model.reading`), and must not be longer than the other side's
+        # rows. `reading` is {} if no side has a text of its own.
         readings = [each for each in (model.reading, reading) if each]
         length = min(int(each["sequence_length"]) for each in readings)
         side_reading = reading | {"sequence_length": length}
@@ -317,10 +319,10 @@ def _rows_for(side: _Side, first: _Side, data: list[str], reading: dict[str, Any
         warn(
             f"{side.name} does not say what it was trained on: what {first.name} held out may be part of it"
         )
-    elif model.own_text_arguments != text_of_first:
+    elif model.own_text_arguments != first_text_arguments:
         warn(f"{side.name} was trained on other text: what {first.name} held out may be part of it")
-    text = corpus(tokenizer=model.tokenizer, **side_reading, **text_of_first)
-    if model.own_text_arguments == text_of_first and text.fingerprint != model.fingerprint:
+    text = corpus(tokenizer=model.tokenizer, **side_reading, **first_text_arguments)
+    if model.own_text_arguments == first_text_arguments and text.fingerprint != model.fingerprint:
         warn(
             f"{text.name} changed since {side.name}: what is held out now may have been trained on"
         )
@@ -336,12 +338,11 @@ def _compare_answers_to_questions(
 ) -> _Result:
     """Measure the share of questions that each side answers correctly."""
     questions = read_questions(data)
-    answers_of_sides: list[
-        dict[Hashable, list[ChoiceMarks]]
-    ] = []  # for each side its answers by seed
+    # For each side, the answers of its models by their seeds.
+    answers_of_sides: list[dict[Hashable, list[ChoiceMarks]]] = []
     accuracies = []
     for side in sides:
-        # A side with one model has no seeds, and any will do.
+        # A side with one model records no seed, and any number will do.
         seeds = [knobs["seed"] for knobs in side.knobs] or [0]
         answers_by_seed: dict[Hashable, list[ChoiceMarks]] = {}
         accuracy_by_seed = []
@@ -388,7 +389,8 @@ def _difference_line(first: _Side, side: _Side, comparison: Comparison, document
 def _pairs_text(comparison: Comparison, documents: int) -> str:
     """Return how many pairs of measurements the difference is made from, and what a pair is."""
     n = comparison.difference.n
-    if comparison.paired_by == "document" and n < documents:  # of many documents, some are one pair
+    # Many documents are compared in groups, each of which is one pair.
+    if comparison.paired_by == "document" and n < documents:
         return f"{n} groups of documents"
     return counted(n, comparison.paired_by)
 

@@ -18,12 +18,11 @@ from monograph.terminal import takes_colour, write_as_is
 
 
 def show(settings: Settings, *, row: int | None) -> None:
-    """Print a packed row as text, its trained tokens marked; without a number, print the corpus's
-    size and row 0.
+    """Print a packed row as text, with the tokens marked that are trained on.
 
     Args:
         settings: the settings of a run.
-        row: the row's number, from 0.
+        row: the row's number, from 0; None for row 0, with the corpus's size before it.
     """
     require_texts(settings, "data")
     plan = resolve(settings, describe())

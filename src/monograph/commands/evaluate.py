@@ -105,9 +105,9 @@ def _score_text(
         tokenizer=model.tokenizer, **model.reading, **text_arguments, progress=report
     )
     if not data and text.fingerprint != model.fingerprint:
-        # A changed text may be split at another place into training text and held-out text.
+        # A changed text may be split into training text and held-out text at another place than before.
         warn(f"{text.name} changed since the run: what is held out now may have been trained on")
-    rows = text.train if data else text.held_out  # of a given text nothing is held out
+    rows = text.train if data else text.held_out  # nothing is held out of a given text
     scores = evaluate(model, rows, progress=report)
     result = f"loss {scores.loss:.4f}"
     if scores.bits_per_byte is not None:

@@ -33,8 +33,9 @@ def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
     adapters = _adapters_to_write(trained_adapters, export, model.config)
 
     def write_adapters(new_folder: Path) -> None:
-        """Write the adapters alone, in the model's folder before that gets its name, so that both
-        appear at once.
+        """Write the adapters alone, inside the model's folder.
+
+        That folder still has a temporary name, so model and adapters appear together.
         """
         if adapters is not None:
             (new_folder / ADAPTER).mkdir()
@@ -49,8 +50,9 @@ def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
 def _adapters_to_write(
     adapters: PeftAdapters | None, export: Export, config: LlamaConfig
 ) -> PeftAdapters | None:
-    """Return the adapters that the export can also write alone; None if there are none, or, with a
-    warning, if the format has no form for them.
+    """Return the adapters if the export can also write them alone; else None.
+
+    If there are adapters that the format has no form for, a warning says so.
     """
     if adapters is None:
         return None

@@ -29,9 +29,9 @@ from monograph.storage.reading import contents, is_file, open_input, refusing, w
 from monograph.storage.writing import DISK_ERRORS
 
 POLL_S = 1.0  # seconds between two looks at the metrics
-# This many bytes before the next row are compared with the bytes that were read there before. They differ
-# if the run has gone back to a checkpoint and written other rows. They are about twenty rows, which differ
-# at least in their times.
+# At most this many of the bytes that were sent last are read again before new rows are sent. They have
+# changed if the run has gone back to a checkpoint and written other rows: rows differ at least in their
+# times, and this many bytes are about twenty rows.
 COMPARED_BYTES = 4096
 
 
@@ -55,8 +55,8 @@ def run(run: str, *, to: str, out: Path | None) -> None:
         ExitStack() as trackers,
     ):
         while not is_over:
-            # This comes before the rows are read. If no process trains the run any more, no row is written
-            # after the last read.
+            # This comes before the rows are read. So if no process trains the run any more, the rows that
+            # are read below are the last ones.
             is_over = wait_until_free(folder, POLL_S)
             for run_folder in _runs_to_follow(folder):
                 if run_folder not in followed:
@@ -74,15 +74,16 @@ def run(run: str, *, to: str, out: Path | None) -> None:
 
 
 def _runs_to_follow(folder: Path) -> list[Path]:
-    """Return the folders of a run or, for a sweep, of its members and of the runs beside them.
+    """Return the folders of a run or, for a sweep, of its members and of the runs that were
+    distilled from them.
 
-    Runs beside the members are those that were distilled from them. The link to the best member is
-    left out, as it is the same folder.
+    The link SWEEP/best leads to a member, so that member is found twice, but returned once.
     """
     if not is_file(folder / SWEEP):
         return [without_links(folder)]
     runs = [*runs_in(folder / "members"), *runs_in(folder)]
-    return [*dict.fromkeys(map(without_links, runs))]
+    distinct_folders = dict.fromkeys(map(without_links, runs))  # in the same order
+    return list(distinct_folders)
 
 
 class _Followed:
@@ -234,7 +235,7 @@ def _finite_numbers(
         depth: how many levels of objects inside `row` are read; deeper ones are left out.
     """
     for name, value in row.items():
-        # A larger int has no float, and NaN is not smaller than any number.
+        # A larger int has no float. The comparison is false for NaN, and for infinity, too.
         if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
             yield prefix + name, float(value)
         elif isinstance(value, Mapping) and depth:

@@ -43,10 +43,23 @@ from monograph.text.tokenizer import Tokenizer
 
 PromptContent = str | list[Message]
 # Flags of the command that are not options of `Sampling`. --sampler refuses them with a hint.
-_FLAGS = (
-    *("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json"),
-    *("grammar", "adapter", "use", "tools", "tool_choice", "draft"),
-)
+_FLAGS = {
+    "adapter",
+    "chat",
+    "choice",
+    "draft",
+    "grammar",
+    "json",
+    "json_schema",
+    "max_tokens",
+    "n",
+    "prompts",
+    "regex",
+    "stop",
+    "tool_choice",
+    "tools",
+    "use",
+}
 _PIECE_BYTES = 1 << 20  # bytes of a file that are read at once
 # The types whose values a user writes as they are, with the words for them in messages. Values of all
 # other types are written as JSON.
@@ -186,7 +199,8 @@ def _prompt_in_record(
         record = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise InputRefused(f"{where}: not JSON: {json_fault(error)}; {expected}") from None
-    # The keys that are left in `options` when the others have been taken out are options of `Sampling`.
+    # "prompt", "adapter" and, in a chat, "messages" are taken out of `options` below. The keys that are left
+    # are options of `Sampling`, or unknown.
     options = dict(record) if isinstance(record, dict) else {}
     text = options.pop("prompt", None)
     messages = options.pop("messages", None) if chat else None
@@ -295,9 +309,10 @@ def _open_file_or_pipe(path: Path) -> BinaryIO:
 
 
 def _read_at_least(file: BinaryIO, min_bytes: int) -> bytes:
-    """Return the first bytes of a file: `min_bytes` or up to a piece more, or all if it has fewer.
+    """Return at least the first `min_bytes` bytes of a file; all bytes if it has fewer.
 
-    The file is read in pieces, because a single `read` would allocate memory for all `min_bytes`.
+    The file is read in pieces, because a single `read` would allocate memory for all `min_bytes`. So the
+    result may be up to one piece longer.
     """
     max_pieces = math.ceil(min_bytes / _PIECE_BYTES)
     pieces = iter(lambda: file.read(_PIECE_BYTES), b"")  # until the end of the file
@@ -488,22 +503,21 @@ def with_constraint(model: ReadyModel, prompts: Sequence[PromptRequest]) -> Read
         prompts_ids = (_chat_ids(model, request) for request in prompts)
         return model._replace(constraint=model.tools.constraint(prompts_ids))
     for kind, value in model.options.constraints.items():
-        if value is None:  # all but one are None
+        if value is None:  # at most one is not None
             continue
         if kind == "json_schema":
             value = parse_schema(_read_text(value, "--json-schema", LARGEST_SCHEMA_BYTES))
         if kind == "grammar":
             path = value
             value = _read_text(path, "--grammar", LARGEST_GRAMMAR_BYTES)
-            parse_grammar(
-                value, f"--grammar {path}"
-            )  # refuses what is no grammar, by file and line
+            # Called for its errors, which name the file and the line.
+            parse_grammar(value, f"--grammar {path}")
         if kind == "choices":
             for choice in value:
                 change = model.tokenizer.describe_change(choice)
                 if change:
-                    # The tokenizer changes this text, so the model cannot write it. The command is
-                    # refused: without this choice the model would be asked another question.
+                    # The tokenizer changes this text, so the model cannot write it. The choice is not just
+                    # left out, since the model would then be asked another question.
                     raise InputRefused(f"--choice: {change}")
         end_ids = [end for end in model.stop if not isinstance(end, str)]
         lead = _lead_bytes(model, prompts)
@@ -710,5 +724,5 @@ def _completion_values(completion: Completion, tools: AnswerTools | None) -> dic
 
 
 def _write(text: str) -> None:
-    """Print a text at once, without a line end."""
+    """Print a text without a line end, and do not wait for one."""
     print(text, end="", flush=True)

@@ -1,5 +1,5 @@
-"""The tools of `monograph generate --tools`: which the chat template shows, and which calls an answer may
-have.
+"""The tools of `monograph generate --tools`: how the chat template shows them to the model, and which
+calls an answer may have.
 
 Every call has the name of a tool, and arguments that follow the tool's schema, because an automaton in
 the decoding graph, or llguidance on the host, lets no other token pass.
@@ -60,9 +60,9 @@ class AnswerTools(NamedTuple):
         return chat_ids(self.tokenizer, shown_messages, add_generation_prompt=True, **variables)
 
     def constraint(self, prompts: Iterable[Sequence[int]]) -> Automaton | HostConstraint:
-        """Return what allows a token only if all calls can still become right ones.
+        """Return the constraint that allows a token only if all calls can still become valid ones.
 
-        It is an automaton, or if none can follow a schema, what the host follows instead.
+        It is an automaton or, if no automaton can follow a schema, a constraint that the host follows.
 
         Args:
             prompts: the ids of the prompts that are answered.
@@ -74,10 +74,10 @@ class AnswerTools(NamedTuple):
         grammar = self.frame.grammar()
         thoughts = find_thoughts(self.tokenizer)
         if thoughts is not None:
-            places = {
-                thoughts.place_after("".join(self.spelling_V[token_id] for token_id in prompt_ids))
-                for prompt_ids in prompts
-            }
+            places = set()
+            for prompt_ids in prompts:
+                prompt_text = "".join(self.spelling_V[token_id] for token_id in prompt_ids)
+                places.add(thoughts.place_after(prompt_text))
             if len(places) > 1:
                 raise UsageError(
                     "--tools: some prompts end inside thoughts, and others do not: answer them one by one"
@@ -177,6 +177,6 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise InputRefused(f"{where}.function.parameters: expected an object, a JSON schema")
-    # "strict" is for the decoder, which always is, so the model does not see it.
+    # "strict" asks the decoder to follow the schema. It always does, and the model need not see the word.
     shown_function = {key: value for key, value in function.items() if key != "strict"}
     return {"type": "function", "function": shown_function}

@@ -71,13 +71,13 @@ def run(
     if host_memory is not None:
         host_bytes = int(HOST_SHARE * memory_size("--host-memory", host_memory))
         limits = replace(limits, host_bytes=host_bytes)
-    # These describe what the user gave, so they come before the settings are completed.
+    # `model` and `shape` describe what the user gave, so they are read before the settings are completed.
     model = model_text(settings)
     shape = given_shape(settings)
     is_elsewhere = device is not None
     with with_shape_folder(settings) as complete_settings:
-        # For another machine, sizes that the user left open are those that are usual. For this machine,
-        # they are derived from the text and from the time that the run may take.
+        # For another machine, sizes that the user left open get their usual values. For this machine, they
+        # are derived from the text and from the time that the run may take.
         if is_elsewhere:
             complete_settings = with_usual_sizes(complete_settings)
         run_to_plan = RunToPlan(complete_settings, model, shape, is_elsewhere)
@@ -124,13 +124,13 @@ def _plan(run_to_plan: RunToPlan, target: Device, limits: Limits, json: bool) ->
     run_plan = resolve(run_to_plan.settings, target, will_build=False)
     job = run_plan.job
     objective = job.objective
-    # The number of rows of the embedding before rows for new tokens are added.
+    # The embedding's number of rows, before rows for new tokens are added.
     vocabulary_rows = shape_of(run_plan).vocab_size
     new_tokens = job.tokens.compare_if_readable()  # None if the model's tokenizer cannot be read
     config = shape_of(run_plan, new_tokens)
     require_room_for_weights(job, config, target, limits)
-    # A run with rewards samples answers. The memory that this takes is not there for the training step,
-    # so the step is planned for a device with less memory.
+    # A run with rewards samples answers. The training step cannot use the memory that sampling takes, so
+    # the step is planned for a device with less memory.
     sampling_bytes = objective.extra_bytes(run_plan, config, target)
     step_device = with_less_memory(target, sum(sampling_bytes.values()))
     trained_tokens = new_tokens.trained_ids(vocabulary_rows) if new_tokens else ()

@@ -48,8 +48,8 @@ _LETTERS = {
     "staging buffers": "t",  # for the pieces that the device updates at the moment
     "boundaries": "b",  # the tensors that pass from one stage to the next
 }
-# How frozen weights are stored, by `Lora.base`. "auto" stores them in the bits of the computation:
-# `_model_text` also has the case of fp32.
+# How frozen weights are stored, by `Lora.base`. "auto" stores them in as many bits as the computation has:
+# 16, or 32 with fp32, which `_model_text` looks at.
 _FROZEN_STORAGE = {"auto": "in 16 bits", "int8": "in 8 bits", "nf4": "in 4 bits"}
 
 
@@ -170,7 +170,7 @@ def _model_text(model: str, request: PlanRequest) -> str:
 
 
 def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
-    """Yield the lines on the chosen way or, if none fits, on the way that needs least memory."""
+    """Yield the lines about the chosen way or, if no way fits, about the one that needs least memory."""
     if not plan.candidates:
         yield f"plan     {plan.refusal}"
         return
@@ -201,9 +201,10 @@ def _choice_lines(plan: Plan, length: ShownLength) -> Iterator[str]:
             residual = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)"
         yield f"   GiB   {', '.join(origins)}{residual}"
     if isinstance(best, StreamCandidate):
-        # Lines about the bytes in the host's memory, about those in files, and about how they move.
+        # The texts are about the bytes in the host's memory, the bytes in files, and how these move. A text
+        # has one or two parts, and each part takes a line.
         for label, text in describe_tiers(best):
-            first_part, _, second_part = text.partition("; ")  # each part takes a line
+            first_part, _, second_part = text.partition("; ")
             yield f"{label:8} {first_part}"
             if second_part:
                 yield f"         {second_part}"
@@ -276,8 +277,10 @@ def _way_row(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
 
 
 def _streamed(candidate: StreamCandidate) -> str:
-    """Return in a few words how a model is streamed: the blocks of a stage, and when and where their
-    weights are updated, such as "2 blocks, sweep, host". `describe_way` says the same in more words.
+    """Return in a few words how a model is streamed, such as "2 blocks, sweep, host".
+
+    The words are the blocks of a stage, and when and where their weights are updated. `describe_way` says
+    the same in more words.
     """
     placement = candidate.placement
     blocks = counted(placement.blocks_per_stage, "block")

@@ -1,8 +1,8 @@
 """`monograph profile`: trace a few updates, and show where their time goes and what to change.
 
-With `--ladder`, `monograph profile` instead measures what each usual way to save time or memory
-gains, one after another (`monograph.session.ladder`). Such a way is called a rung. No run is kept
-in either case.
+With `--ladder`, it does something else: it tries the usual ways to save time or memory one after
+another, and measures what each gains (`monograph.session.ladder`). Such a way is called a rung. No run
+is kept in either case.
 """
 
 import json as jsonlib
@@ -67,9 +67,9 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> None:
         progress = _start_process()
         session = _open_and_prepare(_plan_run(settings, progress), folder, progress)
         measured = _profile_session(session, folder, progress)
-        size = session.plan.training.tokens_per_update
-        tokens_per_s = session.text.stats.packed_share * size / measured.update_s
-        drawing = draw_profile(measured.verdict, f"An update of {size:,} tokens")
+        positions = session.plan.training.tokens_per_update  # in the rows of an update
+        tokens_per_s = session.text.stats.packed_share * positions / measured.update_s
+        drawing = draw_profile(measured.verdict, f"An update of {positions:,} tokens")
         write_atomically(folder / PICTURE, themed(drawing))
         config = session.plan.record.toml
         write_atomically(folder / REPORT, profile_page(folder.name, measured, tokens_per_s, config))
@@ -144,8 +144,8 @@ def _open_and_prepare(plan: RunPlan, folder: Path, progress: Progress) -> Sessio
 def _profile_session(session: Session, folder: Path, progress: Progress) -> Profile:
     """Time and trace a few updates, and write the trace into `folder`."""
     plan = session.plan
-    # The share of the rows' positions that have tokens, and about what it would be if documents were
-    # packed into rows together.
+    # The share of the rows' positions that have tokens. The second number is about what this share would be
+    # if documents were packed into rows together.
     used_share = session.text.stats.packed_share
     share_if_packed = used_share if plan.job.reading.is_packed else 1.0
     is_on_gpu = default_device().type == "cuda"
@@ -174,8 +174,8 @@ def _print_profile(measured: Profile, tokens_per_s: float, folder: Path) -> None
     steps = counted(measured.micro_steps, "micro-step")
     print(f"update    {1e3 * measured.update_s:.3g} ms, {count(tokens_per_s, 'tok/s')}, {steps}\n")
     print(f"{'part':<14}{'share':>7}{'ms':>10}{'best ms':>10}  mostly limited by")
-    # A floor is the shortest time that a part could take on this device. The bounds are the times of its
-    # kernels by what limits them, such as memory.
+    # The floor of a part is the shortest time that it could take on this device. Its bounds are the times
+    # of its kernels, added up by what limits them, such as memory.
     for part in PARTS:
         share = verdict.spent.share(part)
         spent_ms = 1e3 * verdict.spent.parts[part]
@@ -291,7 +291,8 @@ def _climb_rungs(ladder: Ladder, progress: Progress) -> list[Climb]:
     variants = {"": TrainingVariant()}
     began = clock()
     for number, rung in enumerate(RUNGS, start=1):
-        # The rung that this one changes: the one that it names if that was possible here, else the last.
+        # The rung that this one changes: the rung that it names as its base, or else the last rung that was
+        # possible here.
         last_rung = [*variants][-1]
         base = rung.base if rung.base in variants else last_rung
         base_variant = variants[base]
@@ -320,7 +321,7 @@ def _ladder_json(ladder: Ladder, climbs: list[Climb], folder: Path) -> dict[str,
     """Return the measurements of all rungs as the object that --json prints."""
     machine = ladder.machine
     plan = ladder.plan
-    # On a CPU, time of the processor depends less on other programs than wall time does.
+    # On a CPU, other programs change the CPU time less than the wall time.
     compared_time = "cpu" if machine.type == "cpu" else "wall"
     return {
         "schema": "monograph.ladder/2",

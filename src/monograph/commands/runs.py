@@ -78,7 +78,7 @@ def table(rows: list[tuple[str, ...]], width: int | None) -> str:
     rows = [HEAD, *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is not None:
-        # The widest column is cut first.
+        # The widest column is cut first; the other one only if that is not enough.
         cut_columns = sorted(map(HEAD.index, CUT_COLUMNS), key=lambda column: -widths[column])
         for column in cut_columns:
             gaps = 2 * (len(HEAD) - 1)
@@ -117,7 +117,7 @@ def _cells(run: ListedRun, best: Collection[Path]) -> tuple[str, ...]:
 
 
 def _relative(text: str) -> str:
-    """Return a text; if it begins with a path inside the working folder, with the relative path."""
+    """Return a text that may begin with a path. A path inside the working folder becomes relative."""
     return text.removeprefix(f"{Path.cwd()}/")
 
 

@@ -166,8 +166,8 @@ def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: 
     # This object is also in the sweep's record, so `Sweep.write` writes what is added to it below.
     result = state.finish()
     if verify is not None:
-        eager = state.eager_updates_of(state.members[verify])
-        result["verify"] = results.verify_member(state.outcomes[verify], progress, eager)
+        eager_updates = state.eager_updates_of(state.members[verify])
+        result["verify"] = results.verify_member(state.outcomes[verify], progress, eager_updates)
         state.sweep.write()
     if state.sweep.record.get("distill") and result["best"]:
         result["distilled"] = _distill(state, result["best"]["member"], progress)
@@ -177,7 +177,8 @@ def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: 
         print(jsonlib.dumps(result))
     if result["best"] is None:
         raise Diverged(f"every member of {state.sweep.run.folder} diverged: lower optim.lr")
-    return 0 if verify is None or result["verify"]["equal"] else 1
+    differs = verify is not None and not result["verify"]["equal"]
+    return 1 if differs else 0
 
 
 def _distill(state: SweepProgress, best: int, progress: Progress) -> dict[str, Any]:
@@ -257,8 +258,8 @@ def _train_round(
 ) -> None:
     """Train the members of a round together.
 
-    Members that are stopped early leave the graph: the others go on from their checkpoints in a smaller
-    one, exactly as a sweep that is resumed.
+    If members are stopped early, the others go on from their checkpoints in a graph without them, exactly
+    as in a sweep that is resumed.
 
     Args:
         round_: the round.
@@ -267,15 +268,17 @@ def _train_round(
         stop: the user's signals.
         progress: the display's lines.
     """
-    timed_group, updates, members = round_
+    timed_group = round_.timed_group
     is_over = False
-    counts_resumed = True  # only what earlier processes have done
+    # At first, the updates before the newest checkpoint were done by earlier processes. They are added to
+    # those that are done. Later they were done here, and are counted already.
+    counts_resumed = True
     while not is_over:
-        learning = state.learning(members)
+        learning = state.learning(round_.members)
         with state.sweep.lock_members(learning) as runs:
             # No variable has the cohort, so that its memory is free before the next one is made.
             is_over = _train_cohort(
-                timed_group.cohort_of_round(learning, runs, updates, progress),
+                timed_group.cohort_of_round(learning, runs, round_.updates, progress),
                 round_,
                 state,
                 block,
@@ -319,17 +322,17 @@ def _train_cohort(
     were_trained_before = any(session.run.metrics_offset for session in cohort.sessions)
     divergences = state.divergences_in_round(cohort.members)
     resumed_at = resume_cohort(cohort, divergences, progress)
-    if resumed_at == 0:
-        if were_trained_before:
-            progress.line(
-                "warning", "no update of which every member has a sound checkpoint: they begin anew"
-            )
+    if resumed_at == 0 and were_trained_before:
+        progress.line(
+            "warning", "no update of which every member has a sound checkpoint: they begin anew"
+        )
     cohort.prepare_references(resumed_at > 0, progress)
     if resumed_at == 0:
         cohort.save()  # every run has a checkpoint of its beginning
     if counts_resumed:
         block.resume(state.count_resumed(cohort))
-    # A process may have ended between the checkpoints of a look and its decision.
+    # `looks.deciding` has the updates after which members that can hardly win are stopped. An earlier process
+    # may have saved the checkpoints of such an update, and ended before it decided which to stop.
     if resumed_at in looks.deciding and state.stop_hopeless(round_, resumed_at):
         _leave(cohort, state, block, updates - resumed_at)
         return False
@@ -358,8 +361,8 @@ def _leave(cohort: Cohort, state: SweepProgress, block: SweepDisplay, remaining:
     Args:
         cohort: the cohort.
         state: the sweep.
-        block: the live display, whose bar leaves out what the stopped members will not do.
-        remaining: the number of updates that they will not make.
+        block: the live display, whose bar is shortened by the updates that stopped members will not do.
+        remaining: the number of these updates for each of them.
     """
     stopped = len(cohort.members) - len(state.learning(cohort.members))
     block.shorten_bar(stopped * remaining)
@@ -377,8 +380,8 @@ def _print_next_commands(
         return
     # Only the first command has the label.
     label = "next"
-    # Members may be narrow models, whose best values are meant for a wide one. Then this file has the
-    # settings of the wide run with these values.
+    # Members may be narrow models that stand for a wide one (width transfer). Then the file `sweep.wide`
+    # has the settings of the wide run, with the best values.
     if is_file(sweep.wide):
         show_command(progress, label, "train", str(sweep.wide))
         label = ""

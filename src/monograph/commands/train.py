@@ -68,8 +68,8 @@ def run(
 def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     """Train to the end of the run or until the user stops it.
 
-    Each update is followed by what is due after it: going back to an earlier checkpoint after many
-    skipped updates, an evaluation, samples, a checkpoint.
+    What is due after an update follows it: an evaluation, samples, or a checkpoint; or the run goes back
+    to an earlier checkpoint, because many updates in a row were skipped.
     """
     with (
         report.training_block() as block,

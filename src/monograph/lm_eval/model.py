@@ -1,9 +1,9 @@
 """The model "monograph" of lm-evaluation-harness.
 
-It is a run, a Hugging Face folder or a weight file, which need not be exported.
+It is a run, a Hugging Face folder or a weight file. A run need not be exported for it.
 
-A *continuation* is what a model is asked to score after a context. A *chat* here is a context that
-`apply_chat_template` has rendered.
+A *continuation* is a text that the model scores as what follows a context. A *chat* here is a context
+that `apply_chat_template` has rendered.
 """
 
 import json
@@ -86,8 +86,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         self._model = model.to(default_device()).eval()
         self._precision = Precision(precision)
         self._batch_tokens = int(batch_tokens)
-        # The texts that `apply_chat_template` has returned. A request has only the text of its
-        # context, and this is how a chat is recognised: it must be encoded with special tokens.
+        # The texts that `apply_chat_template` has returned. A request does not say whether its context is a
+        # chat, which must be encoded with special tokens. It is one if its text is in this set.
         self._chats: set[str] = set()
         self._template_name = DEFAULT
 
@@ -122,7 +122,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def tokenizer_name(self) -> str:
         """The name under which lm_eval stores rendered contexts on disk, if the user asks for it.
 
-        It differs between processes: a process recognises a chat only if it has rendered it.
+        It differs between processes, since a process recognises only the chats that it has rendered itself.
         """
         return f"{self._tokenizer.hash[:16]}-{os.getpid()}"
 
@@ -197,7 +197,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     ) -> list[tuple[float, bool]]:
         """Return (log-likelihood, whether it is what greedy decoding gives) of each continuation.
 
-        A request is (its texts, ids of the context, ids of the continuation).
+        A request is (its two texts, ids of the context, ids of the continuation).
         """
         scores = self._score([TextContinuation(context, ids) for _, context, ids in requests])
         for (texts, _, _), result in zip(requests, scores, strict=True):
@@ -212,7 +212,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         Each token is predicted once, after as many tokens as fit into the model's positions.
         """
         windows = list[TextContinuation]()
-        request_indices = list[int]()  # of each window
+        request_indices = list[int]()  # for each window, the index of its request
         for index, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             pairs = get_rolling_token_windows(
@@ -239,8 +239,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         for index, request in enumerate(requests):
             options = request.args[1]
             key = json.dumps(request.args, sort_keys=True)
-            # A repeated request asks for another sample. So its seed is the number of times that it
-            # came before.
+            # A repeated request asks for another sample. So the seed is the number of times that the same
+            # request came before.
             seed = repetitions[key]
             groups[json.dumps([options, seed], sort_keys=True)].append(index)
             repetitions[key] += 1

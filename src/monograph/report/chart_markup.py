@@ -16,7 +16,7 @@ from monograph.report.quantities import count
 # The horizontal axes that a reader can choose: the column's key, and its name in the menu.
 AXES = {"tokens": "tokens", "update": "updates", "time": "time"}
 STILL_POINTS = 150  # maximum of points of a line in a still picture
-# The size of a still picture, in units that a page stretches.
+# The size of a still picture, in units of its own: a page stretches the picture to the place that it has.
 STILL_WIDTH = 600
 STILL_HEIGHT = 200
 
@@ -85,7 +85,7 @@ def _line_markup(
     y_limits: tuple[float, float],
 ) -> str:
     """Return the moving median of a line as a polyline; "" if the line has no values."""
-    # Not strict, because the line's column may be missing.
+    # Not strict, because the line's column may be missing. `known` is then empty.
     pairs = zip(table[x_key], table.get(line.key, []), strict=False)
     known = [(x, y) for x, y in pairs if x is not None and y is not None]
     if not known:

@@ -3,6 +3,7 @@
 //
 // A chart without an axis of its own is drawn over the horizontal axis that the reader chooses. A series is what uPlot
 // draws for a line. The readout is the text below a chart: the values at the pointer. `u` is uPlot's name for a plot.
+// `ruler` is a canvas that measures the width of texts.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const chartsOverChosenAxis = data.charts.filter((chart) => !chart.axis);
@@ -96,7 +97,7 @@
 
   // The moving median of values, over the share of the run that the reader chose.
   function smoothed(values) {
-    const half = Math.floor(values.length * state.smoothing / 200);
+    const half = Math.floor(values.length * state.smoothing / 200); // the values at each side; `smoothing` is in %
     return half ? values.map((_, i) => median(values.slice(Math.max(0, i - half), i + half + 1))) : values;
   }
 
@@ -136,7 +137,7 @@
     return series;
   }
 
-  // ---- drawing beside the lines ----
+  // ---- what is drawn in addition to the lines ----
 
   // Sets font, colour (the name of a CSS variable) and line width of what is drawn next.
   function setPen(u, role, width) {
@@ -145,17 +146,18 @@
     u.ctx.lineWidth = width * uPlot.pxRatio;
   }
 
-  // Draws a dotted line at each level, and writes at its right what it is; also at the run's last value.
+  // Draws a dotted line at each level, with words at its right. The run's last value has words, too, but no line.
   function drawLevels(u, chart, series) {
-    const ratio = uPlot.pxRatio, { left, top, width, height } = u.bbox, gap = 15 * ratio;
-    const last = series.find((each) => each.isReadOut);
+    const ratio = uPlot.pxRatio, { left, top, width, height } = u.bbox, gap = 15 * ratio; // the height of words
+    const run = series.find((each) => each.isReadOut);
     const labels = levelsOf(chart).map((label) => [...label, "--muted"]);
     if (!labels.length) return;
-    if (last) labels.push([last.values.at(-1), `this run ${last.values.at(-1).toFixed(2)}`, "--accent"]);
+    if (run) labels.push([run.values.at(-1), `this run ${run.values.at(-1).toFixed(2)}`, "--accent"]);
     const inside = labels.filter(([level]) => level >= u.scales.y.min && level <= u.scales.y.max);
     inside.sort((one, other) => other[0] - one[0]);
     const places = inside.map(([level]) => u.valToPos(level, "y", true));
-    // Words that would touch move down, and then up again where they would leave the chart.
+    // From the top: words that would touch the ones above move down. Then words move up so far that those below
+    // them stay inside the chart.
     for (let i = 1; i < places.length; i++) places[i] = Math.max(places[i], places[i - 1] + gap);
     places.forEach((place, i) => {
       places[i] = Math.min(place, top + height - gap * (places.length - 1 - i));
@@ -178,7 +180,7 @@
   // A mark with a label is a dashed line, and a mark without one is a short tick at the bottom.
   function drawMarks(u, chart) {
     const ratio = uPlot.pxRatio, { left, top, width, height } = u.bbox, xs = data.tables[0][state.axis];
-    let line = 0, end = -Infinity; // the line of text of the last label, and where the labels so far end
+    let line = 0, end = -Infinity; // in which line of text the last label stands, and where the labels so far end
     for (const { row, label } of chart.marks) {
       const place = xs[row];
       if (place < u.scales.x.min || place > u.scales.x.max) continue;
@@ -209,7 +211,7 @@
     const isLog = state.log[chart.name];
     if (!isLog && !u.isZoomed) return chart.limits;
     if (low === null) return isLog ? [0.1, 1] : chart.limits;
-    if (isLog) return [low > 0 ? low * 0.9 : high / 1e4, high * 1.1];
+    if (isLog) return [low > 0 ? low * 0.9 : high / 1e4, high * 1.1]; // such an axis cannot reach 0
     const room = 0.06 * (high - low) || Math.abs(high) * 0.02 || 1;
     return [low - room, high + room];
   }
@@ -253,7 +255,7 @@
     return [place - room, place + room];
   }
 
-  // The width in px of the words at the levels, which are at the chart's right. `ruler` measures texts.
+  // The width in px that the words at the levels need at the chart's right.
   function roomAtRight(chart, ruler) {
     const words = levelsOf(chart).map(([, text]) => text);
     if (!words.length) return 12;
@@ -297,6 +299,7 @@
       show: (u, i) => series[i - 1].isReadOut ? undefined : false,
     };
     const drag = { x: true, y: false, dist: 6 };
+    // Of many lines, the one within 24 px of the pointer is highlighted. -1 means that none is.
     const cursor = { y: false, drag, points, focus: { prox: hasManyLines(series) ? 24 : -1 } };
     // The pointer and the zoom are the same in all charts over the chosen axis.
     if (!chart.axis) cursor.sync = { key: "run", scales: ["x", null], setSeries: false };
@@ -352,7 +355,7 @@
       hooks: {
         draw: [(u) => drawLevels(u, chart, series), (u) => drawMarks(u, chart)],
         setCursor: [(u) => readOut(u, figure, chart, series)],
-        setScale: [(u, key) => key === "x" && updateButtons(figure, chart, u.isZoomed)],
+        setScale: [(u, key) => { if (key === "x") updateButtons(figure, chart, u.isZoomed); }],
       },
     }, values, place);
     u.fullRange = ends;
@@ -475,6 +478,7 @@
     u.setCursor({ left: Math.min(Math.max(left, 0), u.over.clientWidth), top: 0 });
   }
 
+  // Shows `factor` times as much of the horizontal axis as now, around a place. All of it is no zoom.
   function zoom(u, middle, factor) {
     const half = (u.scales.x.max - u.scales.x.min) * factor / 2;
     const low = Math.max(u.fullRange[0], middle - half), high = Math.min(u.fullRange[1], middle + half);

@@ -133,7 +133,7 @@ def columns(rows: Sequence[MetricsRow], keys: Sequence[str]) -> Columns:
 
     Args:
         rows: rows of metrics.jsonl; several may be of one update.
-        keys: the columns to make, beside `tokens`, `update` and `time`, which is the seconds of
+        keys: the columns to make, in addition to `tokens`, `update` and `time`, which has the seconds of
             training so far. A column without values is left out.
     """
     row_by_update: dict[int, dict[str, Any]] = {}
@@ -148,8 +148,8 @@ def columns(rows: Sequence[MetricsRow], keys: Sequence[str]) -> Columns:
     seconds_so_far = 0.0
     table: Columns = {key: [] for key in ("tokens", "update", "time", *keys)}
     for row in kept:
-        # `wall_s` is the seconds of training up to the row's update. An update that has only an
-        # evaluation has none, and takes those of the update before it.
+        # `wall_s` is the seconds of training up to the row's update. An update of which there is only an
+        # evaluation has no `wall_s`, and takes the one of the update before it.
         seconds_so_far = row.get("wall_s") or seconds_so_far
         for key, values in table.items():
             value = seconds_so_far if key == "time" else row.get(key)
@@ -165,7 +165,7 @@ def without_empty_columns(table: Columns) -> Columns:
 
 
 def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return evenly spaced rows, at most `POINTS`, and the last row and each event."""
+    """Return evenly spaced rows, at most `POINTS`, with the last row and all events (`_is_event`)."""
     step = math.ceil(len(rows) / POINTS)
     return [
         row
@@ -202,7 +202,7 @@ def limits(
     """Return the lower and the upper end of a metric's vertical axis.
 
     Args:
-        metric: its `limits` choose how (`monograph.report.metrics.AxisLimits`).
+        metric: the metric; its `limits` say how the ends are chosen (`monograph.report.metrics.AxisLimits`).
         lines: the values of each line. Some may be empty, but not all.
         levels: values to compare the lines with, which must be visible, too.
         headroom: the axis's upper end as a multiple of the highest value, if the axis begins at 0.
@@ -237,7 +237,7 @@ def lines_of(
         table_index: the table's index in the page.
         run_name: the run's name, if the chart shows several runs; "" if it shows one.
         shade: the index of the run's colour. If the chart shows one run, held-out values have a
-            colour of their own beside training values.
+            colour of their own, other than that of training values.
     """
     lines = list[Line]()
     if metric.key in table:
@@ -253,7 +253,7 @@ def lines_of(
             label = run_name
         held_out_shade = shade
         if not run_name:
-            held_out_shade = 1 if lines else 0
+            held_out_shade = 1 if lines else 0  # 0 is the colour of training values
         line = Line(metric.held_out, label, style="points", table=table_index, shade=held_out_shade)
         lines.append(line)
     return lines
@@ -268,7 +268,7 @@ def moving_median(
 
     Args:
         values: the values.
-        windows: a median is over about len(values) / windows values, centred at its index.
+        windows: each median is over about len(values) / windows values, with its index in the middle.
         points: the maximum number of indices, which are evenly spaced.
 
     Returns:

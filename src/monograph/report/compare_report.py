@@ -160,7 +160,7 @@ def _settings_table(sides: Sequence[Compared]) -> str:
     rows: list[list[TableCell]] = []
     for key in keys:
         values = [config.get(key) for config in configs]
-        # A set of texts, since a list cannot be in a set, and since a set takes 1 and True for equal.
+        # A set of texts: a list cannot be in a set, and a set would take 1 and True for the same value.
         if len({repr(value) for value in values}) > 1:
             rows.append([key, *map(_setting_text, values)])
     return table("Settings that differ", ["key", *names], rows)

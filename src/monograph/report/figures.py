@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # A function that draws one chart into matplotlib axes.
 Panel = Callable[["Axes"], None]
 
-# `themed` finds a role in an SVG by its colour, so no two roles have the same colour. That is why
-# PAPER, the background, is not exactly white.
+# `themed` recognises by its colour alone what an element of an SVG is: text, a grid line, or an accent. So
+# each of these colours has one purpose. For the same reason PAPER, the background, is not exactly white.
 INK = "#1c1d21"
 MUTED = "#6e7079"
 GRID = "#e4e5ea"
@@ -69,8 +69,8 @@ def style() -> Iterator[None]:
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
-        # The labels of a figure early in a run can leave no room for the layout. The figure is
-        # still readable.
+        # Early in a run, the labels of a figure may take so much room that matplotlib cannot arrange it. The
+        # figure is still readable.
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
         # A person's own matplotlibrc must not change these figures.
         matplotlib.rcdefaults()

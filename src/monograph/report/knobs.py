@@ -1,4 +1,4 @@
-"""Write the knobs of a sweep's members as text."""
+"""Write the knobs of a sweep's members as text. A knob is a key that the sweep varies, such as "optim.lr"."""
 
 from collections.abc import Mapping
 

@@ -206,7 +206,7 @@ def held_out_metrics() -> list[Metric]:
 def shown_metrics(keys: Container[str]) -> list[Metric]:
     """Return the metrics to draw for rows that have these keys.
 
-    A metric is drawn if the rows have one of its keys. The loss is not drawn beside a score
+    A metric is drawn if the rows have one of its keys. The loss is not drawn if a score is
     (`Metric.is_score`).
     """
     metrics = [metric for metric in METRICS if any(key in keys for key in metric.keys)]

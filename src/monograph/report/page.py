@@ -21,7 +21,7 @@ from monograph.storage.reading import contents
 # means unknown, and is last in each order.
 TableCell = str | tuple[str, float | None]
 
-# A table's last column may wrap if it has a longer text than this many characters.
+# The last column of a table may wrap if one of its texts is longer than this many characters.
 _MAX_ONE_LINE = 24
 
 
@@ -35,7 +35,7 @@ _PAGE = Template(_asset("page.html"))
 # descending, then in the original order.
 _SORTING_SCRIPT = _asset("sortable.html").rstrip()
 # The page reloads itself every `refresh_s` seconds. It stops once the file is old, since the page
-# of a run that was killed stays "in progress" for ever.
+# of a run that was killed stays "in progress" forever.
 _REFRESH_SCRIPT = _asset("refresh.html").rstrip()
 
 
@@ -44,7 +44,7 @@ class Drawings:
     """The charts of a page and the tables that they draw.
 
     Attributes:
-        tables: the columns; a line of a chart has an index into these tables.
+        tables: the tables of columns; a line of a chart has the index of its table.
         charts: the charts.
         markup: markup that stands after the charts, in the same grid.
         halves: whether each chart takes half of the page's width, instead of a third.
@@ -232,9 +232,10 @@ class Bar:
 
     Attributes:
         text: the value in words, which stands at the bar's end.
-        share: the bar's length as a share of the longest bar's; None for words without a bar.
+        share: the bar's length as a share of the longest bar's length; None for words without a bar.
         parts: the lengths of the bar's parts as shares of this bar; empty for a bar of one part.
-        floor: the place of a mark as a share of the longest bar; None for no mark.
+        floor: the place of a mark, such as the best possible value, as a share of the longest bar's
+            length; None for no mark.
     """
 
     text: str

@@ -39,7 +39,7 @@ from monograph.report.quantities import count
 def draw_profile(verdict: Verdict, title: str) -> str:
     """Return an SVG with a bar for each part of an update.
 
-    A bar has a mark at the part's best possible time, and its share of the update beside it.
+    A bar has a mark at the part's best possible time. Next to the bar stands the part's share of the update.
     """
     from matplotlib.figure import Figure
 
@@ -111,8 +111,8 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
 def describe_limit(profile: Profile) -> str:
     """Return what limits the run, in a sentence without a full stop.
 
-    The sentence has the share of the time that could be saved, and the share of the time of kernels
-    whose work is unknown.
+    The sentence says what share of the time could be saved, and what share is spent in kernels whose work
+    is unknown.
     """
     verdict = profile.verdict
     unknown_share = 0.0

@@ -62,7 +62,7 @@ def _chart(
         yardsticks: see `run_drawings`.
         moments: see `run_drawings`.
     """
-    # The levels to compare the values with; other charts have none.
+    # Levels to compare the values with. Only the chart of bits per byte has them.
     levels = yardsticks if metric is BITS_PER_BYTE else {}
     marks: list[ChartMark] = []
     note = ""  # a sentence that the page shows below the chart
@@ -80,8 +80,8 @@ def _chart(
     # The upper end of the axis, as a multiple of the largest value. Each label may need a line of its
     # own above the curve.
     headroom = 1.15 + 0.16 * label_count
-    # A page begins with a wide chart: that of a metric with the place "first", such as held-out bits per
-    # byte. Without held-out text it is the loss.
+    # A page begins with a wide chart. It is that of a metric with the place "first", such as held-out bits
+    # per byte, or that of the loss if no bits per byte were measured.
     is_wide = metric.place == "first"
     if metric is LOSS and BITS_PER_BYTE.held_out not in table:
         is_wide = True

@@ -147,7 +147,7 @@ def _draw_metric(
     axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
     # For each key the tokens and the values of its points.
     series_by_key = {key: _series(rows, key) for key in metric.keys}
-    # The levels to compare the values with; other charts have none.
+    # Levels to compare the values with. Only the chart of bits per byte has them.
     levels = yardsticks if metric is BITS_PER_BYTE else {}
     last_tokens = max(float(tokens[-1]) for tokens, _ in series_by_key.values() if len(tokens))
     axes.set_xlim(0, last_tokens or 1)  # a run that has not trained yet needs a width, too
@@ -184,7 +184,7 @@ def _draw_among_levels(axes: Axes, tokens: Floats, values: Floats, levels: Yards
 
 
 def _draw_curve(axes: Axes, tokens: Floats, values: Floats) -> None:
-    """Draw values that lie on a smooth curve, and write the peak beside it."""
+    """Draw values that lie on a smooth curve, and write the peak next to it."""
     step = _thinning_step(values)
     axes.plot(tokens[::step], values[::step], color=ACCENT, linewidth=1.8)
     peak = int(values.argmax())
@@ -216,8 +216,8 @@ def _mark_slow_updates(axes: Axes, rows: Sequence[MetricsRow]) -> None:
     if len(slower):
         axes.plot(*slower.T, "v", color=WARN, markersize=6)
         words += ", slower at each triangle"
-    # At the upper left the words hide nothing: `limits` leaves room above the curve, and the last
-    # value is written at the right.
+    # The words are at the upper left, where they hide nothing: `limits` leaves room above the curve, and the
+    # last value is written at the right.
     color = WARN if skipped or len(slower) else MUTED
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=8, color=color)
 
@@ -268,8 +268,8 @@ def _draw_trend(axes: Axes, tokens: Floats, values: Floats) -> None:
     axes.plot(tokens[::step], values[::step], color=ACCENT, alpha=0.25, linewidth=0.8)
     indices, medians = moving_median(values)
     axes.plot(tokens[indices], medians, color=ACCENT, linewidth=1.8)
-    # The label is about as wide as the last fifth of the panel. It stands above the highest value
-    # there; the line enters this fifth at an interpolated value.
+    # The label is about as wide as the last fifth of the panel, so it stands above the highest value there.
+    # One of these values is that of the line where it enters this fifth, which is interpolated.
     begin = 0.8 * tokens[-1]
     highest = max(float(values[tokens >= begin].max()), float(np.interp(begin, tokens, values)))
     axes.annotate(
@@ -294,7 +294,7 @@ class _Label(NamedTuple):
     """Words at the right of a panel.
 
     Attributes:
-        level: the value beside which they stand.
+        level: the value next to which they stand.
         text: the words.
         colour: their colour.
         weight: their font weight.

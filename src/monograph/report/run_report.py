@@ -34,7 +34,7 @@ _KEY_FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("train_loss", "training loss, nats", lambda value: f"{value:.3f}"),
     ("eval_loss", "held-out loss, nats", lambda value: f"{value:.3f}"),
 )
-_IN_SUBTITLE = 4  # number of the first key figures that the line below a title has
+_IN_SUBTITLE = 4  # the line below a title has this many of them, the first ones
 # The names of other keys, where the key itself would not be understood.
 _NAMES = {
     "update": "updates",
@@ -65,8 +65,8 @@ class About:
         moments: (update, what happened then) pairs at which the learning rate's curve has a kink,
             such as the end of the warm-up.
         origin: (name, text) pairs that say how the run was started: command, version, data.
-        doubt: why the updates are of no use, and what would help; "" if nothing speaks against
-            them.
+        doubt: a warning if the rows show that the model has learned nothing so far, with what would help;
+            otherwise "".
     """
 
     yardsticks: Yardsticks = field(default_factory=dict)
@@ -175,7 +175,7 @@ def _headline(summary: Summary) -> str:
 
 
 def _yardsticks_sentence(summary: Summary, yardsticks: Yardsticks) -> str:
-    """Return a sentence that names the yardsticks that the run's score is below, and the others."""
+    """Return a sentence that names first the yardsticks that the run has beaten, and then the others."""
     bits = summary.get("eval_bits_per_byte")
     if bits is None or not math.isfinite(bits) or not yardsticks:
         return ""
@@ -196,7 +196,7 @@ def _join_with_and(names: Sequence[str]) -> str:
 
 
 def _subtitle(run_folder: Path, summary: Summary) -> str:
-    """Return the folder, device, precision, size, tokens, time and speed in a line."""
+    """Return a line with the folder, the device, the precision, and the first `_IN_SUBTITLE` key figures."""
     parts = [run_folder.name]
     parts += [str(summary[key]) for key in ("device", "dtype") if summary.get(key)]
     for key, name, format_value in _KEY_FIGURES[:_IN_SUBTITLE]:

@@ -115,7 +115,7 @@ def _chart_against_knob(
         lines.append(Line("mean", label, style="line", table=table_index, shade=shade))
         for key in sorted(key for key in table if key.startswith("seed")):
             lines.append(Line(key, label="", style="dots", table=table_index, shade=shade))
-    # The star comes last, so that no line is drawn over it.
+    # The star of the best setting comes last, so that no line is drawn over it.
     for table_index in {line.table for line in lines}:
         if "best" in tables[table_index]:
             lines.append(Line("best", label="best", style="star", table=table_index, shade=1))
@@ -147,7 +147,11 @@ def _values_text(settings: Sequence[SettingSummary], knob: str) -> str:
 
 
 def _columns_by_place(group: Sequence[tuple[float, SettingSummary]]) -> Columns:
-    """Return (place on the axis, setting) pairs, sorted by place, as columns."""
+    """Return (place on the axis, setting) pairs, sorted by place, as columns.
+
+    The columns are the place, the mean score, the mean less and plus its standard error ("low" and "high"),
+    the score of each member ("seed0" and so on), and the mean of the best setting alone ("best").
+    """
     seeds = max(len(setting["values"]) for _, setting in group)
     seed_keys = [f"seed{seed}" for seed in range(seeds)]
     table: Columns = {key: [] for key in ("place", "mean", "low", "high", *seed_keys, "best")}
@@ -204,8 +208,8 @@ def axis_of(values: Sequence[Any]) -> KnobAxis:
 def limits_of(values: Sequence[float], score: SweepScore) -> tuple[float, float]:
     """Return the lower and the upper end of the scores' axis.
 
-    If a low score is good, the axis leaves out scores above 1.6 times the best score, since the others
-    would be one flat line on their scale.
+    If a low score is good, the axis leaves out scores above 1.6 times the best score. With them, the others
+    would look like one flat line.
     """
     finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
     low = finite[0]
@@ -270,8 +274,8 @@ def comparable_rows(rows: Sequence[MetricsRow], key: str) -> list[MetricsRow]:
     """Return the rows with comparable scores: those evaluated on the smallest number of held-out
     records.
 
-    The last evaluation of a member may use more held-out rows than the earlier ones. Its score
-    would make a step in the curve that training did not cause.
+    The last evaluation of a member may use more held-out records than the earlier ones. Its score would
+    then make a step in the curve that training did not cause.
     """
 
     def record_count(row: MetricsRow) -> int:

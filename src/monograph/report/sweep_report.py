@@ -172,7 +172,7 @@ def _draw_curves(
     setting_texts = list(dict.fromkeys(_varied_knobs_text(knobs, varied) for knobs, _ in curves))
     last_scores = []
     for knobs, rows in curves:
-        # Without a last score on more held-out data, which would look like a step in the curve.
+        # A last score on more held-out data is left out, since it would look like a step in the curve.
         scored = comparable_rows(rows, score.key)
         if not scored:
             continue
@@ -314,6 +314,7 @@ def _headline(
         f"{short_key(key)} {value_text(value)}" for key, value in best["knobs"].items()
     )
     headline = f"{best['mean']:.3f} {best['unit']}"
+    # If all settings have the same score, no one is marked as the best.
     if all(setting["standing"] != "best" for setting in settings):
         headline += ": none is better"
     elif knobs:
@@ -356,7 +357,7 @@ def _settings_table(settings: Sequence[SettingSummary], unit: str) -> str:
 
 
 # {key of a score: head of its column} for members that learn from texts. Such a member has several
-# scores, and the table shows all of them, whichever the members are compared by.
+# scores. The table shows all of them, no matter by which one the members are compared.
 _SCORES_OF_TEXTS = {
     "eval_bits_per_byte": "bits per byte",
     "eval_loss": "held-out loss, nats",

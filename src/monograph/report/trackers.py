@@ -44,8 +44,8 @@ class Tracker(NamedTuple):
 
 # Opens a run in a tracker. The arguments are:
 #   name: the run's name;
-#   key: a text that is different for a run of the same name in another folder. By it the tracker's
-#       earlier entries of the same run are found;
+#   key: a text by which the tracker's earlier entries of the same run are found. A run of the same
+#       name in another folder has another key;
 #   settings: the run's settings;
 #   out: the folder for the tracker's files, or None for the tracker's default.
 Opener = Callable[[str, str, SettingsByKey, Path | None], Tracker]
@@ -65,14 +65,14 @@ def _tensorboard(name: str, key: str, settings: SettingsByKey, out: Path | None)
         raise InputRefused(
             f"{foreign_files[0]} is a file of another run: name another folder with --out"
         )
-    # The last file stays: a running TensorBoard that reads it would not find the new file without
-    # it. The START event below makes TensorBoard discard its numbers.
+    # The last of them stays: a running TensorBoard that reads it would otherwise not find the new file.
+    # The START event below makes TensorBoard discard the numbers of the old one.
     for file in earlier_files[:-1]:
         file.unlink()
     (out / name).mkdir(parents=True, exist_ok=True)
     began_s = time.time()
-    # The file is written here, since TensorBoard's own EventFileWriter writes in a thread. That
-    # thread prints its errors, and an error in the last rows is lost.
+    # The file is written here and not by TensorBoard's own EventFileWriter, which writes in a thread. That
+    # thread only prints its errors, and an error in the last rows is lost.
     process = f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
     file_name = f"events.out.tfevents.{int(began_s):010d}.{process}{suffix}"
     writer = RecordWriter(open(out / name / file_name, "xb"))
@@ -134,7 +134,7 @@ def _wandb(name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tr
 
 
 def _trackio(name: str, key: str, settings: SettingsByKey, out: Path | None) -> Tracker:
-    """Open a run in trackio, on this machine unless trackio's variables name another."""
+    """Open a run in trackio, on this machine unless trackio's own variables name another place."""
     if out:
         # trackio reads the variable when it is imported.
         os.environ["TRACKIO_DIR"] = str(out.absolute())
@@ -201,7 +201,7 @@ def _mlflow(name: str, key: str, settings: SettingsByKey, out: Path | None) -> T
     from mlflow.entities import Metric, Param
     from mlflow.tracking import MlflowClient
 
-    # MLflow logs each table of a new database, and logs an error that it also raises.
+    # Otherwise MLflow logs each table of a new database, and logs errors that it also raises.
     logging.getLogger("mlflow").setLevel(logging.CRITICAL)
     folder = (out or Path()).absolute()
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
@@ -267,7 +267,7 @@ def tracker_named(name: str) -> Opener:
     if name not in LIBRARIES:
         raise UsageError(f"--to {name}: expected one of {', '.join(LIBRARIES)}")
     if importlib.util.find_spec(name) is None:
-        # Its imports take a while, and the command line imports this module for its help.
+        # Imported only here, since it takes a while: the command line imports this module for its help.
         from monograph.extras import install_command
 
         raise UsageError(f"--to {name} needs its library: {install_command([name])}")

@@ -1,9 +1,9 @@
-"""Read adapters for a model that stays unmerged, so that each text can have its own.
+"""Read adapters that are not merged into their model, so that each text can have its own adapter.
 
 An adapter is a folder that PEFT can load, or a run with adapters. It must have been trained on the
 model's weights: their digest is compared if it is recorded. The adapter's matrices are read into a
-*skeleton*: a copy of the model whose own weights have no numbers, apart from the embedding and the head
-if rows of them are trained.
+*skeleton*: a copy of the model whose own weights have no numbers. Only if the adapter trains rows of the
+embedding and the head do these two have theirs.
 
 Shape suffixes: V the vocabulary, D the model's width.
 """
@@ -46,6 +46,7 @@ class AdapterBase:
         config: its shape.
         tokenizer: its tokenizer.
         dtype: the dtype of its weights.
+        digest: a function that returns the `module_digest` of its weights.
     """
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, digest: str | None = None) -> None:
@@ -60,8 +61,8 @@ class AdapterBase:
         self.config: LlamaConfig = model.config
         self.tokenizer = tokenizer
         self.dtype = model.lm_head.weight.dtype
-        # Computed at the first call only: it reads all weights, and most folders of PEFT do not record
-        # a digest that it would be compared with.
+        # The digest is computed only once it is asked for, since that reads all weights. Most folders of
+        # PEFT record no digest, so that there is nothing to compare it with.
         self.digest = cache(lambda: digest or module_digest(model))
 
     def read(
@@ -72,11 +73,11 @@ class AdapterBase:
         Args:
             folder: a folder that PEFT can load, or a run with adapters, or `last`.
             warn: called with each line that the user should read.
-            max_rank: the largest rank that is read; None: any.
+            max_rank: the largest rank that an adapter may have; None for no limit.
 
         Raises:
-            InputRefused: it has no adapter, was trained on another base, has numbers that are not finite, or
-                parts that cannot stay unmerged. The message names the folder and the key.
+            InputRefused: there is no adapter, or it was trained on another base, or has numbers that are not
+                finite, or parts that can only be merged. The message names the folder and the key.
         """
         if adapter.is_adapter(folder):
             return self._read_peft(Path(folder), max_rank)
@@ -99,7 +100,7 @@ class AdapterBase:
             raise InputRefused(
                 f"{folder}: tokenizer.json is not that of this model: new tokens can only be merged: {MERGE}"
             )
-        _require_readable(stored.lora, str(folder), max_rank)
+        _require_max_rank(stored.lora, str(folder), max_rank)
         skeleton = self._skeleton(stored.lora)
         adapter.install_adapters(skeleton, stored.lora, start=stored, device=torch.device("cpu"))
         return stored_adapter(skeleton, stored.lora, str(folder))
@@ -113,9 +114,9 @@ class AdapterBase:
         if recipe.vocabulary:
             raise InputRefused(f"{run.folder}: its new tokens can only be merged: {MERGE}")
         self._require_digest(str(recipe.base_sha256), run.folder, "model.init")
-        # "auto" keeps the dtype of this model, even if the run trained on a base in 4 or 8 bits.
+        # "auto" leaves the base in the dtype of this model, even if the run trained with it in 4 or 8 bits.
         lora = recorded_lora(recipe.lora | {"base": "auto"})
-        _require_readable(lora, str(run.folder), max_rank)
+        _require_max_rank(lora, str(run.folder), max_rank)
         skeleton = self._skeleton(lora)
         adapt(skeleton, lora, device=torch.device("cpu"))
         load_weights(skeleton, weights_of(checkpoint))
@@ -124,6 +125,7 @@ class AdapterBase:
         return stored_adapter(skeleton, lora, str(run.folder))
 
     def _require_digest(self, recorded: str, folder: Path, key: str) -> None:
+        """Require that an adapter records the digest of this model; the message names folder and key."""
         if recorded != self.digest():
             raise InputRefused(
                 f"{folder}: {key}: this adapter was trained on other weights than those of this model"
@@ -147,8 +149,8 @@ class AdapterBase:
         return skeleton
 
 
-def _require_readable(lora: Lora, place: str, max_rank: int | None) -> None:
-    """Refuse an adapter of too large a rank, before its numbers are read."""
+def _require_max_rank(lora: Lora, place: str, max_rank: int | None) -> None:
+    """Refuse an adapter whose rank is too large, before its numbers are read."""
     if max_rank is not None:
         require_rank(lora.rank, max_rank, place)
 
@@ -176,8 +178,8 @@ def named_folders(flag: str, pairs: Sequence[str]) -> dict[str, str]:
 
 
 def require_name(origin: str, name: str) -> None:
-    """Refuse a name of an adapter that means the base, or that a request, an address such as
-    /v1/models/NAME, a shell or a file could not carry as it is.
+    """Refuse an adapter's name that means the base, is too long, or has characters that would have to be
+    escaped in an address such as /v1/models/NAME, in a shell or in a file's name.
 
     Args:
         origin: the flag or field that the name comes from, for the message.

@@ -1,8 +1,9 @@
 """Draw curves as text.
 
 A plot consists of cells. A cell is one character, in Braille (Unicode block U+2800) or ASCII. It
-has several dots, e.g. 2 x 4 in Braille, each of which may be lit. A yardstick is a level, such as what a
-simple model of text reaches, that is drawn as a dotted line, with its name at the right.
+has several dots, e.g. 2 x 4 in Braille, each of which may be lit. A yardstick is a value to compare the
+curve with, such as what a simple model of text reaches. It is drawn as a level, which is a dotted line,
+with its name at the right.
 """
 
 import itertools
@@ -93,9 +94,8 @@ def curve_pieces(
         # are drawn at the upper edge.
         curve_top = min(max(point_ys), 2.2 * point_ys[-1])
     high = max([curve_top, *yardsticks.values()])
-    margin = max(
-        0.04 * (high - low), 0.02
-    )  # is free above and below; not 0 if all values are equal
+    # Stays free above and below the curve. It is not 0 even if all values are equal.
+    margin = max(0.04 * (high - low), 0.02)
     columns = width - SCALE_WIDTH - YARDSTICK_WIDTH
     last_x = points[-1][0] if points else 0.0
     right = x_end or last_x or 1.0  # 1.0, so that there is an axis even before the first token
@@ -187,12 +187,12 @@ class _Grid:
     def scale_labels(self) -> dict[int, str]:
         """Return {row of cells: label} for the y axis; {} if no step is large enough.
 
-        The labels are at the multiples of a step: the smallest one with which labels are at least two
-        rows apart.
+        The labels are at the multiples of a step, which is the smallest one for which labels are at least
+        two rows apart.
         """
         rows_per_unit = self.rows / (self.high - self.low)
-        steps = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
-        step = next((step for step in steps if step * rows_per_unit >= 2), None)
+        possible_steps = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
+        step = next((step for step in possible_steps if step * rows_per_unit >= 2), None)
         if step is None:
             return {}
         multiples = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
@@ -202,8 +202,8 @@ class _Grid:
 def _yardstick_labels(yardsticks: Mapping[str, float], grid: _Grid) -> dict[int, str]:
     """Return {row of cells: label} of the yardsticks.
 
-    A label is in the row of its level. If that row has a label, it is in the nearest free row above,
-    or else below. If no row is free, it is left out.
+    A label is in the row of its level. If that row already has one, the label is in the nearest free row
+    above, or else in the nearest one below. If no row is free, it is left out.
     """
     labels: dict[int, str] = {}
     for name, value in sorted(yardsticks.items(), key=lambda item: item[1]):
@@ -225,7 +225,8 @@ def _x_labels(x_end: float, columns: int) -> str:
         label = quantities.count(x_end * quarter / 4)
         end = columns * quarter // 4
         begin = end - len(label)
-        is_free = not line[max(0, begin) : end + 2].strip()  # with two spaces behind the label
+        # The label needs its own characters and two more at its right.
+        is_free = not line[max(0, begin) : end + 2].strip()
         if is_free and begin >= 0:
             line = line[:begin] + label + line[end:]
     return line

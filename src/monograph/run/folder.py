@@ -75,8 +75,8 @@ _FILES_BEFORE_BEGIN = {
 }
 _LOCK_RECORD_START = b'{"serial": '  # the first bytes of run.lock
 
-# A function of a run's folder, which returns why "last" cannot mean this run, such as "is a sweep",
-# or "" if it can.
+# A function that takes a run's folder. It returns why "last" cannot mean this run, such as "is a
+# sweep", or "" if it can.
 ObstacleOf = Callable[[Path], str]
 # The numbers that a row may have, besides times, whose names end in "_s" (seconds). "share" is how
 # much of the run was done when a sample was written, from 0 to 1.
@@ -128,7 +128,8 @@ class Run:
         parent_file: the file that names the run from which this one branches
             (`monograph.run.writing`).
         starts: the file with the commands that began and resumed the run (`monograph.run.started`).
-        config, checkpoints, report, tokenizer, metrics, lock_file: the paths of what they say.
+        config, checkpoints, report, tokenizer, metrics, lock_file: the paths of the run's other files
+            and folders, which may not exist yet.
     """
 
     def __init__(self, folder: Path, at_update: int | None = None) -> None:
@@ -163,12 +164,11 @@ class Run:
             else:
                 folder = _claim_given_folder(Path(out))
             run = cls(folder)
-            others = folders_with_lock(run.folder.parent)
-            # The others are sorted by serial number.
-            newest_serial = serial_number(others[-1]) if others else 0
-            # This frees the space of other runs that were killed before they began.
-            for other in others:
-                _remove_stdin_copy(other)
+            neighbours = folders_with_lock(run.folder.parent)  # sorted by serial number
+            newest_serial = serial_number(neighbours[-1]) if neighbours else 0
+            # This frees the space of runs that were killed before they began.
+            for neighbour in neighbours:
+                _remove_stdin_copy(neighbour)
             with _locked(run.lock_file) as descriptor:
                 if not _can_be_replaced(run.folder):
                     raise _already_a_run(run.folder)
@@ -185,7 +185,7 @@ class Run:
 
         Args:
             name: the path of a run or of one of its checkpoints, which sets `Run.at_update`. "last" is the
-                run in `root` with the highest serial number, so that the clock does not matter.
+                run in `root` with the highest serial number. Times are not compared, since a clock may be wrong.
                 "last/PATH" is a path inside that run.
             root: the folder of all runs.
             needs_checkpoint: whether "last" means the newest run that has a checkpoint. Newer sweeps, and
@@ -266,9 +266,10 @@ class Run:
         """
         lock_record = {"serial": serial, "pid": os.getpid(), "host": socket.gethostname()}
         content = json.dumps(lock_record).encode()
-        # Bytes that the file has already are not written again: a power cut during the write then
-        # cannot lose the serial number.
-        unchanged_bytes = len(os.path.commonprefix([contents(self.lock_file) or b"", content]))
+        # Only the bytes from the first difference on are written. The serial number comes first and stays
+        # the same, so a power cut during the write cannot lose it.
+        old_content = contents(self.lock_file) or b""
+        unchanged_bytes = len(os.path.commonprefix([old_content, content]))
         with write_errors_explained(self.lock_file):
             os.lseek(descriptor, unchanged_bytes, os.SEEK_SET)
             _write_all(descriptor, content[unchanged_bytes:])
@@ -330,8 +331,8 @@ class Run:
         rows = [json_object(line) for line in content.splitlines()]
         for number, row in enumerate(rows, 1):
             try:
-                # `json_object` returns {} for a line that is not a JSON object. `_Row` would accept {}, but
-                # not None.
+                # `json_object` returns {} for a line that is not a JSON object. `_Row` would accept {}, so
+                # it is given None instead, which it refuses.
                 _Row.model_validate(row or None)
                 for key, value in row.items():
                     if key.endswith("_s"):
@@ -609,7 +610,8 @@ def _claim_given_folder(folder: Path) -> Path:
 def _can_be_replaced(folder: Path) -> bool:
     """Return whether a folder has a run that has not begun, and nothing else.
 
-    It then has a run.lock of this package, and besides at most files that a run writes before it begins.
+    Such a folder has a run.lock that this package wrote. All its other files are ones that a run writes
+    before it begins.
     """
     content = contents(folder / "run.lock")
     if content is None:
@@ -632,7 +634,7 @@ def _remove_stdin_copy(folder: Path) -> None:
     with suppress(RunInUse, InputRefused, Unreadable, OSError):
         if exists(folder / "stdin") and not run.has_begun:
             with _locked(run.lock_file):
-                # Asked again, since another process may have begun the run before we had the lock.
+                # Asked again, since another process may have begun the run before this one had the lock.
                 if not run.has_begun:
                     (folder / "stdin").unlink()
 
@@ -676,7 +678,7 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 class Follower(Run):
-    """A run in a process other than rank 0. Only rank 0 writes the run, so this class does not."""
+    """A run in a process other than rank 0. It writes nothing, since rank 0 alone writes the run."""
 
     @contextmanager
     def lock(self, new: bool = False) -> Iterator[None]:

@@ -140,7 +140,7 @@ def _best(group: Sequence[ListedRun]) -> ListedRun:
     """Return the best of comparable runs, each of which has a result."""
     measure = group[0].measure
     sign = -1 if measure and measure.higher_is_better else 1
-    # The value is not None here; `or` is for the type checker.
+    # A result is never None here; `or 0.0` is for the type checker.
     return min(group, key=lambda run: sign * (run.value or 0.0))
 
 
@@ -163,13 +163,13 @@ def _read_run(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
     value, measure = _newest_result_in_lines(kind, last_lines)
     last_row = _row(last_lines[-1]) if last_lines else {}
     update = last_row.get("update")
-    resume = ""
     if isinstance(last_row.get("summary"), dict):  # the last row of a run that ended
         state = FINISHED
     elif _is_in_use(folder):
         state = RUNNING
     else:
         state = STOPPED
+    resume = ""
     if state == STOPPED and entries(folder / "checkpoints", "step-"):
         resume = f"monograph train --resume {shell_words(folder)}"
     updates = config.get("train", {}).get("updates")
@@ -191,8 +191,9 @@ def _read_run(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
 def _read_sweep(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
     """Return the sweep in a folder, with the result of its best member; raises _Damaged."""
     config = _read_config(folder)
-    # The kind of its members. A sweep has no rows of its own, so one on conversations counts as one on
-    # texts, whose measures include those of conversations.
+    # The kind of its members. Only the first row of metrics tells conversations from texts, and a sweep has
+    # no rows of its own. So a sweep on conversations counts as one on texts. Its result is found all the
+    # same, since the measures of texts include that of conversations.
     kind = _kind(config, {}, kinds)
     try:
         record = parse_json(contents(folder / SWEEP) or b"")
@@ -295,8 +296,8 @@ def _newest_result_in_lines(
 def _newest_result(
     kind: RunKind, rows: Iterable[Mapping[str, Any]]
 ) -> tuple[float | None, Measure | None]:
-    """Return the newest value of the first of the kind's measures that rows have, and that measure;
-    None, None if they have none.
+    """Return a result and its measure: the first measure of the kind that any row has, with its newest
+    value. If no row has one, return None, None.
 
     Args:
         kind: the kind of the run.
@@ -346,13 +347,15 @@ def _result_conditions(
 ) -> tuple[str, ...]:
     """Return the conditions of a result; see `ListedRun.comparable_if_equal`.
 
-    They are the text, for nats per token the tokenizer, and what the kind of run adds.
+    They are the kind of run, its data, and its values of the kind's `result_keys`. If the unit is nats per
+    token, the tokenizer is one of them, too.
     """
     data = config.get("data", {})
     conditions = [kind.name, str(data.get("source")), str(data.get("held_out"))]
     if measure is not None and measure.unit == "nats/token":
         conditions += [str(data.get("tokenizer")), str(data.get("vocab_size"))]
-    return (*conditions, *(str(_config_value(config, key)) for key in kind.result_keys))
+    conditions += [str(_config_value(config, key)) for key in kind.result_keys]
+    return tuple(conditions)
 
 
 def _is_in_use(folder: Path) -> bool:

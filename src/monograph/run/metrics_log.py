@@ -1,8 +1,8 @@
 """Write updates as rows of metrics.jsonl, for one run or for the runs of several members.
 
 A member is one of several models that one engine trains at once (`monograph.ensemble`); a model
-that is trained alone is the only member of its engine. A skipped update changes no weights, e.g.
-since its gradient is not finite (`Update.skipped`).
+that is trained alone is the only member of its engine. A skipped update changes no weights: its gradient
+is not finite, for example (`Update.skipped`).
 """
 
 import itertools
@@ -25,11 +25,11 @@ PATIENCE = 20
 
 
 class _PendingUpdates(ABC, Generic[E]):
-    """Updates whose numbers are still on the device. The logs of one model and of several derive from it.
+    """Updates whose numbers are still on the device: the base class of `MetricsLog` and `MetricsLogs`.
 
-    The numbers of `every` updates are read from the device at once, since each read waits for the
-    device. E is the type of the further entries that the caller adds to an update: those of one row, or of
-    a row for each member.
+    The numbers of `every` updates are read from the device together, since each read waits for the
+    device. E is the type of the further entries that the caller gives with an update: the entries of the
+    one row in `MetricsLog`, and those of each member's row in `MetricsLogs`.
     """
 
     def __init__(self, every: int):
@@ -87,14 +87,16 @@ class MetricsLog(_PendingUpdates[Entries]):
         """Open the log of a run, and read the rows that a resumed run already has."""
         super().__init__(every)
         self.run = run
-        rows = [row for row in run.rows() if "skipped" in row]  # without evaluations and samples
+        # Only rows of updates have "skipped"; rows of evaluations and samples are left out.
+        rows = [row for row in run.rows() if "skipped" in row]
         self.last: dict[str, Any] = rows[-1] if rows else {}
         self.skipped = sum(row["skipped"] for row in rows)
         last_skipped = itertools.takewhile(lambda row: row["skipped"], reversed(rows))
         self.skipped_in_a_row = len(list(last_skipped))
 
     def _write(self, rows: Sequence[Sequence[Entries]], extras: Sequence[Entries]) -> None:
-        self.write([only_row for [only_row] in rows], extras)  # of the only member
+        # Each update has a single row here, that of the only member.
+        self.write([only_row for [only_row] in rows], extras)
 
     @property
     def has_diverged(self) -> bool:
@@ -121,8 +123,9 @@ class MetricsLog(_PendingUpdates[Entries]):
     def diverges_at_end(self, updates: int) -> bool:
         """Return whether a run that ends now has diverged, although `has_diverged` may be false.
 
-        It has diverged if its last update was skipped and either the loss is not finite, or at
-        least the last half of all updates was skipped. A short run cannot reach PATIENCE.
+        A short run may end before PATIENCE updates in a row can be skipped. So it has also diverged if its
+        last update was skipped and one of two things holds: the loss of that update is not finite, or at
+        least the last half of all updates was skipped.
 
         Args:
             updates: the run's number of updates.
@@ -194,7 +197,7 @@ class MetricsLogs(_PendingUpdates[Sequence[Entries]]):
 
 
 def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
-    """Read the numbers of some updates from the device, all at once.
+    """Read the numbers of some updates from the device, all in one read.
 
     Returns:
         For each update, a row for each member. An engine of one model has one member.
@@ -202,9 +205,10 @@ def metrics_rows(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
     tensors = []  # for each update the four values of each member, [4, members]
     for update in updates:
         values = (update.loss, update.grad_norm, update.tokens, update.skipped)
-        # The values of an engine of one model are 0-d; `atleast_1d` makes them those of one member.
+        # The values of an engine of one model have the shape []. `atleast_1d` makes it [members], with one
+        # member. In float64 a number of tokens is exact.
         tensors.append(torch.stack([torch.atleast_1d(value).double() for value in values]))
-    numbers = torch.stack(tensors).tolist()  # the only read from the device
+    numbers = torch.stack(tensors).tolist()  # [updates, 4, members]; the only read from the device
     rows = []
     for update, (losses, norms, tokens, skipped) in zip(updates, numbers, strict=True):
         if isinstance(update.lr, tuple):  # an ensemble has a learning rate for each member

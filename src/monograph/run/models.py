@@ -94,7 +94,7 @@ def build(recipe: ModelRecipe) -> tuple[nn.Module, Loss]:
     Raises:
         InputRefused: the folder or file cannot be used, or the sizes do not fit together.
     """
-    # For a Python function that takes no seed, and so draws from torch's global generator.
+    # A Python function that builds a module and takes no seed draws from torch's global generator.
     torch.manual_seed(recipe.seed)
     if recipe.init is None:
         return Llama(recipe.shape(), seed=recipe.seed), token_loss
@@ -242,7 +242,7 @@ def _load_run_unmerged(
 
     Returns:
         The model, and the shape of its base before rows for new tokens were added. Without adapters
-        it is the model's own shape.
+        this shape is the model's own.
 
     Raises:
         InputRefused: the model is not a Llama, or the base cannot be used.
@@ -254,9 +254,9 @@ def _load_run_unmerged(
             "`monograph evaluate` scores it, and Python loads it"
         )
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
-    # Without adapters the checkpoint has all weights. With adapters it has only these, and the base is
-    # loaded by its name. If a Python file built the base, there is no name, and the file is not run here.
-    # Then `_restore_llama` refuses the run, as it finds no weights of the base.
+    # Without adapters the checkpoint has all weights. With adapters it has only those of the adapters, and
+    # the base is loaded by its name. A base that a Python file built cannot be loaded so, and the file is
+    # not run here: `_restore_llama` then refuses the run, as it finds no weights of the base.
     if recipe.lora is None or recipe.code:
         model = _restore_llama(run, checkpoint)
         model.sampling = checkpoint.state.get("sampling") or {}
@@ -384,8 +384,8 @@ def load_trained(
     checkpoint = recorded_state.load_newest(run, warn)
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     loss: Loss = token_loss
-    # In these cases the module is built again, because the checkpoint does not have all that it needs.
-    # The base of adapters may be built by a Python file, too.
+    # A module of a Python file, and a model with adapters, are built again, because the checkpoint does not
+    # have all that they need. The base of adapters may come from a Python file, too.
     is_built_again = bool(recipe.code or recipe.lora)
     if is_built_again:
         vouched = require_trusted(
@@ -395,7 +395,7 @@ def load_trained(
         require_same_file(recipe, run)
     if other is not None and have_one_base(recipe, other.recipe):
         loss = other.loss
-        # The seed does not matter: it is that of new adapters, whose weights are replaced.
+        # The seed does not matter: new adapters draw their weights from it, and `load_weights` replaces them.
         model = copy_with_shared_base(other.model, recorded_lora(recipe.lora or {}), seed=0)
         load_weights(model, weights_of(checkpoint))
     elif is_built_again:
@@ -486,7 +486,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     Args:
         model: the module.
-        tensors: the tensors by the names of the module's state; tied weights are there once.
+        tensors: the tensors by their names in the module's state. Tied weights have one tensor.
 
     Raises:
         InputRefused: a tensor is missing, unknown or of another shape.

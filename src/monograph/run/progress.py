@@ -56,7 +56,7 @@ def _with_label(label: str, text: str) -> Text:
 
 
 def _with_label_first(label: str, lines: Sequence[str]) -> list[Text]:
-    """Return lines with an empty column at the left, in which the first line has the label."""
+    """Return lines with a column for labels at their left; the label is in that of the first line."""
     return [_with_label(label if i == 0 else "", line) for i, line in enumerate(lines)]
 
 
@@ -72,8 +72,8 @@ class Progress:
             block.update(1, loss=4.9, tokens_per_s=15_800, memory_bytes=236_000_000)
 
     On a terminal the current stage or block is redrawn in place twice a second. Elsewhere a plain
-    line is printed at the end of each stage. During a stage or block, lines are printed at growing
-    intervals, if something changed.
+    line is printed at the end of each stage. During a stage or block, further lines are printed at
+    growing intervals, if something has changed since the last one.
 
     Attributes:
         screen: where the lines are printed.
@@ -110,8 +110,8 @@ class Progress:
         So a run whose time is limited can notice during a long stage that its time is over.
 
         Args:
-            watch: gets the stage's text and what was reported (`RunningStage.report`). It may raise an
-                error, which then ends the stage's work.
+            watch: called with the stage's text and what was reported (`RunningStage.report`), as one text.
+                If it raises an error, that ends the stage's work.
         """
         former_watch = self._watch
         self._watch = watch
@@ -306,8 +306,8 @@ class _Display:
         if self._outcome:
             return self._outcome + quantities.clock_time(elapsed_s)
         done_here = self._done - self._done_before
-        # `done_here` may be negative: a run whose updates are skipped goes back to a checkpoint,
-        # which may be older than the one that it was resumed from.
+        # `done_here` may be negative: after many skipped updates a run goes back to an earlier checkpoint,
+        # which may be older than the one from which this process resumed the run.
         if done_here <= 0 or self._done >= self._work:
             return quantities.clock_time(elapsed_s)
         left_s = elapsed_s / done_here * (self._work - self._done)
@@ -426,7 +426,7 @@ class TrainingBlock(_Display):
     def _region(self) -> list[Text]:
         bar = super()._region()
         samples = [self._sample_line(share, text) for share, text in self._samples]
-        # Three more lines: the curve's heading, its x axis, and one below the region.
+        # Three more lines are needed: the curve's heading, its x axis, and a free one below the region.
         room = self._screen.height - len(samples) - len(bar) - 3
         return [*bar, *self._curve(room), *samples]
 
@@ -478,7 +478,8 @@ class TrainingBlock(_Display):
         note = "  on the same text" if self._yardsticks else ""
         lines = [Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (note, "dim"))]
         for pieces in pieces_of_rows:
-            lines.append(Text.assemble(*((text, _CURVE_STYLES[role]) for role, text in pieces)))
+            styled_texts = [(text, _CURVE_STYLES[role]) for role, text in pieces]
+            lines.append(Text.assemble(*styled_texts))
         return lines
 
     def _sample_line(self, share: float, text: str) -> Text:
@@ -528,7 +529,7 @@ class SweepDisplay(_Display):
 
     def shorten_bar(self, units: int) -> None:
         """Report that `units` units of the remaining work will not be done."""
-        self.set_end(max(1, self._work - units))  # never 0, by which the share is divided
+        self.set_end(max(1, self._work - units))  # not 0, since the share is divided by it
 
     def _print_final(self) -> None:
         if self._done > self._done_before:  # a bar says nothing if this process did no work
@@ -539,7 +540,7 @@ class SweepDisplay(_Display):
         self._lines = list(self._table())
 
     def note(self, text: str) -> None:
-        """Show a line under the bar; without a terminal, print the line at once."""
+        """Show a line under the bar. Without a terminal, print the line now."""
         super().note(text)
         if not self._screen.is_live:
             self._screen.print(Text(f"  {text}"))

@@ -59,16 +59,17 @@ class ModelRecipe(NamedTuple):
         sha256: the digest of FILE.py; None without FILE.py.
         lora: the options of the adapters that are trained on frozen weights; None if the module
             itself is trained.
-        adapter: the folder of a stored adapter to start from, whose base is `init`; None without.
+        adapter: the folder of a stored adapter to start from, whose base is `init`; None if the run
+            starts from no adapter.
         base_sha256: the `module_digest` of the base's weights as they are stored; None without
             adapters.
         vocabulary: (first new id, number of tokens) if the model got rows for new tokens
             (`monograph.model.vocabulary.set_new_rows`); otherwise None. New ids are those that the
             weights of `init` were not trained with.
         family: the family of a new Llama.
-        norm_eps: the rms_norm_eps of a new Llama; None for the preset's value. It is given for a run
-            that began when the presets of hybrid models had another value, which the shape in its
-            checkpoint records. A recipe in a checkpoint has no such entry.
+        norm_eps: the rms_norm_eps of a new Llama; None for the preset's value. In an earlier version the
+            presets of hybrid models had another value. A run that began then keeps it: it is taken from
+            the shape in the run's checkpoint. A recipe in a checkpoint has no such entry.
         vouched: {FILE.py:FUNCTION: digest of FILE.py}, for the Python files that may run
             (`monograph.run.trust`). A recipe in a checkpoint has no such entry.
     """
@@ -126,8 +127,8 @@ class ModelRecipe(NamedTuple):
             sizes["rms_norm_eps"] = self.norm_eps
         if self.preset != "auto":
             return LlamaConfig.preset(self.preset, family=self.family, **sizes)
-        # The defaults are those of the first Llama: a feed-forward layer 8/3 times as wide as the
-        # model, rounded up to a multiple of 8, and as many key-value heads as heads, which 0 means.
+        # The defaults are those of the first Llama. There are as many key-value heads as heads: 0 means
+        # that. The feed-forward layer is 8/3 times as wide as the model, rounded up to a multiple of 8:
         # (n + 2) // 3 is n / 3 rounded up.
         intermediate_size = 8 * ((sizes["hidden_size"] + 2) // 3)
         sizes = {"num_key_value_heads": 0, "intermediate_size": intermediate_size} | sizes
@@ -171,8 +172,8 @@ def _with_fixed_adapters(recipe: ModelRecipe) -> ModelRecipe:
     """Return a recipe with fixed values in place of those that may differ between adapters on one base."""
     assert recipe.lora is not None
     fixed_lora = replace(recorded_lora(recipe.lora), rank=1, alpha=1.0, rslora=False, dropout=0.0)
-    # A Python file may also have drawn weights of the base from the seed. Bases from different seeds then
-    # differ in `base_sha256`, which is compared.
+    # The seed is that of the new adapters, which may differ. A Python file may also have drawn weights of the
+    # base from it; but then bases of different seeds differ in `base_sha256`, which is compared.
     return recipe._replace(lora=lora_record(fixed_lora), seed=0, adapter=None, vouched={})
 
 
@@ -190,7 +191,11 @@ def require_same_file(recipe: ModelRecipe, run: Run) -> None:
 
 
 def find_run(folder: str | Path) -> Run | None:
-    """Return the run that a path or "last" names; None if it does not name a run."""
+    """Return the run that a path or "last" names; None if it does not name a run.
+
+    Raises:
+        InputRefused: it names a whole sweep, a sweep's mixture, or a run that is not there.
+    """
     return Run.open(folder) if names_run(folder) else None
 
 

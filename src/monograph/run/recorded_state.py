@@ -40,8 +40,8 @@ RecordedText = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern="^[a-z][a-z_]*[.][a-z]+$")]  # in the run's own folder
 NaturalPair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
-# For a field that is a tuple: it takes a list, since JSON has no tuples. This also turns strictness off
-# for what is in the tuple, where `Int` and `Float` turn it on again.
+# Makes a field that is a tuple take a list, since JSON has no tuples. It also turns strictness off for the
+# numbers in the tuple, so these are of the types `Int` and `Float`, which turn it on again.
 _FROM_LIST = Field(strict=False)
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True)]
@@ -117,21 +117,21 @@ class _State(Strict):
     engine: _Counters
     data: _Position
     random: _Generators
-    micro_batch: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None
+    micro_batch: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None  # rows
     length: Annotated[Natural, Field(ge=1)]  # the run's number of updates
     cooled: NaturalPair | None  # first and last update of an early cool-down
     budget_s: Seconds | None  # of training; None if the length is given in updates
     elapsed_s: Seconds
     metrics_offset: Natural  # length of metrics.jsonl in bytes
     metrics_sha256: Digest | None = None
-    fingerprint: str
+    fingerprint: str  # of the records that the run learns from
     tokenizer: Digest
-    tokenizer_files: dict[RecordedText, Digest] | None = None
-    settings: Digest
+    tokenizer_files: dict[RecordedText, Digest] | None = None  # of the files next to tokenizer.json
+    settings: Digest  # the fingerprint of the settings
     recipe: _Recipe
-    attention: str | None = None
-    files: dict[FileName, Digest] = {}
-    teachers: Digest | None = None  # of an earlier version: that of teachers.json
+    attention: str | None = None  # the kernel that was chosen
+    files: dict[FileName, Digest] = {}  # see `recorded_file_digests`
+    teachers: Digest | None = None  # that of teachers.json, as an earlier version recorded it
     # The entry is called model_config, a name that pydantic keeps for itself.
     shape: dict[str, Any] | None = Field(alias="model_config")
     sampling: dict[str, Any] | None = None
@@ -235,8 +235,10 @@ def _check_entries(state: Mapping[str, Any], update: int) -> None:
         raise InputRefused(
             f"engine.index = {checked.engine.index}: expected {update}, as in MANIFEST.json"
         )
-    # The last update of an early cool-down replaces the length as the run's end.
-    begin, end = checked.cooled or (update, checked.length)
+    if checked.cooled:
+        begin, end = checked.cooled  # an early cool-down ends the run before its length
+    else:
+        begin, end = update, checked.length
     if end < begin or end < update:
         raise InputRefused(
             f"length = {checked.length}, cooled = {checked.cooled}: they end before update {update}"

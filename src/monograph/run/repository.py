@@ -17,7 +17,7 @@ from monograph.storage.code import HUB
 from monograph.storage.reading import error_number, is_file, matching
 from monograph.storage.writing import DISK_FULL_ERRORS
 
-# The files of a model that this package reads. Nothing else is fetched, such as code and pickles.
+# The files of a model that this package reads. Nothing else is fetched, and so no code and no pickles.
 FILES = (
     "config.json",
     "generation_config.json",
@@ -90,7 +90,7 @@ def require_account(name: str) -> None:
 def push(folder: Path, name: str) -> str:
     """Upload a model to hf://OWNER/NAME[@REVISION] in one commit, and return its address.
 
-    The commit also removes files of a former model, which would be read together with the new ones.
+    The commit also removes files of an earlier model, which would be read together with the new ones.
     If the repository does not exist, a private one is made.
 
     Raises:

@@ -42,7 +42,8 @@ def resolve_checkpoint(path: Path) -> Path:
     """Return the path of a checkpoint in the form that `update_of_checkpoint` knows; any other path
     unchanged.
 
-    The path of a checkpoint has another form if it is a link, or "." in the checkpoint's folder.
+    The path of a checkpoint has another form if it is a link, or if it is "." because the checkpoint is
+    the working folder.
     """
     if update_of_checkpoint(path) is not None or not is_folder(path):
         return path
@@ -107,8 +108,8 @@ def wait_until_free(folder: Path, limit_s: float) -> bool:
     """Wait until no process holds the run's lock, and return whether the lock is free.
 
     Args:
-        folder: the run's folder. If its run.lock cannot be opened, e.g. since the folder was
-            removed, the lock counts as free.
+        folder: the run's folder. If its run.lock cannot be opened, for example because
+            the folder was removed, the lock counts as free.
         limit_s: the longest time to wait, in seconds.
     """
     end = time.monotonic() + limit_s
@@ -122,7 +123,7 @@ def wait_until_free(folder: Path, limit_s: float) -> bool:
             else:
                 return True
         return False
-    return True
+    return True  # run.lock could not be opened
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:

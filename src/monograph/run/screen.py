@@ -21,8 +21,8 @@ from monograph.terminal import is_terminal, takes_colour, takes_escapes, visible
 WIDTH = 100  # characters of the longest line
 NARROWEST = 40  # lines are not cut to fewer characters; a narrower terminal wraps them
 REDRAW_S = 0.5  # interval of redrawing on a terminal
-# Elsewhere a first line is printed after FIRST_LINE_S. The interval to the next line is twice as
-# long each time, up to MAX_LINE_INTERVAL_S.
+# On another stream, the first line is printed after FIRST_LINE_S seconds. Each interval to the next line
+# is twice as long as the one before, up to MAX_LINE_INTERVAL_S.
 FIRST_LINE_S = 10.0
 MAX_LINE_INTERVAL_S = 60.0
 

@@ -28,7 +28,7 @@ class StopSignal:
                     save()
                     raise Stopped
 
-    A SIGINT after the first stop signal ends the process at once with exit code 130. Nothing is
+    A SIGINT after the first stop signal ends the process immediately with exit code 130. Nothing is
     lost, because a checkpoint gets its name only once it is complete. The former handlers are
     restored when the block ends. Only the main thread may enter the block, since Python runs signal
     handlers there.

@@ -33,8 +33,8 @@ class ModelSource:
     """A model that a run can start from.
 
     The model is a run, a Hugging Face folder, a file of torch.save, a Python function, or a stored
-    adapter and its base. What has the weights is called the base: the adapter's base, or the model
-    itself.
+    adapter and its base. In all cases "the base" means the part that has the weights: the adapter's base,
+    or else the model itself.
 
     Attributes:
         name: the value of `model.init`.
@@ -46,7 +46,7 @@ class ModelSource:
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """Return the model that a name stands for. An adapter's configuration is read at once.
+        """Return the model that a name stands for. An adapter's configuration is read now.
 
         Raises:
             InputRefused: the adapter cannot be used.
@@ -132,7 +132,9 @@ class ModelSource:
 
     @property
     def assumption(self) -> str:
-        """Return as what a folder of an unknown model_type is computed; "" if there is nothing to say."""
+        """Return a line that says how a folder of an unknown model_type is computed; "" if there is
+        nothing to say.
+        """
         return hub.assumption(self.base) if self._is_folder else ""
 
     def require_headers(self, sizes: Mapping[str, Any]) -> None:
@@ -146,8 +148,8 @@ class ModelSource:
         """
         if self.adapter:
             base = self.open(self.base)
-            # The cached answers are about `self.base`. If that is an adapter itself, its answers are about
-            # its own base, so these cannot be copied.
+            # The cached answers of this source are about `self.base`, so `base` can have them. But if `base` is
+            # an adapter itself, its answers must be about a base of its own.
             if base.adapter is None:
                 base = self._with_cached_answers(base)
             base.require_headers(sizes)
@@ -163,7 +165,7 @@ class ModelSource:
     def recorded_name(self) -> str:
         """Return the name under which a new run records this model: a run's folder, or `name`.
 
-        Not "last", which means the new run as soon as it has begun.
+        It is never "last", since that means the new run as soon as it has begun.
         """
         if self.run and not self.adapter:
             return folder_named(self.run.named_path)

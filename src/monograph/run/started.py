@@ -90,9 +90,8 @@ def _commit() -> str:
     if repository is None:
         return ""
     git = repository / ".git"
-    if is_file(
-        git
-    ):  # In a second working tree, .git is a file with the path of the tree's own git folder.
+    # In a second working tree, .git is a file with the path of the tree's own git folder.
+    if is_file(git):
         git = repository / _text(git).removeprefix("gitdir: ")
     head = _text(git / "HEAD")
     if not head.startswith("ref: "):

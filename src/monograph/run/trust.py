@@ -135,7 +135,7 @@ def _mark(text: str, covered: Mapping[str, str], create: bool = False) -> str:
         covered: {value that names code: digest of its Python file}.
         create: whether to make a secret if this user has none.
     """
-    codes = filter(None, map(code_named, covered))
+    codes = [code for code in map(code_named, covered) if code is not None]
     programs = sorted(
         (code.value, str(without_links(code.path)), covered[code.value]) for code in codes
     )

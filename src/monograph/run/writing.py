@@ -145,9 +145,8 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
         folder = claim_new_folder(root) if out is None else out
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        with (
-            raise_on_sigterm()
-        ):  # SIGTERM raises an exception, so that the folder is removed then, too
+        # SIGTERM raises an exception, so that the folder is removed then, too.
+        with raise_on_sigterm():
             yield folder
     except BaseException:
         with suppress(OSError):  # another program may have put something there in the meantime
