@@ -153,6 +153,8 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         }
         numbers |= {name: draw.choice(values) for name, values in sizes.items()}
         numbers |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
+    if "conv_L_cache" in keys:
+        numbers |= {"conv_L_cache": draw.choice([1, 2, 3, 5]), "conv_bias": draw.random() < 0.5}
     if "mamba_n_heads" in keys:
         groups, heads_of_group = draw.choice([1, 2]), draw.choice([1, 2, 3])
         numbers |= {

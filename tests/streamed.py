@@ -45,6 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", FULL) * 2},
     "granite4": {"model_type": "granitemoehybrid", "layer_types": ("mamba", FULL) * 2, "mamba_d_state": 8},
+    "lfm2": {"model_type": "lfm2", "layer_types": ("conv", FULL) * 2},
 }  # fmt: skip
 WHOLE = frozenset(
     f"{name}{scale}"

@@ -274,6 +274,13 @@ def zoo() -> dict[str, Kind]:
             token_loss,
             lambda s: ragged(ROWS, s),
         ),
+        "our lfm2": Kind(
+            lambda seed: tiny_llama(
+                torch.float64, seed, model_type="lfm2", layer_types=("conv", "full_attention")
+            ),
+            token_loss,
+            lambda s: ragged(ROWS, s),
+        ),
         "mlp": Kind(seeded(MLP), of_classes, classified(8)),
         "conv": Kind(seeded(Conv, 0.3), of_classes, classified(3, 8, 8)),
         "encoder": Kind(seeded(Encoder), of_tokens, tokens),

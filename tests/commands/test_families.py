@@ -12,7 +12,7 @@ import torch
 from commands.forked import CommandServer
 from commands.inputs import OWN, TINY, over
 from monograph.model.families import FAMILIES
-from monograph.model.layer_types import LINEAR_ATTENTION, MAMBA
+from monograph.model.layer_types import CONVOLUTION, LINEAR_ATTENTION, MAMBA
 from monograph.model.torch_file import read
 from monograph.text.tokenizer import Tokenizer
 from reference import pieces
@@ -107,6 +107,8 @@ def test_a_folder_of_transformers_has_the_bits_per_byte_of_transformers_own_loss
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 24,
         }
+    elif FAMILIES[family].other_layer_type == CONVOLUTION:
+        window = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
     elif FAMILIES[family].expert_width_key:
         window |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     torch.manual_seed(0)

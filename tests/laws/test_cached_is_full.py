@@ -18,6 +18,7 @@ from monograph.decode.prompt_reader import PromptReader, PromptToRead
 from monograph.laws.comparisons import cached_is_full, differing_draws, error_within, greedy_ids
 from monograph.model.hub import save_model
 from monograph.model.layer_types import (
+    CONVOLUTION,
     FULL_ATTENTION,
     LINEAR_ATTENTION,
     MAMBA,
@@ -71,6 +72,7 @@ SHAPES = {
         "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_proj_bias": True, "position_embedding_type": "nope",
         "num_experts": 4, "num_experts_per_tok": 2,
     },
+    "lfm2": {"model_type": "lfm2", "layer_types": (CONVOLUTION, FULL_ATTENTION), "conv_bias": True},
 }  # fmt: skip
 
 

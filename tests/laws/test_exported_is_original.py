@@ -28,7 +28,13 @@ from monograph.model.adapter import pack_adapters, save_gguf_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import FILE, Q8_0_BLOCK, save_gguf
 from monograph.model.hub import load_model, save_model
-from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, MAMBA, SLIDING_ATTENTION
+from monograph.model.layer_types import (
+    CONVOLUTION,
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
+    MAMBA,
+    SLIDING_ATTENTION,
+)
 from monograph.model.llama import Llama
 from monograph.model.scaling import (
     LinearScaling,
@@ -119,6 +125,10 @@ SHAPES = {
     },
     "granitemoehybrid of attention": {
         "model_type": "granitemoehybrid", "head_dim": 32, "position_embedding_type": "nope",
+    },
+    "lfm2": {
+        "num_hidden_layers": 3, "layer_types": (CONVOLUTION, FULL_ATTENTION, CONVOLUTION),
+        "tie_word_embeddings": True,
     },
     "smollm3": {
         "num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6,
@@ -216,7 +226,7 @@ def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> Non
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1 and not any(
-                    part in name for part in ("mlp.gate.", "conv1d", ".bias")
+                    part in name for part in ("mlp.gate.", "conv1d", "conv.conv", ".bias")
                 ):
                     parameter.copy_(in_blocks(parameter))
     exact = logits_of(model.double(), prompt + drawn)[len(prompt) - 1 : -1]
@@ -419,7 +429,7 @@ def test_a_token_that_is_no_stop_does_not_stop(tmp_path: Path) -> None:
             if family != "phi3"
             and shape.get("model_type") != "granitemoehybrid"
             and "num_experts" not in shape
-            and not {LINEAR_ATTENTION, MAMBA} & {*shape.get("layer_types", ())}
+            and not {LINEAR_ATTENTION, MAMBA, CONVOLUTION} & {*shape.get("layer_types", ())}
         ],
         ["llama", "gemma3_text", "olmo3"],
     ),

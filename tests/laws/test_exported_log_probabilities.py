@@ -36,7 +36,13 @@ from monograph.model import llama
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES, Family
 from monograph.model.gguf import DTYPES, FILE, save_gguf
-from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, MAMBA, SLIDING_ATTENTION
+from monograph.model.layer_types import (
+    CONVOLUTION,
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
+    MAMBA,
+    SLIDING_ATTENTION,
+)
 from monograph.model.llama import Llama
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import (
@@ -140,6 +146,8 @@ def usual(its: Family) -> dict[str, Any]:
             "num_hidden_layers": 2, "layer_types": (MAMBA, FULL_ATTENTION), "mamba_n_heads": 4,
             "mamba_d_head": 32, "mamba_d_state": 128,
         }  # fmt: skip
+    elif its.other_layer_type == CONVOLUTION:
+        found |= {"num_hidden_layers": 2, "layer_types": (CONVOLUTION, FULL_ATTENTION)}
     elif its.full_attention_every:
         kinds = (*[SLIDING_ATTENTION] * (its.full_attention_every - 1), FULL_ATTENTION)
         found |= {"num_hidden_layers": len(kinds), "layer_types": kinds, "sliding_window": 64}
@@ -334,7 +342,7 @@ def likely(family: str, draw: random.Random) -> dict[str, Any]:
         "num_hidden_layers": layers, "initializer_range": 1.6 / width**0.5,
     }  # fmt: skip
     every = its.full_attention_every
-    if its.other_layer_type == MAMBA:  # any layers may be of Mamba 2
+    if its.other_layer_type in (MAMBA, CONVOLUTION):  # any layers may be of this kind
         every = draw.choice([1, 2, 2, 3])
     if every:
         every = mostly(every, 1, 2, 3)

@@ -66,6 +66,7 @@ FAMILIES = {
         CONFIG, model_type="granitemoehybrid", layer_types=("mamba", "full_attention"), mamba_n_groups=2,
         mamba_d_state=6, position_embedding_type="nope", num_experts=4, num_experts_per_tok=2,
     ),
+    "lfm2": replace(CONFIG, model_type="lfm2", layer_types=("conv", "full_attention"), conv_L_cache=4),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
 }  # fmt: skip
 ROW = 48
@@ -179,7 +180,7 @@ def _with_small_chunks(monkeypatch, family):
     return _documents([1, 7, 8, 9, ROW, 16, 15, 17, 1, 1]), Llama(FAMILIES[family]).double()
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "granite4"])
+@pytest.mark.parametrize("family", ["qwen3_5", "granite4", "lfm2"])
 def test_a_recurrent_state_ends_with_its_document(monkeypatch, family):
     """Documents of one token, of a chunk and one more or less, and one that fills a row."""
     documents, model = _with_small_chunks(monkeypatch, family)
@@ -187,8 +188,16 @@ def test_a_recurrent_state_ends_with_its_document(monkeypatch, family):
     assert all(equal_in_float64(*pair) for pair in zip(packed, alone, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "granite4"])
-@pytest.mark.parametrize("leak", ["state", "convolution"])
+@pytest.mark.parametrize(
+    ("leak", "family"),
+    [
+        ("state", "qwen3_5"),
+        ("state", "granite4"),
+        ("convolution", "qwen3_5"),
+        ("convolution", "granite4"),
+        ("convolution", "lfm2"),
+    ],
+)
 def test_the_law_notices_what_a_layer_carries_over_a_border(monkeypatch, leak, family):
     documents, model = _with_small_chunks(monkeypatch, family)
     alone = _results(model, _alone, documents)

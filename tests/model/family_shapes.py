@@ -107,6 +107,8 @@ OPTIONAL = {
     "mamba_d_conv": 3,
     "mamba_conv_bias": True,
     "mamba_proj_bias": True,
+    "conv_L_cache": 4,
+    "conv_bias": True,
     "num_experts": 5,
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,

@@ -122,6 +122,10 @@ def configs(draw, family, least=2):
             mamba_proj_bias=draw(st.booleans()),
             position_embedding_type=draw(st.sampled_from(["rope", "nope"])),
         )
+    if "conv_L_cache" in keys:
+        config = replace(
+            config, conv_L_cache=draw(st.integers(1, 5)), conv_bias=draw(st.booleans())
+        )
     if not longs or draw(st.booleans()):
         return config
     factors = tuple(

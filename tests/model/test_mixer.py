@@ -150,14 +150,14 @@ def test_only_the_table_and_a_kinds_own_file_know_which_kinds_there_are() -> Non
     kernels of decode steps are written for one kind; other kinds take the model's own forward pass.
     """
     named = re.compile(
-        r"\bLINEAR_ATTENTION\b|\bGatedDeltaNet\b|linear_attn|is_delta_net|\bMAMBA\b|\bMamba2\b"
+        r"\bLINEAR_ATTENTION\b|\bGatedDeltaNet\b|linear_attn|is_delta_net|\bMAMBA\b|\bMamba2\b|\bCONVOLUTION\b|\bShortConv\b"
     )
     files = {
         path.relative_to(SOURCES).as_posix()
         for path in SOURCES.rglob("*.py")
         if named.search(path.read_text())
     }
-    kinds = {"model/layer_types.py", "model/delta_net.py", "model/mamba.py"}
-    declared = kinds | {"model/families.py", "model/granite_keys.py"}
+    kinds = {f"model/{name}.py" for name in ("layer_types", "delta_net", "mamba", "short_conv")}
+    declared = kinds | {f"model/{name}.py" for name in ("families", "granite_keys", "lfm2_keys")}
     kernels = {"decode/fast_delta_net.py", "decode/fast_forward.py", "ops/delta_net_kernels.py"}
     assert files == declared | kernels

@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from reference import delta_net, mamba
+from reference import delta_net, mamba, short_conv
 
 
 def hidden_states(weights, config, tokens, segments=None, positions=None):
@@ -64,6 +64,8 @@ def _row(weights, config, ids, documents, places):
             attended = delta_net.mixed(own, config, normed, documents)
         elif kinds[layer] == "mamba":
             attended = mamba.mixed(own, config, normed, documents)
+        elif kinds[layer] == "conv":
+            attended = short_conv.mixed(own, config, normed, documents)
         else:
             attended = _attention(
                 own, config, normed, documents, turning, window or len(ids), *rope

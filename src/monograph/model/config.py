@@ -65,8 +65,8 @@ class LlamaConfig:
         sliding_window: number of positions that a query sees in layers with a window: its own and
             the ones directly before it. None: no layer has a window.
         layer_types: for each layer, "full_attention" (no window), "sliding_attention" (with a window)
-            "linear_attention" (a gated delta net) or "mamba" (a layer of Mamba 2). (): all layers
-            have attention, with a window if sliding_window is set.
+            "linear_attention" (a gated delta net), "mamba" (a layer of Mamba 2) or "conv" (a gated
+            short convolution). (): all layers have attention, with a window if sliding_window is set.
         linear_num_key_heads: number of key heads of a delta net; must divide
             linear_num_value_heads. 0: half of linear_num_value_heads if that is even, or else all of
             it.
@@ -84,6 +84,8 @@ class LlamaConfig:
         mamba_d_conv: number of positions that the convolution of Mamba 2 sees. 0: 4.
         mamba_conv_bias: whether this convolution has a bias.
         mamba_proj_bias: whether the two projections of Mamba 2 have biases.
+        conv_L_cache: number of positions that a gated short convolution sees. 0: 3.
+        conv_bias: whether the three layers of a gated short convolution have biases.
         position_embedding_type: "rope", or "nope" if no layer rotates queries and keys.
         no_rope_layers: 1 for each layer that rotates queries and keys, 0 for each layer that does
             not, which is the reverse of what the name says. (): all layers rotate.
@@ -151,6 +153,8 @@ class LlamaConfig:
     mamba_d_conv: int = 0
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
+    conv_L_cache: int = 0
+    conv_bias: bool = False
     position_embedding_type: str = "rope"
     no_rope_layers: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0
@@ -249,6 +253,7 @@ class LlamaConfig:
             "output_router_logits",
             "mamba_conv_bias",
             "mamba_proj_bias",
+            "conv_bias",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
@@ -487,6 +492,8 @@ class LlamaConfig:
         family = self.family
         layers = range(self.num_hidden_layers)
         left_out = _fields_of_others(family) | {"rope_local_theta"}
+        if family.own_keys is not None:
+            left_out |= {*family.own_keys.NOT_IN_FILES}
         values = {key: value for key, value in asdict(self).items() if key not in left_out}
         values |= scaling.to_hf(self)
         if "query_pre_attn_scalar" in family.optional_keys:

@@ -11,8 +11,10 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
-from monograph.model import granite_keys
+from monograph.model import granite_keys, lfm2_keys
 from monograph.model.layer_types import (
+    CONVOLUTION,
+    CONVOLUTION_SIZES,
     DELTA_NET_SIZES,
     LAYER_TYPES,
     LINEAR_ATTENTION,
@@ -59,6 +61,7 @@ class LlamaCppSupport(NamedTuple):
             base of the other layers.
         computes_attention_bias: whether llama.cpp computes the biases of attention_bias.
         norm_before_mlp: llama.cpp's name of the norm before the feed-forward layer.
+        final_norm: llama.cpp's name of the norm after the last block.
         norm_topk_prob: whether llama.cpp divides the weights of a token's experts by their sum. It
             does not read this from the file.
         attention_alone: llama.cpp's name of the architecture if all layers of a hybrid are attention
@@ -80,6 +83,7 @@ class LlamaCppSupport(NamedTuple):
     local_rope_theta: float | None = None
     computes_attention_bias: bool = False
     norm_before_mlp: str = "ffn_norm"
+    final_norm: str = "output_norm"
     norm_topk_prob: bool = True
     attention_alone: str = ""
     kv_heads_by_layer: bool = False
@@ -99,13 +103,15 @@ class Family(NamedTuple):
         qk_norm: the RMS norm of queries and keys before the rotation: over each head ("heads") or
             over all heads together ("all"); "": none.
         norm_names: the names of the norms before and after attention and the feed-forward layer.
-        joined_layers: layers of a block that are one layer in the files, as {name in the files: names
-            in the decoder}.
+        joined_layers: layers that are one layer in the files, as {name in the files: names in the
+            decoder}. A single layer that has another name in the files is in it, too. Names of layers
+            in a block begin after the block's name.
         joined_in_mixtures: the same for a model with experts, in addition to `joined_layers`. It takes
             precedence for a name that both have.
         rope_types: the supported scalings of rotary positions, by transformers' names.
         other_layer_type: the type of the layers that are not full attention, by its word in
-            `LAYER_TYPES`: layers with a window, gated delta nets, or layers of Mamba 2.
+            `LAYER_TYPES`: layers with a window, gated delta nets, layers of Mamba 2, or gated short
+            convolutions.
         full_attention_every: n, if every n-th layer is full attention and the layers between are of
             `other_layer_type`. It is used only if a file has no layer_types. 0: the family has no
             such rule, and `layer_keys.windows_from_hf` says which layers have a window.
@@ -211,6 +217,7 @@ FIELDS_OF_SOME_FAMILIES = {
     "position_embedding_type",
     "mamba_conv_bias",
     "mamba_proj_bias",
+    "conv_bias",
     "rope_local_theta",
     "partial_rotary_factor",
     "query_pre_attn_scalar",
@@ -624,6 +631,44 @@ FAMILIES: dict[str, Family] = {
             rotation_is_a_key=True,
         ),
         own_keys=granite_keys,
+    ),
+    "lfm2": Family(
+        "Lfm2ForCausalLM",
+        ("layer_types", *CONVOLUTION_SIZES, "conv_bias"),
+        {
+            "intermediate_size": 12_288,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128_000,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+            **_LLAMA_BOS_AND_EOS,
+            "conv_L_cache": 3,
+            "norm_eps": 1e-5,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        qk_norm="heads",
+        norm_names=NormNames(before_attention="operator_norm", before_mlp="ffn_norm"),
+        joined_layers={
+            "self_attn.q_layernorm": ("self_attn.q_norm",),
+            "self_attn.k_layernorm": ("self_attn.k_norm",),
+            "self_attn.out_proj": ("self_attn.o_proj",),
+            "feed_forward.w1": ("mlp.gate_proj",),
+            "feed_forward.w3": ("mlp.up_proj",),
+            "feed_forward.w2": ("mlp.down_proj",),
+            "model.embedding_norm": ("model.norm",),
+        },
+        other_layer_type=CONVOLUTION,
+        full_attention_every=3,
+        llama_cpp=LlamaCppSupport(
+            "lfm2",
+            head_dim_is_derived=True,
+            kv_heads_by_layer=True,
+            final_norm="token_embd_norm",
+        ),
+        own_keys=lfm2_keys,
     ),
 }
 # Keys of config.json that change what transformers computes or loads, with the values for which it

@@ -71,10 +71,10 @@ _DEFAULT_DTYPES = {
 
 # llama.cpp rotates queries and keys in all layers of a SmolLM3 except every fourth one.
 _SMOLLM3_INTERVAL = 4
-# llama.cpp's names of the layers outside of the blocks.
+# llama.cpp's names of the layers outside of the blocks, without the final norm, whose name differs by
+# family.
 _OUTER_NAMES = {
     "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
     "lm_head": "output",
 }
 # llama.cpp's names of the layers of attention, by their names in a block.
@@ -436,6 +436,7 @@ def llama_cpp_tensors(
         for own_name, name in zip(config.family.norm_names, norm_names, strict=True)
         if own_name is not None
     }
+    outer_names = {**_OUTER_NAMES, "model.norm": llama_cpp.final_norm}
     block_names = {**_BLOCK_NAMES, **feed_forward.llama_cpp_names, **norm_name_by_own_name}
     if llama_cpp.joined_layers:
         parameters = JoinedLayersRule(config).to_files(parameters)
@@ -456,8 +457,8 @@ def llama_cpp_tensors(
         if config.family.centred_norms and is_norm:
             # Such a norm multiplies by 1 + weight. llama.cpp multiplies by the number in the file.
             read = _read_and_change(read, lambda weight: 1 + weight)
-        if module in _OUTER_NAMES:
-            yield UnreadTensor(f"{_OUTER_NAMES[module]}.{suffix}", like, read)
+        if module in outer_names:
+            yield UnreadTensor(f"{outer_names[module]}.{suffix}", like, read)
             is_embedding = module == "model.embed_tokens"
             if is_embedding and config.tie_word_embeddings and llama_cpp.needs_output_head:
                 yield UnreadTensor("output.weight", like, read)

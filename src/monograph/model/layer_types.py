@@ -23,6 +23,7 @@ FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"  # attention with a window
 LINEAR_ATTENTION = "linear_attention"  # a gated delta net
 MAMBA = "mamba"  # a layer of Mamba 2
+CONVOLUTION = "conv"  # a gated short convolution
 # The keys of a delta net's sizes.
 DELTA_NET_SIZES = (
     "linear_num_key_heads",
@@ -33,6 +34,8 @@ DELTA_NET_SIZES = (
 )
 # The keys of the sizes of a layer of Mamba 2.
 MAMBA_SIZES = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+# The key of the size of a gated short convolution.
+CONVOLUTION_SIZES = ("conv_L_cache",)
 # A delta net divides each query and key by sqrt(its squared length + this number), as in transformers.
 L2_NORM_EPS = 1e-6
 
@@ -123,6 +126,15 @@ def _mamba_sizes(config: LlamaConfig) -> dict[str, int]:
     return sizes
 
 
+def _convolution_sizes(config: LlamaConfig) -> dict[str, int]:
+    """Check the number of positions that a gated short convolution sees, and return it by its key,
+    with the default in place of a zero.
+    """
+    positions = config.conv_L_cache or 3
+    check_positive_integer("conv_L_cache", positions)
+    return {"conv_L_cache": positions}
+
+
 LAYER_TYPES = {
     FULL_ATTENTION: LayerType("monograph.model.layers:Attention", attends=True),
     SLIDING_ATTENTION: LayerType("monograph.model.layers:Attention", attends=True),
@@ -138,5 +150,10 @@ LAYER_TYPES = {
         "monograph.model.mamba:Mamba2",
         size_keys=MAMBA_SIZES,
         checked_sizes=_mamba_sizes,
+    ),
+    CONVOLUTION: LayerType(
+        "monograph.model.short_conv:ShortConv",
+        size_keys=CONVOLUTION_SIZES,
+        checked_sizes=_convolution_sizes,
     ),
 }

@@ -32,7 +32,7 @@ from monograph.errors import InputRefused
 from monograph.graph.lora_merge import UnreadTensor
 from monograph.model.config import LlamaConfig
 from monograph.model.files import AxisSlice, StoredTensor
-from monograph.model.parameters import block_shapes
+from monograph.model.parameters import block_shapes, outer_shapes
 
 # The name in files of a matrix of one expert. The groups are the name of the layer's experts, the
 # expert's number, and the matrix.
@@ -142,8 +142,10 @@ class JoinedLayersRule(FileRule):
             InputRefused: a joined tensor does not have as many rows as its parts together, or a file
                 has both a joined tensor and one of its parts.
         """
-        # In a family that joins layers, all blocks have the same shapes of these.
-        shapes = block_shapes(self.config, 0)
+        # Layers of one name have the same shape in all blocks that have them.
+        shapes = dict(outer_shapes(self.config))
+        for layer in range(self.config.num_hidden_layers):
+            shapes |= block_shapes(self.config, layer)
         converted = dict[str, StoredTensor]()
         for name, tensor in stored.items():
             block, module, suffix = _split_name(name)

@@ -318,6 +318,7 @@ def _required(family: Family, values: Mapping[str, Any]) -> list[str]:
         if not family.always_norm_topk_prob:
             keys.append(_NORMALISED)
     if family.own_keys is not None:
+        keys = [key for key in keys if key not in family.own_keys.NOT_IN_FILES]
         keys += family.own_keys.REQUIRED
     return keys
 

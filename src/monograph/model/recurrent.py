@@ -1,8 +1,9 @@
 """The parts that recurrent layers share: a short convolution over positions, and the state of a row.
 
-A recurrent layer is a gated delta net (`monograph.model.delta_net`) or a Mamba 2 layer
-(`monograph.model.mamba`). What either keeps of a row's earlier tokens has the same size for texts of
-every length: the last inputs of the convolution, and a matrix for each head.
+A recurrent layer is a gated delta net (`monograph.model.delta_net`), a Mamba 2 layer
+(`monograph.model.mamba`) or a gated short convolution (`monograph.model.short_conv`). What it keeps of
+a row's earlier tokens has the same size for texts of every length: the last inputs of the
+convolution, and, except in a short convolution, a matrix for each head.
 
 Shape suffixes: B batch, T positions, C channels of the convolution, K taps of the convolution, S
 positions of the convolution's input, H heads, E key dimension, V value dimension.
@@ -11,6 +12,7 @@ positions of the convolution's input, H heads, E key dimension, V value dimensio
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,24 +34,22 @@ class PassInputs(NamedTuple):
     convolved_BSC: Tensor
 
 
-class LayerState(NamedTuple):
-    """The state of a recurrent layer after some tokens of each row.
+class InputState(NamedTuple):
+    """What a convolution needs of the earlier tokens of each row: its last inputs.
 
     Attributes:
         inputs_BKC: the last K inputs of the convolution, the newest last.
-        state_BHEV: the matrix of each head.
         count_B: number of tokens that the state includes, int64.
         limit_B: largest number of tokens that it may include, int64.
     """
 
     inputs_BKC: Tensor
-    state_BHEV: Tensor
     count_B: Tensor
     limit_B: Tensor
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors except the limit."""
-        return [self.inputs_BKC, self.state_BHEV, self.count_B]
+        return [self.inputs_BKC, self.count_B]
 
     def with_inputs(self, channels_BTC: Tensor, positions_BT: Tensor) -> PassInputs:
         """Return what a pass adds to the inputs, and from which inputs it computes its outputs.
@@ -72,11 +72,61 @@ class LayerState(NamedTuple):
         convolved_BSC = inputs_BKC if is_one_token else inputs_BSC[:, 1:]
         return PassInputs(is_new_BT, inputs_BKC, convolved_BSC)
 
-    def store(self, new: PassInputs, state_BHEV: Tensor) -> None:
+    def store(self, new: PassInputs) -> None:
         """Replace the state by the one after a pass."""
         self.inputs_BKC.copy_(new.inputs_BKC)
-        self.state_BHEV.copy_(state_BHEV)
         self.count_B.add_(new.is_new_BT.sum(dim=1))
+
+
+class LayerState(NamedTuple):
+    """The state of a recurrent layer with matrices after some tokens of each row.
+
+    Attributes:
+        inputs_BKC: the last K inputs of the convolution, the newest last.
+        state_BHEV: the matrix of each head.
+        count_B: number of tokens that the state includes, int64.
+        limit_B: largest number of tokens that it may include, int64.
+    """
+
+    inputs_BKC: Tensor
+    state_BHEV: Tensor
+    count_B: Tensor
+    limit_B: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors except the limit."""
+        return [self.inputs_BKC, self.state_BHEV, self.count_B]
+
+    def with_inputs(self, channels_BTC: Tensor, positions_BT: Tensor) -> PassInputs:
+        """Return what a pass adds to the inputs (`InputState.with_inputs`)."""
+        return self._inputs().with_inputs(channels_BTC, positions_BT)
+
+    def store(self, new: PassInputs, state_BHEV: Tensor) -> None:
+        """Replace the state by the one after a pass."""
+        self._inputs().store(new)
+        self.state_BHEV.copy_(state_BHEV)
+
+    def _inputs(self) -> InputState:
+        """Return the part of the state that is the convolution's."""
+        return InputState(self.inputs_BKC, self.count_B, self.limit_B)
+
+
+def empty_inputs(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> InputState:
+    """Return the state of a convolution that includes no token and has no limit.
+
+    Args:
+        shape: [B, K, C].
+        dtype: the dtype of the model's weights.
+        device: the device of the state.
+    """
+    rows = shape[0]
+    return InputState(
+        torch.zeros(shape, dtype=dtype, device=device),
+        torch.zeros(rows, dtype=torch.int64, device=device),
+        torch.full((rows,), torch.iinfo(torch.int64).max, device=device),
+    )
 
 
 def empty_state(
@@ -93,15 +143,11 @@ def empty_state(
         dtype: the dtype of the model's weights.
         device: the device of the state.
     """
-    rows = inputs_shape[0]
+    inputs = empty_inputs(inputs_shape, dtype, device)
     # The matrices are at least in fp32.
     state_dtype = torch.promote_types(dtype, torch.float32)
-    return LayerState(
-        torch.zeros(inputs_shape, dtype=dtype, device=device),
-        torch.zeros(state_shape, dtype=state_dtype, device=device),
-        torch.zeros(rows, dtype=torch.int64, device=device),
-        torch.full((rows,), torch.iinfo(torch.int64).max, device=device),
-    )
+    matrices = torch.zeros(state_shape, dtype=state_dtype, device=device)
+    return LayerState(inputs.inputs_BKC, matrices, inputs.count_B, inputs.limit_B)
 
 
 def initial_vector(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -118,21 +164,35 @@ def initial_vector(name: str, shape: torch.Size, generator: torch.Generator) -> 
         step = (math.log(0.001) + uniform * math.log(100)).exp()
         # The inverse of softplus, so that softplus(dt_bias) is the step.
         return step + (-(-step).expm1()).log()
-    if name.endswith("conv1d.weight"):
+    if len(shape) == 3:  # of a convolution
         return (2 * uniform - 1) / math.sqrt(uniform.shape[-1])
     return torch.ones_like(uniform)  # factors: of a norm, and D of Mamba 2
 
 
 class CausalConv(nn.Module):
-    """A causal convolution over positions, for each channel alone, and then silu."""
+    """A causal convolution over positions, for each channel alone, and then an activation.
 
-    def __init__(self, channels: int, taps: int, bias: bool = False) -> None:
+    Args:
+        channels: the number of channels.
+        taps: the number of positions that an output reads: its own and those before.
+        bias: whether a bias is added to the sum.
+        activation: the function that follows; None: no function.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        taps: int,
+        bias: bool = False,
+        activation: Callable[[Tensor], Tensor] | None = F.silu,
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.weight = nn.Parameter(torch.empty(channels, 1, taps))  # the shape of a Conv1d
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def forward(self, channels_BTC: Tensor, segments_BT: Tensor | None) -> Tensor:
-        """Return silu(sum_j w[j] x[t - K + 1 + j] + b) over the positions of t's document, [B, T, C]."""
+        """Return act(sum_j w[j] x[t - K + 1 + j] + b) over the positions of t's document, [B, T, C]."""
         total_BTC = channels_BTC * self.weight[:, 0, -1]
         indices_T = torch.arange(channels_BTC.shape[1], device=channels_BTC.device)
         for back in range(1, self.weight.shape[-1]):
@@ -144,7 +204,7 @@ class CausalConv(nn.Module):
             # `pad`.
             earlier_BTC = torch.where(is_same_BT[..., None], channels_BTC.roll(back, dims=1), 0.0)
             total_BTC = total_BTC + earlier_BTC * self.weight[:, 0, -1 - back]
-        return self._activate(total_BTC)
+        return self._finish(total_BTC)
 
     def convolve_inputs(self, inputs_BSC: Tensor) -> Tensor:
         """Return the outputs at the last S - K + 1 positions, which are those with all K inputs.
@@ -160,13 +220,13 @@ class CausalConv(nn.Module):
             total_BTC = (
                 total_BTC + inputs_BSC[:, begin : begin + length] * self.weight[:, 0, -1 - back]
             )
-        return self._activate(total_BTC)
+        return self._finish(total_BTC)
 
-    def _activate(self, total_BTC: Tensor) -> Tensor:
-        """Return silu(x + b)."""
+    def _finish(self, total_BTC: Tensor) -> Tensor:
+        """Return act(x + b)."""
         if self.bias is not None:
             total_BTC = total_BTC + self.bias
-        return F.silu(total_BTC)
+        return total_BTC if self.activation is None else self.activation(total_BTC)
 
 
 def document_starts(segments_BT: Tensor | None) -> Tensor | None:
