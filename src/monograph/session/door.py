@@ -241,12 +241,13 @@ def _look_up(
         family=model.family or DEFAULT_FAMILY,
         vouched=settings.vouched,
     )
-    # If only the shape is needed, the folder may lack weights. Then it cannot be checked.
-    if has_weights(Path(str(model.init))) or not needs_shape_only:
+    # If only the shape is needed, the folder that `model.init` names may lack weights. Then it cannot
+    # be checked.
+    if not needs_shape_only or has_weights(Path(str(model.init))):
         recipe = checked_recipe(recipe, source)
     if transfer:
-        # The size of the vocabulary is not known yet, and does not matter for the widths. Without a shape,
-        # which `model.init` has not yet, `of` raises the error that transfer is for new models.
+        # The size of the vocabulary is not known yet, and does not matter for the widths. A model that
+        # `model.init` names is not new: given None for its shape, `of` raises the error that says so.
         shape = None if model.init else recipe.shape(vocab_size=1)
         decided["optim.transfer_base"] = transfer.of(shape).base.hidden_size
     tokenizer = resolve_tokenizer(data.tokenizer)

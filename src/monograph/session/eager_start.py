@@ -3,7 +3,7 @@ process compiles the step.
 
 Compiling a step that is not in the cache keeps one core busy for half a minute. Meanwhile a run by
 the clock (one with `train.minutes` instead of a number of updates) trains on the other cores. Its
-number of updates differs from machine to machine anyway, so it does not become less repeatable.
+number of updates differs from machine to machine anyway, so the run does not become less repeatable.
 Once the compiled code is in the cache, the run loads it and saves its first checkpoint. So all
 updates of a resumed run are compiled.
 """
@@ -202,7 +202,7 @@ def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress
     with temporary_folder() as folder:
         window_file = folder / "window.safetensors"
         with cache_errors_explained(folder):
-            # Safetensors stores no views, as the tensors of a window may be.
+            # Safetensors cannot store views, and the tensors of a window may be views.
             tensors = {name: tensor.clone() for name, tensor in window.items()}
             write_durably(window_file, save(tensors))
         arguments = str(session.run.folder), str(window_file)

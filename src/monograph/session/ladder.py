@@ -489,8 +489,8 @@ class Ladder:
                 stage.report("update", len(seconds), self.updates)
                 began = clock()
                 cpu_began = process_time()
-            micro_batch = engine.micro_batch or 0
             rows = session.batches.rows_per_window
+            micro_batch = engine.micro_batch or rows
             last_quarter = losses[-max(1, len(losses) // 4) :]
             measurement = RungMeasurement(
                 seconds=tuple(seconds[WARM_UPDATES:]),

@@ -172,6 +172,8 @@ class TokenSource:
         tokens = self.compare()
         if not tokens or not tokens.sizes:
             return
+        # For a model with a row for each token of the run, these are the ids that the parent's
+        # tokenizer lacks. So it does not matter here how many rows the parent's model has.
         new = tokens.sizes.new_ids(tokens.sizes.run)
         if new:
             raise UsageError(

@@ -98,8 +98,7 @@ class Reporter:
         last_evaluation: the last scores on held-out text; None if there are none yet, or no text.
         scored_rows: the number of held-out rows in the last evaluation.
         page: the page of the run, rewritten while it trains.
-        deadline: the measured seconds of scoring and sampling, by which it decides what there is
-            time for.
+        deadline: decides what there is time for, by the measured seconds of scoring and sampling.
         accepted_lines: the number of checked lines that Python's tokenizer accepts, and the number
             of all checked lines.
     """
@@ -157,7 +156,7 @@ class Reporter:
         Args:
             updates: the number of updates since the last call.
             seconds: the seconds that they took.
-            row: the row of metrics.jsonl of the last of them.
+            row: the row of metrics.jsonl of the last of these updates.
 
         Returns:
             Tokens per second.

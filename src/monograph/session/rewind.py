@@ -2,7 +2,7 @@
 rows that led to them, or end the run.
 
 An update is *skipped* if its gradient is not finite or is a spike. The *streak* is the number of
-the last updates that were skipped in a row. *Rows* are rows of the text, counted from the run's
+updates, up to the last one, that were skipped in a row. *Rows* are rows of the text, counted from the run's
 beginning; a *stretch* of them is a pair (begin, end). To go back is to *rewind*.
 """
 

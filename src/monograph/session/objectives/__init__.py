@@ -51,7 +51,8 @@ def with_records(settings: Settings) -> Settings:
         The settings, with the key of the chosen objective; unchanged for texts.
     """
     values = settings.values()
-    # A key that chooses an objective, or the key of texts in records, leaves nothing to choose.
+    # Nothing is left to choose if a key chooses an objective. data.text_key says which key of the
+    # records has a text, so it chooses texts.
     if objective_of(settings).has_key or values["data.text_key"] is not None:
         return settings
     record_settings = RecordSettings.of(None, values["data.ignore_keys"])

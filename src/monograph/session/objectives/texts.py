@@ -1,4 +1,6 @@
-"""Learn from texts, each of whose tokens is a target, or from the answers in conversations."""
+"""Learn from texts or from conversations. In a text each token is a target; in a conversation only the
+tokens of the answers are.
+"""
 
 import math
 from abc import abstractmethod
