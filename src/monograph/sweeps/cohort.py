@@ -333,8 +333,8 @@ def reuse_engine(engine: Engine, fresh: Engine) -> bool:
         fresh: a new engine of the other model, whose state is copied.
 
     Returns:
-        Whether it was done. It is not done if more than weights and learning rate differ, as the
-        graph fixes everything else, such as the rank, scale and dropout of adapters.
+        Whether the engine can train the other model. It cannot if more than weights and learning rate
+        differ, as the graph fixes everything else, such as the rank, scale and dropout of adapters.
     """
     if _adapter_options(engine.model) != _adapter_options(fresh.model):
         return False
@@ -428,8 +428,9 @@ def _takes_own_rows(engine: Engine) -> bool:
 def begin_run(session: Session) -> None:
     """Write settings and tokenizer into a member's folder if it does not have them yet.
 
-    The settings come first, since a run has begun once it has them: `Run.create` refuses a folder that
-    has anything else of a run, so a process that was killed in between could not be continued.
+    The settings come first, since a run has begun once it has them. `Run.create` refuses a folder with
+    other files of a run but no settings. So if the tokenizer came first, and the process was killed
+    after it, the sweep could not be continued.
     """
     if not session.run.has_begun:
         session.plan.record.write(session.run)
@@ -462,11 +463,13 @@ def resume_cohort(cohort: Cohort, divergences: dict[int, int], progress: Progres
         place: last_update for place, last_update in divergences.items() if last_update <= update
     }
     for place, session in enumerate(cohort.sessions):
-        session.restore(_checkpoint(session, None if place in diverged else update), progress)
+        at_update = None if place in diverged else update
+        session.restore(_checkpoint(session, at_update), progress)
         if place in diverged:
-            # Its last checkpoint may be older than the update. Restoring it may have removed the row of
-            # metrics that says that it diverged, and its windows would begin too early. The windows must
-            # be those of the round, since they are stacked, although it no longer trains on them.
+            # The member's last checkpoint may be older than `update`. To restore it may have removed
+            # the row of metrics that says that the member diverged, so the row is written again. The
+            # windows are opened again at the position of the round: they are stacked with those of the
+            # other members, although this member no longer trains on them.
             session.run.log({"update": update, "diverged": diverged[place]})
             session.batches.close()
             session.batches = session.open_batches(update * session.batches.rows_per_window)

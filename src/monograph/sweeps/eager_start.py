@@ -1,7 +1,7 @@
 """Begin a sweep eagerly: make updates without a graph while another process compiles the graphs.
 
 A run begins in the same way, under the same conditions (`monograph.session.eager_start`). Here all
-members of a group train at once, and all members make equally many updates, so that none has
+members of a group train at once, and all members make the same number of updates, so that none has
 learned more than another. When the graphs are compiled, their measured times decide how many members
 train at once from then on. Each round then starts from its members' checkpoints.
 """

@@ -224,9 +224,9 @@ class Sweep:
         target_without_best = load_settings(self.wide, overrides={}, environment={}, recorded=True)
         target = target_without_best.resolve(best, ORIGIN)
         write_atomically(self.wide, target.to_toml())
-        # Groups may have different numbers of updates, and here that of the first one stands for all. If
-        # the settings give a time, all members train on about as many tokens, so groups whose updates have
-        # more tokens make fewer of them.
+        # The first group's number of updates stands for that of all groups. The numbers may differ: if
+        # the settings give a time, all members train on about the same number of tokens, so a group whose
+        # updates have more tokens makes fewer updates.
         proxy_updates = self.record["groups"][0]["updates"]
         return transfer_notes(
             target,
@@ -248,8 +248,8 @@ class Sweep:
     def forget_members(self) -> None:
         """Remove the members' folders.
 
-        A process may have left them that was stopped before it decided the number of updates: members
-        may make their first updates before that (`monograph.sweeps.eager_start`).
+        Members may make their first updates before their number of updates is decided
+        (`monograph.sweeps.eager_start`). A process that was stopped in between has left such folders.
         """
         shutil.rmtree(self.run.folder / "members", ignore_errors=True)
 

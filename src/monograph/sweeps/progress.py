@@ -276,7 +276,8 @@ class SweepProgress:
             name = f"{group.name}: " if group.name else ""
             time = f", about {duration(predicted_s)}" if predicted_s else ""
             one_by_one_s = remaining * group.one_by_one_update_s + group.one_by_one_held_out_s
-            # After eager updates, what is left may gain nothing any more, or nothing that is seen.
+            # After eager updates, the remaining updates may not be faster at once, or not by so much
+            # that the printed times differ.
             alone = duration(one_by_one_s)
             is_faster = predicted_s < one_by_one_s and alone != duration(predicted_s)
             if is_faster and max(group.round_sizes) > 1:
@@ -371,7 +372,7 @@ class SweepProgress:
             The places of the members that have no score, since their logits are not finite.
         """
         unscored = cohort.score(update, CURVE_ROWS)
-        # Without rows, the score is of answers, and is the same each time.
+        # Without held-out rows, sampled answers were scored, and all of them already.
         if scores_all and cohort.tasks[0].held_out_rows:
             unscored = cohort.score(update, None)
         self._refresh_outcomes(cohort)
@@ -397,8 +398,8 @@ class SweepProgress:
     def stop_hopeless(self, round_: Round, update: int) -> bool:
         """Stop members of a round that cannot win any more, and return whether there are any.
 
-        A row of metrics says so of each. What is done is repeated after a crash, since it depends only
-        on metrics.
+        A row in the metrics of each such member says so. After a crash, the same members are stopped,
+        since the decision depends only on metrics.
 
         Args:
             round_: the round.
@@ -516,9 +517,11 @@ class SweepProgress:
         """
         if not has_adapters(self.outcomes[best].run):
             return
-        earlier = (self.sweep.record.get("result") or {}).get("best") or {}
-        folder = earlier.get("adapter")
-        if earlier.get("member") != best or folder is None or not is_folder(folder):
+        earlier_result = self.sweep.record.get("result") or {}
+        earlier_best = earlier_result.get("best") or {}
+        folder = earlier_best.get("adapter")
+        is_written = earlier_best.get("member") == best and folder is not None and is_folder(folder)
+        if not is_written:
             with self.progress.stage("adapter", "the best member's adapters, for PEFT") as stage:
                 written = write_best_adapter(
                     self.sweep.run.folder, self.outcomes[best].run, self._warn

@@ -177,7 +177,7 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         "data.sequence_length",
         "model.vocab_size",
         "model.init",
-        # Adapters teach on one base, by one pass.
+        # Teachers that are adapters share one base and one forward pass.
         "lora.base",
         "lora.targets",
         "lora.dora",

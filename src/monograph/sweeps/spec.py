@@ -150,7 +150,8 @@ def groups_of(members: Sequence[Member]) -> list[MemberGroup]:
     groups: dict[str, MemberGroup] = {}  # by their shared values, as text
     for member in members:
         shared = {key: value for key, value in member.knobs.items() if key not in IN_ONE_GRAPH}
-        groups.setdefault(repr(shared), MemberGroup([], shared)).members.append(member)
+        group = groups.setdefault(repr(shared), MemberGroup([], shared))
+        group.members.append(member)
     return list(groups.values())
 
 
@@ -179,7 +180,8 @@ def spread_rounds(groups: Sequence[MemberGroup], ranks: int) -> None:
         if largest == 1:
             return
         index = group.round_sizes.index(largest)
-        group.round_sizes[index : index + 1] = [largest - largest // 2, largest // 2]
+        halves = [largest - largest // 2, largest // 2]
+        group.round_sizes[index : index + 1] = halves  # in place of the one round
 
 
 def describe_knobs(knobs: Point) -> str:
@@ -244,11 +246,13 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     if settings.optim.transfer != "none":
         settings, target = _proxy_and_target(settings)
     elif not arguments:
-        # If the model has no narrower shape, which raises an error, it is swept itself.
+        # A model without a narrower shape is swept itself. `_proxy_and_target` refuses it.
         with suppress(UsageError):
             with_transfer = settings.resolve({"optim.transfer": WIDTH_TRANSFER}, ORIGIN)
             settings, target = _proxy_and_target(with_transfer)
-    return SweepSpec(settings, points(axes or _default_axes(settings), samples), target)
+    if not axes:
+        axes = _default_axes(settings)
+    return SweepSpec(settings, points(axes, samples), target)
 
 
 def _settings_and_axes(arguments: Sequence[str]) -> tuple[Settings, list[Axis]]:
