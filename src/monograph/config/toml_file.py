@@ -119,7 +119,9 @@ def _values_of_section(
     origin = _origin(path, lines, section)
     if section not in SECTIONS:
         if not isinstance(table, dict):
-            require_known(section, origin)
+            require_known(
+                section, origin
+            )  # refuses the name, which is a key outside of any section
         if not table:
             raise UsageError(
                 f"{origin}: there is no section [{section}]{did_you_mean(section, SECTIONS)}"
