@@ -78,9 +78,9 @@ def updates_given(session: Session) -> int:
 def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     """Return why a run is not worth compiling; "" if it is.
 
-    A run is not compiled if its updates take less time than compiling would. A run without a compiler
-    needs another plan, so its session is opened again, and this time is added. A run is not compiled
-    if
+    A run is not compiled if its updates take less time than compiling would. A run without a
+    compiler needs another plan, so its session is opened again, and this time is added. A run is
+    not compiled if
 
         run by the clock:             opening + training < MIN_COMPILE_S
         run of a number of updates:   opening + training < COMPILE_S (CACHED_S for a cached step)

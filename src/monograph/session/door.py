@@ -241,13 +241,14 @@ def _look_up(
         family=model.family or DEFAULT_FAMILY,
         vouched=settings.vouched,
     )
-    # If only the shape is needed, the folder that `model.init` names may lack weights. Then it cannot
-    # be checked.
+    # If only the shape is needed, the folder that `model.init` names may lack weights. Then it
+    # cannot be checked.
     if not needs_shape_only or has_weights(Path(str(model.init))):
         recipe = checked_recipe(recipe, source)
     if transfer:
-        # The size of the vocabulary is not known yet, and does not matter for the widths. A model that
-        # `model.init` names is not new: given None for its shape, `of` raises the error that says so.
+        # The size of the vocabulary is not known yet, and does not matter for the widths. A model
+        # that `model.init` names is not new: given None for its shape, `of` raises the error that
+        # says so.
         shape = None if model.init else recipe.shape(vocab_size=1)
         decided["optim.transfer_base"] = transfer.of(shape).base.hidden_size
     tokenizer = resolve_tokenizer(data.tokenizer)

@@ -145,10 +145,10 @@ def _load_beside(
     Returns:
         The model as it is evaluated, and as `load_trained` has loaded it.
     """
-    # `run_settings` refuses settings that name a Python file which would run here and which this user
-    # does not trust. Only the file of `model.init`, which builds the model, is run here.
+    # `run_settings` refuses settings that name a Python file which would run here and which this
+    # user does not trust. Only the file of `model.init`, which builds the model, is run here.
     settings = run_settings(run, code_keys=("model.init",))
-    # In another precision the scores would differ from those of the training.
+    # In another precision the scores would differ from the scores during training.
     precision = Precision(settings.train.precision)
     # If the run was moved, a recorded path may lead nowhere. Then the run's own copy is read. The
     # origin of a setting says in which config.toml, and so in which folder, it was recorded.
@@ -241,14 +241,16 @@ def mixture_of(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
         is_target_N = batch["targets"].flatten() != IGNORE
         return torch.where(is_target_N, losses_N, 0.0).sum(), is_target_N.sum()
 
-    # All runs of a sweep have the same text, so the text and the fingerprint of `shortest` are right.
+    # All runs of a sweep have the same text, so the text and the fingerprint of `shortest` are
+    # right.
     return replace(
         shortest,
         module=nn.ModuleList(modules),
         loss=loss,
         # The loss enters the precision of each member, so the precision around it has no effect.
         precision=Precision("fp32"),
-        # A score is shown as that of "averaged" or of "last" weights. The first member decides.
+        # Scores are shown with the word "averaged" or "last" for the weights. The first member
+        # decides.
         averaged=members[0].averaged,
     )
 

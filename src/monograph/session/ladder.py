@@ -225,7 +225,7 @@ def unfuse(engine: Engine) -> None:
     )
 
 
-# The first rung trains for about this time. The others make as many updates as it.
+# The first rung trains for about this time. The others make the same number of updates.
 FIRST_RUNG_S = 20.0
 # Limits of the number of updates of a rung.
 MIN_UPDATES = 8
@@ -442,7 +442,8 @@ class Ladder:
         try:
             if not variant.fused:
                 unfuse(engine)
-            engine.announce = engine.step.announce = notes.append
+            engine.announce = notes.append
+            engine.step.announce = notes.append
             if not variant.replayed:
                 engine.step.recorder = None  # it would capture CUDA graphs
             prepare(session, progress)

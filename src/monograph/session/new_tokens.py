@@ -89,8 +89,8 @@ class TokenSource:
     listed_origin: str
 
     def compare(self, tokenizer: Tokenizer | None = None) -> NewTokens | None:
-        """Compare the run's tokenizer with that of the model that it begins from, and return the
-        run's tokens; None for a new model.
+        """Compare the run's tokenizer with the tokenizer of the model that the run begins from, and
+        return the run's tokens; None for a new model.
 
         Args:
             tokenizer: the tokenizer of the run's text; None means the one that the settings name.

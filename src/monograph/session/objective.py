@@ -213,8 +213,8 @@ class Objective(ABC):
             `SweptTask`.
         members_have_own_rows: whether the members of a sweep that train at once each have their own
             rows in a window, even if all have the same seed.
-        compared_by: the measures on held-out records by which the members of a sweep can be compared.
-            The first one that all members have is taken.
+        compared_by: the measures on held-out records by which the members of a sweep can be
+            compared. The first one that all members have is taken.
         not_prunable: why members of a sweep cannot be stopped early (`--prune`); "" if they can.
     """
 
@@ -281,8 +281,8 @@ class Objective(ABC):
     def is_chosen(self, settings: Settings) -> bool:
         """Return whether the settings choose this way.
 
-        Learning from texts has no key, and so is always chosen. `WAYS_TO_LEARN` has it last, because
-        the first chosen way is the one that a run takes.
+        Learning from texts has no key, and so is always chosen. `WAYS_TO_LEARN` has it last,
+        because the first chosen way is the one that a run takes.
         """
         return not self.has_key or settings.values()[self.key] is not None
 
@@ -574,10 +574,10 @@ class Task(ABC):
         """
 
     def score_reference(self, rows_per_window: int, progress: Progress) -> None:
-        """Score all records with the present weights if the loss needs such scores, without writing
-        them to a file.
+        """Score all records with the present weights if the loss needs such scores. This is called
+        before the first update.
 
-        It is called before the first update of a run that is never resumed.
+        Unlike `prepare_reference_scores`, it writes no file.
 
         Args:
             rows_per_window: rows of a window.
@@ -611,8 +611,8 @@ class Task(ABC):
 
     @abstractmethod
     def describe_amount(self, rows_per_window: int, updates: int) -> str:
-        """Return a text on how many rows, prompts or tokens an update learns from. The text may also
-        say how many that is in all `updates` updates.
+        """Return a text on how many rows, prompts or tokens an update learns from. The text may
+        also say how many that is in all `updates` updates.
         """
 
     @abstractmethod

@@ -29,7 +29,7 @@ class RunPlan:
     Attributes:
         job: what the settings ask for.
         training: how all devices together train the model. Only `rows` is about one device: it is
-            the device's micro-batch. Once the shape of a `Llama` is known, it is a `Work`
+            the device's micro-batch. Once the shape of a `Llama` is known, `training` is a `Work`
             (`predict.footprint`), and its optimizer has the changes of width transfer.
         memory: where weights live.
         open_choices: the choices that the planner still has to make once the model's shape is

@@ -138,8 +138,8 @@ def agreed_run(world: World, out: Path | None, resume: str | None) -> tuple[Run,
     folder = ""
     is_resumed = resume is not None
     if world.leads:
-        # If an earlier attempt made a new folder, it has stored the folder's name with the launcher, as
-        # the end of this block does.
+        # If an earlier attempt made a new folder, it has stored the folder's name with the
+        # launcher, as the end of this block does.
         stored = world.recall("run")
         known_folder = out or (Path(stored) if stored else None)
         if resume:
@@ -158,8 +158,9 @@ def agreed_run(world: World, out: Path | None, resume: str | None) -> tuple[Run,
             is_resumed = True
         else:
             run = Run.create(known_folder)
-        # Other ranks may have another working directory.
-        folder = str(run.folder if world.alone else run.folder.absolute())
+        # Other ranks may have another working directory, so they get an absolute path.
+        shared_folder = run.folder if world.alone else run.folder.absolute()
+        folder = str(shared_folder)
         world.remember("run", folder)
     folder, is_resumed = world.broadcast([folder, is_resumed])
     # A `Follower` writes nothing.
@@ -190,9 +191,9 @@ def report_error_once(
     """Let only one rank report an error of the `with` block, and record the error for the next
     attempt.
 
-    If the previous attempt ended with an error that would occur again, this attempt ends with the same
-    error before it begins the block. If an error ends a single process before its run began, the
-    run's folder is removed.
+    If the previous attempt ended with an error that would occur again, this attempt ends with the
+    same error before it begins the block. If an error ends a single process before its run began,
+    the run's folder is removed.
 
     Args:
         world: the ranks.
@@ -201,7 +202,8 @@ def report_error_once(
         has_not_begun: returns whether the run has not begun, so that its folder has nothing of value.
 
     Yields:
-        The maximum number of rows of a micro-batch if the previous attempt ran out of memory; else 0.
+        The maximum number of rows of a micro-batch if the previous attempt ran out of memory; else
+        0.
 
     Raises:
         KeyboardInterrupt: the block was interrupted; the message has the command that continues the
@@ -243,6 +245,7 @@ def _final_error(world: World, run: Run, error: BaseException) -> BaseException:
     if not exists(run.folder):
         gone = "was moved or deleted while it was in use; what was saved before is where it went, for --resume"
         error = InputRefused(f"{run.folder}: {gone}")
+    # An error in the user's own code becomes a refusal that names this code.
     error = refusal_of_user_error(error) or error
     if world.alone or not isinstance(error, MonographError):
         return error
@@ -257,21 +260,22 @@ def _final_error(world: World, run: Run, error: BaseException) -> BaseException:
 
 
 def _require_not_ended(world: World, file: Path) -> int:
-    """Refuse an attempt after an error that would occur again; otherwise remove the record of how the
-    previous attempt ended.
+    """Refuse an attempt after an error that would occur again; otherwise remove the record of how
+    the previous attempt ended.
 
     Args:
         world: the ranks.
         file: the file `END_RECORD` of the run.
 
     Returns:
-        The maximum number of rows of a micro-batch if the previous attempt ran out of memory; else 0.
+        The maximum number of rows of a micro-batch if the previous attempt ran out of memory; else
+        0.
 
     Raises:
         Ended: the previous attempt ended with such an error.
     """
-    # The error with which the previous attempt ended, as `_record_end` writes it. None if there is no
-    # such error, or if the file cannot be read.
+    # The error with which the previous attempt ended, as `_record_end` writes it. None if there is
+    # no such error, or if the file cannot be read.
     end: dict[str, Any] | None = None
     if world.leads and world.attempt:
         end = json_object(contents(file) or b"") or None

@@ -185,7 +185,8 @@ def _vouched_by_run(toml: Path | None, code_keys: Collection[str]) -> Mapping[st
         return None
     toml = resolved(toml)
     run = Run(toml.parent)
-    if toml == run.config and (is_file(run.lock_file) or is_folder(run.checkpoints)):
+    is_folder_of_run = is_file(run.lock_file) or is_folder(run.checkpoints)
+    if toml == run.config and is_folder_of_run:
         settings = run_settings(run, code_keys=code_keys)
         if warning := foreign_text_warning(run, settings.data.source, settings.programs):
             print("warning:", warning, file=sys.stderr)
@@ -431,19 +432,21 @@ def settings_from_parent(parent: Run, given: Settings) -> Settings:
         raise InputRefused(
             f"{parent.folder} was stopped before it began: nothing can start from it"
         )
-    # Where the new run has a value of its own, the parent's code is not run, and need not be trusted.
-    # A new run that chooses a way to learn replaces all code of the parent except its model's.
+    # Where the new run has a value of its own, the parent's code is not run, and need not be
+    # trusted. A new run that chooses a way to learn replaces all code of the parent except its
+    # model's.
     is_replaced = dict.fromkeys(CODE_KEYS, objective_of(given).has_key)
     is_replaced["model.init"] = given.model.init is not None
     code_keys = [key for key in CODE_KEYS if not is_replaced[key]]
     parent_settings = run_settings(parent, code_keys=code_keys)
     new_keys = _keys_of_the_new_run(given, parent_settings)
     _require_same_weights(parent, parent_settings, given, new_keys)
-    # `_require_same_weights` has found that given values of these keys equal the parent's. So they count
-    # as inherited.
+    # `_require_same_weights` has found that given values of these keys equal the parent's. So they
+    # count as inherited.
     new_keys -= {"optim.transfer", "optim.transfer_base"}
     # A key that says something about the value of a new key is not the parent's either.
-    new_keys |= {dependent for key in new_keys for dependent in DEPENDENT_KEYS.get(key, ())}
+    for key in tuple(new_keys):
+        new_keys.update(DEPENDENT_KEYS.get(key, ()))
     not_inherited = new_keys | RUN_SPECIFIC_KEYS
     for group in EXCLUSIVE:
         if not new_keys.isdisjoint(group):
@@ -460,9 +463,9 @@ def settings_from_parent(parent: Run, given: Settings) -> Settings:
         if f"data.{name}" in inherited:
             inherited[f"data.{name}"] = value
     if "data.tokenizer" not in new_keys:
-        # The parent may have trained a BPE tokenizer on its text. A tokenizer that is trained on the
-        # new run's text would give the ids another meaning. So the new run reads the tokenizer in
-        # the parent's folder.
+        # The parent may have trained a BPE tokenizer on its text. A tokenizer that is trained on
+        # the new run's text would give the ids another meaning. So the new run reads the tokenizer
+        # in the parent's folder.
         inherited["data.tokenizer"] = str(parent.tokenizer)
         inherited.pop("data.vocab_size", None)
     settings = given.resolve(inherited, str(parent.config))
@@ -538,8 +541,8 @@ def _keys_of_the_new_run(given: Settings, parent_settings: Settings) -> set[str]
         elif "data.source" in new_keys:
             # The parent's value may not fit the new records.
             new_keys.add(key)
-    # If only one of the two ways to learn has a key of its own for the size of an update, the parent's
-    # train.tokens_per_update does not suit the new run.
+    # If only one of the two ways to learn has a key of its own for the size of an update, the
+    # parent's train.tokens_per_update does not suit the new run.
     parent_objective = objective_of(parent_settings)
     if chosen.has_key and chosen.has_own_update_size != parent_objective.has_own_update_size:
         new_keys.add("train.tokens_per_update")

@@ -190,9 +190,10 @@ def exclusions_of(objective: Objective) -> Iterator[Exclusion]:
 def choices_of(settings: Settings) -> Choices:
     """Return those values of the settings on which the rules depend."""
     init = settings.model.init
+    begins_from_adapter = init is not None and is_adapter(init)
     return Choices(
         is_code=code_named(init) is not None,
-        is_adapted=settings.lora.rank is not None or (init is not None and is_adapter(init)),
+        is_adapted=settings.lora.rank is not None or begins_from_adapter,
         **values_by_field(Choices, settings.values()),
     )
 

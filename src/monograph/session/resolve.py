@@ -165,7 +165,7 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
     if job.is_lr_open:
         decided["optim.lr"] = optim.lr
     decided |= {f"train.{key}": value for key, value in choices.items()}
-    # Width transfer is for new models. Given None, it is refused with an error.
+    # Width transfer is for new models: if the settings ask for it, `transfer_to` refuses None.
     config_of_new = None if job.recipe.init else config
     transfer = job.transfer_to(config_of_new)
     training = replace(plan.training, lora=job.adapters(shape.tokens))
@@ -225,7 +225,7 @@ def request_of(
     """
     job = plan.job
     given = plan.training
-    # Width transfer is for new models. Given None, it is refused with an error.
+    # Width transfer is for new models: if the settings ask for it, `transfer_to` refuses None.
     config_of_new = None if job.recipe.init else config
     transfer = job.transfer_to(config_of_new)
     optim = transfer.optimizer(given.optim) if transfer else given.optim
@@ -380,7 +380,9 @@ def shape_of(plan: RunPlan, tokens: NewTokens | None = None) -> LlamaConfig:
     job = plan.job
     tokenizer = str(job.reading.tokenizer)
     if source := job.source:
-        if not source.adapter and (source.code or source.is_weight_file or source.run):
+        # An adapter is not refused here: the config.json of its base is read below.
+        needs_loading = source.code or source.is_weight_file or source.run
+        if needs_loading and not source.adapter:
             raise UsageError(
                 f"model.init = {source.base}: a plan is made for a preset, sizes or a Hugging Face folder"
             )

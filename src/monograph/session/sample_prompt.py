@@ -80,7 +80,8 @@ def sample_prompt_from_corpus(
             # The first word may be cut, so it is left out, unless it is the only one.
             first_word_and_rest = end.split(maxsplit=1)
             shown = f"… {first_word_and_rest[-1]}"
-        stop = stop_ids(corpus.tokenizer, config.eos_token_ids if config else ())
+        end_ids = config.eos_token_ids if config else ()
+        stop = stop_ids(corpus.tokenizer, end_ids)
         return SamplePrompt(f"{shown} ", ids, stop, (), "chat")
     if corpus.name == "stdlib":
         prompt = _shortened(corpus, STDLIB_PROMPT, max_tokens)

@@ -163,7 +163,7 @@ class Session:
     def save(self, keep: int = 0) -> None:
         """Flush metrics.jsonl to disk, and write a checkpoint of the current state.
 
-        Older checkpoints are removed, except as many as train.keep says.
+        The newest checkpoints stay, as many as train.keep says. Older ones are removed.
 
         Args:
             keep: the minimum number of checkpoints that stay, even if train.keep is smaller.
@@ -180,8 +180,8 @@ class Session:
                 f"{names[0]} is not finite after update {update} ({len(names)} such): lower optim.lr; "
                 f"the checkpoints in {self.run.checkpoints} are sound"
             )
-        # A checkpoint has no entry for a kernel if none was chosen, as on a CPU, and no entry for files
-        # if the task keeps none in the run's folder.
+        # A checkpoint has no entry for a kernel if none was chosen, as on a CPU, and no entry for
+        # files if the task keeps none in the run's folder.
         optional_entries: dict[str, Any] = {}
         if self.kernel:
             optional_entries["attention"] = self.kernel
@@ -287,8 +287,8 @@ class Session:
         """
         remedy = "put it back, or start a new run from this one with --from"
         fingerprint = self.plan.record.fingerprint
-        # `state["settings"]` is a fingerprint, too. An earlier version computed it from the keys and
-        # the spellings that it wrote into config.toml.
+        # `state["settings"]` is a fingerprint, too. An earlier version computed it from the keys
+        # and the spellings that it wrote into config.toml.
         if state["settings"] not in (fingerprint, written_fingerprint(self.run.config)):
             raise InputRefused(
                 f"{self.run.config}: not what the run was begun with (expected settings of sha256 {state['settings']}, "

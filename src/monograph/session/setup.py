@@ -169,7 +169,7 @@ def _with_recorded_norm_eps(plan: RunPlan, run: Run) -> RunPlan:
 
 
 def _is_new_hybrid(recipe: ModelRecipe) -> bool:
-    """Return whether a recipe is that of a new hybrid, not of a model that `init` names."""
+    """Return whether a recipe makes a new hybrid; False if `init` names a model."""
     if recipe.init is not None:
         return False
     # Only the family is needed, which does not depend on the size of the vocabulary. Only families
@@ -193,8 +193,8 @@ def build_run(
         plan: the run's plan, from its settings alone.
         task: what the run learns from.
         machine: the device, for the planner.
-        device: where the frozen weights go if there are adapters. Each weight is moved as soon as it
-            is rounded to the dtype of `lora.base`, so the host never holds two copies of all
+        device: where the frozen weights go if there are adapters. Each weight is moved as soon as
+            it is rounded to the dtype of `lora.base`, so the host never holds two copies of all
             weights. None leaves them on the host.
         ranks: number of processes that train the model together.
         like: the plan of another run of the same shape, whose choices this run takes; None lets the
@@ -210,9 +210,9 @@ def build_run(
     job = plan.job
     recipe = job.recipe
     records = task.data
-    # A single file of weights has no config.json, and the shapes of its tensors give these two sizes.
-    # If the file is the base of an adapter, the recipe has the sizes all the same, and the tensors
-    # must agree with them.
+    # A single file of weights has no config.json, and the shapes of its tensors give these two
+    # sizes. If the file is the base of an adapter, the recipe still has the two sizes, and the
+    # tensors must agree with them.
     is_weight_file = job.source is not None and job.source.is_weight_file
     if recipe.adapter or not is_weight_file:
         sizes = {"vocab_size": records.vocab_size, "max_position_embeddings": plan.training.length}
@@ -326,7 +326,7 @@ def _llama_config(model: nn.Module) -> LlamaConfig | None:
 
 
 def stop_balancing_(model: nn.Module, loss: Loss) -> None:
-    """Let a model whose loss is not that of texts train without balancing its experts.
+    """Let a model train without balancing its experts, unless its loss is the one for texts.
 
     The balance weights experts by each token's share of the loss, which only `TokenLoss` has.
     """

@@ -65,8 +65,8 @@ def _program() -> list[str]:
     called = os.path.abspath(sys.argv[0])
     script = shutil.which("monograph")
     is_module = os.path.basename(called) == "__main__.py"
-    # The shell's `monograph` is this program if it is in the folder of the Python that runs the module,
-    # or if it is the script that was called.
+    # The shell's `monograph` is this program if it is in the folder of the Python that runs the
+    # module, or if it is the script that was called.
     if script and is_module and _share_folder(script, sys.executable):
         return ["monograph"]
     if script and not is_module and os.path.realpath(script) == os.path.realpath(called):

@@ -166,8 +166,8 @@ def _score_initial_weights(session: Session, progress: Progress) -> None:
     """Before the first eager update, prepare what depends on the initial weights: the reference
     scores, and the first point of the curve.
 
-    The point is logged, but not shown: the display of the training begins later, and reads the point
-    from the log. Its row says that it is from the time of the eager updates (`EAGER_KEY`).
+    The point is logged, but not shown: the display of the training begins later, and reads the
+    point from the log. Its row says that it is from the time of the eager updates (`EAGER_KEY`).
     """
     rows_per_window = session.batches.rows_per_window
     session.task.prepare_reference_scores(
@@ -287,8 +287,8 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     folder = session.run
     warn = partial(progress.line, "warning")
     was_saved = bool(checkpointing.list_checkpoints(folder.checkpoints))
-    # If there is a checkpoint, the rows of metrics.jsonl are not read here: a run can be resumed even
-    # if a row is damaged.
+    # If there is a checkpoint, the rows of metrics.jsonl are not read here: a run can be resumed
+    # even if a row is damaged.
     if not was_saved:
         # Only eager updates come before the first checkpoint. So a run with rows of other updates
         # had a checkpoint. As that is gone, the run must not begin anew: `load_newest` raises.

@@ -52,8 +52,8 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
     differently. It takes another one only if this device cannot run that kernel.
 
     Nothing is timed on a CPU, which has only one kernel. Nothing is timed for packed rows either:
-    they need a mask that separates documents (`monograph.model.llama.attention_mask`), and the kernels
-    that are timed here take no such mask.
+    they need a mask that separates documents (`monograph.model.llama.attention_mask`), and the
+    kernels that are timed here take no such mask.
     """
     engine = session.engine
     model = engine.model
@@ -111,7 +111,7 @@ def kept_or_fastest(
 CALIBRATION_SHARE = 0.08
 # Updates are timed for this long, so that short work of other programs changes the result little.
 CALIBRATION_S = 3.0
-MIN_TIMED = 3  # at least as many updates are timed, if CALIBRATION_SHARE allows it
+MIN_TIMED = 3  # at least this many updates are timed, if CALIBRATION_SHARE allows it
 MAX_TIMED = 50
 
 
@@ -374,16 +374,16 @@ def capture_engine(
     """
     model = engine.model
     # Flex attention is compiled by Triton, which uses tensor cores only on GPUs that have bf16
-    # (compute capability 8.0 and above). An older one, a T4, reaches 8 TFLOP/s in flex attention, but
-    # 65 in scaled_dot_product_attention.
+    # (compute capability 8.0 and above). An older one, a T4, reaches 8 TFLOP/s in flex attention,
+    # but 65 in scaled_dot_product_attention.
     flex_is_slow = (
         isinstance(model, Llama)
         and engine.step.device.type == "cuda"
         and not describe(engine.step.device).has_bf16
     )
     eager_reason = None if flex_is_slow else engine.capture(window, scope=scope)
-    # Capturing fails in flex attention in two cases: if its kernels need more shared memory for large
-    # heads than this GPU has, and for an ensemble, for which torch has no flex kernel.
+    # Capturing fails in flex attention in two cases: if its kernels need more shared memory for
+    # large heads than this GPU has, and for an ensemble, for which torch has no flex kernel.
     flex_is_impossible = eager_reason is not None and "flex_attention" in eager_reason
     if isinstance(model, Llama) and (flex_is_slow or flex_is_impossible):
         model.use_attention("sdpa", kernel or "torch")

@@ -33,8 +33,8 @@ OBJECTIVES: tuple[Objective, ...] = tuple(map(_load_objective, WAYS_TO_LEARN))
 def chosen_objectives(settings: Settings) -> list[Objective]:
     """Return the objectives that the settings choose, of which the first one applies.
 
-    The last one is always that of texts. More than one with a key is an error, which
-    `requirements.require_compatible` raises.
+    The last one is always the objective for texts. If keys choose more than one of the others,
+    `requirements.require_compatible` raises an error.
     """
     return [objective for objective in OBJECTIVES if objective.is_chosen(settings)]
 

@@ -79,9 +79,9 @@ from monograph.storage.cache_dir import calibration_file
 from monograph.storage.reading import without_links
 from monograph.terminal import warn
 
-# A reward that scores each token needs no advantage, as it says what each token is worth. As with this
-# advantage, its loss clips the probability ratios, and is divided by the number of tokens of all
-# answers.
+# A reward that scores each token needs no advantage, as it says what each token is worth. As with
+# this advantage, its loss clips the probability ratios, and is divided by the number of tokens of
+# all answers.
 ADVANTAGE_WITH_TOKEN_REWARDS = "dapo"
 # The default values by key. That of rl.max_new_tokens depends on the length of a row (`decide`).
 DEFAULTS: dict[str, Any] = {
@@ -205,11 +205,10 @@ class Rewards(Objective):
     def unused_key_error(self, origin: str, key: str, written: str) -> str:
         """Return the error message for a key of [rl] without rl.reward."""
         # A parameter belongs to the rewards that have it.
-        rewards = [
-            name
-            for name, reward in REWARDS.items()
-            if key in [parameter.key for parameter in reward.parameters]
-        ]
+        rewards = []
+        for name, reward in REWARDS.items():
+            if key in [parameter.key for parameter in reward.parameters]:
+                rewards.append(name)
         given = f"rl.reward={rewards[0]}, too" if rewards else "rl.reward, too, such as exact"
         return f"{origin}: {key} is of answers that are rewarded: give {given}"
 
@@ -265,8 +264,8 @@ class Rewards(Objective):
                 f"rl.max_new_tokens = {max_new_tokens} leaves no room for a prompt in a row of "
                 f"data.sequence_length = {length}: lower one or raise the other"
             )
-        # The keys of [rl] decide how large an update is. A user may state the size only if it is
-        # that of these keys, as in the config.toml of an earlier run.
+        # The keys of [rl] decide how large an update is. A user may also give the size, but only
+        # the one that follows from these keys, as the config.toml of an earlier run does.
         size_key = "train.tokens_per_update"
         tokens_per_update = decided_values["rl.prompts"] * decided_values["rl.group"] * length
         if settings.given_values().get(size_key, "auto") not in ("auto", tokens_per_update):
@@ -581,10 +580,11 @@ def _use_arithmetic_of_decoding(options: RolloutOptions, model: Llama) -> None:
 
 
 def _stored_dtype(training: Training) -> torch.dtype:
-    """Return the dtype of the weights from which answers are sampled, apart from weights in few bits.
+    """Return the dtype of the weights from which answers are sampled, apart from weights in few
+    bits.
 
-    It is bf16 if the weights are the frozen base of adapters, or have no master copy in fp32; in the
-    precision fp32 it is always fp32.
+    It is bf16 if the weights are the frozen base of adapters, or have no master copy in fp32; in
+    the precision fp32 it is always fp32.
     """
     is_narrow = training.lora is not None or not training.optim.master_weights
     if training.precision != "fp32" and is_narrow:
@@ -595,8 +595,8 @@ def _stored_dtype(training: Training) -> torch.dtype:
 def _block_weight_bytes(training: Training, device_type: str) -> float:
     """Return how many bytes a matrix product in decoding moves for each weight of a block.
 
-    A GPU's kernels read a base in few bits as it is stored. On a CPU each product first makes a dense
-    copy of the weights, which is written and read.
+    A GPU's kernels read a base in few bits as it is stored. On a CPU each product first makes a
+    dense copy of the weights, which is written and read.
     """
     number_bytes = _stored_dtype(training).itemsize
     base = training.lora.base if training.lora else "auto"
@@ -665,8 +665,8 @@ class RewardTask(SweptTask):
         """Take the prompts, and the reward that scores their answers."""
         self.data = data
         self.reward = reward
-        # The form of the answers by its name. The tasks of a sweep's members are copies of one task,
-        # so they share this dict, and so each form.
+        # The form of the answers by its name. The tasks of a sweep's members are copies of one
+        # task, so they share this dict, and so each form.
         self._forms: dict[str, AnswerForm] = {}
         # What samples the answers of all members that train at once; None in a run alone.
         self._members_drawer: MembersDrawer | None = None
@@ -982,11 +982,12 @@ class RewardTask(SweptTask):
                 return [member.evaluate(batch_rows, limit)]
             except Diverged:
                 return [None]
-        figures = drawer.evaluate()
-        return [
-            member._held_out_score(figures[number]) if number in figures else None
-            for number, member in enumerate(members)
-        ]
+        figures_by_member = drawer.evaluate()
+        scores: list[HeldOutScore | None] = []
+        for number, member in enumerate(members):
+            figures = figures_by_member.get(number)
+            scores.append(None if figures is None else member._held_out_score(figures))
+        return scores
 
     def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
         """Return the first prompt of the training records."""

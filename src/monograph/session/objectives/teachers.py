@@ -46,7 +46,8 @@ class _Teacher(Strict):
     Attributes:
         member: its folder, relative to the sweep's.
         update: the update after which its checkpoint was saved.
-        sha256: the digest of its weights; of adapters, that of their own weights and their base's.
+        sha256: the digest of its weights. A teacher that is adapters has one digest for its own
+            weights and those of its base.
     """
 
     member: Annotated[str, Field(pattern="^members/[0-9]{3,9}$")]
@@ -95,7 +96,7 @@ def write_teachers(run: Run, members: Sequence[Run]) -> None:
 
 
 def _adapters_digest(checkpoint: Checkpoint) -> str:
-    """Return the digest of a checkpoint of adapters, which includes that of their base's weights."""
+    """Return one digest of the weights in a checkpoint of adapters and of their base's weights."""
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     text = f"{recipe.base_sha256} {tensors_digest(weights_of(checkpoint))}"
     return hashlib.sha256(text.encode()).hexdigest()
@@ -164,9 +165,9 @@ class TaughtTask(TextTask):
             )
         record = recorded_teachers(run, self.content)
         teachers = [self._load(each, model).to(default_device()) for each in record.teachers]
-        # Teachers that are adapters on one base can run together, which reads the base only once for
-        # all of them. If the whole step is one graph, the teachers are part of it, and they run one
-        # after another.
+        # Teachers that are adapters on one base can run together, which reads the base only once
+        # for all of them. If the whole step is one graph, the teachers are part of it, and they run
+        # one after another.
         hidden_of_teachers = None
         if plan.training.compile != "whole" and have_one_base(teachers):
             hidden_of_teachers = OneBase(teachers).hidden
