@@ -29,13 +29,13 @@ from monograph.sweeps.spec import ORIGIN, describe_knobs
 from monograph.terminal import shell_words
 
 VALUES_BEYOND = 2  # how many values are proposed beyond the end of an axis
-# If the values of an axis have equal ratios, the proposed values go on with the same ratio, or with this
-# one if it is smaller: an axis of few values may span far more than is worth a further sweep. A single
-# value has no ratio, so it is doubled and halved.
+# If the values of an axis have equal ratios, the proposed values go on with the same ratio, or with
+# this one if it is smaller: an axis of few values may span far more than is worth a further sweep.
+# A single value has no ratio, so it is doubled and halved.
 MAX_RATIO = 10.0
 SINGLE_RATIO = 2.0
-# The largest values that are proposed for keys that allow larger ones. An adapter that loses more than
-# half of its input by dropout is hardly ever better.
+# The largest values that are proposed for keys that allow larger ones. An adapter that loses more
+# than half of its input by dropout is hardly ever better.
 MOST_ADVISED = {"lora.dropout": 0.5}
 MIN_SEEDS = 4  # no fewer seeds are proposed, since the noise itself would hardly be known
 MAX_SEEDS = 16  # no more seeds are proposed
@@ -300,8 +300,8 @@ def values_beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
 def values_between(value: float, bound: float) -> list[float]:
     """Return the value in the middle between the best value of an axis and one that diverged.
 
-    It is their geometric mean, which is limited to the best value times or divided by MAX_RATIO. If one
-    of them is not positive, it is their mean. There is none between neighbouring whole numbers.
+    It is their geometric mean, which is limited to the best value times or divided by MAX_RATIO. If
+    one of them is not positive, it is their mean. There is none between neighbouring whole numbers.
     """
     if value > 0 and bound > 0:
         ratio = math.sqrt(bound / value)
@@ -326,7 +326,7 @@ def _is_even(ordered: Sequence[float]) -> bool:
 
 
 def _accepted_values(settings: Settings, key: str, values: Sequence[float]) -> list[Any]:
-    """Return those of the values that are valid for the key, together with the other settings.
+    """Return the values that are valid for the key and go together with the other settings.
 
     They are returned as they would be read from the command line.
     """

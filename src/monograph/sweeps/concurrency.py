@@ -56,10 +56,10 @@ from monograph.sweeps.members_memory import MembersMemory
 from monograph.sweeps.rehearsal import Rehearsal
 from monograph.sweeps.spec import Member, MemberGroup, have_own_rows, plan_of_member
 
-# The speed of a wider graph is unknown before it is compiled. So a graph is tried only if it could save
-# at least this many times its compile time. It cannot save more than the time of all members one after
-# another, so its compile time is at most half of that. If it then saves nothing, the sweep takes at
-# most 1.5 times as long as the members one after another.
+# The speed of a wider graph is unknown before it is compiled. So a graph is tried only if it could
+# save at least this many times its compile time. It cannot save more than the time of all members
+# one after another, so its compile time is at most half of that. If it then saves nothing, the
+# sweep takes at most 1.5 times as long as the members one after another.
 MIN_SAVING = 2.0
 
 
@@ -105,8 +105,8 @@ def sizes_of_rounds(members: int, width: int) -> list[int]:
 def predict_update_s(timed: Mapping[int, WidthTime], width: int) -> float:
     """Return T(width), the seconds of one update of all members of a graph of this width.
 
-    A time that was not measured is interpolated between those of the nearest measured widths. It is
-    never less than that of the narrower one, even if the wider one took less.
+    A time that was not measured is interpolated between the times of the nearest measured widths.
+    It is never less than the time of the narrower width, even if the wider one took less.
 
     Args:
         timed: the measurements by width, which include width 1.
@@ -157,9 +157,10 @@ def next_width(
 ) -> int | None:
     """Return the width that is worth measuring next; None if there is none.
 
-    Width 1 comes first. Then comes the widest that fits, if it could save more than MIN_SAVING times
-    its compile time, supposing that its members take as long together as one alone. After that comes
-    the width with the shortest predicted total time, if that is shorter than for every measured width.
+    Width 1 comes first. Then comes the widest that fits, if it could save more than MIN_SAVING
+    times its compile time, supposing that its members take as long together as one alone. After
+    that comes the width with the shortest predicted total time, if that is shorter than for every
+    measured width.
 
     Args:
         timed: the measurements so far.
@@ -458,7 +459,8 @@ class TimedGroup:
         if self.task.held_out_rows:
             rows = EVALUATIONS * CURVE_ROWS + (initial + 1) * self.task.held_out_rows
         else:
-            # Sampled answers are scored, as many each time. An evaluation counts as one row (`_time`).
+            # Sampled answers are scored, the same number each time. An evaluation counts as one
+            # row, as in `_time`.
             rows = initial + EVALUATIONS
         return rows * sum(map(self._held_out_row_s_of, rounds))
 
@@ -483,8 +485,8 @@ class TimedGroup:
         first_members = self.group.members[:size]
         are_first = all(one is other for one, other in zip(members, first_members, strict=True))
         if are_first and size in self.engines:
-            # This engine is captured already, so the round need not compile. The engine of one member
-            # is kept, since later rounds take it over.
+            # This engine is captured already, so the round need not compile. The engine of one
+            # member is kept, since later rounds take it over.
             built_runs, engine = self.engines[1] if size == 1 else self.engines.pop(size)
             return begin_cohort(members, runs, with_length(built_runs, updates), self.task, engine)
         built_runs = with_length(self.build(members), updates)
@@ -596,7 +598,8 @@ def capture_or_train_eagerly(rehearsal: Rehearsal, scope: str, progress: Progres
     """
     engine = rehearsal.engine
     size = engine.size if isinstance(engine, Ensemble) else 1
-    if scope == "none" or (engine.step.device.type == "cpu" and compiler_obstacle()):
+    has_no_compiler = engine.step.device.type == "cpu" and compiler_obstacle() is not None
+    if scope == "none" or has_no_compiler:
         return
     compiled = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
     by_block = scope == "blocks" and not isinstance(engine, Ensemble)

@@ -198,8 +198,8 @@ class Sweep:
     def programs(self) -> list[str]:
         """The values of knobs that name a function in a Python file.
 
-        config.toml has only the shared settings, not the knobs. So `write_config` and `run_settings` get
-        this list, too: the former marks the code as trusted, and the latter checks it.
+        config.toml has only the shared settings, not the knobs. So this list is also given to
+        `write_config`, which marks the code as trusted, and to `run_settings`, which checks it.
         """
         return sorted({value for point in self.points for value in programs_in(point)})
 
@@ -224,9 +224,9 @@ class Sweep:
         target_without_best = load_settings(self.wide, overrides={}, environment={}, recorded=True)
         target = target_without_best.resolve(best, ORIGIN)
         write_atomically(self.wide, target.to_toml())
-        # The first group's number of updates stands for that of all groups. The numbers may differ: if
-        # the settings give a time, all members train on about the same number of tokens, so a group whose
-        # updates have more tokens makes fewer updates.
+        # The first group's number of updates stands for that of all groups. The numbers may differ:
+        # if the settings give a time, all members train on about the same number of tokens, so a
+        # group whose updates have more tokens makes fewer updates.
         proxy_updates = self.record["groups"][0]["updates"]
         return transfer_notes(
             target,
@@ -249,7 +249,8 @@ class Sweep:
         """Remove the members' folders.
 
         Members may make their first updates before their number of updates is decided
-        (`monograph.sweeps.eager_start`). A process that was stopped in between has left such folders.
+        (`monograph.sweeps.eager_start`). A process that was stopped in between has left such
+        folders.
         """
         shutil.rmtree(self.run.folder / "members", ignore_errors=True)
 

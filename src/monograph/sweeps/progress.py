@@ -223,7 +223,7 @@ class SweepProgress:
         saved = next(saved for saved, group in groups if member in group.members)
         if not saved.get("eager_updates"):
             return NO_EAGER_UPDATES
-        # Their warm-up is that of a run of the length that was expected then.
+        # They were made with the warm-up of a run of the length that was expected then.
         machine = describe()
         plan = resolve(member.settings, machine)
         expected_plan = resolve(plan, machine, Length(saved["eager_length"]))
@@ -276,8 +276,8 @@ class SweepProgress:
             name = f"{group.name}: " if group.name else ""
             time = f", about {duration(predicted_s)}" if predicted_s else ""
             one_by_one_s = remaining * group.one_by_one_update_s + group.one_by_one_held_out_s
-            # After eager updates, the remaining updates may not be faster at once, or not by so much
-            # that the printed times differ.
+            # After eager updates, it may no longer be faster to train the members at once, or the
+            # difference may be too small for the printed times.
             alone = duration(one_by_one_s)
             is_faster = predicted_s < one_by_one_s and alone != duration(predicted_s)
             if is_faster and max(group.round_sizes) > 1:
@@ -398,8 +398,8 @@ class SweepProgress:
     def stop_hopeless(self, round_: Round, update: int) -> bool:
         """Stop members of a round that cannot win any more, and return whether there are any.
 
-        A row in the metrics of each such member says so. After a crash, the same members are stopped,
-        since the decision depends only on metrics.
+        A row in the metrics of each such member says so. After a crash, the same members are
+        stopped, since the decision depends only on metrics.
 
         Args:
             round_: the round.

@@ -90,13 +90,16 @@ def hopeless(
         look: the number of updates after which the decision is made, one of `Looks.deciding`.
         probability: the largest probability with which the best setting may be stopped.
     """
+    # By a setting's text: its members' outcomes, and their seeds.
     settings: dict[str, list[Outcome]] = {}
+    seeds: dict[str, list[str]] = {}
     for outcome in outcomes:
-        settings.setdefault(_setting_text(outcome.member.knobs), []).append(outcome)
-    seeds = {
-        key: sorted(repr(outcome.member.knobs.get(SEED)) for outcome in of_setting)
-        for key, of_setting in settings.items()
-    }
+        knobs = outcome.member.knobs
+        setting = _setting_text(knobs)
+        settings.setdefault(setting, []).append(outcome)
+        seeds.setdefault(setting, []).append(repr(knobs.get(SEED)))
+    for seeds_of_setting in seeds.values():
+        seeds_of_setting.sort()
     # A setting of which some seeds train in another round cannot be compared.
     all_seeds = max(seeds.values(), key=len)
     whole = {key: of_setting for key, of_setting in settings.items() if seeds[key] == all_seeds}

@@ -308,7 +308,7 @@ def _require_comparable(settings: Settings) -> None:
 def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
     """Return the settings of the narrow proxy, and those of the wide run.
 
-    The latter have the width of the proxy as `optim.transfer_base`.
+    In the settings of the wide run, `optim.transfer_base` is the width of the proxy.
 
     Args:
         settings: the settings of the wide run, with transfer on.
@@ -326,7 +326,7 @@ def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
     transfer = transfer_of(wide, shape)  # refuses a model without a shape
     assert transfer is not None and shape is not None
     target = wide.resolve({"optim.transfer_base": transfer.base.hidden_size}, ORIGIN)
-    # Minutes that the sweep has set are those of the whole sweep, not of the wide run.
+    # Minutes that the sweep itself has set are meant for the whole sweep, not for the wide run.
     if settings.origins.get("train.minutes") == ORIGIN:
         target = target.resolve({"train.minutes": DEFAULT_RUN_MINUTES}, ORIGIN)
     return narrow_proxy(wide, shape), target
