@@ -345,7 +345,8 @@ def _new_axis_advice(key: str, translations: Sequence[TextsByKey]) -> str:
         return f"{advise_run_each(translations)}; {key} cannot be an axis: {_WHY_NO_AXIS[key]}"
     new_texts = texts_by_key(translations)
     varied_keys = [new_key for new_key, texts in new_texts.items() if len(texts) > 1]
-    if not varied_keys or not set(varied_keys) <= set(AXIS_KEYS):
+    can_be_axes = set(varied_keys) <= set(AXIS_KEYS)
+    if not varied_keys or not can_be_axes:
         # Axes of the new keys would not give the same members.
         return advise_run_each(translations)
     advice = as_typed({new_key: ",".join(texts) for new_key, texts in new_texts.items()})

@@ -181,8 +181,8 @@ class _Details(TypedDict, total=False):
 
     Attributes:
         implied: the `Key.default` of a key whose field has the default None. With None, a key that is not
-            set can be told from a key that is set to its default. For example, lora.alpha is refused
-            without lora.rank, but only if it is set, not because it is 32 by default.
+            set can be told from a key that is set to its default. For example, lora.alpha is
+            refused without lora.rank, but only if it is set, not because it is 32 by default.
     """
 
     implied: object

@@ -31,17 +31,18 @@ from monograph.model.config import TORCH_FILE_SUFFIXES
 from monograph.storage.code import code_named
 from monograph.terminal import shell_words
 
-# {key: the other key, with its value, that a value of the key implies}: a value of rl.environment implies
-# rl.reward = environment.
+# {key: the other key, with its value, that a value of the key implies}: a value of rl.environment
+# implies rl.reward = environment.
 IMPLIED_CHOICES = {
     key: choice for way in WAYS_TO_LEARN for key, choice in way.implied_choices.items()
 }
 # The keys whose values may name a function in a Python file.
 CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
-# {key that a resumed run may change: its default} (`monograph.config.keys.Key.is_changeable_on_resume`).
-# The fingerprint of settings, by which a resumed run sees whether they have changed, is computed with the
-# defaults of these keys, whatever their values are. One of them, data.ignore_keys, can change the records.
-# A resumed run notices that by the fingerprint of the records, which it compares, too.
+# {key that a resumed run may change: its default}
+# (`monograph.config.keys.Key.is_changeable_on_resume`). The fingerprint of settings, by which a
+# resumed run sees whether they have changed, is computed with the defaults of these keys, whatever
+# their values are. One of them, data.ignore_keys, can change the records. A resumed run notices
+# that by the fingerprint of the records, which it compares, too.
 CHANGEABLE_ON_RESUME = {
     key: key_declaration(key).default
     for key in KEYS
@@ -285,8 +286,8 @@ def _hint(key: str, text: str) -> str:
     """
     section, _, name = key.partition(".")
     adapter = _adapter(section, name)
-    # The text stands for a value, such as "3" for a number. It was refused only because a TOML file has
-    # to give such a value without quotes.
+    # The text stands for a value, such as "3" for a number. It was refused only because a TOML file
+    # has to give such a value without quotes.
     if _is_valid(adapter, text):
         return " (write it without quotes)"
     return meant_value(key, text, choices(key), lambda candidate: _is_valid(adapter, candidate))

@@ -279,7 +279,8 @@ def classify(arguments: Iterable[str]) -> Arguments:
             overrides |= _data_keys(sources, overrides)
         except UsageError as fault_of_paths:
             faults.append(fault_of_paths)
-    return Arguments(files[0] if files else None, overrides, faults)
+    toml = files[0] if files else None
+    return Arguments(toml, overrides, faults)
 
 
 def _without_split_assignments(

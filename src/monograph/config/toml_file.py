@@ -119,9 +119,8 @@ def _values_of_section(
     origin = _origin(path, lines, section)
     if section not in SECTIONS:
         if not isinstance(table, dict):
-            require_known(
-                section, origin
-            )  # refuses the name, which is a key outside of any section
+            # The name is that of a key outside of any section, which is refused.
+            require_known(section, origin)
         if not table:
             raise UsageError(
                 f"{origin}: there is no section [{section}]{did_you_mean(section, SECTIONS)}"

@@ -124,8 +124,11 @@ def _repetition(lines: list[str], number: int, reason: str) -> str:
 
 def _last_section(lines: list[str]) -> str:
     """Return the section at the end of the lines; "" if no section has begun."""
-    headers = [header[1] for line in lines if (header := _HEADER.match(line))]
-    return headers[-1] if headers else ""
+    for line in reversed(lines):
+        header = _HEADER.match(line)
+        if header:
+            return header[1]
+    return ""
 
 
 def _correction(line: str, section: str) -> str:
