@@ -4,6 +4,8 @@ job never sees the settings.
 What the settings name is looked up here. For instance, a setting may name the `last` run, or a run where
 a model or a tokenizer is expected. Each "auto" that needs neither the text nor the model's shape nor the
 device is decided here, too.
+
+*Width transfer* carries a learning rate from a narrow model to a wide one (`monograph.transfer`).
 """
 
 from pathlib import Path

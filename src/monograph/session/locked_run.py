@@ -35,8 +35,8 @@ class LockedRun(NamedTuple):
         record: its settings, the same on all ranks.
         world: the ranks that train it together.
         progress: the display.
-        retry_rows: the maximum number of rows of a micro-batch if the previous attempt ran out of
-            memory; else 0.
+        retry_rows: the maximum number of rows of a micro-batch if the launcher has started the
+            ranks again because the previous attempt ran out of memory; else 0.
         summary: the results of a run that has already finished, the same on all ranks; None if
             there is something to train.
     """

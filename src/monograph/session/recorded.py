@@ -3,6 +3,9 @@ settings of a resumed run or of a new run that begins from the recorded one.
 
 A setting may name code, a function in a Python file, by a value such as FILE.py:FUNCTION. The result
 of each function has such files in `Settings.vouched` only if they may run (`monograph.run.trust`).
+
+The *fingerprint* of settings is a hash of their values. Each checkpoint records it, so that a changed
+config.toml is noticed.
 """
 
 import hashlib

@@ -44,7 +44,7 @@ from monograph.storage.reading import contents, exists, is_folder, parse_json
 
 SAMPLE_SHARES = (0.15, 0.5, 1.0)  # samples are shown after these shares of all updates
 SAMPLE_TOKENS = 48
-RECENT_READINGS = 25  # of the speed; the median time of an update is taken over these
+RECENT_READINGS = 25  # readings of the speed over which the median time of an update is taken
 # After this many updates, a run that learns nothing can be told from one that began badly.
 DOUBT_AFTER_UPDATES = 3
 # At the end of a run on Python's standard library, the model writes this many texts, and Python's
@@ -67,7 +67,7 @@ def final_summary(run: Run) -> dict[str, Any] | None:
     checkpoint is gone.
     """
     last_row: dict[str, Any] = {}
-    # A damaged row counts as no summary: the run is then resumed, which verifies the rows.
+    # If a row is damaged, the run counts as one that has not ended. Resuming it verifies the rows.
     with suppress(InputRefused):
         last_row = next(reversed(run.rows()), {})
     summary: dict[str, Any] | None = last_row.get("summary")

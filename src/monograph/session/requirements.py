@@ -94,6 +94,7 @@ TRANSFER_BASE_GIVEN = Condition(
     "optim.transfer_base", lambda choices: choices.transfer_base is not None
 )
 
+# The beginnings of several messages.
 _STAGED = "train.memory = stream brings one stage after another to the device: with it"
 _IN_BF16 = "optim.master_weights = false keeps the weights in bf16"
 

@@ -9,8 +9,9 @@ text is read:
 - from the number of updates: intervals.
 
 A *candidate* is a combination of micro-batch, recomputation, graph scope and memory that the
-planner considers, with its predicted memory and time.
-A choice is *open* if the settings leave it to the planner by "auto".
+planner considers, with its predicted memory and time. The *graph scope* is what one compiled graph
+holds (train.compile). A choice is *open* if the settings leave it to the planner by "auto". *Width
+transfer* carries a learning rate from a narrow model to a wide one (`monograph.transfer`).
 """
 
 import math

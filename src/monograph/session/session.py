@@ -1,4 +1,7 @@
-"""A training run in memory: its data, engine and schedule, saved to disk and restored bit for bit."""
+"""A training run in memory: its data, engine and schedule, saved to disk and restored bit for bit.
+
+A *window* is the rows of one update.
+"""
 
 import math
 import platform

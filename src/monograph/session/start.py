@@ -1,5 +1,8 @@
 """Open a run for training: read what it learns from, build the model, try a step, compile it and
 fix the length.
+
+*Eager* updates are computed without a compiled graph. A run may begin with some, while another
+process compiles the step (`session.eager_start`).
 """
 
 import math

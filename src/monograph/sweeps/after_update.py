@@ -74,7 +74,7 @@ class AfterUpdateOfRound:
         self.sweep_progress = sweep_progress
         self.display = display
         self.stop_signal = stop
-        # Updates that are not plain wait for the device anyway.
+        # An update that is more than a step on text waits for the device anyway, e.g. to sample.
         read_every = READ_EVERY if cohort.tasks[0].has_plain_updates else 1
         self.logs = MetricsLogs([session.run for session in cohort.sessions], read_every)
         self._intervals = cohort.sessions[0].plan.intervals

@@ -1,7 +1,8 @@
 """A cohort: the members of a round of a sweep while they train at once.
 
 It has one engine for all, a session for each member, and the windows that they read; a window is the
-rows of one update. A member's place is its position in the round.
+rows of one update. The engine of several members is an `Ensemble`, which trains them in one graph. A
+member's place is its position in the round. A captured engine is one whose step is compiled.
 
 Shapes: N members, R rows of a window.
 """

@@ -8,6 +8,8 @@ of a round train at once, in one graph. The width of a graph is the number of it
                still to do, for rounds of at most K members
 
 A wider graph is not always faster: if one member fills the device, T(K) is K · T(1) or worse.
+
+To capture an engine is to compile its step, and on a GPU to record it for replaying.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Manage a sweep's folder.
 
 It is like a run's folder, and also has sweep.json, with the sweep's task and results, a table of the
-results, and a run's folder for each member.
+results, and a run's folder for each member. A knob is a key whose value varies between members, and a
+point has a value for each knob.
 """
 
 import csv

@@ -15,8 +15,8 @@ from monograph.sweeps.spec import have_own_rows
 class MembersMemory:
     """The memory of members that train at once, as it is planned.
 
-    To trace the step of N members takes seconds. So if they clearly fit, nothing is traced, and
-    their memory is estimated as
+    The memory of N members is predicted by a trace of their step, which takes seconds
+    (`planner.traces`). If they clearly fit, nothing is traced, and their memory is estimated as
 
         base + N (peak of one member alone - base) + extra(N)
 

@@ -3,7 +3,8 @@
 This file knows which rounds remain, how far they are, and each member's results so far.
 
 A group is the members that one graph could hold. They train in rounds: the members of a round train at
-once. A cohort is a round while it trains, with its engine.
+once. A cohort is a round while it trains, with its engine. A knob is a key whose value varies between
+members.
 """
 
 from collections import defaultdict

@@ -1,9 +1,10 @@
 """Stop members of a sweep that cannot win any more (`monograph sweep --prune P`).
 
 Members that train at once are compared after a quarter and after half of their updates, as
-`monograph.evaluation.pruning` says. A setting is stopped as a whole, with all its seeds. What is
-stopped depends only on the metrics that the members have written by then, so a sweep that is resumed
-stops the same members.
+`monograph.evaluation.pruning` says. Each comparison is a look at the members (`sweeps.looks`). A
+setting is a combination of varied values, with one member for each seed. It is stopped as a whole,
+with all its seeds. What is stopped depends only on the metrics that the members have written by
+then, so a sweep that is resumed stops the same members.
 """
 
 import math

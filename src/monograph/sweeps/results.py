@@ -2,6 +2,9 @@
 
 Each member's numbers are read from its run. Settings are compared over their seeds, which gives the
 tables of the terminal, of `--json` and of the page. A member can be compared with the same run alone.
+
+A knob is a key whose value varies between members. A setting is a combination of the knobs' values,
+except for the seed; it has one member for each seed.
 """
 
 import math
