@@ -40,9 +40,8 @@ _RANGE_FORMS = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 
 # [log:|lin:]FIRST..LAST[:COUNT], where FIRST may be a number with a decimal point
 _RANGE = re.compile(r"(?:(log|lin):)?([^.:,]*(?:\.[^.:,]+)?)\.\.([^:,]*)(?::([^:,]*))?")
 Point = dict[str, Any]  # {an axis' key: its value}
-MAX_MEMBERS = (
-    10_000  # a larger range is surely a typing error, and its points would fill the memory
-)
+# A sweep with more members is surely a typing error, and its points would fill the memory.
+MAX_MEMBERS = 10_000
 
 
 class SampledRange(NamedTuple):
@@ -160,7 +159,11 @@ def _list_as_axis(values: list[Any], written: str) -> str:
         values: the values.
         written: the list as a person wrote it; "" if it is unknown.
     """
-    inside = re.sub(r"[\s\"']", "", written)[1:-1] or ",".join(map(_axis_text, values))
+    if written:
+        without_spaces_and_quotes = re.sub(r"[\s\"']", "", written)
+        inside = without_spaces_and_quotes[1:-1]  # without the brackets
+    else:
+        inside = ",".join(map(_axis_text, values))
     return inside.rstrip(",")
 
 
@@ -327,7 +330,8 @@ def _suggest_range(key: str, text: str) -> str:
         return ""
     name, first, last, count = (part.strip() for part in call.groups(default=""))
     scale = "log" if re.search("log|geom", name) else "lin"
-    return f"{scale}:{first}..{last}" + (f":{count}" if count else "")
+    suggested = f"{scale}:{first}..{last}"
+    return f"{suggested}:{count}" if count else suggested
 
 
 def _new_axis_advice(key: str, translations: Sequence[TextsByKey]) -> str:
@@ -341,8 +345,9 @@ def _new_axis_advice(key: str, translations: Sequence[TextsByKey]) -> str:
         return f"{advise_run_each(translations)}; {key} cannot be an axis: {_WHY_NO_AXIS[key]}"
     new_texts = texts_by_key(translations)
     varied_keys = [new_key for new_key, texts in new_texts.items() if len(texts) > 1]
-    if not varied_keys or not set(varied_keys) <= set(AXIS_KEYS):
-        # No axis of a new key has the same members.
+    can_be_axes = set(varied_keys) <= set(AXIS_KEYS)
+    if not varied_keys or not can_be_axes:
+        # Axes of the new keys would not give the same members.
         return advise_run_each(translations)
     advice = as_typed({new_key: ",".join(texts) for new_key, texts in new_texts.items()})
     # Two new axes have more points than the one axis that was typed.

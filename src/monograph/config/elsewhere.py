@@ -318,10 +318,10 @@ VALUES: dict[str, dict[str, str]] = {
     "rl.kl": {"false": "none", "0": "none", "0.0": "none"},
 }
 
-# From here to `OPTIONS`: what to type for other programs' options, by the command and the option's name
-# there. An entry that begins with a dash is an option here. It takes the value that was typed, in the
-# place of {} or at its end. Other entries are sentences. The name "" stands for an argument without an
-# option, where the command takes none.
+# From here to `OPTIONS`: what to type here for other programs' options, by the command here and the
+# name of the option there. An entry that begins with a dash is an option. The value that was typed
+# stands in place of its {}, or at its end. Other entries are sentences. The name "" stands for an
+# argument without an option, where the command takes none.
 _RUN = "name the run or model as it is"
 _LENGTH = "leave it out: the longest text is what the model has"
 _SAMPLER = {

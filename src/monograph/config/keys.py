@@ -180,9 +180,9 @@ class _Details(TypedDict, total=False):
     """The optional arguments of `_key`. All except `implied` are attributes of `Key`.
 
     Attributes:
-        implied: the `Key.default` of a key whose field has the default None. Such a field tells a key that
-            is not set from one that is set to its default: for example, lora.alpha is refused without
-            lora.rank, and that lora.alpha is 32 by default must not count as setting it.
+        implied: the `Key.default` of a key whose field has the default None. With None, a key that is not
+            set can be told from a key that is set to its default. For example, lora.alpha is
+            refused without lora.rank, but only if it is set, not because it is 32 by default.
     """
 
     implied: object
@@ -426,8 +426,8 @@ class ModelSection(Section):
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes that were given, by their Hugging Face names."""
-        no_sizes = ("preset", "family", "init")
-        return {key: value for key, value in self if key not in no_sizes and value is not None}
+        other_keys = ("preset", "family", "init")
+        return {key: value for key, value in self if key not in other_keys and value is not None}
 
 
 class DataSection(Section):
@@ -1038,8 +1038,8 @@ class WayToLearn(NamedTuple):
         keys: the section of its keys, such as [rl]; None if it has no keys.
         names_code: the keys whose value may name a function in a Python file.
         exclusive: groups of keys; at most one key of each group counts.
-        implied_choices: {key: (another key, its value)} of the keys whose value, if it is given, also
-            chooses the value of another key that is not given.
+        implied_choices: {key: (another key, its value)}. If the key is given and the other key is not,
+            the other key has this value.
     """
 
     kind: RunKind

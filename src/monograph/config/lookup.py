@@ -53,7 +53,8 @@ def keys_named(word: str) -> KeyMatches:
         keys |= set(keys_in(text))
     if not keys and not elsewhere:
         suggestion = did_you_mean(name, (*KEYS, *ELSEWHERE))
-        suggestion = suggestion or f"; the sections are {', '.join(SECTIONS)}"
+        if not suggestion:
+            suggestion = f"; the sections are {', '.join(SECTIONS)}"
         raise UsageError(f"no key is called {word}{suggestion}")
     advice = {other: text for other, text in elsewhere.items() if text not in KEYS}
     return KeyMatches(tuple(key for key in KEYS if key in keys), advice)

@@ -31,16 +31,18 @@ from monograph.model.config import TORCH_FILE_SUFFIXES
 from monograph.storage.code import code_named
 from monograph.terminal import shell_words
 
-# {a key: the choice that its value makes}, such as rl.reward = environment by rl.environment.
+# {key: the other key, with its value, that a value of the key implies}: a value of rl.environment
+# implies rl.reward = environment.
 IMPLIED_CHOICES = {
     key: choice for way in WAYS_TO_LEARN for key, choice in way.implied_choices.items()
 }
 # The keys whose values may name a function in a Python file.
 CODE_KEYS = ("model.init", *(key for way in WAYS_TO_LEARN for key in way.names_code))
-# {key that a resumed run may change: its default} (`monograph.config.keys.Key.is_changeable_on_resume`).
-# The fingerprint of settings, by which a resumed run sees whether they have changed, is computed with the
-# defaults of these keys, whatever their values are. data.ignore_keys is one of these keys: records that it
-# changes have another fingerprint of records, which is compared as well.
+# {key that a resumed run may change: its default}
+# (`monograph.config.keys.Key.is_changeable_on_resume`). The fingerprint of settings, by which a
+# resumed run sees whether they have changed, is computed with the defaults of these keys, whatever
+# their values are. One of them, data.ignore_keys, can change the records. A resumed run notices
+# that by the fingerprint of the records, which it compares, too.
 CHANGEABLE_ON_RESUME = {
     key: key_declaration(key).default
     for key in KEYS
@@ -167,7 +169,7 @@ class Settings(BaseModel):
         sizes = model.sizes().keys()
         # A file of weights alone, without a configuration, needs the sizes.
         if model.init and sizes and not model.init.endswith(TORCH_FILE_SUFFIXES):
-            key = f"model.{min(sizes)}"
+            key = f"model.{min(sizes)}"  # the message names one of them
             raise UsageError(
                 f"{self.origins[key]}: {key} cannot change the model that model.init names; give one or the other"
             )
@@ -229,8 +231,11 @@ def digest_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the hex SHA-256 of the TOML text of these tables, as `Settings.to_toml` writes it."""
     lines = list[str]()
     for name, table in tables.items():
-        lines += [f"[{name}]", *(f"{key} = {toml_of(value)}" for key, value in table.items()), ""]
-    return hashlib.sha256(("\n".join(lines) + "\n").encode()).hexdigest()
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {toml_of(value)}" for key, value in table.items()]
+        lines.append("")
+    text = "\n".join(lines) + "\n"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def toml_of(value: object) -> str:
@@ -276,11 +281,13 @@ def checked_value(
 
 
 def _hint(key: str, text: str) -> str:
-    """Return the end of a message about a text that is not a value of a key: what was perhaps meant.
-
-    The result is "" if that is unknown.
+    """Return what a person perhaps meant by a text that is not a value of a key, as the end of a
+    message; "" if that is unknown.
     """
-    adapter = _adapter(*key.split("."))
+    section, _, name = key.partition(".")
+    adapter = _adapter(section, name)
+    # The text stands for a value, such as "3" for a number. It was refused only because a TOML file
+    # has to give such a value without quotes.
     if _is_valid(adapter, text):
         return " (write it without quotes)"
     return meant_value(key, text, choices(key), lambda candidate: _is_valid(adapter, candidate))
@@ -326,12 +333,13 @@ def _shell_text(text: str | list[str]) -> str:
         return text
     if len(text) == 1:
         return text[0]
-    # Paths may have commas, so they are a TOML list.
-    return ",".join(text) if all(map(_number, text)) else toml_of(text)
+    are_numbers = all(_number(each) is not None for each in text)
+    # Other texts, such as paths, may have commas themselves. So they are typed as a TOML list.
+    return ",".join(text) if are_numbers else toml_of(text)
 
 
 def _number(text: str) -> int | float | None:
-    """Return the number that a text is in a TOML file; None if it is not a number."""
+    """Return the number that a text means in a TOML file; None if it is not a number."""
     with suppress(tomllib.TOMLDecodeError):
         value = tomllib.loads(f"value = {text}")["value"]
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -373,7 +381,7 @@ def in_toml(texts: Mapping[str, str | list[str]]) -> str:
 
 
 def _toml_value(key: str, text: str | list[str]) -> str:
-    """Return a value, or a list of values, as TOML; `text` is what a person types in a shell."""
+    """Return as TOML the value, or the list of values, that a person types in a shell as `text`."""
     try:
         value = checked_value(key, text, "", from_text=True)
     except UsageError:
@@ -381,12 +389,12 @@ def _toml_value(key: str, text: str | list[str]) -> str:
             return text  # a placeholder, such as N
         # The key does not take this text, which a later check reports.
         value = text
-    # A number stays as a person wrote it: 3e-4 does not become 0.0003.
-    if isinstance(text, list) and not isinstance(value[0], str):
-        return f"[{', '.join(text)}]"
-    if isinstance(text, str) and not isinstance(value, str) and _number(text) == value:
-        return text
-    return toml_of(value)
+    # Numbers stay as a person wrote them: 3e-4 does not become 0.0003.
+    if isinstance(text, list):
+        are_numbers = not isinstance(value[0], str)
+        return f"[{', '.join(text)}]" if are_numbers else toml_of(value)
+    is_number = not isinstance(value, str) and _number(text) == value
+    return text if is_number else toml_of(value)
 
 
 @cache
@@ -436,6 +444,7 @@ def build(
 
 
 def _is_valid(adapter: TypeAdapter[Any], text: str) -> bool:
+    """Return whether a text is a value of a type, or stands for one, as "3" does for a number."""
     with suppress(ValidationError):
         adapter.validate_python(text)
         return True

@@ -279,7 +279,8 @@ def classify(arguments: Iterable[str]) -> Arguments:
             overrides |= _data_keys(sources, overrides)
         except UsageError as fault_of_paths:
             faults.append(fault_of_paths)
-    return Arguments(files[0] if files else None, overrides, faults)
+    toml = files[0] if files else None
+    return Arguments(toml, overrides, faults)
 
 
 def _without_split_assignments(
@@ -340,14 +341,16 @@ def _data_keys(sources: Sequence[str], overrides: Mapping[str, Any]) -> dict[str
     if "data.source" in overrides:
         message = f"data.source and {sources[0]} both name the data; give one"
         raise UsageError(f"{COMMAND_LINE}: {message}")
-    paths, weights = zip(*map(path_and_weight, sources), strict=True)
+    pairs = [path_and_weight(source) for source in sources]
+    paths = [path for path, _ in pairs]
+    weights = [weight for _, weight in pairs]
     has_weights = any(weight != 1 for weight in weights)
     if "data.weights" in overrides and has_weights:
         message = f"data.weights and {sources[0]} both say weights; give one"
         raise UsageError(f"{COMMAND_LINE}: {message}")
-    values: dict[str, Any] = {"data.source": paths[0] if len(paths) == 1 else list(paths)}
+    values: dict[str, Any] = {"data.source": paths[0] if len(paths) == 1 else paths}
     if has_weights:
-        values["data.weights"] = list(weights)
+        values["data.weights"] = weights
     return values
 
 

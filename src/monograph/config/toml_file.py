@@ -119,6 +119,7 @@ def _values_of_section(
     origin = _origin(path, lines, section)
     if section not in SECTIONS:
         if not isinstance(table, dict):
+            # The name is that of a key outside of any section, which is refused.
             require_known(section, origin)
         if not table:
             raise UsageError(

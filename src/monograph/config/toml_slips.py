@@ -116,6 +116,7 @@ def _repetition(lines: list[str], number: int, reason: str) -> str:
                 return f"{name} is there twice, in {numbers}: keep one of them"
             key_lines[section, name] = current
     if re.match("Cannot (declare|overwrite|mutate|redefine)", reason):
+        # The name is the section of the line, or, before the first section, the line's key.
         name = section or lines[number - 1].partition("=")[0].strip()
         return f"{name} is there twice, as a section and as a key with a dot: write all of its keys under one [{name}]"
     return ""
@@ -123,8 +124,11 @@ def _repetition(lines: list[str], number: int, reason: str) -> str:
 
 def _last_section(lines: list[str]) -> str:
     """Return the section at the end of the lines; "" if no section has begun."""
-    headers = [header[1] for line in lines if (header := _HEADER.match(line))]
-    return headers[-1] if headers else ""
+    for line in reversed(lines):
+        header = _HEADER.match(line)
+        if header:
+            return header[1]
+    return ""
 
 
 def _correction(line: str, section: str) -> str:
@@ -143,7 +147,8 @@ def _correction(line: str, section: str) -> str:
         if not wrong_value:
             new_lines = " and ".join(correction.strip().splitlines())
             return f"{slip}: write {new_lines[:_MAX_SHOWN]}"
-        first_wrong_value = first_wrong_value or wrong_value
+        if not first_wrong_value:
+            first_wrong_value = wrong_value
     return first_wrong_value
 
 
@@ -183,6 +188,7 @@ def _corrections(line: str) -> Iterator[tuple[str, str]]:
     yield "a comment begins with #", re.sub(r"\s*(?://|;|--)\s*(.*)", r"  # \1", line, count=1)
     yield from _corrected_headers(line)
     yield from _corrected_signs(line)
+    # KEY = VALUE # COMMENT, where the sign may be another one and the comment may be missing
     entry = re.match(rf"({_KEY})(?:==|=>|:=|=|:)\s*(.*?)\s*(#.*)?$", line)
     if entry:
         key, value, comment = entry.groups()
@@ -258,7 +264,7 @@ def _corrected_numbers(value: str) -> Iterator[tuple[str, str]]:
 
 def _corrected_lists(value: str) -> Iterator[tuple[str, str]]:
     """Yield (slip, corrected value) for a value that is meant as a list or a table."""
-    for bracket, closing in ("[]", "{}"):
+    for bracket, closing in (("[", "]"), ("{", "}")):
         if value.startswith(bracket):
             yield f"the {closing} is missing", f"{value.rstrip(',')}{closing}"
     if value.startswith("("):

@@ -54,6 +54,7 @@ def key_advice(name: str, value: str | None = None) -> str:
     keys = [key for key in KEYS if key.endswith(f".{short_name}")]
     if keys:
         return _suggest(keys, value)
+    # Only the key is taken from the question that `did_you_mean` returns.
     similar_key = did_you_mean(name, KEYS).removeprefix("; did you mean ").removesuffix("?")
     return _suggest([similar_key], value) if similar_key else ""
 

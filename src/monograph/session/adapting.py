@@ -59,8 +59,8 @@ def adapter_values(settings: Settings, source: ModelSource | None) -> dict[str, 
         source: the model that the run starts from; None for a new one.
 
     Raises:
-        UsageError: keys of adapters are given without a base or a rank, or with other values than
-            those of the stored adapter that the run starts from.
+        UsageError: keys of adapters are given without a base or a rank; or the run starts from a
+            stored adapter, and a given value differs from the adapter's.
     """
     given_keys = [key for key in (*ADAPTER_KEYS, "lora.lr_ratio") if key in settings.origins]
     if source and source.adapter:

@@ -83,7 +83,8 @@ class AfterUpdate:
         self.stop_signal = stop
         self.progress = progress
         # Reading an update's numbers makes the host wait for the GPU, so it is done for ten updates
-        # at once. Where updates are not plain, the host waits anyway, e.g. to sample answers.
+        # at once. Where an update is more than a step on text, the host waits anyway, e.g. to sample
+        # answers.
         reads_each = not session.task.has_plain_updates or session.engine.step.device.type == "cpu"
         self.log = MetricsLog(session.run, every=1 if reads_each else 10)
         # The number of updates after which `_warn_if_nothing_learned` is called. A resumed run, or

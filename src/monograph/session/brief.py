@@ -39,8 +39,8 @@ def compiled_key(session: Session, window: Batch) -> str:
     machine = (describe().name, torch.get_num_threads())
     engine = session.engine
     # If the loss says what an empty row contains, every micro-batch is padded to `micro_batch`
-    # rows, so the compiled step does not depend on the rows of a window. Windows of answers have
-    # many numbers of rows.
+    # rows, so the compiled step does not depend on the number of rows of a window. Windows
+    # of answers differ in that number.
     depends_on_rows = engine.micro_batch is None or fill_of(engine.step.loss, window) is None
     first_axis = 0 if depends_on_rows else 1
     shapes = {name: list(tensor.shape[first_axis:]) for name, tensor in sorted(window.items())}
@@ -78,11 +78,12 @@ def updates_given(session: Session) -> int:
 def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     """Return why a run is not worth compiling; "" if it is.
 
-    A run is not compiled if its updates take less time than compiling would. Without a compiler its
-    plan is another one, so the time to open its session again is added. It is not compiled if
+    A run is not compiled if its updates take less time than compiling would. A run without a
+    compiler needs another plan, so its session is opened again, and this time is added. A run is
+    not compiled if
 
         run by the clock:             opening + training < MIN_COMPILE_S
-        run of a number of updates:   opening + training < COMPILE_S, or CACHED_S if it is cached
+        run of a number of updates:   opening + training < COMPILE_S (CACHED_S for a cached step)
 
     The limit of a run by the clock is lower, since it makes updates while another process compiles
     (`session.eager_start`), and so loses little by compiling. Other runs wait for the compiler.

@@ -54,7 +54,8 @@ class Deadline:
         is_speed_known = trained_s >= SETTLED_SHARE * (trained_s + left_s)
         if left_s > per_update_s and not is_speed_known:
             return 0
-        # At least one more update is made, because the schedule has to end at one to come.
+        # At least one more update is made, because the schedule can only end at an update that is
+        # still to come.
         new_length = update + max(1, int(left_s / per_update_s))
         return new_length if new_length < session.updates else 0
 

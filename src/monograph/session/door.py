@@ -4,6 +4,8 @@ job never sees the settings.
 What the settings name is looked up here. For instance, a setting may name the `last` run, or a run where
 a model or a tokenizer is expected. Each "auto" that needs neither the text nor the model's shape nor the
 device is decided here, too.
+
+*Width transfer* carries a learning rate from a narrow model to a wide one (`monograph.transfer`).
 """
 
 from pathlib import Path
@@ -241,12 +243,14 @@ def _look_up(
         family=model.family or DEFAULT_FAMILY,
         vouched=settings.vouched,
     )
-    # If only the shape is needed, the folder may lack weights. Then it cannot be checked.
-    if has_weights(Path(str(model.init))) or not needs_shape_only:
+    # If only the shape is needed, the folder that `model.init` names may lack weights. Then it
+    # cannot be checked.
+    if not needs_shape_only or has_weights(Path(str(model.init))):
         recipe = checked_recipe(recipe, source)
     if transfer:
-        # The size of the vocabulary is not known yet, and does not matter for the widths. Without a shape,
-        # which `model.init` has not yet, `of` raises the error that transfer is for new models.
+        # The size of the vocabulary is not known yet, and does not matter for the widths. A model
+        # that `model.init` names is not new: given None for its shape, `of` raises the error that
+        # says so.
         shape = None if model.init else recipe.shape(vocab_size=1)
         decided["optim.transfer_base"] = transfer.of(shape).base.hidden_size
     tokenizer = resolve_tokenizer(data.tokenizer)

@@ -3,9 +3,9 @@ process compiles the step.
 
 Compiling a step that is not in the cache keeps one core busy for half a minute. Meanwhile a run by
 the clock (one with `train.minutes` instead of a number of updates) trains on the other cores. Its
-number of updates differs from machine to machine anyway, so it does not become less repeatable.
-Once the compiled code is in the cache, the run loads it and saves its first checkpoint. So all
-updates of a resumed run are compiled.
+number of updates differs from machine to machine anyway, so the run does not become less
+repeatable. Once the compiled code is in the cache, the run loads it and saves its first checkpoint.
+So all updates of a resumed run are compiled.
 """
 
 import time
@@ -190,11 +190,12 @@ def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress
     """
     engine = session.engine
     task = session.task
-    # The length of the run is not decided yet, so its warm-up is that of the likely length.
+    # The length of the run is not decided yet. So the warm-up that suits the likely length is
+    # taken.
     likely_length = Length(_likely_updates(session))
     likely_plan = resolve(session.plan, describe(), likely_length)
     engine.step.schedule = constant(likely_plan.intervals.warmup_updates)
-    # A short text allows only so many updates. Half of them are left for the compiled step.
+    # A short text limits the number of updates. Half of them are left for the compiled step.
     max_eager_updates = max(1, _max_updates(session) // 2)
     log = MetricsLog(session.run, every=1)
     began = clock()
@@ -202,7 +203,7 @@ def _update_eagerly(session: Session, window: Batch, max_wait_s: float, progress
     with temporary_folder() as folder:
         window_file = folder / "window.safetensors"
         with cache_errors_explained(folder):
-            # Safetensors stores no views, as the tensors of a window may be.
+            # Safetensors cannot store views, and the tensors of a window may be views.
             tensors = {name: tensor.clone() for name, tensor in window.items()}
             write_durably(window_file, save(tensors))
         arguments = str(session.run.folder), str(window_file)

@@ -64,9 +64,9 @@ class EvaluatedModel:
         precision: the precision in which the model is evaluated: the run's own, or fp32.
         reading: the arguments of `data.corpus.corpus` that say how to read any text.
         averaged: whether the weights are averages over updates.
-        own_text_arguments: the further arguments of `corpus` that name the run's own text, that of its
-            training. The held-out part of it is evaluated if the user names no text with --data.
-            {} if the run did not learn from texts.
+        own_text_arguments: the further arguments of `corpus` that name the text from which the run
+            learned. The held-out part of this text is evaluated if the user names no text with
+            --data. {} if the run did not learn from texts.
         fingerprint: the fingerprint that the run's own text had in training, a hash by which a changed
             text is noticed.
         text_warning: a warning to print before the run's own text is read. There is one if another
@@ -111,7 +111,8 @@ def require_finite(loss: float, name: str, text: str) -> None:
 
 def load_from_run(run: Run, warn: Warn) -> EvaluatedModel:
     """Load the model of a run's newest valid checkpoint; see `load_trained`."""
-    return _load_beside(run, warn, None)[0]
+    evaluated, _ = _load_beside(run, warn, None)
+    return evaluated
 
 
 def load_mixture(runs: Sequence[Run], name: str, warn: Warn) -> EvaluatedModel:
@@ -123,8 +124,11 @@ def load_mixture(runs: Sequence[Run], name: str, warn: Warn) -> EvaluatedModel:
         warn: called with each line that the user should read.
     """
     first, trained = _load_beside(runs[0], warn, None)
-    others = [_load_beside(run, warn, (first, trained))[0] for run in runs[1:]]
-    return mixture_of([first, *others], name)
+    members = [first]
+    for run in runs[1:]:
+        member, _ = _load_beside(run, warn, (first, trained))
+        members.append(member)
+    return mixture_of(members, name)
 
 
 def _load_beside(
@@ -135,12 +139,16 @@ def _load_beside(
     Args:
         run: the run.
         warn: called with each line that the user should read.
-        other: the model of another run, whose base this one shares if it can; None: there is none.
+        other: what this function returned for another run, whose base this run's model shares if it
+            can; None: there is no other run.
+
+    Returns:
+        The model as it is evaluated, and as `load_trained` has loaded it.
     """
-    # The settings may name Python files that this user does not trust, and are refused then. That holds
-    # here only for `model.init`, the file that builds the model: no other, such as that of a reward, is run.
+    # `run_settings` refuses settings that name a Python file which would run here and which this
+    # user does not trust. Only the file of `model.init`, which builds the model, is run here.
     settings = run_settings(run, code_keys=("model.init",))
-    # In another precision the scores would differ from those of the training.
+    # In another precision the scores would differ from the scores during training.
     precision = Precision(settings.train.precision)
     # If the run was moved, a recorded path may lead nowhere. Then the run's own copy is read. The
     # origin of a setting says in which config.toml, and so in which folder, it was recorded.
@@ -153,10 +161,12 @@ def _load_beside(
     # The values that name code, such as FILE.py:FUNCTION. `load_trained` and `foreign_text_warning` need
     # them to tell whether this user began the run.
     programs = settings.programs
-    beside = None
-    if other is not None and other[0].precision.name == precision.name:
-        beside = other[1]
-    trained = load_trained(run, warn, precision, programs, beside)
+    model_to_share_with: Trained | None = None
+    if other is not None:
+        other_evaluated, other_trained = other
+        if other_evaluated.precision.name == precision.name:
+            model_to_share_with = other_trained
+    trained = load_trained(run, warn, precision, programs, model_to_share_with)
     evaluated = EvaluatedModel(
         module=trained.model,
         loss=trained.loss,
@@ -186,9 +196,9 @@ def mixture_of(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
 
         loss = sum over N targets of ln M - logsumexp over M members of log p(target)
 
-    Each member computes in its own precision; the sum is in fp64. In memory are the targets'
-    log-probabilities of all members, and the logits of only one. Members that are adapters on one base
-    in memory have one forward pass, up to the head.
+    Each member computes in its own precision; the sum is in fp64. Memory holds the targets'
+    log-probabilities of all members, but the logits of only one member at a time. Members that are
+    adapters on one base in memory share one forward pass up to the head.
 
     Shapes: M members, N targets of a batch.
 
@@ -231,14 +241,16 @@ def mixture_of(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
         is_target_N = batch["targets"].flatten() != IGNORE
         return torch.where(is_target_N, losses_N, 0.0).sum(), is_target_N.sum()
 
-    # The runs of a sweep have one text, so that of `shortest` and its fingerprint are those of all.
+    # All runs of a sweep have the same text, so the text and the fingerprint of `shortest` are
+    # right.
     return replace(
         shortest,
         module=nn.ModuleList(modules),
         loss=loss,
         # The loss enters the precision of each member, so the precision around it has no effect.
         precision=Precision("fp32"),
-        # Scores are shown with one word for the weights, "averaged" or "last": the first member's.
+        # Scores are shown with the word "averaged" or "last" for the weights. The first member
+        # decides.
         averaged=members[0].averaged,
     )
 

@@ -42,6 +42,7 @@ _GAUGES: Mapping[str, Callable[[ModuleType, object], float]] = {
         nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM) * 10**6
     ),
 }
+# Functions of the same kind, for numbers that may explain a lower speed.
 _HINTS: Mapping[str, Callable[[ModuleType, object], float]] = {
     "limits": lambda nvml, card: nvml.nvmlDeviceGetCurrentClocksEventReasons(card),
     "processes": lambda nvml, card: len(nvml.nvmlDeviceGetComputeRunningProcesses(card)),

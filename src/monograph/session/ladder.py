@@ -225,7 +225,7 @@ def unfuse(engine: Engine) -> None:
     )
 
 
-# The first rung trains for about this time. The others make as many updates as it.
+# The first rung trains for about this time. The others make the same number of updates.
 FIRST_RUNG_S = 20.0
 # Limits of the number of updates of a rung.
 MIN_UPDATES = 8
@@ -442,7 +442,8 @@ class Ladder:
         try:
             if not variant.fused:
                 unfuse(engine)
-            engine.announce = engine.step.announce = notes.append
+            engine.announce = notes.append
+            engine.step.announce = notes.append
             if not variant.replayed:
                 engine.step.recorder = None  # it would capture CUDA graphs
             prepare(session, progress)
@@ -489,8 +490,8 @@ class Ladder:
                 stage.report("update", len(seconds), self.updates)
                 began = clock()
                 cpu_began = process_time()
-            micro_batch = engine.micro_batch or 0
             rows = session.batches.rows_per_window
+            micro_batch = engine.micro_batch or rows
             last_quarter = losses[-max(1, len(losses) // 4) :]
             measurement = RungMeasurement(
                 seconds=tuple(seconds[WARM_UPDATES:]),

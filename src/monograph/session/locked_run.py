@@ -1,5 +1,7 @@
-"""Find the run that `monograph train` was asked for, lock its folder, and complete its settings by
-those that it, or the run that it begins from, has recorded.
+"""Find the run that `monograph train` was asked for, lock its folder, and complete its settings.
+
+A resumed run adds the settings that it has recorded itself. A run that begins from another one adds
+those that the other run has recorded.
 """
 
 from collections.abc import Iterator
@@ -33,8 +35,8 @@ class LockedRun(NamedTuple):
         record: its settings, the same on all ranks.
         world: the ranks that train it together.
         progress: the display.
-        retry_rows: the maximum number of rows of a micro-batch if the attempt before ran out of
-            memory; 0 if none did.
+        retry_rows: the maximum number of rows of a micro-batch if the launcher has started the
+            ranks again because the previous attempt ran out of memory; else 0.
         summary: the results of a run that has already finished, the same on all ranks; None if
             there is something to train.
     """
@@ -93,7 +95,7 @@ def locked_run(
             if world.leads:
                 checkpointing.remove_leftovers(folder.checkpoints)
             # Without --resume, a launcher has restarted the ranks of a run that had begun, with the
-            # same command line. The run has recorded the settings that it gives, so none change.
+            # same command line. The run has recorded the settings of that line, so none change.
             changes = settings if resume else Settings()
             settings = recorded.settings_to_resume(folder, changes)
             warning = recorded.foreign_text_warning(folder, settings.data.source, settings.programs)
@@ -121,5 +123,6 @@ def locked_run(
         yield LockedRun(
             folder, ConfigRecord(settings), world, progress, retry_rows, summary or None
         )
-        # All ranks leave together. After an error of the block, others might never come to this.
+        # All ranks leave together. This is not done after an error of the block, since other ranks
+        # might never come here.
         world.leave()

@@ -89,8 +89,8 @@ class TokenSource:
     listed_origin: str
 
     def compare(self, tokenizer: Tokenizer | None = None) -> NewTokens | None:
-        """Compare the run's tokenizer with that of the model that it begins from, and return the
-        run's tokens; None for a new model.
+        """Compare the run's tokenizer with the tokenizer of the model that the run begins from, and
+        return the run's tokens; None for a new model.
 
         Args:
             tokenizer: the tokenizer of the run's text; None means the one that the settings name.
@@ -172,6 +172,8 @@ class TokenSource:
         tokens = self.compare()
         if not tokens or not tokens.sizes:
             return
+        # For a model with a row for each token of the run, these are the ids that the parent's
+        # tokenizer lacks. So it does not matter here how many rows the parent's model has.
         new = tokens.sizes.new_ids(tokens.sizes.run)
         if new:
             raise UsageError(

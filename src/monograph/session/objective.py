@@ -10,7 +10,7 @@ learning from texts.
 A *record* is what a run reads: a text, a pair of answers, or a prompt. A *row* is a sequence of the
 model's input, which may hold several records. A *window* is the rows of one update; a run that
 samples answers may make several updates from one window. A *position* is the number of rows, or of
-prompts, that come before a window. *Slots* are positions in the cache of keys and values, one for
+prompts, that come before a window. *Slots* are the entries of the cache of keys and values, one for
 each token of a prompt and its answer.
 """
 
@@ -102,7 +102,9 @@ class JointWindows(Protocol):
 
     @property
     def left_out(self) -> set[int]:
-        """Return the numbers of members that learn from no further windows; a caller may add some."""
+        """Return the indices of the members that learn from no further windows. A caller may add to
+        this set.
+        """
 
     def __iter__(self) -> Iterator[Batch]:
         """Return the iterator itself."""
@@ -211,8 +213,8 @@ class Objective(ABC):
             `SweptTask`.
         members_have_own_rows: whether the members of a sweep that train at once each have their own
             rows in a window, even if all have the same seed.
-        compared_by: what measures the members of a sweep on held-out records: the first of these
-            measures that all of them have.
+        compared_by: the measures on held-out records by which the members of a sweep can be
+            compared. The first one that all members have is taken.
         not_prunable: why members of a sweep cannot be stopped early (`--prune`); "" if they can.
     """
 
@@ -251,9 +253,8 @@ class Objective(ABC):
     @property
     def can_stream(self) -> bool:
         """Return whether weights may live on the host and be streamed to the device."""
-        return not self.samples_answers and all(
-            condition is not STREAMED for condition, _ in self.excluded
-        )
+        excludes_streaming = any(condition is STREAMED for condition, _ in self.excluded)
+        return not self.samples_answers and not excludes_streaming
 
     def value_for_records(
         self, source: str | Sequence[str], record_settings: RecordSettings, skip_bad: bool
@@ -278,8 +279,10 @@ class Objective(ABC):
         return value is not None and other is not None
 
     def is_chosen(self, settings: Settings) -> bool:
-        """Return whether the settings choose this way. Learning from texts is always chosen, since
-        it has no key; so `WAYS_TO_LEARN` has it last.
+        """Return whether the settings choose this way.
+
+        Learning from texts has no key, and so is always chosen. `WAYS_TO_LEARN` has it last,
+        because the first chosen way is the one that a run takes.
         """
         return not self.has_key or settings.values()[self.key] is not None
 
@@ -420,7 +423,7 @@ class Task(ABC):
         world: the ranks that train together.
         current_plan: returns the session's plan, which is replaced as more is decided.
         answer_tokens: tokens of all answers so far; 0 in a run on texts.
-        depends_on: what `data` is made from, for the message that it has changed.
+        depends_on: what `data` is made from, for the error message if `data` has changed.
         score: the name and the key of the scores of held-out records.
         has_plain_updates: whether an update is only a step on text, so that the planner can predict
             its time.
@@ -574,6 +577,8 @@ class Task(ABC):
         """Score all records with the present weights if the loss needs such scores. This is called
         before the first update.
 
+        Unlike `prepare_reference_scores`, it writes no file.
+
         Args:
             rows_per_window: rows of a window.
             progress: the display.
@@ -606,8 +611,8 @@ class Task(ABC):
 
     @abstractmethod
     def describe_amount(self, rows_per_window: int, updates: int) -> str:
-        """Return a text on how many rows, prompts or tokens an update learns from, and perhaps how
-        many all `updates` updates do.
+        """Return a text on how many rows, prompts or tokens an update learns from. The text may
+        also say how many that is in all `updates` updates.
         """
 
     @abstractmethod
@@ -748,7 +753,7 @@ class SweptTask(Task):
             engine: the engine of all members.
 
         Returns:
-            The windows; None if the windows of each member can be read from its own ones.
+            The windows; None if each member's windows can be read by its own iterator.
 
         Raises:
             UsageError: the windows of these members cannot be made together.

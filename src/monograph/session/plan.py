@@ -28,8 +28,8 @@ class RunPlan:
 
     Attributes:
         job: what the settings ask for.
-        training: how the model is trained: by all devices together, except that `rows` is one
-            device's micro-batch. Once the shape of a `Llama` is known, it is a `Work`
+        training: how all devices together train the model. Only `rows` is about one device: it is
+            the device's micro-batch. Once the shape of a `Llama` is known, `training` is a `Work`
             (`predict.footprint`), and its optimizer has the changes of width transfer.
         memory: where weights live.
         open_choices: the choices that the planner still has to make once the model's shape is
@@ -126,6 +126,7 @@ def ranks_that_share(parallel: str, ranks: int) -> int:
         parallel: `train.parallel`. "hsdp" divides the rows among the ranks of one machine.
         ranks: the number of all ranks.
     """
+    # The place of this process among those that torchrun or srun has started; None if it is alone.
     own_place = read_place(srun=True) if parallel == "hsdp" else None
     if own_place:
         return own_place.machine_size

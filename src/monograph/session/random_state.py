@@ -30,8 +30,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     Raises:
         InputRefused: the model's code has replaced NumPy's bit generator.
     """
-    # `gauss` is a sample of the normal distribution that is kept for the next call; they are made in
-    # pairs.
+    # Python makes samples of the normal distribution in pairs. `gauss` is the second of a pair if
+    # it is kept for the next call, else None.
     version, words, gauss = random.getstate()
     numpy = np.random.get_state(legacy=False)  # noqa: NPY002
     algorithm = numpy["bit_generator"]

@@ -110,6 +110,7 @@ def resume_command(world: World, run: Run, parallel: str) -> str:
         changes = (f"train.parallel={parallel}",)
     if world.alone:
         return command_line("train", "--resume", run.handle, *changes)
+    # `TORCHRUN` has braces for the number of ranks. Another option of torchrun can follow it there.
     size_and_restarts = str(world.size)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0":
@@ -137,8 +138,8 @@ def agreed_run(world: World, out: Path | None, resume: str | None) -> tuple[Run,
     folder = ""
     is_resumed = resume is not None
     if world.leads:
-        # If an earlier attempt made a new folder, it has stored it with the launcher, as the end of
-        # this block does.
+        # If an earlier attempt made a new folder, it has stored the folder's name with the
+        # launcher, as the end of this block does.
         stored = world.recall("run")
         known_folder = out or (Path(stored) if stored else None)
         if resume:
@@ -157,8 +158,9 @@ def agreed_run(world: World, out: Path | None, resume: str | None) -> tuple[Run,
             is_resumed = True
         else:
             run = Run.create(known_folder)
-        # Other ranks may have another working directory.
-        folder = str(run.folder if world.alone else run.folder.absolute())
+        # Other ranks may have another working directory, so they get an absolute path.
+        shared_folder = run.folder if world.alone else run.folder.absolute()
+        folder = str(shared_folder)
         world.remember("run", folder)
     folder, is_resumed = world.broadcast([folder, is_resumed])
     # A `Follower` writes nothing.
@@ -174,7 +176,7 @@ def agreed_record(world: World, record: ConfigRecord) -> ConfigRecord:
     values, origins, vouched = world.broadcast(
         [settings.given_values(), dict(settings.origins), dict(settings.vouched)]
     )
-    # They are sent as JSON, which has no tuples; checking gives each value its type again.
+    # The values were sent as JSON, which has no tuples. Checking gives each its type again.
     checked = {
         key: checked_value(key, value, origins[key], from_text=False)
         for key, value in values.items()
@@ -189,23 +191,24 @@ def report_error_once(
     """Let only one rank report an error of the `with` block, and record the error for the next
     attempt.
 
-    If the attempt before ended with an error that another attempt would meet again, this one ends
-    with the same error at once, before the block. If an error ends a single process before its run
-    began, the run's folder is removed.
+    If the previous attempt ended with an error that would occur again, this attempt ends with the
+    same error before it begins the block. If an error ends a single process before its run began,
+    the run's folder is removed.
 
     Args:
         world: the ranks.
         run: the run.
-        continue_command: returns the command that continues it.
+        continue_command: returns the command that continues the run.
         has_not_begun: returns whether the run has not begun, so that its folder has nothing of value.
 
     Yields:
-        The maximum number of rows of a micro-batch if the attempt before ran out of memory; else 0.
+        The maximum number of rows of a micro-batch if the previous attempt ran out of memory; else
+        0.
 
     Raises:
         KeyboardInterrupt: the block was interrupted; the message has the command that continues the
             run if it has begun.
-        Ended: the attempt before ended with an error that another attempt would meet again.
+        Ended: the previous attempt ended with an error that would occur again.
         PeerLost: another rank is gone.
         InputRefused: a user's module failed, or the run's folder is gone.
     """
@@ -221,7 +224,7 @@ def report_error_once(
         if world.alone and exists(run.folder) and has_not_begun():
             discard(run)
         if error is raised:
-            raise  # without a cause
+            raise  # an error must not become its own cause
         raise error from raised
 
 
@@ -242,6 +245,7 @@ def _final_error(world: World, run: Run, error: BaseException) -> BaseException:
     if not exists(run.folder):
         gone = "was moved or deleted while it was in use; what was saved before is where it went, for --resume"
         error = InputRefused(f"{run.folder}: {gone}")
+    # An error in the user's own code becomes a refusal that names this code.
     error = refusal_of_user_error(error) or error
     if world.alone or not isinstance(error, MonographError):
         return error
@@ -256,28 +260,29 @@ def _final_error(world: World, run: Run, error: BaseException) -> BaseException:
 
 
 def _require_not_ended(world: World, file: Path) -> int:
-    """Refuse an attempt after an error that it would meet again; otherwise remove the record of how
-    the attempt before ended.
+    """Refuse an attempt after an error that would occur again; otherwise remove the record of how
+    the previous attempt ended.
 
     Args:
         world: the ranks.
         file: the file `END_RECORD` of the run.
 
     Returns:
-        The maximum number of rows of a micro-batch if the attempt before ran out of memory; else 0.
+        The maximum number of rows of a micro-batch if the previous attempt ran out of memory; else
+        0.
 
     Raises:
-        Ended: the attempt before ended with such an error.
+        Ended: the previous attempt ended with such an error.
     """
-    # The error with which the attempt before ended, as `_record_end` writes it. None if there is no
-    # such error.
+    # The error with which the previous attempt ended, as `_record_end` writes it. None if there is
+    # no such error, or if the file cannot be read.
     end: dict[str, Any] | None = None
     if world.leads and world.attempt:
-        end = json_object(contents(file) or b"")
+        end = json_object(contents(file) or b"") or None
     # A run that the user stopped can continue.
     if end and end["exit_code"] == Stopped.exit_code:
         end = None
-    end = world.broadcast(end or None)
+    end = world.broadcast(end)
     retry_rows = int(end.get("retry_rows", 0)) if end else 0
     # If memory ran out, this attempt may have enough with fewer rows. Any other error would recur.
     if end and not retry_rows:

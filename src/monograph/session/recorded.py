@@ -3,6 +3,9 @@ settings of a resumed run or of a new run that begins from the recorded one.
 
 A setting may name code, a function in a Python file, by a value such as FILE.py:FUNCTION. The result
 of each function has such files in `Settings.vouched` only if they may run (`monograph.run.trust`).
+
+The *fingerprint* of settings is a hash of their values. Each checkpoint records it, so that a changed
+config.toml is noticed.
 """
 
 import hashlib
@@ -83,16 +86,15 @@ def run_settings(
         content = contents(run.config)
         found = "nothing" if content is None else hashlib.sha256(content).hexdigest()
         raise _changed_settings_error(run, expected, f"{found} ({error})") from None
-    # An earlier version took the fingerprint of its own keys and spellings.
+    # An earlier version computed the fingerprint from the keys and the spellings that it wrote.
     if expected not in (None, settings.fingerprint, written_fingerprint(run.config)):
         raise _changed_settings_error(run, expected, settings.fingerprint)
     all_programs = [*settings.programs, *sweep_programs]
     values = settings.values()
     programs_to_run = [*(values[key] for key in code_keys), *sweep_programs]
     recipe = state.get("recipe", {})
-    vouched = require_trusted(
-        run.config, all_programs, programs_to_run, {recipe.get("init"): recipe.get("sha256")}
-    )
+    recorded_digests = {recipe.get("init"): recipe.get("sha256")}
+    vouched = require_trusted(run.config, all_programs, programs_to_run, recorded_digests)
     return settings.vouching(vouched)
 
 
@@ -186,7 +188,8 @@ def _vouched_by_run(toml: Path | None, code_keys: Collection[str]) -> Mapping[st
         return None
     toml = resolved(toml)
     run = Run(toml.parent)
-    if toml == run.config and (is_file(run.lock_file) or is_folder(run.checkpoints)):
+    is_folder_of_run = is_file(run.lock_file) or is_folder(run.checkpoints)
+    if toml == run.config and is_folder_of_run:
         settings = run_settings(run, code_keys=code_keys)
         if warning := foreign_text_warning(run, settings.data.source, settings.programs):
             print("warning:", warning, file=sys.stderr)
@@ -265,7 +268,7 @@ def refuse_model_as_text(settings: Settings) -> None:
 def foreign_text_warning(run: Run, source: str | Sequence[str], programs: Sequence[str]) -> str:
     """Return a warning if a run of another user names text outside of the run's folder; "" if not.
 
-    A stranger's config.toml could name any file of this user, whose text would then be in the model.
+    A stranger's config.toml could name any file of this user. The model would then learn its text.
 
     Args:
         run: the run.
@@ -285,8 +288,9 @@ def foreign_text_warning(run: Run, source: str | Sequence[str], programs: Sequen
 
 
 def _leads_outside(place: Path, home: Path) -> bool:
-    """Return whether a path, or a file that matches it as a pattern or is in it, is outside of the
-    folder `home` once links are followed.
+    """Return whether a path leads outside of the folder `home` once links are followed.
+
+    A pattern leads outside if a file that matches it does; a folder, if a file in it does.
     """
     paths = [place, *matching(place), *matching(place / "**")]
     return any(home not in without_links(path).parents for path in paths)
@@ -296,8 +300,8 @@ def _leads_outside(place: Path, home: Path) -> bool:
 
 
 def settings_to_resume(run: Run, given: Settings) -> Settings:
-    """Return the settings with which a run is resumed: the recorded ones, and those of the given
-    ones that a resumed run may change.
+    """Return the settings with which a run is resumed: the recorded ones, changed by the given ones
+    where a resumed run may change them.
 
     Args:
         run: the run.
@@ -327,11 +331,13 @@ def settings_to_resume(run: Run, given: Settings) -> Settings:
             and defaults.updates_for_tokens(value, tokens_per_update) == settings.train.updates
         ):
             continue
-        # The time is for the user's new runs, unless they give it with --resume.
+        # A time in a TOML file or the environment is meant for new runs. One that is given together
+        # with --resume is meant for this run, and is refused below.
         if key == "train.minutes" and origin != "command line":
             continue
-        # An earlier version accepted unknown keys of records, which this one refuses unless they
-        # are named here. If a named key was read, the fingerprint of the records shows it.
+        # An earlier version accepted unknown keys of records. This one refuses them unless
+        # data.ignore_keys names them. If it names a key that the run has read, the records change,
+        # and so does their fingerprint.
         if key == "data.ignore_keys":
             settings = settings.resolve({key: value}, origin)
             continue
@@ -371,7 +377,9 @@ def parent_named(name: str) -> Parent:
     run_name, _, update = name.rpartition("@")
     is_number = re.fullmatch("[0-9]{1,18}", update) is not None
     # `rpartition` leaves `run_name` empty if there is no @.
-    if not run_name or _can_be_located(name) or (exists(name) and not is_number):
+    has_no_at = not run_name
+    is_path_with_at = exists(name) and not is_number
+    if has_no_at or is_path_with_at or _can_be_located(name):
         parent = Run.open(name)
         return Parent(parent, parent.at_update)
     if not is_number:
@@ -427,16 +435,21 @@ def settings_from_parent(parent: Run, given: Settings) -> Settings:
         raise InputRefused(
             f"{parent.folder} was stopped before it began: nothing can start from it"
         )
-    # The parent's code is not run, and need not be trusted, where the new run has its own value.
+    # Where the new run has a value of its own, the parent's code is not run, and need not be
+    # trusted. A new run that chooses a way to learn replaces all code of the parent except its
+    # model's.
     is_replaced = dict.fromkeys(CODE_KEYS, objective_of(given).has_key)
     is_replaced["model.init"] = given.model.init is not None
     code_keys = [key for key in CODE_KEYS if not is_replaced[key]]
     parent_settings = run_settings(parent, code_keys=code_keys)
     new_keys = _keys_of_the_new_run(given, parent_settings)
     _require_same_weights(parent, parent_settings, given, new_keys)
-    # Given values of these keys have been found to equal the parent's, so they count as inherited.
+    # `_require_same_weights` has found that given values of these keys equal the parent's. So they
+    # count as inherited.
     new_keys -= {"optim.transfer", "optim.transfer_base"}
-    new_keys |= {dependent for key in new_keys for dependent in DEPENDENT_KEYS.get(key, ())}
+    # A key that says something about the value of a new key is not the parent's either.
+    for key in tuple(new_keys):
+        new_keys.update(DEPENDENT_KEYS.get(key, ()))
     not_inherited = new_keys | RUN_SPECIFIC_KEYS
     for group in EXCLUSIVE:
         if not new_keys.isdisjoint(group):
@@ -453,8 +466,9 @@ def settings_from_parent(parent: Run, given: Settings) -> Settings:
         if f"data.{name}" in inherited:
             inherited[f"data.{name}"] = value
     if "data.tokenizer" not in new_keys:
-        # The parent may have trained a BPE on its text. Another one, trained on the new run's text,
-        # would change the meaning of the ids. So the new run reads the one in the parent's folder.
+        # The parent may have trained a BPE tokenizer on its text. A tokenizer that is trained on
+        # the new run's text would give the ids another meaning. So the new run reads the tokenizer
+        # in the parent's folder.
         inherited["data.tokenizer"] = str(parent.tokenizer)
         inherited.pop("data.vocab_size", None)
     settings = given.resolve(inherited, str(parent.config))
@@ -530,6 +544,8 @@ def _keys_of_the_new_run(given: Settings, parent_settings: Settings) -> set[str]
         elif "data.source" in new_keys:
             # The parent's value may not fit the new records.
             new_keys.add(key)
+    # If only one of the two ways to learn has a key of its own for the size of an update, the
+    # parent's train.tokens_per_update does not suit the new run.
     parent_objective = objective_of(parent_settings)
     if chosen.has_key and chosen.has_own_update_size != parent_objective.has_own_update_size:
         new_keys.add("train.tokens_per_update")

@@ -2,8 +2,8 @@
 model in training.
 
 For preferences the file has the initial model's log-probabilities of all answers. For a KL term,
-whose answers are sampled later, it has the initial weights. It is in the run's folder, where a
-resumed run reads it.
+whose answers are sampled later, it has the initial weights. The file is in the run's folder, where
+a resumed run reads it.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def write_reference(
     for name, tensor in tensors.items():
         whole = gather_rows(tensor)  # all ranks take part
         if world.leads:
-            # A tensor of one of several members may be a part of a larger one.
+            # The tensor of one of several members of a sweep may be a view of a larger tensor.
             whole_tensors[name] = whole.cpu().contiguous()
     if not world.leads:
         return
@@ -106,7 +106,8 @@ def _read_verified(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     # The error of `open_tensors` does not say what to do, so it is replaced.
     with suppress(InputRefused), open_tensors(path) as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        fingerprint, _, digest = (file.metadata() or {}).get("whose", "").rpartition(" ")
+        metadata = file.metadata() or {}
+        fingerprint, _, digest = metadata.get("whose", "").rpartition(" ")
         if digest == _digest(stored):
             return stored, fingerprint
     raise InputRefused(UNUSABLE.format(path, DAMAGED))

@@ -44,7 +44,7 @@ from monograph.storage.reading import contents, exists, is_folder, parse_json
 
 SAMPLE_SHARES = (0.15, 0.5, 1.0)  # samples are shown after these shares of all updates
 SAMPLE_TOKENS = 48
-RECENT_READINGS = 25  # of the speed; the median time of an update is taken over these
+RECENT_READINGS = 25  # readings of the speed over which the median time of an update is taken
 # After this many updates, a run that learns nothing can be told from one that began badly.
 DOUBT_AFTER_UPDATES = 3
 # At the end of a run on Python's standard library, the model writes this many texts, and Python's
@@ -67,7 +67,7 @@ def final_summary(run: Run) -> dict[str, Any] | None:
     checkpoint is gone.
     """
     last_row: dict[str, Any] = {}
-    # A damaged row counts as no summary: the run is then resumed, which verifies the rows.
+    # If a row is damaged, the run counts as one that has not ended. Resuming it verifies the rows.
     with suppress(InputRefused):
         last_row = next(reversed(run.rows()), {})
     summary: dict[str, Any] | None = last_row.get("summary")
@@ -98,8 +98,7 @@ class Reporter:
         last_evaluation: the last scores on held-out text; None if there are none yet, or no text.
         scored_rows: the number of held-out rows in the last evaluation.
         page: the page of the run, rewritten while it trains.
-        deadline: the measured seconds of scoring and sampling, by which it decides what there is
-            time for.
+        deadline: decides what there is time for, by the measured seconds of scoring and sampling.
         accepted_lines: the number of checked lines that Python's tokenizer accepts, and the number
             of all checked lines.
     """
@@ -157,7 +156,7 @@ class Reporter:
         Args:
             updates: the number of updates since the last call.
             seconds: the seconds that they took.
-            row: the row of metrics.jsonl of the last of them.
+            row: the row of metrics.jsonl of the last of these updates.
 
         Returns:
             Tokens per second.

@@ -94,6 +94,7 @@ TRANSFER_BASE_GIVEN = Condition(
     "optim.transfer_base", lambda choices: choices.transfer_base is not None
 )
 
+# The beginnings of several messages.
 _STAGED = "train.memory = stream brings one stage after another to the device: with it"
 _IN_BF16 = "optim.master_weights = false keeps the weights in bf16"
 
@@ -190,9 +191,10 @@ def exclusions_of(objective: Objective) -> Iterator[Exclusion]:
 def choices_of(settings: Settings) -> Choices:
     """Return those values of the settings on which the rules depend."""
     init = settings.model.init
+    begins_from_adapter = init is not None and is_adapter(init)
     return Choices(
         is_code=code_named(init) is not None,
-        is_adapted=settings.lora.rank is not None or (init is not None and is_adapter(init)),
+        is_adapted=settings.lora.rank is not None or begins_from_adapter,
         **values_by_field(Choices, settings.values()),
     )
 

@@ -9,8 +9,9 @@ text is read:
 - from the number of updates: intervals.
 
 A *candidate* is a combination of micro-batch, recomputation, graph scope and memory that the
-planner considers, with its predicted memory and time.
-A choice is *open* if the settings leave it to the planner by "auto".
+planner considers, with its predicted memory and time. The *graph scope* is what one compiled graph
+holds (train.compile). A choice is *open* if the settings leave it to the planner by "auto". *Width
+transfer* carries a learning rate from a narrow model to a wide one (`monograph.transfer`).
 """
 
 import math
@@ -96,7 +97,8 @@ def _plan_from_job(job: Job, machine: Device) -> RunPlan:
         updates=job.updates,
     )
     answer_scoring = job.objective.answer_scoring(plan)
-    # With "exact" scoring each answer has its own row.
+    # If the loss computes the log-probabilities of answers exactly as sampling did, each answer has
+    # its own row (`Training.answer_scoring`).
     packed = job.reading.is_packed and answer_scoring != "exact"
     return plan.with_training(replace(training, answer_scoring=answer_scoring, packed=packed))
 
@@ -164,7 +166,9 @@ def _with_shape(plan: RunPlan, machine: Device, shape: Shape) -> RunPlan:
     if job.is_lr_open:
         decided["optim.lr"] = optim.lr
     decided |= {f"train.{key}": value for key, value in choices.items()}
-    transfer = job.transfer_to(None if job.recipe.init else config)
+    # Width transfer is for new models: if the settings ask for it, `transfer_to` refuses None.
+    config_of_new = None if job.recipe.init else config
+    transfer = job.transfer_to(config_of_new)
     training = replace(plan.training, lora=job.adapters(shape.tokens))
     if config:
         # This makes a `Work`, from which memory and time can be predicted.
@@ -222,7 +226,9 @@ def request_of(
     """
     job = plan.job
     given = plan.training
-    transfer = job.transfer_to(None if job.recipe.init else config)
+    # Width transfer is for new models: if the settings ask for it, `transfer_to` refuses None.
+    config_of_new = None if job.recipe.init else config
+    transfer = job.transfer_to(config_of_new)
     optim = transfer.optimizer(given.optim) if transfer else given.optim
     training = replace(given, rows=given.window_rows, optim=optim, lora=job.adapters(tokens))
     # A value that the settings give is the only one that the planner may choose.
@@ -296,10 +302,13 @@ def _chosen_candidate(
         # Several ranks stream only if the settings ask for it.
         memory = plan.memory
         if memory == "device":
-            base = (training.lora.base, training.precision) if training.lora else None
+            # With adapters, the base is frozen: its format and precision say how large it is.
+            frozen_base = None
+            if training.lora:
+                frozen_base = (training.lora.base, training.precision)
             sharing_ranks = ranks_that_share(plan.job.parallel, shape.ranks)
             parameters = config.parameter_count()
-            spared = spared_bytes(parameters, plan.job.parallel, sharing_ranks, base)
+            spared = spared_bytes(parameters, plan.job.parallel, sharing_ranks, frozen_base)
             machine = with_less_memory(machine, -spared)
     request = request_of(plan, config, machine, shape.tokens)
     has_compiler = machine.type != "cpu" or compiler_obstacle() is None
@@ -310,7 +319,8 @@ def _chosen_candidate(
         scopes = compiled_scopes
     flops_per_s = dict.fromkeys(request.precisions, RANKING_FLOPS)
     calibration = Calibration(calibration_file())
-    limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
+    cache_folder, _ = cache_root()
+    limits = Limits.here(machine, planner.budget(machine), cache_folder)
     # All ranks may be on this machine, so each gets only its share of the host's memory.
     limits = replace(limits, host_bytes=limits.host_bytes // shape.ranks)
     require_room_for_weights(plan.job, config, machine, limits)
@@ -371,7 +381,9 @@ def shape_of(plan: RunPlan, tokens: NewTokens | None = None) -> LlamaConfig:
     job = plan.job
     tokenizer = str(job.reading.tokenizer)
     if source := job.source:
-        if not source.adapter and (source.code or source.is_weight_file or source.run):
+        # An adapter is not refused here: the config.json of its base is read below.
+        needs_loading = source.code or source.is_weight_file or source.run
+        if needs_loading and not source.adapter:
             raise UsageError(
                 f"model.init = {source.base}: a plan is made for a preset, sizes or a Hugging Face folder"
             )
@@ -389,6 +401,13 @@ def shape_of(plan: RunPlan, tokens: NewTokens | None = None) -> LlamaConfig:
 
 
 def with_rows(config: LlamaConfig, tokens: NewTokens | None) -> LlamaConfig:
-    """Return the shape with an embedding row for each token of the run's tokenizer."""
-    rows = tokens.sizes.run if tokens and tokens.sizes else 0
-    return replace(config, vocab_size=max(config.vocab_size, rows))
+    """Return the shape with an embedding row for each token of the run's tokenizer.
+
+    Args:
+        config: the shape of the model before it gets rows for new tokens.
+        tokens: the run's new tokens; None if they are unknown, or for a new model.
+    """
+    # Without sizes, the model is a Python function's, whose rows are not changed.
+    if tokens is None or tokens.sizes is None:
+        return config
+    return replace(config, vocab_size=max(config.vocab_size, tokens.sizes.run))

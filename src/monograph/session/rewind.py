@@ -2,8 +2,8 @@
 rows that led to them, or end the run.
 
 An update is *skipped* if its gradient is not finite or is a spike. The *streak* is the number of
-the last updates that were skipped in a row. *Rows* are rows of the text, counted from the run's
-beginning; a *stretch* of them is a pair (begin, end). To go back is to *rewind*.
+updates, up to the last one, that were skipped in a row. *Rows* are rows of the text, counted from
+the run's beginning; a *stretch* of them is a pair (begin, end). To go back is to *rewind*.
 """
 
 import itertools
@@ -47,10 +47,11 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     """Restore the last checkpoint from before the skipped updates, and pass over the rows that led
     to them.
 
-    The rows of the skipped updates and of as many updates before them are passed over, except rows
-    from before the checkpoint. The run's state records which rows are passed over. A row of
-    metrics.jsonl records the rewind, after the row of the checkpoint's update. Source: PaLM
-    (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1), where this was done by hand.
+    The rows of the skipped updates are passed over, and the rows of the same number of updates
+    before them, but no rows from before the checkpoint. The run's state records which rows are
+    passed over. A row of metrics.jsonl records the rewind, after the row of the checkpoint's
+    update. Source: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1), where this was done
+    by hand.
 
     Args:
         session: a session in which too many updates in a row were skipped, or whose weights became
@@ -73,7 +74,9 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     rows = session.batches.rows_per_window
     skipped_windows = math.ceil(streak / session.task.updates_per_window)
     end = session.batches.rows_consumed
-    begin = end - 2 * skipped_windows * rows  # those of the skipped updates, and as many before
+    # The stretch has the windows of the skipped updates, and the same number of windows before
+    # them.
+    begin = end - 2 * skipped_windows * rows
     if rewinds_in_a_row([*earlier_stretches, (begin, end)], rows) > MAX_REWINDS:
         raise _diverged(session, log)
     try:
@@ -96,7 +99,7 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     session.run.log(
         {"update": checkpoint.update, "rewound_from": last, "passed_over_rows": stretch}
     )
-    # The new state is saved at once, so that a resumed run passes over the rows, too.
+    # The new state is saved immediately, so that a resumed run passes over the rows, too.
     session.save()
     passed_over = counted(stretch[1] - stretch[0], "row")
     progress.line(

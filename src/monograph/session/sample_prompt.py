@@ -20,7 +20,7 @@ class SamplePrompt(NamedTuple):
         shown: the text that is shown before a sample.
         input: the text, or the token ids, that the model continues.
         stop_ids: ids that end a sample, in addition to the end-of-text token.
-        arguments: of the command that writes such a sample, the arguments after the run's name.
+        arguments: the arguments, after the run's name, of the command that writes such a sample.
         command: the name of this command: "generate", or "chat" for a model of chats.
     """
 
@@ -76,18 +76,22 @@ def sample_prompt_from_corpus(
             return SamplePrompt(prompt, ids, (), (*_end_of_options(prompt), prompt))
         shown = prompt
         if len(prompt) > _MAX_SHOWN_CHARACTERS:
-            # The first word may be cut, so it is left out.
-            last_words = prompt[-_MAX_SHOWN_CHARACTERS:].split(maxsplit=1) or [""]
-            shown = f"… {last_words[-1]}"
-        stop = stop_ids(corpus.tokenizer, config.eos_token_ids if config else ())
+            end = prompt[-_MAX_SHOWN_CHARACTERS:]
+            # The first word may be cut, so it is left out, unless it is the only one.
+            first_word_and_rest = end.split(maxsplit=1)
+            shown = f"… {first_word_and_rest[-1]}"
+        end_ids = config.eos_token_ids if config else ()
+        stop = stop_ids(corpus.tokenizer, end_ids)
         return SamplePrompt(f"{shown} ", ids, stop, (), "chat")
-    first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
     if corpus.name == "stdlib":
         prompt = _shortened(corpus, STDLIB_PROMPT, max_tokens)
         prompt_of_command = _shortened(corpus, _STDLIB_PROMPT_OF_COMMAND, max_tokens)
     else:
-        first_words = " ".join(first_line.split(" ")[:4])[:_MAX_SHOWN_CHARACTERS]
-        prompt = prompt_of_command = _shortened(corpus, first_words, max_tokens)
+        first_text = next(iter(rows.texts())).decode("utf-8", "replace")
+        first_line, _, _ = first_text.lstrip().partition("\n")
+        first_words = " ".join(first_line.split(" ")[:4])
+        prompt = _shortened(corpus, first_words[:_MAX_SHOWN_CHARACTERS], max_tokens)
+        prompt_of_command = prompt
     arguments = (*_end_of_options(prompt_of_command), prompt_of_command)
     return SamplePrompt(prompt, prompt, (), arguments)
 

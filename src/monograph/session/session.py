@@ -1,4 +1,7 @@
-"""A training run in memory: its data, engine and schedule, saved to disk and restored bit for bit."""
+"""A training run in memory: its data, engine and schedule, saved to disk and restored bit for bit.
+
+A *window* is the rows of one update.
+"""
 
 import math
 import platform
@@ -62,8 +65,8 @@ class Session:
         eager_reason: why the step was not compiled; None if it was.
         kernel: the attention kernel; None if kernels were not measured.
         peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last
-            update. None before that, and on a GPU, whose allocator counts them all the time
-            (`peak_memory_bytes` is right on both).
+            update; None before that. It is always None on a GPU, whose allocator counts the bytes
+            all the time. The property `peak_memory_bytes` is right on both.
         world: the ranks that train the run together.
         started_s: the time of `clock` at which this process began with the run.
         training_since_s: the time of `clock` at which this process began to train.
@@ -163,7 +166,7 @@ class Session:
     def save(self, keep: int = 0) -> None:
         """Flush metrics.jsonl to disk, and write a checkpoint of the current state.
 
-        Older checkpoints are removed, except as many as train.keep says.
+        The newest checkpoints stay, as many as train.keep says. Older ones are removed.
 
         Args:
             keep: the minimum number of checkpoints that stay, even if train.keep is smaller.
@@ -180,7 +183,14 @@ class Session:
                 f"{names[0]} is not finite after update {update} ({len(names)} such): lower optim.lr; "
                 f"the checkpoints in {self.run.checkpoints} are sound"
             )
-        # The part of the checkpoint that is not tensors; `recorded_state.require` says its types.
+        # A checkpoint has no entry for a kernel if none was chosen, as on a CPU, and no entry for
+        # files if the task keeps none in the run's folder.
+        optional_entries: dict[str, Any] = {}
+        if self.kernel:
+            optional_entries["attention"] = self.kernel
+        if self.task.file_digests:
+            optional_entries["files"] = self.task.file_digests
+        # The part of the checkpoint that is not tensors; `recorded_state` checks its types.
         record = {
             "engine": state.scalars,
             "data": self.batches.state(),
@@ -197,9 +207,7 @@ class Session:
             "tokenizer_files": self.records.tokenizer.config.digests,
             "settings": self.initial_fingerprint or self.plan.record.fingerprint,
             "recipe": self.recipe.entries(),
-            # There is no entry if no kernel was chosen, as on a CPU, or if the task keeps no file in the run's folder.
-            **({"attention": self.kernel} if self.kernel else {}),
-            **({"files": self.task.file_digests} if self.task.file_digests else {}),
+            **optional_entries,
             "model_config": self.model_config.to_hf() if self.model_config else None,
             "sampling": dict(model.sampling) if isinstance(model, Llama) else None,
             "versions": _versions(),
@@ -212,7 +220,8 @@ class Session:
     def non_finite_parameters(self) -> list[str]:
         """Return the names of the parameters with a NaN or an infinity on any rank.
 
-        An update alone never makes a parameter non-finite.
+        The step skips an update with a loss or a gradient that is not finite, so such numbers have
+        another cause, such as a fault of the memory.
         """
         state = self.engine.state().model
         # With adapters, the state does not have the frozen parameters.
@@ -250,9 +259,10 @@ class Session:
         self.early_cool_down = state["cooled"]
         self.set_plan(replace(self.plan, updates=state["length"]))
         # The saved micro-batch is smaller than the planned one if memory ran out, or if more ranks
-        # than now shared the rows of an update.
+        # than now shared the rows of an update. It is None if the engine did not cut windows.
         planned_rows = self.plan.training.rows
-        self.engine.micro_batch = min(state["micro_batch"] or planned_rows, planned_rows)
+        saved_rows = state["micro_batch"]
+        self.engine.micro_batch = min(saved_rows, planned_rows) if saved_rows else planned_rows
         self.kernel = state.get("attention")
         restore_random(state["random"], self.engine.step.device)
         self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))
@@ -280,7 +290,8 @@ class Session:
         """
         remedy = "put it back, or start a new run from this one with --from"
         fingerprint = self.plan.record.fingerprint
-        # An earlier version took the fingerprint of its own keys and spellings.
+        # `state["settings"]` is a fingerprint, too. An earlier version computed it from the keys
+        # and the spellings that it wrote into config.toml.
         if state["settings"] not in (fingerprint, written_fingerprint(self.run.config)):
             raise InputRefused(
                 f"{self.run.config}: not what the run was begun with (expected settings of sha256 {state['settings']}, "
@@ -399,7 +410,8 @@ class Session:
     def cool_down_until(self, updates: int) -> None:
         """Begin the cool-down now, and end the run after `updates` updates in all.
 
-        If an early cool-down has begun already, only its end changes. Checkpoints record it.
+        If an early cool-down has begun already, only its end changes. Checkpoints record
+        `early_cool_down`.
         """
         begin = self.early_cool_down[0] if self.early_cool_down else self.engine.index
         self.early_cool_down = [begin, updates]

@@ -169,10 +169,11 @@ def _with_recorded_norm_eps(plan: RunPlan, run: Run) -> RunPlan:
 
 
 def _is_new_hybrid(recipe: ModelRecipe) -> bool:
-    """Return whether a recipe is that of a new hybrid, not of a model that `init` names."""
+    """Return whether a recipe makes a new hybrid; False if `init` names a model."""
     if recipe.init is not None:
         return False
-    # Only the family is needed, which does not depend on the size of the vocabulary.
+    # Only the family is needed, which does not depend on the size of the vocabulary. Only families
+    # of hybrids with linear attention have a `new_norm_eps`.
     family = recipe.shape(vocab_size=1).family
     return family.other_layers.new_norm_eps is not None
 
@@ -192,9 +193,9 @@ def build_run(
         plan: the run's plan, from its settings alone.
         task: what the run learns from.
         machine: the device, for the planner.
-        device: where the frozen weights go if there are adapters. Each is moved as soon as it is
-            rounded to the dtype of `lora.base`, so the host never has a second copy of all. None
-            leaves them on the host.
+        device: where the frozen weights go if there are adapters. Each weight is moved as soon as
+            it is rounded to the dtype of `lora.base`, so the host never holds two copies of all
+            weights. None leaves them on the host.
         ranks: number of processes that train the model together.
         like: the plan of another run of the same shape, whose choices this run takes; None lets the
             planner choose.
@@ -209,9 +210,9 @@ def build_run(
     job = plan.job
     recipe = job.recipe
     records = task.data
-    # A single file of weights has no config.json, and the shapes of its tensors give these two sizes.
-    # If the file is the base of an adapter, the recipe has the sizes all the same, and the tensors
-    # must agree with them.
+    # A single file of weights has no config.json, and the shapes of its tensors give these two
+    # sizes. If the file is the base of an adapter, the recipe still has the two sizes, and the
+    # tensors must agree with them.
     is_weight_file = job.source is not None and job.source.is_weight_file
     if recipe.adapter or not is_weight_file:
         sizes = {"vocab_size": records.vocab_size, "max_position_embeddings": plan.training.length}
@@ -280,7 +281,7 @@ def build_on_base_of(other: BuiltRun, plan: RunPlan, task: Task, machine: Device
 
     Args:
         other: the other run, whose adapters were not trained yet. It has the same base, tokens and
-            targets, and this run takes the planner's choices for it.
+            targets. What the planner chose for the other run holds for this run, too.
         plan: the run's plan, from its settings alone.
         task: what the run learns from.
         machine: the device, for the planner.
@@ -325,7 +326,7 @@ def _llama_config(model: nn.Module) -> LlamaConfig | None:
 
 
 def stop_balancing_(model: nn.Module, loss: Loss) -> None:
-    """Let a model whose loss is not that of texts train without balancing its experts.
+    """Let a model train without balancing its experts, unless its loss is the one for texts.
 
     The balance weights experts by each token's share of the loss, which only `TokenLoss` has.
     """
@@ -379,8 +380,9 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         # second copy in memory. On a GPU all are copied to the device first.
         copies_trained = device.type != "cpu"
         model = materialize_(model, device, trained=copies_trained).to(device)
-        # Only a `Llama` rounds its weights in the update: a module of the user's could write weights in a
-        # way that torch does not count, and the rounded copies would then be stale.
+        # On a GPU in 16 bits, only a `Llama` rounds its weights as part of the update. A user's own
+        # module could write its weights through `.data`, which torch's version counters do not
+        # notice. The rounded copies would then be stale.
         return Resident(
             model,
             micro_batch=micro_batch,

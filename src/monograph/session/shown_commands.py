@@ -49,7 +49,10 @@ def _continued_lines(words: Sequence[str], room: int) -> list[str]:
     for number, word in enumerate(words[1:], 1):
         is_last = number == len(words) - 1
         longer = f"{lines[-1]} {word}"
-        if cell_len(longer) + (0 if is_last else len(_CONTINUED)) <= room:
+        needed = cell_len(longer)
+        if not is_last:
+            needed += len(_CONTINUED)
+        if needed <= room:
             lines[-1] = longer
         else:
             lines[-1] += _CONTINUED
@@ -62,8 +65,8 @@ def _program() -> list[str]:
     called = os.path.abspath(sys.argv[0])
     script = shutil.which("monograph")
     is_module = os.path.basename(called) == "__main__.py"
-    # The shell's `monograph` is this program if it lies next to the Python that runs the module, or
-    # if it is the script that was called.
+    # The shell's `monograph` is this program if it is in the folder of the Python that runs the
+    # module, or if it is the script that was called.
     if script and is_module and _share_folder(script, sys.executable):
         return ["monograph"]
     if script and not is_module and os.path.realpath(script) == os.path.realpath(called):

@@ -1,5 +1,8 @@
 """Open a run for training: read what it learns from, build the model, try a step, compile it and
 fix the length.
+
+*Eager* updates are computed without a compiled graph. A run may begin with some, while another
+process compiles the step (`session.eager_start`).
 """
 
 import math
@@ -107,7 +110,8 @@ def open_run(locked: LockedRun, started: Started, exit_stack: ExitStack) -> Sess
         session.eager_reason = eager_reason
     if not resumed:
         require_time("and a first try of the model")
-    if not (resumed or updates_given(session)):
+    # If neither updates nor epochs are given, the length of the run is a time.
+    if not resumed and not updates_given(session):
         progress.line("time", _time_line(session, window, started.at_s))
     made_eager_updates = False
     if resumed:
@@ -165,8 +169,8 @@ def _score_initial_weights(session: Session, progress: Progress) -> None:
     """Before the first eager update, prepare what depends on the initial weights: the reference
     scores, and the first point of the curve.
 
-    The point is logged, but not shown: the display of the training begins later, and reads it from
-    the log.
+    The point is logged, but not shown: the display of the training begins later, and reads the
+    point from the log. Its row says that it is from the time of the eager updates (`EAGER_KEY`).
     """
     rows_per_window = session.batches.rows_per_window
     session.task.prepare_reference_scores(
@@ -286,8 +290,8 @@ def _load_checkpoint(session: Session, progress: Progress) -> bool:
     folder = session.run
     warn = partial(progress.line, "warning")
     was_saved = bool(checkpointing.list_checkpoints(folder.checkpoints))
-    # If there is a checkpoint, the rows are not read here, since a resume is possible even if one is
-    # damaged.
+    # If there is a checkpoint, the rows of metrics.jsonl are not read here: a run can be resumed
+    # even if a row is damaged.
     if not was_saved:
         # Only eager updates come before the first checkpoint. So a run with rows of other updates
         # had a checkpoint. As that is gone, the run must not begin anew: `load_newest` raises.

@@ -31,7 +31,8 @@ def given_shape(settings: Settings) -> LlamaConfig | None:
     A preset has the vocabulary of the published model.
     """
     model = settings.model
-    if model.init is not None or (model.preset == "auto" and not model.hidden_size):
+    gives_shape = model.preset != "auto" or bool(model.hidden_size)
+    if model.init is not None or not gives_shape:
         return None
     recipe = ModelRecipe(
         None,
@@ -68,8 +69,9 @@ def with_shape_folder(settings: Settings) -> Iterator[Settings]:
 
 
 def with_usual_sizes(settings: Settings) -> Settings:
-    """Return the settings with values for a length of rows, tokens of an update and vocabulary that
-    are not given. They are those with which models of this size are usually trained.
+    """Return the settings with values for the length of rows, the tokens of an update and the
+    vocabulary, where they are not given. With these values, models of this size are usually
+    trained.
 
     The settings of the default run, which name no model, are not changed.
     """
@@ -88,11 +90,13 @@ def with_usual_sizes(settings: Settings) -> Settings:
         is_adapted = settings.lora.rank is not None or source.adapter is not None
         rows = defaults.ADAPTED_ROWS if is_adapted else defaults.FINETUNED_ROWS
         usual_length = defaults.sequence_length(False, source.positions, given_tokens)
-        usual_tokens = rows * (usual_length if given_length == "auto" else int(given_length))
+        length = usual_length if given_length == "auto" else int(given_length)
+        usual_tokens = rows * length
     else:
         usual_length, usual_tokens = defaults.usual_sizes(shape.parameter_count())
-        max_length = min(shape.max_position_embeddings, given_tokens or usual_length)
-        usual_length = min(usual_length, max_length)
+        usual_length = min(usual_length, shape.max_position_embeddings)
+        if given_tokens:  # a row must not be longer than an update
+            usual_length = min(usual_length, given_tokens)
         # Without a text or a tokenizer, the model has the vocabulary of its shape.
         has_no_vocabulary = (
             "data.source" not in settings.origins

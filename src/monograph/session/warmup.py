@@ -51,8 +51,9 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
     A resumed run keeps the kernel that it was begun with, because another kernel rounds
     differently. It takes another one only if this device cannot run that kernel.
 
-    Nothing is timed on a CPU, which has one kernel, and for packed rows, which need a mask that
-    separates documents (`monograph.model.llama.attention_mask`). These kernels have no such mask.
+    Nothing is timed on a CPU, which has only one kernel. Nothing is timed for packed rows either:
+    they need a mask that separates documents (`monograph.model.llama.attention_mask`), and the
+    kernels that are timed here take no such mask.
     """
     engine = session.engine
     model = engine.model
@@ -110,7 +111,7 @@ def kept_or_fastest(
 CALIBRATION_SHARE = 0.08
 # Updates are timed for this long, so that short work of other programs changes the result little.
 CALIBRATION_S = 3.0
-MIN_TIMED = 3  # at least as many updates are timed, if CALIBRATION_SHARE allows it
+MIN_TIMED = 3  # at least this many updates are timed, if CALIBRATION_SHARE allows it
 MAX_TIMED = 50
 
 
@@ -372,16 +373,17 @@ def capture_engine(
         Why the step stays eager; None if it was captured.
     """
     model = engine.model
-    # Triton uses tensor cores from sm_80 on, where bf16 begins. Without them a T4 reaches 8 TFLOP/s
-    # in flex attention, and 65 in sdpa.
+    # Flex attention is compiled by Triton, which uses tensor cores only on GPUs that have bf16
+    # (compute capability 8.0 and above). An older one, a T4, reaches 8 TFLOP/s in flex attention,
+    # but 65 in scaled_dot_product_attention.
     flex_is_slow = (
         isinstance(model, Llama)
         and engine.step.device.type == "cuda"
         and not describe(engine.step.device).has_bf16
     )
     eager_reason = None if flex_is_slow else engine.capture(window, scope=scope)
-    # Capturing fails in flex attention if its kernels need more shared memory for large heads than
-    # this GPU has, and for an ensemble, for which torch has no such kernel.
+    # Capturing fails in flex attention in two cases: if its kernels need more shared memory for
+    # large heads than this GPU has, and for an ensemble, for which torch has no flex kernel.
     flex_is_impossible = eager_reason is not None and "flex_attention" in eager_reason
     if isinstance(model, Llama) and (flex_is_slow or flex_is_impossible):
         model.use_attention("sdpa", kernel or "torch")
@@ -502,7 +504,9 @@ def _length_in_time(session: Session, given_updates: int, progress: Progress) ->
     session.budget_s = _budget_s(session, given_updates, update_s, progress)
     decay = session.plan.training.optim.weight_decay
     rows = session.batches.rows_per_window
-    max_updates = given_updates or session.task.max_updates(rows, decay) or recorded_state.MAX_COUNT
+    max_updates = given_updates or session.task.max_updates(rows, decay)
+    if not max_updates:  # the settings and the records set no limit
+        max_updates = recorded_state.MAX_COUNT
     # The rest of the budget is for evaluations, samples and checkpoints.
     updates_s = defaults.UPDATES_SHARE * session.budget_s
     evaluations = defaults.EVALUATIONS
@@ -524,6 +528,6 @@ def _length_in_time(session: Session, given_updates: int, progress: Progress) ->
         if not given_updates:
             epochs = defaults.most_epochs(decay)
             time_text = f", limited to {epochs} epochs (train.epochs=N for more){time_text}"
-    # Until here the budget was that from now on. Checkpoints record that of the whole run.
+    # Until here `budget_s` was the time from now on. Checkpoints record the time of the whole run.
     session.budget_s += session.elapsed_s
     return Length(updates, evaluations), time_text

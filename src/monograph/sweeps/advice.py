@@ -29,12 +29,13 @@ from monograph.sweeps.spec import ORIGIN, describe_knobs
 from monograph.terminal import shell_words
 
 VALUES_BEYOND = 2  # how many values are proposed beyond the end of an axis
-# Values in equal ratios go on in steps of this at most: an axis of few values may be far wider than the
-# range that is worth a further sweep. A single value has no ratio, so it is doubled and halved.
+# If the values of an axis have equal ratios, the proposed values go on with the same ratio, or with
+# this one if it is smaller: an axis of few values may span far more than is worth a further sweep.
+# A single value has no ratio, so it is doubled and halved.
 MAX_RATIO = 10.0
 SINGLE_RATIO = 2.0
-# The largest values that are advised of keys that allow more: an adapter that loses more than half of
-# its input in training is hardly ever better.
+# The largest values that are proposed for keys that allow larger ones. An adapter that loses more
+# than half of its input by dropout is hardly ever better.
 MOST_ADVISED = {"lora.dropout": 0.5}
 MIN_SEEDS = 4  # no fewer seeds are proposed, since the noise itself would hardly be known
 MAX_SEEDS = 16  # no more seeds are proposed
@@ -119,11 +120,16 @@ def _edge_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
         name = short_key(key)
         further = dict[bool, list[Any]]()  # by whether they are above the best value
         for upwards in (False, True):
-            if value != (sound[-1] if upwards else sound[0]):
+            end = sound[-1] if upwards else sound[0]
+            if value != end:
                 continue
-            past = [each for each in diverged if (each > value) == upwards]
-            if past:
-                values = values_between(value, min(past) if upwards else max(past))
+            # The value nearest to the best one, in this direction, with which members diverged.
+            if upwards:
+                nearest_diverged = min((each for each in diverged if each > value), default=None)
+            else:
+                nearest_diverged = max((each for each in diverged if each < value), default=None)
+            if nearest_diverged is not None:
+                values = values_between(value, nearest_diverged)
             elif upwards and best.failed:
                 values = []  # even the best value diverged with some seeds
             else:
@@ -131,14 +137,15 @@ def _edge_advice(sweep: Sweep, table: Table, best: Setting) -> Iterator[Advice]:
             sensible = [each for each in values if each <= MOST_ADVISED.get(key, math.inf)]
             further[upwards] = _accepted_values(sweep.settings, key, sensible)
             edge = "largest" if upwards else "smallest"
-            if further[upwards] and past and len(sound) > 1:
-                bound = value_text(min(past) if upwards else max(past))
+            if not further[upwards] or len(sound) == 1:
+                continue
+            if nearest_diverged is None:
+                clauses.append(f"{value_text(value)} is the {edge} {name}")
+            else:
                 sentences.append(
                     f"{value_text(value)} is the {edge} {name} that did not diverge, so the best may lie between it "
-                    f"and {bound}."
+                    f"and {value_text(nearest_diverged)}."
                 )
-            elif further[upwards] and not past and len(sound) > 1:
-                clauses.append(f"{value_text(value)} is the {edge} {name}")
         if any(further.values()):
             if len(sound) == 1:
                 sentences.append(
@@ -254,7 +261,7 @@ def _is_number(value: object) -> bool:
 
 
 def values_beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
-    """Return the next values of an axis beyond its last value, or before its first one.
+    """Return the next values of an axis of n values beyond its last value, or before its first one.
 
         evenly spaced:  last + i · (last - first) / (n - 1)
         otherwise:      last · (last / first)^(i / (n - 1))        i = 1, 2
@@ -268,10 +275,10 @@ def values_beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
         ordered: one or more values in rising order.
         upwards: whether to return values beyond the last one.
     """
+    steps = range(1, VALUES_BEYOND + 1)
     if len(ordered) == 1:
         factor = SINGLE_RATIO if upwards else 1 / SINGLE_RATIO
-        return _rounded([ordered[0] * factor**i for i in range(1, VALUES_BEYOND + 1)], ordered)
-    steps = range(1, VALUES_BEYOND + 1)
+        return _rounded([ordered[0] * factor**i for i in steps], ordered)
     positive = [value for value in ordered if value > 0]
     end = ordered[-1] if upwards else ordered[0]
     # Any two values are evenly spaced, so it takes three to show that the axis is.
@@ -293,8 +300,8 @@ def values_beyond(ordered: Sequence[float], *, upwards: bool) -> list[float]:
 def values_between(value: float, bound: float) -> list[float]:
     """Return the value in the middle between the best value of an axis and one that diverged.
 
-    It is their geometric mean, or their mean if one of them is not positive, and at most MAX_RATIO times
-    the best value away from it. There is none between neighbouring whole numbers.
+    It is their geometric mean, which is limited to the best value times or divided by MAX_RATIO. If
+    one of them is not positive, it is their mean. There is none between neighbouring whole numbers.
     """
     if value > 0 and bound > 0:
         ratio = math.sqrt(bound / value)
@@ -319,7 +326,7 @@ def _is_even(ordered: Sequence[float]) -> bool:
 
 
 def _accepted_values(settings: Settings, key: str, values: Sequence[float]) -> list[Any]:
-    """Return those of the values that are valid for the key, together with the other settings.
+    """Return the values that are valid for the key and go together with the other settings.
 
     They are returned as they would be read from the command line.
     """

@@ -31,7 +31,7 @@ class RoundState(NamedTuple):
         is_look: whether all held-out rows are scored now, to stop members early now or later.
         all_diverged: whether every member has diverged.
         stopping: whether the user asked the sweep to stop.
-        can_save: whether the members could be resumed from a checkpoint of now.
+        can_save: whether the members could be resumed from checkpoints of the present state.
     """
 
     updates_done: int
@@ -74,7 +74,7 @@ class AfterUpdateOfRound:
         self.sweep_progress = sweep_progress
         self.display = display
         self.stop_signal = stop
-        # Updates that are not plain wait for the device anyway.
+        # An update that is more than a step on text waits for the device anyway, e.g. to sample.
         read_every = READ_EVERY if cohort.tasks[0].has_plain_updates else 1
         self.logs = MetricsLogs([session.run for session in cohort.sessions], read_every)
         self._intervals = cohort.sessions[0].plan.intervals
@@ -211,7 +211,8 @@ class AfterUpdateOfRound:
             Stopped: the sweep is to end; the message has the command that continues the sweep.
         """
         ends_anyway = round_state.is_last or round_state.all_diverged
-        if not round_state.stopping or not round_state.can_save or ends_anyway:
+        stops_now = round_state.stopping and round_state.can_save and not ends_anyway
+        if not stops_now:
             return
         if self.sweep_progress.world.leads:
             self.sweep_progress.page.write("stopped")

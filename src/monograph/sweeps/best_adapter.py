@@ -20,7 +20,8 @@ def has_adapters(run: Run) -> bool:
 def write_best_adapter(sweep_folder: Path, best: Run, warn: Warn) -> Path | None:
     """Write SWEEP/adapter anew, and return its path.
 
-    It is None, with a warning, if PEFT has no form for the adapters or their base cannot be read.
+    If PEFT has no form for the adapters, or their base cannot be read, the result is None, and
+    there is a warning.
 
     Args:
         sweep_folder: the sweep's folder.

@@ -1,7 +1,8 @@
 """A cohort: the members of a round of a sweep while they train at once.
 
 It has one engine for all, a session for each member, and the windows that they read; a window is the
-rows of one update. A member's place is its position in the round.
+rows of one update. The engine of several members is an `Ensemble`, which trains them in one graph. A
+member's place is its position in the round. A captured engine is one whose step is compiled.
 
 Shapes: N members, R rows of a window.
 """
@@ -56,8 +57,8 @@ class MemberWindows(Iterator[Batch]):
     stacked to [N, R, ...].
 
     Attributes:
-        left_out: see `JointWindows`. These members get their windows all the same, since the windows
-            are read anyway.
+        left_out: see `JointWindows`. These members still get windows, since the windows are read
+            anyway.
     """
 
     def __init__(self, sessions: Sequence[Session], own_rows: bool):
@@ -98,7 +99,10 @@ def stack_windows(windows: Sequence[Batch], indices: Sequence[int]) -> Batch:
         windows: the different windows.
         indices: for each member, the index of its window.
     """
-    return {name: torch.stack([windows[index][name] for index in indices]) for name in windows[0]}
+    stacked = {}
+    for name in windows[0]:
+        stacked[name] = torch.stack([windows[index][name] for index in indices])
+    return stacked
 
 
 @dataclass
@@ -123,7 +127,9 @@ class Cohort:
 
     @property
     def can_save(self) -> bool:
-        """Return whether all members that still learn could be resumed from a checkpoint of now."""
+        """Return whether all members that still learn could be resumed from checkpoints of the
+        present state.
+        """
         return all(
             session.can_save
             for place, session in enumerate(self.sessions)
@@ -333,8 +339,9 @@ def reuse_engine(engine: Engine, fresh: Engine) -> bool:
         fresh: a new engine of the other model, whose state is copied.
 
     Returns:
-        Whether it was done. It is not done if more than weights and learning rate differ, as the
-        graph fixes everything else, such as the rank, scale and dropout of adapters.
+        Whether the engine can train the other model. It cannot if more than weights and learning
+        rate differ, as the graph fixes everything else, such as the rank, scale and dropout of
+        adapters.
     """
     if _adapter_options(engine.model) != _adapter_options(fresh.model):
         return False
@@ -371,8 +378,8 @@ def begin_cohort(
 ) -> Cohort:
     """Return a cohort that trains from the beginning, by the schedules of its members' plans.
 
-    Settings and tokenizer are written into runs that do not have them yet. The arguments are those of
-    `open_cohort`.
+    Settings and tokenizer are written into runs that do not have them yet. The arguments are
+    explained in `open_cohort`.
     """
     set_planned_schedules(engine, built_runs)
     cohort = open_cohort(members, runs, built_runs, task, engine)
@@ -428,8 +435,9 @@ def _takes_own_rows(engine: Engine) -> bool:
 def begin_run(session: Session) -> None:
     """Write settings and tokenizer into a member's folder if it does not have them yet.
 
-    The settings come first, since a run has begun once it has them: `Run.create` refuses a folder that
-    has anything else of a run, so a process that was killed in between could not be continued.
+    The settings come first, since a run has begun once it has them. `Run.create` refuses a folder
+    with other files of a run but no settings. So if the tokenizer came first, and the process was
+    killed after it, the sweep could not be continued.
     """
     if not session.run.has_begun:
         session.plan.record.write(session.run)
@@ -462,11 +470,13 @@ def resume_cohort(cohort: Cohort, divergences: dict[int, int], progress: Progres
         place: last_update for place, last_update in divergences.items() if last_update <= update
     }
     for place, session in enumerate(cohort.sessions):
-        session.restore(_checkpoint(session, None if place in diverged else update), progress)
+        at_update = None if place in diverged else update
+        session.restore(_checkpoint(session, at_update), progress)
         if place in diverged:
-            # Its last checkpoint may be older than the update. Restoring it may have removed the row of
-            # metrics that says that it diverged, and its windows would begin too early. The windows must
-            # be those of the round, since they are stacked, although it no longer trains on them.
+            # The member's last checkpoint may be older than `update`. To restore it may have
+            # removed the row of metrics that says that the member diverged, so the row is written
+            # again. The windows are opened again at the position of the round: they are stacked
+            # with those of the other members, although this member no longer trains on them.
             session.run.log({"update": update, "diverged": diverged[place]})
             session.batches.close()
             session.batches = session.open_batches(update * session.batches.rows_per_window)

@@ -8,6 +8,8 @@ of a round train at once, in one graph. The width of a graph is the number of it
                still to do, for rounds of at most K members
 
 A wider graph is not always faster: if one member fills the device, T(K) is K · T(1) or worse.
+
+To capture an engine is to compile its step, and on a GPU to record it for replaying.
 """
 
 import math
@@ -56,9 +58,10 @@ from monograph.sweeps.members_memory import MembersMemory
 from monograph.sweeps.rehearsal import Rehearsal
 from monograph.sweeps.spec import Member, MemberGroup, have_own_rows, plan_of_member
 
-# The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save at
-# least this many times its compile time. It cannot save more than the time of all members one after
-# another. So if it saves nothing, the sweep takes at most 1.5 times as long as that.
+# The speed of a wider graph is unknown before it is compiled. So a graph is tried only if it could
+# save at least this many times its compile time. It cannot save more than the time of all members
+# one after another, so its compile time is at most half of that. If it then saves nothing, the
+# sweep takes at most 1.5 times as long as the members one after another.
 MIN_SAVING = 2.0
 
 
@@ -104,8 +107,8 @@ def sizes_of_rounds(members: int, width: int) -> list[int]:
 def predict_update_s(timed: Mapping[int, WidthTime], width: int) -> float:
     """Return T(width), the seconds of one update of all members of a graph of this width.
 
-    A time that was not measured is interpolated between those of the nearest measured widths. It is
-    never less than that of the narrower one, even if the wider one took less.
+    A time that was not measured is interpolated between the times of the nearest measured widths.
+    It is never less than the time of the narrower width, even if the wider one took less.
 
     Args:
         timed: the measurements by width, which include width 1.
@@ -140,7 +143,8 @@ def predict_total_s(
     sizes = sizes_of_rounds(members, width)
     compile_s = 0.0
     # A width that was measured is compiled already.
-    for size in {size for size in sizes if size not in timed}:
+    unmeasured_sizes = set(sizes) - timed.keys()
+    for size in unmeasured_sizes:
         nearest = min(timed, key=lambda measured: abs(measured - size))
         compile_s += timed[nearest].compile_s
     return updates * sum(predict_update_s(timed, size) for size in sizes) + compile_s
@@ -155,9 +159,10 @@ def next_width(
 ) -> int | None:
     """Return the width that is worth measuring next; None if there is none.
 
-    Width 1 comes first. Then comes the widest that fits, if it could save more than MIN_SAVING times
-    its compile time at best, when its members take as long together as one alone. After that comes
-    the width with the shortest predicted total time, if that is shorter than for every measured width.
+    Width 1 comes first. Then comes the widest that fits, if it could save more than MIN_SAVING
+    times its compile time, supposing that its members take as long together as one alone. After
+    that comes the width with the shortest predicted total time, if that is shorter than for every
+    measured width.
 
     Args:
         timed: the measurements so far.
@@ -182,7 +187,8 @@ def next_width(
         rounds = len(sizes_of_rounds(members, widest))
         # At best, a round takes as long as one member.
         saved_s = updates * (members - rounds) * timed[1].update_s
-        return widest if saved_s > MIN_SAVING * compile_ratio * timed[1].compile_s else None
+        compile_s = compile_ratio * timed[1].compile_s
+        return widest if saved_s > MIN_SAVING * compile_s else None
     predicted_s = {width: predict_total_s(timed, members, width, updates) for width in widths}
     fastest = min(widths, key=lambda width: predicted_s[width])
     best_measured_s = min(predict_total_s(timed, members, width, updates) for width in timed)
@@ -252,7 +258,7 @@ def _why(
         at_once += f" ({memory(peak_bytes[compared])}; one alone {memory(peak_bytes[1])})"
     if best == 1:
         at_once += f": {speedup:.2f}x over one after another, so one after another"
-    # How much faster it is, is said by the times of both, which the plan has (`SweepProgress`).
+    # This does not say how much faster it is: the plan that `SweepProgress` prints has both times.
     return f"{members} members, {at_once} ({measured})"
 
 
@@ -429,8 +435,9 @@ class TimedGroup:
     def looks_worth_it(self, updates: int) -> list[int]:
         """Return the deciding looks (`monograph.sweeps.pruning`) after which stopping members pays.
 
-        The members that go on need a smaller graph. At best, it makes the remaining updates of a round
-        in no time, so a look is left out if they take less than MIN_SAVING times as long as compiling.
+        The members that go on need a smaller graph, which has to be compiled. At best, it makes the
+        remaining updates of a round in no time. So a look is left out if the remaining updates take
+        less than MIN_SAVING times as long as compiling.
 
         Args:
             updates: the number of updates of each member.
@@ -451,9 +458,12 @@ class TimedGroup:
             rounds: the number of members of each round.
         """
         initial = int(self.task.scores_initial_weights)
-        rows = EVALUATIONS * CURVE_ROWS + (initial + 1) * self.task.held_out_rows
-        if not self.task.held_out_rows:
-            rows = initial + EVALUATIONS  # each of them scores the same answers
+        if self.task.held_out_rows:
+            rows = EVALUATIONS * CURVE_ROWS + (initial + 1) * self.task.held_out_rows
+        else:
+            # Sampled answers are scored, the same number each time. An evaluation counts as one
+            # row, as in `_time`.
+            rows = initial + EVALUATIONS
         return rows * sum(map(self._held_out_row_s_of, rounds))
 
     def _held_out_row_s_of(self, width: int) -> float:
@@ -477,7 +487,8 @@ class TimedGroup:
         first_members = self.group.members[:size]
         are_first = all(one is other for one, other in zip(members, first_members, strict=True))
         if are_first and size in self.engines:
-            # Captured, so this round need not compile. Only the engine of one member is used again.
+            # This engine is captured already, so the round need not compile. The engine of one
+            # member is kept, since later rounds take it over.
             built_runs, engine = self.engines[1] if size == 1 else self.engines.pop(size)
             return begin_cohort(members, runs, with_length(built_runs, updates), self.task, engine)
         built_runs = with_length(self.build(members), updates)
@@ -529,6 +540,7 @@ class TimedGroup:
             update_s = timed_update(engine, window) + rehearsal.window_s()
             rows = engine.micro_batch or CURVE_ROWS
             evaluation_s = rehearsal.evaluation_s(rows)
+            # Without held-out rows, answers are sampled and scored, which counts as one row.
             scored_rows = rows if self.task.held_out_rows else 1
             self.held_out_row_s[width] = evaluation_s / scored_rows
         self.engines[width] = CapturedEngine(built_runs, engine)
@@ -554,7 +566,7 @@ class TimedGroup:
         return defaults.updates_in_time(training_s, len(self.group.members) * update_s, MAX_COUNT)
 
     def _extra_bytes(self, built: BuiltRun, members: int) -> int:
-        """Return the bytes that members who train at once need besides their step.
+        """Return the bytes that members who train at once need in addition to their step.
 
         Args:
             built: the model of the first member.
@@ -588,7 +600,8 @@ def capture_or_train_eagerly(rehearsal: Rehearsal, scope: str, progress: Progres
     """
     engine = rehearsal.engine
     size = engine.size if isinstance(engine, Ensemble) else 1
-    if scope == "none" or (engine.step.device.type == "cpu" and compiler_obstacle()):
+    has_no_compiler = engine.step.device.type == "cpu" and compiler_obstacle() is not None
+    if scope == "none" or has_no_compiler:
         return
     compiled = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
     by_block = scope == "blocks" and not isinstance(engine, Ensemble)
@@ -632,7 +645,7 @@ def choose_updates(
     The rounds are set in the groups. The number of updates of each group's members is returned.
 
     The settings give the number of updates, or else the minutes of the whole sweep. Minutes are
-    shared out so that every member learns from equally many tokens.
+    shared out so that every member learns from the same number of tokens.
 
     Args:
         timed_groups: for each group, its measured times and engines.
@@ -673,17 +686,20 @@ def choose_updates(
         tokens = least_tokens
     updates_of_groups = []
     for timed_group in timed_groups:
+        if timed_group.given_updates:
+            updates_of_groups.append(timed_group.given_updates)
+            continue
         training = timed_group.group.plan.training
         # A run that is given a time does not read a short text too often.
         max_updates = (
             timed_group.task.max_updates(training.window_rows, training.optim.weight_decay)
             or MAX_COUNT
         )
+        # `updates_in_time` divides, here tokens by the tokens of an update.
         further_updates = defaults.updates_in_time(
             tokens, _tokens_per_update(timed_group), max_updates
         )
-        updates_in_time = min(max_updates, updates_done + further_updates)
-        updates_of_groups.append(timed_group.given_updates or updates_in_time)
+        updates_of_groups.append(min(max_updates, updates_done + further_updates))
     return updates_of_groups
 
 

@@ -1,7 +1,7 @@
 """Begin a sweep eagerly: make updates without a graph while another process compiles the graphs.
 
 A run begins in the same way, under the same conditions (`monograph.session.eager_start`). Here all
-members of a group train at once, and all members make equally many updates, so that none has
+members of a group train at once, and all members make the same number of updates, so that none has
 learned more than another. When the graphs are compiled, their measured times decide how many members
 train at once from then on. Each round then starts from its members' checkpoints.
 """
@@ -140,8 +140,12 @@ def start_eagerly(
 def _is_possible(timed_groups: Sequence[TimedGroup]) -> bool:
     """Return whether a sweep can begin eagerly.
 
-    Its length must be given as a time, its graphs are to be compiled, its models must be those of this
-    package, it samples no answers, and there must be a core for the compiler.
+    It can if all of this is true:
+
+    - its length is given as a time;
+    - its graphs are to be compiled, and there is a core for the compiler;
+    - its models are of this package, and are not streamed;
+    - it samples no answers.
     """
     if not has_spare_core(timed_groups[0].machine):
         return False
@@ -252,9 +256,10 @@ def _train(
         cohort.prepare_references(False, progress)
         if cohort.tasks[0].scores_initial_weights:
             cohort.score(0, None, **{EAGER_KEY: True})
-    logs = [
-        MetricsLogs([session.run for session in cohort.sessions], every=1) for cohort in cohorts
-    ]
+    logs = []
+    for cohort in cohorts:
+        runs = [session.run for session in cohort.sessions]
+        logs.append(MetricsLogs(runs, every=1))
     began = clock()
     max_wait_s = patience_for(timed_groups[0].group.plan.job.span.minutes, len(timed_groups))
     with (

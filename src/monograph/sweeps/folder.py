@@ -1,7 +1,8 @@
 """Manage a sweep's folder.
 
 It is like a run's folder, and also has sweep.json, with the sweep's task and results, a table of the
-results, and a run's folder for each member.
+results, and a run's folder for each member. A knob is a key whose value varies between members, and a
+point has a value for each knob.
 """
 
 import csv
@@ -198,8 +199,8 @@ class Sweep:
     def programs(self) -> list[str]:
         """The values of knobs that name a function in a Python file.
 
-        config.toml has only the shared settings, not the knobs. So `write_config` and `run_settings` get
-        this list, too: the former marks the code as trusted, and the latter checks it.
+        config.toml has only the shared settings, not the knobs. So this list is also given to
+        `write_config`, which marks the code as trusted, and to `run_settings`, which checks it.
         """
         return sorted({value for point in self.points for value in programs_in(point)})
 
@@ -224,9 +225,9 @@ class Sweep:
         target_without_best = load_settings(self.wide, overrides={}, environment={}, recorded=True)
         target = target_without_best.resolve(best, ORIGIN)
         write_atomically(self.wide, target.to_toml())
-        # Groups may have different numbers of updates, and here that of the first one stands for all. If
-        # the settings give a time, all members train on about as many tokens, so groups whose updates have
-        # more tokens make fewer of them.
+        # The first group's number of updates stands for that of all groups. The numbers may differ:
+        # if the settings give a time, all members train on about the same number of tokens, so a
+        # group whose updates have more tokens makes fewer updates.
         proxy_updates = self.record["groups"][0]["updates"]
         return transfer_notes(
             target,
@@ -248,8 +249,9 @@ class Sweep:
     def forget_members(self) -> None:
         """Remove the members' folders.
 
-        A process may have left them that was stopped before it decided the number of updates: members
-        may make their first updates before that (`monograph.sweeps.eager_start`).
+        Members may make their first updates before their number of updates is decided
+        (`monograph.sweeps.eager_start`). A process that was stopped in between has left such
+        folders.
         """
         shutil.rmtree(self.run.folder / "members", ignore_errors=True)
 

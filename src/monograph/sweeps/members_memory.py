@@ -15,11 +15,12 @@ from monograph.sweeps.spec import have_own_rows
 class MembersMemory:
     """The memory of members that train at once, as it is planned.
 
-    A trace of their step takes seconds, so there is none for what clearly fits. The estimate then is
+    The memory of N members is predicted by a trace of their step, which takes seconds
+    (`planner.traces`). If they clearly fit, nothing is traced, and their memory is estimated as
 
         base + N (peak of one member alone - base) + extra(N)
 
-    where extra is what the members need besides their step, such as a decoder.
+    where extra(N) is what they need in addition to their step, such as a decoder.
 
     Attributes:
         expected: the planner's prediction for one member alone.
@@ -27,7 +28,7 @@ class MembersMemory:
         base_bytes: the part of the prediction that all members share.
         limit: the memory that the members may take.
         eager: whether they train without a graph, even if the prediction is for members with one.
-        extra_bytes: returns the bytes that some number of members need besides their step.
+        extra_bytes: returns the bytes that this many members need in addition to their step.
     """
 
     expected: Candidate

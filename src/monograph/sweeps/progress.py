@@ -3,7 +3,8 @@
 This file knows which rounds remain, how far they are, and each member's results so far.
 
 A group is the members that one graph could hold. They train in rounds: the members of a round train at
-once. A cohort is a round while it trains, with its engine.
+once. A cohort is a round while it trains, with its engine. A knob is a key whose value varies between
+members.
 """
 
 from collections import defaultdict
@@ -223,7 +224,7 @@ class SweepProgress:
         saved = next(saved for saved, group in groups if member in group.members)
         if not saved.get("eager_updates"):
             return NO_EAGER_UPDATES
-        # Their warm-up is that of a run of the length that was expected then.
+        # They were made with the warm-up of a run of the length that was expected then.
         machine = describe()
         plan = resolve(member.settings, machine)
         expected_plan = resolve(plan, machine, Length(saved["eager_length"]))
@@ -276,7 +277,8 @@ class SweepProgress:
             name = f"{group.name}: " if group.name else ""
             time = f", about {duration(predicted_s)}" if predicted_s else ""
             one_by_one_s = remaining * group.one_by_one_update_s + group.one_by_one_held_out_s
-            # After eager updates, what is left may gain nothing any more, or nothing that is seen.
+            # After eager updates, it may no longer be faster to train the members at once, or the
+            # difference may be too small for the printed times.
             alone = duration(one_by_one_s)
             is_faster = predicted_s < one_by_one_s and alone != duration(predicted_s)
             if is_faster and max(group.round_sizes) > 1:
@@ -371,7 +373,7 @@ class SweepProgress:
             The places of the members that have no score, since their logits are not finite.
         """
         unscored = cohort.score(update, CURVE_ROWS)
-        # Without rows, the score is of answers, and is the same each time.
+        # Without held-out rows, sampled answers were scored, and all of them already.
         if scores_all and cohort.tasks[0].held_out_rows:
             unscored = cohort.score(update, None)
         self._refresh_outcomes(cohort)
@@ -397,8 +399,8 @@ class SweepProgress:
     def stop_hopeless(self, round_: Round, update: int) -> bool:
         """Stop members of a round that cannot win any more, and return whether there are any.
 
-        A row of metrics says so of each. What is done is repeated after a crash, since it depends only
-        on metrics.
+        A row in the metrics of each such member says so. After a crash, the same members are
+        stopped, since the decision depends only on metrics.
 
         Args:
             round_: the round.
@@ -516,9 +518,11 @@ class SweepProgress:
         """
         if not has_adapters(self.outcomes[best].run):
             return
-        earlier = (self.sweep.record.get("result") or {}).get("best") or {}
-        folder = earlier.get("adapter")
-        if earlier.get("member") != best or folder is None or not is_folder(folder):
+        earlier_result = self.sweep.record.get("result") or {}
+        earlier_best = earlier_result.get("best") or {}
+        folder = earlier_best.get("adapter")
+        is_written = earlier_best.get("member") == best and folder is not None and is_folder(folder)
+        if not is_written:
             with self.progress.stage("adapter", "the best member's adapters, for PEFT") as stage:
                 written = write_best_adapter(
                     self.sweep.run.folder, self.outcomes[best].run, self._warn

@@ -1,9 +1,10 @@
 """Stop members of a sweep that cannot win any more (`monograph sweep --prune P`).
 
 Members that train at once are compared after a quarter and after half of their updates, as
-`monograph.evaluation.pruning` says. A setting is stopped as a whole, with all its seeds. What is
-stopped depends only on the metrics that the members have written by then, so a sweep that is resumed
-stops the same members.
+`monograph.evaluation.pruning` says. Each comparison is a look at the members (`sweeps.looks`). A
+setting is a combination of varied values, with one member for each seed. It is stopped as a whole,
+with all its seeds. What is stopped depends only on the metrics that the members have written by
+then, so a sweep that is resumed stops the same members.
 """
 
 import math
@@ -31,8 +32,8 @@ def require_prunable(objective: Objective, points: Sequence[Point], probability:
         probability: the largest probability with which the best setting may be stopped.
 
     Raises:
-        UsageError: the probability is none, there is one setting or one seed, or the scores of such
-            members say nothing about later ones.
+        UsageError: `probability` is not between 0 and 1, there is only one setting or one seed, or the
+            scores of such members say nothing about their later scores.
     """
     PROBABILITY.require("--prune", probability)
     if objective.not_prunable:
@@ -53,7 +54,7 @@ def prune_plan(group: MemberGroup, looks: Sequence[int]) -> str:
         group: the group, whose rounds are decided.
         looks: the numbers of updates after which members may be stopped.
     """
-    if not any(_whole_settings(members) for members in group.rounds()):
+    if not any(_can_compare_settings(members) for members in group.rounds()):
         return "no member is stopped, since the seeds of no two settings train at once"
     if not looks:
         return "no member is stopped: that would save less than it takes to compile a smaller graph"
@@ -68,11 +69,15 @@ def stop_sentence(probability: float) -> str:
     )
 
 
-def _whole_settings(members: Sequence[Member]) -> bool:
-    """Return whether at least two settings have equally many seeds among these members, at least 2."""
-    seeds = Counter(_setting_text(member.knobs) for member in members)
-    most = max(seeds.values())
-    return most > 1 and list(seeds.values()).count(most) > 1
+def _can_compare_settings(members: Sequence[Member]) -> bool:
+    """Return whether settings can be compared by these members alone.
+
+    At least two settings must have the largest number of seeds here, which must be at least 2.
+    """
+    members_by_setting = Counter(_setting_text(member.knobs) for member in members)
+    seeds = list(members_by_setting.values())
+    most = max(seeds)
+    return most > 1 and seeds.count(most) > 1
 
 
 def hopeless(
@@ -86,13 +91,16 @@ def hopeless(
         look: the number of updates after which the decision is made, one of `Looks.deciding`.
         probability: the largest probability with which the best setting may be stopped.
     """
+    # By a setting's text: its members' outcomes, and their seeds.
     settings: dict[str, list[Outcome]] = {}
+    seeds: dict[str, list[str]] = {}
     for outcome in outcomes:
-        settings.setdefault(_setting_text(outcome.member.knobs), []).append(outcome)
-    seeds = {
-        key: sorted(repr(outcome.member.knobs.get(SEED)) for outcome in of_setting)
-        for key, of_setting in settings.items()
-    }
+        knobs = outcome.member.knobs
+        setting = _setting_text(knobs)
+        settings.setdefault(setting, []).append(outcome)
+        seeds.setdefault(setting, []).append(repr(knobs.get(SEED)))
+    for seeds_of_setting in seeds.values():
+        seeds_of_setting.sort()
     # A setting of which some seeds train in another round cannot be compared.
     all_seeds = max(seeds.values(), key=len)
     whole = {key: of_setting for key, of_setting in settings.items() if seeds[key] == all_seeds}
@@ -101,15 +109,14 @@ def hopeless(
     probabilities = win_probabilities(
         [before for before, _ in compared.values()],
         [now for _, now in compared.values()],
-        math.log2(updates / look),
-        DECISIONS * (len(whole) - 1),
+        doublings=math.log2(updates / look),
+        comparisons=DECISIONS * (len(whole) - 1),
     )
-    return {
-        outcome.member.index: bound
-        for key, bound in zip(compared, probabilities, strict=True)
-        if bound <= probability
-        for outcome in whole[key]
-    }
+    bounds: dict[int, float] = {}
+    for key, bound in zip(compared, probabilities, strict=True):
+        if bound <= probability:
+            bounds |= {outcome.member.index: bound for outcome in whole[key]}
+    return bounds
 
 
 def _scores(outcomes: Sequence[Outcome], look: int) -> tuple[list[float], list[float]] | None:
@@ -125,7 +132,7 @@ def _scores(outcomes: Sequence[Outcome], look: int) -> tuple[list[float], list[f
         rows = [row for row in outcome.rows if row.get("update", 0) <= look]
         if any("diverged" in row for row in rows):
             return None
-        # All held-out rows are scored last.
+        # If there are two scores of an update, the later one is that of all held-out rows.
         by_update = {row["update"]: row[NATS] for row in rows if NATS in row}
         for scores, update in ((before, look // 2), (now, look)):
             score = by_update.get(update)

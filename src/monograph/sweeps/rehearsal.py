@@ -18,7 +18,7 @@ from monograph.session.setup import BuiltRun
 from monograph.sweeps.cohort import stack_windows
 from monograph.sweeps.spec import have_own_rows
 
-# What is timed is discarded, so it has no folder. Whoever writes there all the same gets an error.
+# What is timed is discarded, so there is no folder for it. Code that writes there gets an error.
 _NO_FOLDER = Run(Path(os.devnull))
 
 

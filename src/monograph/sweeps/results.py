@@ -2,6 +2,9 @@
 
 Each member's numbers are read from its run. Settings are compared over their seeds, which gives the
 tables of the terminal, of `--json` and of the page. A member can be compared with the same run alone.
+
+A knob is a key whose value varies between members. A setting is a combination of the knobs' values,
+except for the seed; it has one member for each seed.
 """
 
 import math
@@ -104,14 +107,15 @@ def read_outcome(sweep: Sweep, member: Member) -> Outcome:
     run = sweep.member(member.index)
     rows = run.rows()
     run_summary = final_summary(run)
-    if run_summary:  # the metrics of a run that has not finished are checked by `Session.restore`
+    # `Session.restore` checks the metrics of a run that goes on. Nothing else checks a finished
+    # run's.
+    if run_summary:
         recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
     stop: dict[str, Any] = next((row for row in rows if "stopped" in row), {})
     score_keys = [measure.key for measure in measures_of(member)]
-    evaluation: dict[str, Any] = next(
-        (row for row in reversed(rows) if any(key in row for key in score_keys)), {}
-    )
+    scored_rows = [row for row in rows if not row.keys().isdisjoint(score_keys)]
+    evaluation: dict[str, Any] = scored_rows[-1] if scored_rows else {}
     return Outcome(
         member,
         run,
@@ -177,7 +181,7 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         "data.sequence_length",
         "model.vocab_size",
         "model.init",
-        # Adapters teach on one base, by one pass.
+        # Teachers that are adapters share one base and one forward pass.
         "lora.base",
         "lora.targets",
         "lora.dora",
@@ -515,9 +519,8 @@ def _verify_alone(
     eager: EagerUpdates,
 ) -> dict[str, Any]:
     """Do what `verify_member` does, for the plan and the records of the run alone."""
-    compiled = plan.training.compile != "none" and (
-        default_device().type == "cuda" or not compiler_obstacle()
-    )
+    has_compiler = default_device().type == "cuda" or compiler_obstacle() is None
+    compiled = plan.training.compile != "none" and has_compiler
     updates = len(member_losses)
     losses = train_alone(outcome.run, plan, task, updates, progress, compiled=compiled, eager=eager)
     if not compiled:
@@ -571,8 +574,8 @@ def compare_losses(
 
     Args:
         member: the member's losses.
-        alone: those of the run alone.
-        otherwise: those of the run alone, trained in another way.
+        alone: the losses of its run alone.
+        otherwise: the losses of its run alone, trained in another way.
     """
     difference = largest_difference(member, alone)
     bound = MAX_DIFFERENCE_RATIO * largest_difference(alone, otherwise)
@@ -626,7 +629,7 @@ def train_alone(
 ) -> list[float]:
     """Train a run alone from its beginning, and return its training losses.
 
-    Its schedule is that of the member with which it is compared.
+    It has the schedule of the member with which it is compared.
 
     Args:
         run: the run; nothing is written there.

@@ -150,7 +150,8 @@ def groups_of(members: Sequence[Member]) -> list[MemberGroup]:
     groups: dict[str, MemberGroup] = {}  # by their shared values, as text
     for member in members:
         shared = {key: value for key, value in member.knobs.items() if key not in IN_ONE_GRAPH}
-        groups.setdefault(repr(shared), MemberGroup([], shared)).members.append(member)
+        group = groups.setdefault(repr(shared), MemberGroup([], shared))
+        group.members.append(member)
     return list(groups.values())
 
 
@@ -179,7 +180,8 @@ def spread_rounds(groups: Sequence[MemberGroup], ranks: int) -> None:
         if largest == 1:
             return
         index = group.round_sizes.index(largest)
-        group.round_sizes[index : index + 1] = [largest - largest // 2, largest // 2]
+        halves = [largest - largest // 2, largest // 2]
+        group.round_sizes[index : index + 1] = halves  # in place of the one round
 
 
 def describe_knobs(knobs: Point) -> str:
@@ -244,11 +246,13 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     if settings.optim.transfer != "none":
         settings, target = _proxy_and_target(settings)
     elif not arguments:
-        # If the model has no narrower shape, which raises an error, it is swept itself.
+        # A model without a narrower shape is swept itself. `_proxy_and_target` refuses it.
         with suppress(UsageError):
             with_transfer = settings.resolve({"optim.transfer": WIDTH_TRANSFER}, ORIGIN)
             settings, target = _proxy_and_target(with_transfer)
-    return SweepSpec(settings, points(axes or _default_axes(settings), samples), target)
+    if not axes:
+        axes = _default_axes(settings)
+    return SweepSpec(settings, points(axes, samples), target)
 
 
 def _settings_and_axes(arguments: Sequence[str]) -> tuple[Settings, list[Axis]]:
@@ -304,7 +308,7 @@ def _require_comparable(settings: Settings) -> None:
 def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
     """Return the settings of the narrow proxy, and those of the wide run.
 
-    The latter have the width of the proxy as `optim.transfer_base`.
+    In the settings of the wide run, `optim.transfer_base` is the width of the proxy.
 
     Args:
         settings: the settings of the wide run, with transfer on.
@@ -322,7 +326,7 @@ def _proxy_and_target(settings: Settings) -> tuple[Settings, Settings]:
     transfer = transfer_of(wide, shape)  # refuses a model without a shape
     assert transfer is not None and shape is not None
     target = wide.resolve({"optim.transfer_base": transfer.base.hidden_size}, ORIGIN)
-    # Minutes that the sweep has set are those of the whole sweep, not of the wide run.
+    # Minutes that the sweep itself has set are meant for the whole sweep, not for the wide run.
     if settings.origins.get("train.minutes") == ORIGIN:
         target = target.resolve({"train.minutes": DEFAULT_RUN_MINUTES}, ORIGIN)
     return narrow_proxy(wide, shape), target

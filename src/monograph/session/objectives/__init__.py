@@ -33,8 +33,8 @@ OBJECTIVES: tuple[Objective, ...] = tuple(map(_load_objective, WAYS_TO_LEARN))
 def chosen_objectives(settings: Settings) -> list[Objective]:
     """Return the objectives that the settings choose, of which the first one applies.
 
-    The last one is always that of texts. More than one with a key is an error, which
-    `requirements.require_compatible` raises.
+    The last one is always the objective for texts. If keys choose more than one of the others,
+    `requirements.require_compatible` raises an error.
     """
     return [objective for objective in OBJECTIVES if objective.is_chosen(settings)]
 
@@ -51,7 +51,8 @@ def with_records(settings: Settings) -> Settings:
         The settings, with the key of the chosen objective; unchanged for texts.
     """
     values = settings.values()
-    # A key that chooses an objective, or the key of texts in records, leaves nothing to choose.
+    # Nothing is left to choose if a key chooses an objective. data.text_key says which key of the
+    # records has a text, so it chooses texts.
     if objective_of(settings).has_key or values["data.text_key"] is not None:
         return settings
     record_settings = RecordSettings.of(None, values["data.ignore_keys"])

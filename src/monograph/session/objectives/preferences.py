@@ -70,7 +70,9 @@ class Preferences(Objective):
     is_of_texts = False
     lr_share = defaults.JUDGED_SHARE
     sweeps = True
-    members_have_own_rows = True  # so that they can share out the rows that the reference scores
+    # The members can then share the work of scoring all rows with the reference: see
+    # `PreferenceTask.prepare_references`.
+    members_have_own_rows = True
     excluded = (
         (MODEL_FROM_CODE, "such a model has no tokenizer: name a run or a folder"),
         (STREAMED, "it is not built for streaming: leave it out"),
@@ -207,8 +209,8 @@ class PreferenceTask(RowsTask):
     ) -> None:
         """Score all answers with the initial weights; see `SweptTask.prepare_references`.
 
-        Members usually begin with the same function. Then each of them scores other rows, so all of
-        them together score each answer once.
+        At the start, the members usually compute the same function, because new adapters have no
+        effect. Then the rows are divided among the members, so that each answer is scored once.
         """
         if not isinstance(engine, Ensemble):
             [member] = members
@@ -224,11 +226,13 @@ class PreferenceTask(RowsTask):
         if compute_alike(engine.members):
 
             def score_shares(batch: Batch) -> None:
-                size = engine.size
-                engine.evaluate_each(
-                    {name: t.unflatten(0, (size, -1)) for name, t in batch.items()}
-                )
+                # [rows, ...] becomes [members, rows of a member, ...].
+                shares = {
+                    name: tensor.unflatten(0, (engine.size, -1)) for name, tensor in batch.items()
+                }
+                engine.evaluate_each(shares)
 
+            # [members, answers + 1]
             loss.reference.zero_()
             self._score(loss, score_shares, engine.size * rows_per_window, progress)
             # Each answer is scored by one member, and is 0 in the others.

@@ -5,7 +5,7 @@ A *draw* samples a group of answers to each of a few prompts. An update may need
 enough groups have different rewards (`rl.draws`). Several updates may be made from the same answers
 (`rl.updates`). The *reference* is the weights that the run begins from; a KL term keeps the trained
 weights close to them. A *teacher* is another model, whose log-probabilities are the reward. *Slots*
-are positions in the cache of keys and values, one for each token of a prompt and its answer.
+are the entries of the cache of keys and values, one for each token of a prompt and its answer.
 """
 
 import hashlib
@@ -79,8 +79,8 @@ from monograph.storage.cache_dir import calibration_file
 from monograph.storage.reading import without_links
 from monograph.terminal import warn
 
-# A reward that scores each token needs no advantage, as it says what each token is worth. Its loss
-# clips the probability ratios as this advantage does, and is also divided by the number of tokens of
+# A reward that scores each token needs no advantage, as it says what each token is worth. As with
+# this advantage, its loss clips the probability ratios, and is divided by the number of tokens of
 # all answers.
 ADVANTAGE_WITH_TOKEN_REWARDS = "dapo"
 # The default values by key. That of rl.max_new_tokens depends on the length of a row (`decide`).
@@ -135,20 +135,6 @@ class Rewards(Objective):
         truncation_penalty: is subtracted from the reward of an answer that was cut.
     """
 
-    @property
-    def turns(self) -> int:
-        """Return the maximum number of answers of an episode; 1 without an environment."""
-        turns = self.parameters.get("turns", 1)
-        assert isinstance(turns, int)
-        return turns
-
-    @property
-    def discount(self) -> float:
-        """Return the discount of an episode's rewards by turn; 1 without an environment."""
-        discount = self.parameters.get("discount", 1.0)
-        assert isinstance(discount, int | float)
-        return float(discount)
-
     way = REWARDS_WAY
     needs_model = True
     is_of_texts = False
@@ -198,6 +184,20 @@ class Rewards(Objective):
     masks_truncated: bool = False
     truncation_penalty: float = 0.0
 
+    @property
+    def turns(self) -> int:
+        """Return the maximum number of answers of an episode; 1 without an environment."""
+        turns = self.parameters.get("turns", 1)
+        assert isinstance(turns, int)
+        return turns
+
+    @property
+    def discount(self) -> float:
+        """Return the discount of an episode's rewards by turn; 1 without an environment."""
+        discount = self.parameters.get("discount", 1.0)
+        assert isinstance(discount, int | float)
+        return float(discount)
+
     def records_noun(self, settings: Settings) -> str:
         """Return what messages call the records."""
         return "prompts"
@@ -205,11 +205,10 @@ class Rewards(Objective):
     def unused_key_error(self, origin: str, key: str, written: str) -> str:
         """Return the error message for a key of [rl] without rl.reward."""
         # A parameter belongs to the rewards that have it.
-        rewards = [
-            name
-            for name, reward in REWARDS.items()
-            if key in [parameter.key for parameter in reward.parameters]
-        ]
+        rewards = []
+        for name, reward in REWARDS.items():
+            if key in [parameter.key for parameter in reward.parameters]:
+                rewards.append(name)
         given = f"rl.reward={rewards[0]}, too" if rewards else "rl.reward, too, such as exact"
         return f"{origin}: {key} is of answers that are rewarded: give {given}"
 
@@ -250,7 +249,8 @@ class Rewards(Objective):
         for parameter in parameters_of(reward):
             value = given[parameter.key]
             if value is None:
-                value = decided_values[parameter.key] = parameter.default
+                value = parameter.default
+                decided_values[parameter.key] = value
             if parameter.is_model:
                 teacher = _model_named(value)
                 decided_values[parameter.key] = teacher.name
@@ -264,8 +264,8 @@ class Rewards(Objective):
                 f"rl.max_new_tokens = {max_new_tokens} leaves no room for a prompt in a row of "
                 f"data.sequence_length = {length}: lower one or raise the other"
             )
-        # The keys of [rl] decide how large an update is. A user may state the size only if it is
-        # that of these keys, as in the config.toml of an earlier run.
+        # The keys of [rl] decide how large an update is. A user may also give the size, but only
+        # the one that follows from these keys, as the config.toml of an earlier run does.
         size_key = "train.tokens_per_update"
         tokens_per_update = decided_values["rl.prompts"] * decided_values["rl.group"] * length
         if settings.given_values().get(size_key, "auto") not in ("auto", tokens_per_update):
@@ -580,19 +580,23 @@ def _use_arithmetic_of_decoding(options: RolloutOptions, model: Llama) -> None:
 
 
 def _stored_dtype(training: Training) -> torch.dtype:
-    """Return the dtype of the weights that are sampled from, apart from those in few bits.
+    """Return the dtype of the weights from which answers are sampled, apart from weights in few
+    bits.
 
-    It is bf16 if they are the frozen base of adapters, or have no master copy in fp32.
+    It is bf16 if the weights are the frozen base of adapters, or have no master copy in fp32; in
+    the precision fp32 it is always fp32.
     """
     is_narrow = training.lora is not None or not training.optim.master_weights
-    return torch.bfloat16 if training.precision != "fp32" and is_narrow else torch.float32
+    if training.precision != "fp32" and is_narrow:
+        return torch.bfloat16
+    return torch.float32
 
 
 def _block_weight_bytes(training: Training, device_type: str) -> float:
-    """Return how many bytes a product of a decode step moves for each weight of a block.
+    """Return how many bytes a matrix product in decoding moves for each weight of a block.
 
-    A base in few bits is read as it is stored by a GPU's kernels. On a CPU each product makes a dense
-    weight of it, which is written and read.
+    A GPU's kernels read a base in few bits as it is stored. On a CPU each product first makes a
+    dense copy of the weights, which is written and read.
     """
     number_bytes = _stored_dtype(training).itemsize
     base = training.lora.base if training.lora else "auto"
@@ -661,7 +665,8 @@ class RewardTask(SweptTask):
         """Take the prompts, and the reward that scores their answers."""
         self.data = data
         self.reward = reward
-        # The form of the answers by its name, so that members of a sweep share one.
+        # The form of the answers by its name. The tasks of a sweep's members are copies of one
+        # task, so they share this dict, and so each form.
         self._forms: dict[str, AnswerForm] = {}
         # What samples the answers of all members that train at once; None in a run alone.
         self._members_drawer: MembersDrawer | None = None
@@ -894,7 +899,7 @@ class RewardTask(SweptTask):
         assert isinstance(windows, Rollouts) and isinstance(loss, PolicyLoss)
         figures = loss.take_figures(self.world.all_gather)
         if not self._needs_reference:
-            # Without a reference this is not a KL divergence.
+            # Without a reference this is 0, and no KL divergence.
             del figures["kl"]
         if not windows.is_fresh:
             # An earlier update was made from the same answers, and its row has their figures. Only
@@ -937,7 +942,7 @@ class RewardTask(SweptTask):
         """Return the number of updates in which a run answers each prompt `epochs` times.
 
         Raises:
-            UsageError: an update may take several samples, whose number is unknown.
+            UsageError: an update may need several draws, whose number is unknown.
         """
         options = rollout_options(plan)
         if options.draws > 1:
@@ -970,17 +975,19 @@ class RewardTask(SweptTask):
         `SweptTask.evaluate_members`.
         """
         drawer = members[0]._members_drawer
+        # A member that trains alone has no joint drawer.
         if drawer is None:
             [member] = members
             try:
                 return [member.evaluate(batch_rows, limit)]
             except Diverged:
                 return [None]
-        figures = drawer.evaluate()
-        return [
-            member._held_out_score(figures[number]) if number in figures else None
-            for number, member in enumerate(members)
-        ]
+        figures_by_member = drawer.evaluate()
+        scores: list[HeldOutScore | None] = []
+        for number, member in enumerate(members):
+            figures = figures_by_member.get(number)
+            scores.append(None if figures is None else member._held_out_score(figures))
+        return scores
 
     def sample_prompt(self, config: LlamaConfig | None) -> SamplePrompt:
         """Return the first prompt of the training records."""

@@ -46,7 +46,8 @@ class _Teacher(Strict):
     Attributes:
         member: its folder, relative to the sweep's.
         update: the update after which its checkpoint was saved.
-        sha256: the digest of its weights; of adapters, that of their own weights and their base's.
+        sha256: the digest of its weights. A teacher that is adapters has one digest for its own
+            weights and those of its base.
     """
 
     member: Annotated[str, Field(pattern="^members/[0-9]{3,9}$")]
@@ -84,7 +85,8 @@ def write_teachers(run: Run, members: Sequence[Run]) -> None:
         if ModelRecipe.recorded(checkpoint.state["recipe"]).lora:
             digest = _adapters_digest(checkpoint)
         else:
-            digest = module_digest(load_run(member)[0])
+            model, _, _ = load_run(member)
+            digest = module_digest(model)
         path_in_sweep = member.folder.relative_to(run.folder.parent)
         teachers.append(
             {"member": str(path_in_sweep), "update": checkpoint.update, "sha256": digest}
@@ -94,7 +96,7 @@ def write_teachers(run: Run, members: Sequence[Run]) -> None:
 
 
 def _adapters_digest(checkpoint: Checkpoint) -> str:
-    """Return the digest of a checkpoint of adapters, which includes that of their base's weights."""
+    """Return one digest of the weights in a checkpoint of adapters and of their base's weights."""
     recipe = ModelRecipe.recorded(checkpoint.state["recipe"])
     text = f"{recipe.base_sha256} {tensors_digest(weights_of(checkpoint))}"
     return hashlib.sha256(text.encode()).hexdigest()
@@ -163,11 +165,13 @@ class TaughtTask(TextTask):
             )
         record = recorded_teachers(run, self.content)
         teachers = [self._load(each, model).to(default_device()) for each in record.teachers]
-        # Compiled as a whole, the teachers are part of the graph, one after another.
-        one_base = None
+        # Teachers that are adapters on one base can run together, which reads the base only once
+        # for all of them. If the whole step is one graph, the teachers are part of it, and they run
+        # one after another.
+        hidden_of_teachers = None
         if plan.training.compile != "whole" and have_one_base(teachers):
-            one_base = OneBase(teachers)
-        return MixtureLoss(teachers, record.share, one_base.hidden if one_base else None)
+            hidden_of_teachers = OneBase(teachers).hidden
+        return MixtureLoss(teachers, record.share, hidden_of_teachers)
 
     def _load(self, recorded: _Teacher, student: nn.Module) -> Llama:
         """Load a teacher, after checking that it is unchanged and fits the model that it teaches.
@@ -209,18 +213,20 @@ class TaughtTask(TextTask):
 
 
 def _on_base_of(student: nn.Module, recipe: ModelRecipe, checkpoint: Checkpoint) -> Llama:
-    """Return a teacher's adapters on the base of the model that it teaches, which both then share.
+    """Return a teacher that is adapters: a model with these adapters that shares the base of the
+    student.
 
     Args:
-        student: the model that is taught, with adapters of its own.
+        student: the model that is taught. It has adapters of its own.
         recipe: the teacher's recipe.
         checkpoint: the teacher's checkpoint.
 
     Raises:
-        InputRefused: the model has no adapters, or they are on other layers than the teacher's.
+        InputRefused: the student has no adapters, or has them on other layers than the teacher.
     """
     if not isinstance(student, Llama) or not adapted_layers(student) or recipe.lora is None:
         raise InputRefused("it has adapters, and the model that it teaches has none")
+    # The seed does not matter, as the checkpoint's adapters replace the new ones.
     teacher = copy_with_shared_base(student, recorded_lora(recipe.lora), seed=0)
     assert isinstance(teacher, Llama)
     load_weights(teacher, weights_of(checkpoint))

@@ -1,4 +1,6 @@
-"""Learn from texts, each of whose tokens is a target, or from the answers in conversations."""
+"""Learn from texts or from conversations. In a text each token is a target; in a conversation only
+the tokens of the answers are.
+"""
 
 import math
 from abc import abstractmethod
@@ -280,8 +282,8 @@ class TextTask(RowsTask):
         held_out: Evaluation | None,
         yardsticks: Mapping[str, float],
     ) -> str:
-        """Return the held-out loss, compared with that of the yardsticks; for conversations,
-        compared with that of the initial weights.
+        """Return the bits per byte of the held-out text next to those of the yardsticks; for
+        conversations, the held-out loss next to the loss of the initial weights.
         """
         if not held_out:
             return ""
