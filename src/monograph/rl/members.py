@@ -38,6 +38,7 @@ WITHOUT_ADAPTERS = (
     "members without adapters each have weights of their own, which one decoder cannot have"
 )
 
+# Why members do not sample episodes in one decoder.
 EPISODES = "the episodes of members with an environment are sampled by one decoder each"
 
 
@@ -46,10 +47,11 @@ class MembersDrawer:
 
     Attributes:
         ensemble: the ensemble.
-        drawers: for each member, what scores its answers. They have the same options but for the seed.
+        drawers: for each member, a `Drawer`, which scores its answers. Their options differ only in the
+            seed.
         model: the members' base, with a bank of their adapters.
         bank: the bank; the slot of a member has its number as its name.
-        diverged: the members whose logits were not finite. No answers of theirs are sampled any more.
+        diverged: the numbers of the members whose logits were not finite. They sample no more answers.
     """
 
     def __init__(self, ensemble: Ensemble, drawers: Sequence[Drawer]):
@@ -66,7 +68,8 @@ class MembersDrawer:
         self.model = cast(Llama, copy_without_adapters(ensemble.members[0]))
         rank = max(adapter.rank for adapter in adapters.values())
         self.bank = install(self.model, adapters, rank=rank)
-        # But for rounding, an answer is that of the member alone; no bits are promised.
+        # The faster products round differently from those of a model with one adapter. That is fine: an
+        # answer has to be that of the member alone only up to rounding.
         self.bank.has_fast_products = True
         self.diverged: set[int] = set()
         # The decoder that `_generator` returned last, and its mode.
@@ -110,7 +113,7 @@ class MembersDrawer:
     def evaluate(self) -> dict[int, dict[str, float]]:
         """Sample answers to held-out prompts, and return the figures of `Drawer.evaluate` by member.
 
-        Members that are in `diverged`, also by now, have none.
+        Members in `diverged` have none. This may add members to `diverged`.
         """
         wanted = {
             number: drawer.held_out_answers()
@@ -159,7 +162,7 @@ def _adapter_of(member: nn.Module) -> StoredAdapter:
         rank=first.lora_A.weight.shape[-2],
         scale=first.scale,
         factors=factors,
-        digest="",  # it stands for numbers that stay, and these are trained
+        digest="",  # a digest is of weights that never change, and these are in training
     )
 
 
@@ -168,12 +171,12 @@ class MembersRollouts(Iterator[Batch]):
     is asked for.
 
     The window of a member is the one that its own `Rollouts` makes, with empty rows after its rows if
-    other members have more. A member whose logits are not finite is left out: it gets empty rows alone,
-    so that its updates are skipped, and the others go on.
+    other members have more. A member whose logits are not finite is left out: it gets only empty rows, so
+    that its updates are skipped, and the others go on.
 
     Attributes:
         drawer: samples the answers.
-        members: for each member, what makes its window.
+        members: for each member, the `Rollouts` that make its windows.
     """
 
     def __init__(self, drawer: MembersDrawer, members: Sequence[Rollouts]):
@@ -182,7 +185,7 @@ class MembersRollouts(Iterator[Batch]):
 
     @property
     def left_out(self) -> set[int]:
-        """Return the numbers of the members that sample no answers any more; a caller may add some."""
+        """Return the numbers of the members that sample no more answers; a caller may add some."""
         return self.drawer.diverged
 
     def close(self) -> None:
@@ -199,12 +202,13 @@ class MembersRollouts(Iterator[Batch]):
         try:
             window = self._make_windows()
         except BaseException:
-            # Some members may have got their answers, but none has learned from them.
+            # Some members have moved on to their next prompts, although no member has learned from answers
+            # to the ones before.
             for rollouts, position in zip(self.members, positions, strict=True):
                 rollouts.rows_consumed = position
             raise
-        # The masks of dropout depend on the number of micro-batches so far. That of an update depends
-        # on the lengths of its answers, so it is taken as the largest one.
+        # The masks of dropout depend on the number of micro-batches so far. How many an update has depends
+        # on the lengths of its answers, so the maximum is counted for each update.
         options = self.drawer.drawers[0].options
         ensemble = self.drawer.ensemble
         micro_batches = options.prompts * options.group
@@ -212,6 +216,11 @@ class MembersRollouts(Iterator[Batch]):
         return window
 
     def _make_windows(self) -> Batch:
+        """Return the next windows of all members as one.
+
+        Each member's window is made by a Python generator (`WindowInTheMaking`). All of them are taken to
+        the answers that they need next, these are sampled together, and so on until all have ended.
+        """
         diverged = self.drawer.diverged
         makings = {
             number: rollouts.make_window()
@@ -224,7 +233,7 @@ class MembersRollouts(Iterator[Batch]):
         def go_on(number: int, sampled: SampledAnswers | None) -> None:
             """Make a member's window up to the next answers that it needs, or to its end."""
             try:
-                # A generator that was not begun takes None.
+                # The first value that is sent to a Python generator must be None.
                 wanted[number] = makings[number].send(sampled)  # type: ignore[arg-type]
             except StopIteration as made:
                 windows[number] = made.value
@@ -240,7 +249,7 @@ class MembersRollouts(Iterator[Batch]):
             for number, completions in answers.items():
                 go_on(number, SampledAnswers(completions, seconds))
         for number in diverged:
-            self.members[number].is_fresh = False  # its figures are those of an earlier window
+            self.members[number].is_fresh = False  # `numbers` still has those of an earlier window
         finished = {number: window for number, window in windows.items() if window is not None}
         if not finished and len(diverged) == len(self.members):
             raise not_finite(self.members[0].drawer.prompts.train[0])

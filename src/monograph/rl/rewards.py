@@ -2,9 +2,9 @@
 
 A user's file and a model's programs run in separate processes (`monograph.rl.processes`).
 
-`monograph.config.keys` makes keys of the settings from the table `REWARDS`. So this file is read
-whenever settings are, for which neither torch nor numpy may be loaded. A reward that needs one of them
-imports it where it is used.
+`monograph.config.keys` makes keys of the settings from the table `REWARDS`. So this file is imported
+whenever settings are read, which must not import torch or numpy. A reward that needs one of them imports
+it where it is used.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Reward:
         digest: hex sha256 of the file on which its scores depend; "" if they depend on no file.
         teacher: the model that gives an answer its score, by its probabilities of the answer's tokens;
             None for all other rewards.
-        environments: what the model talks to in episodes of several turns, each of which is scored
-            by them; None for all other rewards.
+        environments: what the model talks to in episodes of several turns. They also score each turn.
+            None for all other rewards.
         unconfined: whether programs that the model writes may run on a system that cannot confine
             them. The caller sets it.
     """
@@ -361,12 +361,13 @@ class _FileFunctionReward(_RewardOfParts):
 class EnvironmentReward(Reward):
     """What an environment gives, over the turns of an episode; see `monograph.rl.environments`.
 
-    `EpisodeDrawer` samples the episodes, and has their scores from the environment.
+    `EpisodeDrawer` samples the episodes, and gets their scores from the environments, so this class has
+    no `score`.
 
     Attributes:
         environments: the environments of the episodes.
         turns: the maximum number of answers of an episode.
-        discount: each turn's reward counts this many times the one before it.
+        discount: the reward of turn t = 0, 1, ... is multiplied by discount^t.
     """
 
     environments: Environments
@@ -516,7 +517,7 @@ def reward_of(name: str, vouched: Mapping[str, str] | None = None, **parameters:
     - "FILE.py:FUNCTION": the number that the function returns for (prompt, completion, record), or
       the sum of the numbers if it returns several by name.
 
-    The first four are 1 or 0; all but the first ignore spaces around the completion.
+    The first four are 1 or 0. "exact", "regex" and "json-schema" ignore spaces around the completion.
 
     Args:
         name: the reward's name.
@@ -598,9 +599,11 @@ def parameters_of(name: str) -> tuple[Parameter, ...]:
 
 
 def _shown(value: object) -> str:
-    """Return a value in one short line. Of a long text, this is the end, where its answer is."""
+    """Return a value in one short line: of a long text the end, since a text ends with its answer."""
     text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"...{text[-MAX_SHOWN_CHARACTERS:]}"
+    if len(text) <= MAX_SHOWN_CHARACTERS:
+        return text
+    return f"...{text[-MAX_SHOWN_CHARACTERS:]}"
 
 
 def _as_list(value: str | list[str]) -> list[str]:
@@ -645,7 +648,7 @@ def _code(completion: str) -> str:
 
 
 def _equal(number: Fraction, expected: Fraction) -> bool:
-    """Return whether a number is right; only one that is not whole may differ by TOLERANCE."""
+    """Return whether two numbers are equal: exactly if both are whole, otherwise up to TOLERANCE."""
     if number.denominator == expected.denominator == 1:
         return number == expected
     return abs(number - expected) <= TOLERANCE * abs(expected)

@@ -81,9 +81,10 @@ def decoded_rows(answers: int) -> int:
 def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> int:
     """Return the number of positions of a row that holds `tokens` tokens, of a prompt and its answer.
 
-    For exact scoring it is a multiple of four, if the model has so many positions. A matrix product
-    over the positions of any number of texts then has a multiple of four rows, and needs no padding to
-    have the same bits as another one (`monograph.ops.padded_rows`).
+    For exact scoring it is rounded up to a multiple of four, unless the model has fewer positions. A
+    matrix product over all positions of some rows then has a multiple of four rows itself. Such products
+    round a row alike, whatever their number of rows, and need no padding for it
+    (`monograph.ops.padded_rows`).
     """
     if not options.exact:
         return tokens
@@ -94,8 +95,8 @@ def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> 
 def without_collection() -> Iterator[None]:
     """Keep the garbage collector off in the block.
 
-    Decoding makes many objects, whose number would start collections, but none of them are in cycles of
-    references, which only the collector can free.
+    The collector frees cycles of references, and runs after a certain number of new objects. Decoding
+    makes many objects, but no cycles, so the collector would run often and free nothing.
     """
     collects_garbage = gc.isenabled()
     gc.disable()
@@ -135,8 +136,8 @@ class Sharing:
         ranks: the number of ranks.
         share: a function of (work, items), which returns work(items), a list with one JSON value for
             each item. Each rank computes a part of the list, and all ranks get the whole list.
-        once: a function that calls another one on one rank, and returns the result on all ranks; on
-            those that did not call it, each tuple has become a list.
+        once: a function that calls another one on one rank, and returns its result on all ranks. The
+            result reaches the other ranks as JSON, so there each tuple has become a list.
     """
 
     ranks: int = 1
@@ -215,7 +216,7 @@ class Drawer:
 
     @property
     def generator(self) -> Generator:
-        """Return the decoder, in the mode that suits the number of steps of the whole run.
+        """Return the decoder, in the mode of `mode_of`.
 
         Raises:
             OutOfDeviceMemory: the keys and values of one answer take more than half of the free
@@ -232,7 +233,9 @@ class Drawer:
         return generator
 
     def mode_of(self, answers: int) -> Mode:
-        """Return the mode of decoding that suits the number of steps of the whole run.
+        """Return the mode of decoding (eager, captured or compiled) that is likely to be the fastest.
+
+        It depends on the number of steps that the whole run decodes.
 
         Args:
             answers: the number of answers of a sample.
@@ -240,7 +243,8 @@ class Drawer:
         options = self.options
         step = self.engine.step
         device_type = self.model.lm_head.weight.device.type
-        # A run that compiles nothing must not compile its decoder: 0 steps are never worth it.
+        # A run that compiles nothing must not compile its decoder, so it counts as one without steps, for
+        # which compiling is never worth its time.
         decode_steps = 0
         if step.scope != "none":
             samples = self.updates() // options.updates
@@ -263,7 +267,8 @@ class Drawer:
         options = self.options
         prompts_at_once = min(prompts, MAX_PREFILL_PROMPTS)
         if options.exact and options.turns > 1:
-            # A pass of one token for each prompt (`PromptReader.continue_rows`) needs no padding then, too.
+            # The reader of prompts also makes passes of one token for each prompt
+            # (`PromptReader.continue_rows`). With a multiple of four prompts, they need no padding either.
             prompts_at_once = padded_count(prompts_at_once)
         slots = CacheSizes(
             self.slots,
@@ -366,8 +371,8 @@ class Drawer:
     ) -> list[Completion]:
         """Do what `draw` does, without other ranks."""
         requests = self.requests(prompts, seeds)
-        # The property is read before `_decoding`: it looks whether the step is captured, and in the block
-        # the captured graphs are set aside.
+        # `generator` has to know whether the step is captured. In the block of `_decoding` the captured
+        # graphs are set aside, so the property is read before the block.
         generator = self.generator
         with self._decoding():
             generator.forget()
@@ -398,7 +403,7 @@ class Drawer:
 
     @property
     def arrangement(self) -> RolloutOptions:
-        """Return the options with the rows in which the loss reads answers."""
+        """Return the options with the length and the packing of the rows that the loss reads."""
         if not self.options.exact:
             return self.options
         return replace(self.options, length=self.slots, packed=False)
@@ -487,11 +492,12 @@ class Drawer:
         ]
         teacher_logprobs = self.log_probabilities_of(with_teacher_prompts, teacher)
         advantages = []
-        for teacher_of_answer, rollout in zip(teacher_logprobs, rollouts, strict=True):
+        for teacher_logprobs_of_answer, rollout in zip(teacher_logprobs, rollouts, strict=True):
+            logprobs_of_tokens = zip(teacher_logprobs_of_answer, rollout.logprobs, strict=True)
             advantages.append(
                 [
-                    teacher - own
-                    for teacher, own in zip(teacher_of_answer, rollout.logprobs, strict=True)
+                    teacher_logprob - own_logprob
+                    for teacher_logprob, own_logprob in logprobs_of_tokens
                 ]
             )
         return advantages
@@ -548,12 +554,16 @@ class Drawer:
             for name, part in score.parts.items():
                 values_of_parts[name].append(part)
         group = self.options.group
+        # The best reward of each group: the rewards of a group follow one another.
         best = [max(rewards[first : first + group]) for first in range(0, len(rewards), group)]
         return {
             "reward": mean,
             "pass_at_1": statistics.fmean(reward >= SOLVED_REWARD for reward in rewards),
             "pass_at_k": statistics.fmean(reward >= SOLVED_REWARD for reward in best),
-            **{f"reward.{name}": statistics.fmean(of) for name, of in values_of_parts.items()},
+            **{
+                f"reward.{name}": statistics.fmean(values)
+                for name, values in values_of_parts.items()
+            },
         }
 
     def group_figures(self, groups: Sequence[AnswerGroup]) -> dict[str, float]:
@@ -563,7 +573,7 @@ class Drawer:
     def evaluate(self) -> dict[str, float]:
         """Sample a group of answers to each of some held-out prompts; return figures on them.
 
-        The prompts are the first held-out ones, as many as an update has.
+        The prompts are the first held-out ones, at most as many as an update has.
 
         Returns:
             eval_reward, eval_pass_at_1, eval_pass_at_k, eval_reward.NAME: the figures of
@@ -577,7 +587,7 @@ class Drawer:
         """Return the answers by which the model is evaluated."""
         group = self.options.group
         held_out = self.prompts.held_out[: self.options.prompts]
-        # The seeds are the same each time, so that less of a change is due to chance.
+        # Each evaluation has the same seeds. So less of the difference between two of them is due to chance.
         positions = range(FIRST_HELD_OUT_POSITION, FIRST_HELD_OUT_POSITION + len(held_out))
         return WantedAnswers(
             [prompt for prompt in held_out for _ in range(group)],
@@ -605,8 +615,9 @@ class SampledAnswers(NamedTuple):
     seconds: float
 
 
-# A window that is being made. It yields what answers it needs, is sent these answers, and returns the
-# window; None if no prompts are left. So the answers of several windows can be sampled at once.
+# A window that is being made, as a Python generator. It yields what answers it needs, is sent these
+# answers, and in the end returns the window, or None if no prompts are left. So a caller can sample the
+# answers of several windows at the same time.
 WindowInTheMaking: TypeAlias = GeneratorType[WantedAnswers, SampledAnswers, Batch | None]
 
 
@@ -623,7 +634,7 @@ class Rollouts(Iterator[Batch]):
         rows_consumed: the position after the last prompt that was answered.
         skip: (begin, end) of the positions that are skipped.
         numbers: figures on the window that was returned last, for the metrics.
-        is_fresh: whether the last window had new answers; otherwise it was the window before it
+        is_fresh: whether the last window had new answers. If not, it was the previous window, returned
             again.
     """
 
@@ -747,8 +758,8 @@ class Rollouts(Iterator[Batch]):
             else:
                 weights = answer_weights(rollouts[members], rewards[members], options)
                 _, kept_rewards = keep_and_penalise(rollouts[members], rewards[members], options)
-                # There is no gradient if all rewards are equal. For an advantage that does not
-                # compare the answers, they also have to be 0.
+                # A group has no gradient if all of its rewards are equal. If the advantage does not
+                # compare the answers, it has none only if they all equal 0, so 0 is added to the list.
                 if not ADVANTAGES[options.advantage].compares_answers:
                     kept_rewards = [*kept_rewards, 0.0]
                 teaches = not rewards_are_equal(kept_rewards)
@@ -771,6 +782,7 @@ class Rollouts(Iterator[Batch]):
         """
         options = self.drawer.options
         end_of_run = math.inf
+        # Skipped positions do not count for the epochs.
         if options.epochs is not None:
             skipped = sum(end - begin for begin, end in self.skip)
             end_of_run = options.epochs * len(self.drawer.prompts.train) + skipped
