@@ -55,12 +55,12 @@ class AxisSlice(NamedTuple):
 class StoredTensor(NamedTuple):
     """The description of a tensor that can be read from files.
 
-    It is a tensor of a file, or a slice of one, or it is made of several others (its pieces). The
-    functions of this file keep descriptions in a dictionary, by the names of the tensors.
+    The tensor is one of a file, or a slice of one, or it is made of several others (its pieces). The
+    functions of this module keep descriptions in a dictionary, by the names of the tensors.
 
     Attributes:
-        path: the file. For a tensor that is made of pieces it is only for messages: it is the file of
-            the first piece, and each piece has a path of its own.
+        path: the file. A tensor that is made of pieces has the path of the first piece here, which is
+            only for messages, since each piece has a path of its own.
         shape: the shape of the tensor, after slicing, transposing or joining.
         dtype: safetensors' name of the dtype.
         name_in_file: the tensor's name in the file; "": the same name as in the dictionary.
@@ -148,8 +148,8 @@ def read_tensors(stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> 
     Raises:
         InputRefused: a file is damaged.
     """
-    # The files are not mapped: safetensors keeps some bytes for each tensor that it has mapped, which a
-    # server that reads many adapters would notice. Besides, the bytes of a mapped file may change.
+    # The files are not mapped into memory. safetensors never frees some bytes of each tensor that it has
+    # mapped, which add up in a server that reads many adapters. Also, the bytes of a mapped file may change.
     tensors = dict[str, Tensor]()
     for path in sorted({tensor.path for tensor in stored.values()}):
         headers = {name: header for name, header in stored.items() if header.path == path}
@@ -166,7 +166,7 @@ def read_tensors(stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> 
 
 
 def _tensor_entries(file: BinaryIO) -> list[tensor_layout.TensorEntry]:
-    """Return where the tensors of a safetensors file are; begins are counted from the file's begin.
+    """Return where the tensors of a safetensors file are, counted in bytes from the file's beginning.
 
     Raises:
         LayoutError: the file is damaged.
@@ -216,7 +216,7 @@ def mapped_tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Te
 
 
 def _as_described(tensor: Tensor, header: StoredTensor) -> Tensor:
-    """Return the view of a file's tensor that a description stands for."""
+    """Return a file's tensor sliced and transposed as its description says, as a view."""
     if header.slice is not None:
         tensor = _take_slice(tensor, header.slice)
     return tensor.mT if header.transposed else tensor
@@ -249,9 +249,8 @@ def mapped_weights(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Te
 def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file for reading in the block; the errors are those of `_reading`."""
     with _reading(path):
-        # safetensors takes a second per 100,000 tensors in a header, so that a hostile header could
-        # take very long. `prefix_bytes` is called for its error alone: it refuses a header that is too
-        # long. Its result is not needed.
+        # safetensors takes a second per 100,000 tensors in a header, so a hostile header could take very
+        # long. `prefix_bytes` is called only for its error: it refuses a header that is too long.
         with open_input(path) as file:
             first_bytes = file.read(tensor_layout.LENGTH_BYTES)
             file_bytes = os.fstat(file.fileno()).st_size
@@ -262,7 +261,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Let errors in the block that come from reading a safetensors file become errors that name it.
+    """Turn errors of reading a safetensors file in the block into errors that name the file.
 
     Raises:
         InputRefused: the file is missing or damaged, or is not a safetensors file.
@@ -285,8 +284,8 @@ def _reading(path: Path) -> Iterator[None]:
             raise unreadable(path, error) from None
         if isinstance(error, MemoryError):
             raise
-        # safetensors raises a FileNotFoundError without a number for every failure to open a file, also
-        # when the file exists. This file does, because `open_input` has found it.
+        # safetensors raises a FileNotFoundError without a number for every failure to open a file, even
+        # if the file exists. This file exists, because `open_input` has found it.
         if isinstance(error, FileNotFoundError):
             raise Unreadable(
                 f"{path}: cannot be read: the system failed to open it; run again when it can"
@@ -413,7 +412,7 @@ def _claimed(partial: Path) -> Iterator[None]:
     """
     # There are three cases:
     # - No folder: `lock_folder` raises an OSError, and `mkdir` makes the folder.
-    # - A folder that a killed process left: nobody holds its lock, so it is locked and removed, and made anew.
+    # - A folder that a killed process left: its lock is free, so it is locked and removed, and made again.
     # - A folder that another process is writing: `lock_folder` raises an OSError, and `mkdir` fails.
     with suppress(OSError), lock_folder(partial):
         shutil.rmtree(partial)

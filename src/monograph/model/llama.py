@@ -139,8 +139,8 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
         seen = (query >= key) & (segments_BT[row, query] == segments_BT[row, key])
         return seen if window is None else seen & (query - key < window)
 
-    # `BlockMask.from_kv_blocks` would derive the lists of blocks of queries by sorting; see
-    # `_count_and_list`.
+    # The lists of blocks of queries are made here, too. `BlockMask.from_kv_blocks` would derive them by
+    # sorting, which is slow to compile (`_count_and_list`).
     partial_keys = _count_and_list(partial_BNN)
     partial_queries = _count_and_list(partial_BNN.mT)
     full_keys = _count_and_list(full_BNN)
@@ -161,18 +161,19 @@ def _count_and_list(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         The number of True elements in each row, [B, 1, N] int32.
-        Their indices, ascending, [B, 1, N, N] int32. What follows them is the last index, which is
-            never read.
+        Their indices, ascending, [B, 1, N, N] int32. The places after them are filled with the last
+            index, and are never read.
     """
     blocks = needed_BNN.shape[-1]
     numbers_N = torch.arange(blocks, device=needed_BNN.device)
-    # How many elements are True up to index i, i included. The sums of comparisons take the place of a
-    # stable sort, from which Inductor makes one long program: for rows of 16,384 positions it took
+    # The rank of index i is the number of True elements up to i, i included. These sums of comparisons
+    # replace a stable sort, of which Inductor makes one long program: for rows of 16,384 positions it took
     # minutes to assemble.
     up_to_NN = numbers_N <= numbers_N[:, None]
     needed_B1NN = needed_BNN[:, None]
     rank_B1NN = (needed_B1NN[..., None, :] & up_to_NN).sum(dim=-1, dtype=torch.int32)
-    # The element of rank k + 1 comes after all elements whose rank is at most k.
+    # The True element number k, from 0, is at the index that equals the number of indices whose rank is at
+    # most k, since these are the indices before it.
     comes_before_B1NNN = rank_B1NN[..., None, :] <= numbers_N[:, None]
     index_B1NN = comes_before_B1NNN.sum(dim=-1, dtype=torch.int32).clamp_max(blocks - 1)
     return needed_B1NN.sum(dim=-1, dtype=torch.int32), index_B1NN
@@ -206,9 +207,9 @@ def kind_of_block(config: LlamaConfig, layer: int) -> tuple[type[Mixer], type[Fe
 class Block(nn.Module):
     """One layer of the decoder: x += s norm(mixer(norm x)), then x += s norm(mlp(norm x)).
 
-    The mixer is attention or a gated delta net, and the mlp is a gated layer or a mixture of experts.
-    Each family has some of the four norms. s is config.residual_multiplier. Each block can be compiled
-    by itself, or recomputed by itself in the backward pass.
+    The mixer is attention, a gated delta net or Mamba 2, and the mlp is a gated layer or a mixture of
+    experts. Each family has some of the four norms. s is config.residual_multiplier. Each block can be
+    compiled by itself, or recomputed by itself in the backward pass.
     """
 
     def __init__(self, config: LlamaConfig, impl: Impl, layer: int) -> None:
@@ -290,7 +291,8 @@ class Decoder(nn.Module):
         self.norm = make_norm(config, config.hidden_size)
 
 
-# Its forward pass takes no gradients itself, so matrix products may add those of weights to the planes.
+# `takes_no_gradients` declares that the forward pass does not call autograd itself. So matrix products of the
+# backward pass may add the weights' gradients directly to the buffers that sum them.
 @takes_no_gradients
 class Llama(nn.Module):
     """A language model of one of the families in `monograph.model.families`, such as Llama, Qwen or
@@ -328,8 +330,8 @@ class Llama(nn.Module):
         self.attention = attention
         self.model = Decoder(config, attention)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        # transformers keeps the factor in fp32, so it is rounded to fp32 here. `device` is given because a
-        # model may be built on the meta device, whose tensors have no numbers.
+        # transformers keeps the factor in fp32, so it is rounded to fp32 here. The tensor is on the CPU even
+        # if the model is built on the meta device, whose tensors have no numbers.
         self.scale_embedded = make_scale(torch.tensor(config.embedding_scale, device="cpu").item())
         self.scale_last = make_scale(1 / config.logits_scaling)
         self.sampling: Defaults = {}

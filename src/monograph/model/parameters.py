@@ -87,7 +87,7 @@ def parameter_shapes(config: LlamaConfig) -> Shapes:
 def axis_keys(config: LlamaConfig, name: str) -> tuple[str, ...]:
     """Return for each axis of a parameter, for messages, the keys on which its length depends.
 
-    The keys are found by doubling the configuration's sizes one by one and looking which axes change.
+    The keys are found by doubling the configuration's sizes one by one, to see which axes change.
 
     Args:
         config: the configuration.
@@ -131,7 +131,7 @@ def _shape(config: LlamaConfig, name: str) -> tuple[int, ...]:
 def block_matrix_shapes(
     config: LlamaConfig, layer: int, *, only_active: bool = False
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of a layer's matrices. A matrix of each expert counts as one of its own.
+    """Return the shapes of a layer's matrices. Each expert's matrix is listed by itself.
 
     Args:
         config: the configuration.
@@ -148,8 +148,8 @@ def block_matrix_shapes(
         if len(shape) == 2:
             matrices.append(shape)
             continue
-        # All experts' matrices, [experts, rows, columns]; or the weight of a delta net's convolution,
-        # [channels, 1, taps].
+        # All experts' matrices, [experts, rows, columns]; or the weight of a recurrent layer's
+        # convolution, [channels, 1, taps].
         count = shape[0]
         if only_active:
             count = feed_forward.active_matrices(config, name, count)
