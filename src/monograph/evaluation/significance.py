@@ -1,8 +1,8 @@
 """Decide whether a difference is more than chance: paired differences, their standard error,
 Student's t.
 
-A knob is a name under which members (trained models) have values. A repeated knob, such as the
-seed, only repeats a setting: members that differ in nothing else have the same setting.
+Members are trained models. A knob is a hyperparameter in which members may differ. One knob, usually the
+seed, is the repeated one: members that differ only in it have the same setting.
 """
 
 import math
@@ -105,7 +105,7 @@ def _probability_within(t: float, degrees: int) -> float:
     angle = math.atan(t / math.sqrt(degrees))
     cosine = math.cos(angle)
     odd = degrees % 2
-    term = cosine if odd else 1.0
+    term = cosine if odd else 1.0  # the next term of the sum
     total = 0.0
     for k in range(odd + 2, degrees + 1, 2):
         total += term
@@ -152,12 +152,12 @@ class Table:
 
     Attributes:
         settings: the settings in the order of their first members.
-        best: the best setting; None if every member diverged. If all have the same value
-            (`none_is_better`), it is the first one, from which commands may go on.
+        best: the best setting; None if every member diverged. If all settings have the same value
+            (`none_is_better`), it is the first one, which a command that goes on from the best takes.
         values: each member's value; None for a member that diverged.
         noise: standard deviation of a paired difference over seeds, pooled over settings; None if
             there is only one seed, or if all seeds have the same differences. The latter happens if
-            scores are coarse, such as shares of few answers, and does not mean that there is no noise.
+            scores are coarse, such as shares of few answers. It does not mean that there is no noise.
         degrees: the degrees of freedom of `noise`.
         over: the name of the repeated knob.
         unit: the unit of the values.
@@ -208,8 +208,9 @@ class Table:
 
     @property
     def none_is_better(self) -> bool:
-        """Return whether all have the same score, such as rewards of 0: all settings, or all members of the
-        only setting.
+        """Return whether all settings have the same score, such as a reward of 0.
+
+        If there is only one setting, return whether all of its members have the same score.
         """
         if len(self.settings) > 1:
             scores = [setting.mean.value for setting in self.settings if setting.mean]
@@ -221,6 +222,7 @@ class Table:
 
     @property
     def _any_stopped(self) -> bool:
+        """Return whether a member of any setting was stopped early."""
         return any(setting.stopped for setting in self.settings)
 
     def __str__(self) -> str:
@@ -285,9 +287,9 @@ def tabulate(
 
     What a seed contributes (initial weights, order of rows) is in both values of a pair and
     cancels. Two seeds alone say little about noise, so it is pooled over settings. Far from the
-    optimum training is noisier, so only the better half of the settings count, and at least two. A
-    setting with a member that diverged is never the best if another setting has no such member. A
-    setting with a member that was stopped early is compared with no other.
+    optimum, training is noisier, so the noise is pooled only over the better half of the settings, and
+    over at least two. A setting with a member that diverged is never the best if another setting has no
+    such member. A setting with a member that was stopped early is not compared with any other.
 
     Args:
         values: one for each member, such as its held-out bits per byte; None or not finite if the
@@ -304,7 +306,10 @@ def tabulate(
     sign = -1 if higher_is_better else 1
 
     def rank(setting: Setting) -> tuple[bool, float]:
-        """Order settings: a member that diverged puts its setting last, and else the best mean is first."""
+        """Return a key by which settings are sorted, the best mean first.
+
+        Settings with a member that diverged come after all others.
+        """
         assert setting.mean is not None
         return bool(setting.failed), sign * setting.mean.value
 
@@ -329,8 +334,8 @@ def tabulate(
         paired = differences[id(setting)]
         squares += [(d - statistics.fmean(paired)) ** 2 for d in paired]
         degrees += max(0, len(paired) - 1)
-    # If each setting differs from the best equally for all seeds, scores are too coarse to tell the
-    # noise, unless all settings have the scores of the best.
+    # If the difference of each setting to the best is the same for all seeds, scores are too coarse to tell
+    # the noise. But if all of these differences are 0, the noise is taken as 0.
     are_equal_for_seeds = not any(squares)
     are_all_zero = not any(any(paired) for paired in differences.values())
     noise = None
