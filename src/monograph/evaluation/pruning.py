@@ -38,11 +38,11 @@ def win_probabilities(
 
     - the predictions are not unfair to the best setting: what it gains on another setting in each
       further doubling of the updates is on average no more than what it gained in the last one;
-    - the interaction of seed and setting is normally distributed, with the same variance for the best
-      settings as for those of the better half. What a seed adds to the scores of all settings cancels.
+    - the interaction of seed and setting is normally distributed, and the best settings have the same
+      variance as the rest of the better half. What a seed adds to the scores of all settings cancels.
 
-    The noise is that of an analysis of variance, so it does not depend on which settings are in the
-    better half, and the statistic has exactly Student's distribution. Bonferroni's inequality covers
+    The noise is computed as in an analysis of variance. So it does not depend on which settings are in
+    the better half, and the statistic has exactly Student's distribution. Bonferroni's inequality covers
     the choice of the smallest mean and the number of times at which settings are stopped.
 
     Args:

@@ -127,7 +127,7 @@ class Setting:
         difference: this setting's values minus those of the best setting, over the seeds for which
             both have one; None for the best setting itself, and if there is no such seed.
         tied: whether the difference is within the noise; None if it is not known.
-        stopped: the seeds of members that were stopped early, whose values are from that moment.
+        stopped: the seeds of members that were stopped early. Their values are from that moment.
     """
 
     knobs: Mapping[str, Any]
@@ -232,15 +232,16 @@ class Table:
         """Return a setting in one line: knobs, mean ± standard error, and how it compares with the
         best.
         """
-        name = " ".join(
-            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
-            for key, value in setting.knobs.items()
-        )
+        knobs = []
+        for key, value in setting.knobs.items():
+            shown = f"{value:g}" if isinstance(value, float) else value
+            knobs.append(f"{key}={shown}")
+        name = " ".join(knobs) or "all"
         divergence = ""
         if setting.failed and setting.mean:
             divergence = f"{len(setting.failed)} of {len(setting.members)} diverged"
         standing = self.standing(setting, divergence)
-        scored = f"{name or 'all'}: {mean_text(setting.mean)} {self.unit}"
+        scored = f"{name}: {mean_text(setting.mean)} {self.unit}"
         return f"{scored}   {standing}" if standing else scored
 
     def standing(self, setting: Setting, fate: str) -> str:
@@ -297,7 +298,7 @@ def tabulate(
         knobs: the knobs of each member, by name.
         over: the name of the repeated knob; members without this knob are numbered instead.
         unit: the values' unit.
-        stopped: the members that were stopped early, whose values are from that moment.
+        stopped: the members that were stopped early. Their values are from that moment.
         higher_is_better: whether higher values are better.
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]

@@ -183,9 +183,9 @@ def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
     """Return the tables of orders 0 to `order`.
 
     Only the longest grams have to be collected from the text and sorted. A shorter gram is the tail of
-    a gram that is one byte longer, except for the first gram of the text. So both the distinct grams of
-    a length, and the number of distinct bytes that precede each of them, follow from the distinct grams
-    that are one byte longer.
+    a gram that is one byte longer, except for the first gram of the text. So the distinct grams of a
+    length follow from the distinct grams that are one byte longer, and so does the number of distinct
+    bytes that precede each of them.
     """
     if order < 0:
         return []

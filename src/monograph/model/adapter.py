@@ -246,10 +246,11 @@ def read_adapter(folder: str | Path) -> Adapter:
             f"{path}: target_modules = {targets!r}: expected a list of names or a regular expression"
         )
     assert alpha is not None
+    lora_targets = tuple(sorted(targets)) if isinstance(targets, list) else str(targets)
     lora = Lora(
         rank,
         alpha,
-        tuple(sorted(targets)) if isinstance(targets, list) else str(targets),
+        lora_targets,
         float(dropout),
         tokens=read_trainable_tokens(values.get(TRAINABLE_TOKENS_KEY), path),
         rslora=bool(values.get("use_rslora")),
@@ -511,7 +512,7 @@ def write_adapter(packed: PeftAdapters, new: Path) -> None:
             (new / name).write_text(text, encoding="utf-8")
         packed.tokenizer.save(new / "tokenizer.json")
     save_file(packed.tensors, new / WEIGHTS_FILE, metadata={"format": "pt"})
-    # safetensors chooses permissions of its own, so give the file those of the other files.
+    # safetensors chooses its own permissions, so the file gets the permissions of the other files here.
     (new / WEIGHTS_FILE).chmod((new / CONFIG_FILE).stat().st_mode & 0o777)
 
 

@@ -357,7 +357,7 @@ class GatedDeltaNet(Mixer):
         writer.add_array(f"{architecture}.attention.recurrent_layers", are_delta_nets)
         if config.family.projections_by_key_head:
             return
-        # The families that remain are those of Qwen 3.5, which has models that see pictures. Their rotary
+        # What remains are the families of Qwen 3.5. They also have models that see pictures. Their rotary
         # pairs are divided into three sections, one for each coordinate of a position in a picture. In a
         # text the three coordinates are equal. llama.cpp puts pair i into section i % 3 if i is below
         # three times the section's size, and does not rotate a pair without a section. These sizes give

@@ -117,8 +117,8 @@ class Family(NamedTuple):
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
         activation: transformers' key for the activation of the feed-forward layer, and the value of
             this key.
-        only_default_keys: keys that this family reads, and of which only transformers' default is
-            supported. `SUPPORTED_VALUES` has the default.
+        only_default_keys: keys that this family reads, but only with transformers' default, which is in
+            `SUPPORTED_VALUES`. Other values are refused.
         head_dim_is_derived: whether head_dim must be hidden_size / num_attention_heads.
         expert_width_key: the key for the width of a mixture's experts; "": the family has no mixtures
             of experts.
@@ -135,9 +135,9 @@ class Family(NamedTuple):
         clamped_gating: whether gate and up are combined as in gpt-oss
             (`monograph.model.layers.gating`).
         attention_sinks: whether each head's attention has a sink (`monograph.ops.attention`).
-        projections_by_key_head: whether a delta net has two input projections whose rows are ordered
-            by key heads, one for queries, keys, values and gates, and one for beta and decay. If not,
-            it has four: queries, keys and values together, and one for each of the others.
+        projections_by_key_head: whether a delta net has two input projections: one for queries, keys,
+            values and gates, and one for beta and decay. Their rows are ordered by key heads. If false,
+            it has four: one for queries, keys and values, and one each for gates, beta and decay.
         heads_divide_hidden_size: whether transformers refuses a hidden_size that is not a multiple of
             the number of heads, even if there is a head_dim.
         new_norm_topk_prob: norm_topk_prob of a new model with mixtures.

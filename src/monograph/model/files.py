@@ -37,8 +37,8 @@ from monograph.storage.writing import DISK_FULL_ERRORS, lock_folder, sync, sync_
 # The dtypes that weights may have, by their names in safetensors.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# Weights are in one file, or in several files, the shards. With shards there is an index, which says
-# which tensor is in which file.
+# Weights are in one file, or in several files, the shards. With shards there is an index, a table of the
+# file of each tensor.
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -59,8 +59,8 @@ class StoredTensor(NamedTuple):
     functions of this module keep descriptions in a dictionary, by the names of the tensors.
 
     Attributes:
-        path: the file. A tensor that is made of pieces has the path of the first piece here, which is
-            only for messages, since each piece has a path of its own.
+        path: the file. For a tensor that is made of pieces, this is the path of the first piece, and is
+            only for messages: each piece has its own path.
         shape: the shape of the tensor, after slicing, transposing or joining.
         dtype: safetensors' name of the dtype.
         name_in_file: the tensor's name in the file; "": the same name as in the dictionary.
@@ -148,8 +148,9 @@ def read_tensors(stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> 
     Raises:
         InputRefused: a file is damaged.
     """
-    # The files are not mapped into memory. safetensors never frees some bytes of each tensor that it has
-    # mapped, which add up in a server that reads many adapters. Also, the bytes of a mapped file may change.
+    # The files are not mapped into memory. safetensors keeps some bytes for each tensor that it has ever
+    # mapped, and they add up in a server that reads many adapters. Also, the bytes of a mapped file may
+    # change.
     tensors = dict[str, Tensor]()
     for path in sorted({tensor.path for tensor in stored.values()}):
         headers = {name: header for name, header in stored.items() if header.path == path}
@@ -301,8 +302,8 @@ def write_tensors(folder: Path, named: Iterable[UnreadTensor], max_shard_bytes: 
 
     Args:
         folder: an existing folder.
-        named: the tensors. An `UnreadTensor` has the name of a tensor, its shape and dtype (those of `like`, a
-            tensor on the meta device), and the function `read`, which returns it with its numbers.
+        named: the tensors. An `UnreadTensor` has a name, a tensor `like` on the meta device with the shape
+            and the dtype, and a function `read`, which returns the tensor with its numbers.
         max_shard_bytes: largest number of bytes of tensors in one file. A larger tensor has a file
             of its own.
     """

@@ -120,9 +120,9 @@ def save_gguf(
 
     Raises:
         UsageError: the package `gguf` is not installed.
-        InputRefused: a feature that llama.cpp lacks or would read wrongly (a window, an unknown
-            split pattern, too many stop tokens), weights that do not fit the dtype, or a folder
-            that cannot be written.
+        InputRefused: llama.cpp lacks a feature of the model or would read it wrongly (a window, an
+            unknown split pattern, too many stop tokens), weights do not fit the dtype, or the folder
+            cannot be written.
         DiskFull: no space left; nothing of this export remains.
     """
     if dtype is None:
@@ -179,9 +179,9 @@ def llama_cpp_support(config: LlamaConfig) -> LlamaCppSupport:
 def _mixers(config: LlamaConfig) -> list[type[Mixer]]:
     """Return the classes of the mixers that a file describes.
 
-    They are those of the family. But if all layers of the model are attention without experts, and
-    llama.cpp has an architecture of its own for that (`LlamaCppSupport.attention_alone`), the only class is
-    attention.
+    These are all classes that the family has. There is one exception: if all layers of the model are
+    attention without experts, llama.cpp may have another architecture for it, with attention as the only
+    class (`LlamaCppSupport.attention_alone`).
     """
     support = config.family.llama_cpp
     is_attention_alone = all(
@@ -241,7 +241,8 @@ def _check_unrotated_layers(config: LlamaConfig) -> None:
         return
     layers = range(config.num_hidden_layers)
     unrotated = [layer for layer in layers if not config.rotates(layer)]
-    if unrotated != [*layers[_SMOLLM3_INTERVAL - 1 :: _SMOLLM3_INTERVAL]]:
+    every_fourth = [*layers[_SMOLLM3_INTERVAL - 1 :: _SMOLLM3_INTERVAL]]
+    if unrotated != every_fourth:
         raise InputRefused(
             f"no_rope_layers: llama.cpp rotates all layers of a {config.model_type} but each "
             f"{_SMOLLM3_INTERVAL}th{USE_HF}"
@@ -334,7 +335,8 @@ def _check_windows(config: LlamaConfig) -> None:
     # if the window is longer than all texts.
     local_theta, _ = config.theta_and_scaling(local=True)
     llama_cpp_theta = llama_cpp_support(config).local_rope_theta or config.rope_theta
-    if without_window != [*layers[every - 1 :: every]] or local_theta != llama_cpp_theta:
+    without_window_in_llama_cpp = [*layers[every - 1 :: every]]
+    if without_window != without_window_in_llama_cpp or local_theta != llama_cpp_theta:
         raise InputRefused(
             f"layer_types and rope_local_theta: llama.cpp computes a window and a base of {llama_cpp_theta:g} in all "
             f"layers of a {config.model_type} but each {every}th{USE_HF}"

@@ -8,7 +8,7 @@ llama.cpp reads a score per token instead of merges. Scores give the same tokens
 merge for each pair of tokens whose join is a token, as in published files.
 
 **Ollama.** Chat templates are in Jinja. Ollama reads only templates of Go, and there is no general
-translation. Without a TEMPLATE in Go, Ollama uses that of a model with a similar chat template, or sends
+translation. Without a TEMPLATE in Go, Ollama takes one of a model with a similar chat template, or sends
 the bare prompt. So `_probe` renders a few chats to find the text that the chat template writes around
 each role's message. From these texts a template in Go is made. It is used only if the chat template
 writes the same for other chats, too.
@@ -440,8 +440,8 @@ def _probe(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]]
 def held_out_chats() -> list[ChatMessages]:
     """Return 20 chats of 1 to 5 questions, with and without a system message.
 
-    They are other chats than those of `_probe`. No message begins or ends with a space, because some
-    templates strip spaces.
+    `_probe` does not use these chats. No message begins or ends with a space, because some templates
+    strip spaces.
     """
     chats: list[ChatMessages] = []
     contents = cycle(_CONTENTS)

@@ -24,8 +24,8 @@ KEYS = (
     "shared_intermediate_size",
     "time_step_limit",
 )
-# The keys that a config.json of another model_type must have to be read as one of this family, since
-# transformers' defaults cannot be taken to hold for it (`monograph.model.nearest`).
+# The keys that a config.json of an unknown model_type must have to be read as one of this family
+# (`monograph.model.nearest`). They have defaults in this family, which may be others in the unknown one.
 REQUIRED = (
     "mamba_expand",
     "num_local_experts",

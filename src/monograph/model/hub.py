@@ -415,9 +415,9 @@ def _generation_config(
 ) -> dict[str, Any]:
     """Return the keys of generation_config.json about the ids that begin and end a text.
 
-    They are those of config.json, and `_from_model_config` says so. But if the tokenizer has ids of its
-    own that end a text, or an eos id that is not one of the model's, eos_token_id is a list of all such
-    ids.
+    Usually the ids are the same as in config.json, and `_from_model_config` says so. In two cases
+    eos_token_id is a list of all ids that end a text: if the tokenizer has a list of such ids, or if its
+    eos id is not one of the model's.
 
     Args:
         config: the content of config.json.

@@ -1,5 +1,5 @@
-"""Read and check the keys of a config.json that say of which type each layer is (full attention,
-attention with a window, a delta net or Mamba 2), and which layers rotate queries and keys.
+"""Read and check the keys of a config.json about its layers: the type of each one, and whether it rotates
+queries and keys. Types are full attention, attention with a window, a delta net and Mamba 2.
 
 The module needs no torch.
 """

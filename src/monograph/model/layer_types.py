@@ -93,9 +93,9 @@ def _mamba_sizes(config: LlamaConfig) -> dict[str, int]:
     for name in MAMBA_SIZES:
         if getattr(config, name) != 0:
             check_positive_integer(name, getattr(config, name))
-    # By default all heads together are twice as wide as the residual stream. If the width of a head is
-    # not given, it follows from their number, or else it is that of attention's heads, if it divides
-    # this width.
+    # By default all heads together are twice as wide as the residual stream. If the width of a head is not
+    # given, it follows from the number of heads. If neither is given, a head is as wide as one of
+    # attention, if that divides the default width.
     default_width = 2 * config.hidden_size
     head_dim = config.mamba_d_head
     if head_dim == 0 and config.mamba_n_heads:

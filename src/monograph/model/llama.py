@@ -124,10 +124,10 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
     # They see their own block in part, so `tril(-1)` leaves the diagonal out.
     full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)
     if window is not None:
-        # A query and a key whose blocks are n blocks apart have a distance from (n - 1) BLOCK + 1 to
-        # (n + 1) BLOCK - 1, and a query sees distances below the window. So it sees a part of the block
-        # if the smallest distance is below the window, and all of it if the largest one is. These are the
-        # largest n for which that holds.
+        # A query sees keys at distances below the window. If a query and a key are in blocks that are n
+        # blocks apart, their distance is from (n - 1) BLOCK + 1 to (n + 1) BLOCK - 1. So a block is seen in
+        # part if the smallest of these is below the window, and in full if the largest is. The largest n
+        # for which that holds are:
         most_apart_in_part = (window + BLOCK - 2) // BLOCK
         most_apart_in_full = window // BLOCK - 1
         overlap_BNN = overlap_BNN.triu(-most_apart_in_part)
@@ -172,8 +172,8 @@ def _count_and_list(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
     up_to_NN = numbers_N <= numbers_N[:, None]
     needed_B1NN = needed_BNN[:, None]
     rank_B1NN = (needed_B1NN[..., None, :] & up_to_NN).sum(dim=-1, dtype=torch.int32)
-    # The True element number k, from 0, is at the index that equals the number of indices whose rank is at
-    # most k, since these are the indices before it.
+    # Let the True elements of a row be numbered from 0. The indices before element k are those with a rank
+    # of at most k. So their number is the index of element k.
     comes_before_B1NNN = rank_B1NN[..., None, :] <= numbers_N[:, None]
     index_B1NN = comes_before_B1NNN.sum(dim=-1, dtype=torch.int32).clamp_max(blocks - 1)
     return needed_B1NN.sum(dim=-1, dtype=torch.int32), index_B1NN

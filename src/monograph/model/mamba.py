@@ -62,7 +62,8 @@ class _Projections(NamedTuple):
 
     Attributes:
         gate_BTX: z, as wide as all heads.
-        channels_BTC: the inputs of the convolution: those of all heads, keys and queries.
+        channels_BTC: the inputs of the convolution, from which it makes the inputs of all heads, the
+            keys and the queries.
         step_BTH: the time step of each head, before its bias and softplus.
     """
 

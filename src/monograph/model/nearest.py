@@ -66,8 +66,8 @@ _IDLE_KEYS = {
     "use_bfloat16",
     "use_cache",
 }
-# Keys that say by a rule which layers are of which kind, and for each the key of an explicit list. The rule
-# means nothing if the list is there.
+# Keys that give the types of layers by a rule, and for each the key that gives them as a list. A rule means
+# nothing if the list is there.
 _RULES = {
     "full_attention_interval": "layer_types",
     "max_window_layers": "layer_types",

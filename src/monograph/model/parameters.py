@@ -30,8 +30,8 @@ def block_shapes(config: LlamaConfig, layer: int) -> Shapes:
     Raises:
         InputRefused: a tensor would have more bytes than a tensor can have.
     """
-    # The shapes are those of the first layer of the same kind, so that the cache builds only one block of
-    # each kind.
+    # The first layer of the same kind has the same shapes. If it is always asked for, the cache builds only
+    # one block of each kind.
     kind = kind_of_block(config, layer)
     first_of_kind = next(each for each in range(layer + 1) if kind_of_block(config, each) == kind)
     return _cached_block_shapes(config, first_of_kind)
@@ -107,6 +107,7 @@ def axis_keys(config: LlamaConfig, name: str) -> tuple[str, ...]:
     texts = list[str]()
     for axis, length in enumerate(shape):
         keys = [key for key, other in shapes_if_doubled.items() if other[axis] != length]
+        # If each of these sizes doubles the length, the length is their product times a number.
         product = math.prod(sizes[key] for key in keys)
         is_product = all(shapes_if_doubled[key][axis] == 2 * length for key in keys)
         if is_product and length % product == 0:
@@ -136,8 +137,8 @@ def block_matrix_shapes(
     Args:
         config: the configuration.
         layer: the layer.
-        only_active: whether to include only the matrices that multiply a token, without those of
-            experts that were not chosen for it.
+        only_active: whether to include only the matrices that multiply a token. Matrices of experts that
+            were not chosen for it are then left out.
     """
     feed_forward = feed_forward_of(config, layer)
     matrices = list[tuple[int, ...]]()

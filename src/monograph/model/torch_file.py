@@ -31,8 +31,8 @@ _WEIGHTS_KEYS = ("model", "model_state_dict", "state_dict")
 # The prefixes of names that come from torch.compile, DistributedDataParallel and the article.
 _PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)*(?:base_model\.|model\.)?")
 _ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
-# The largest accepted error of a number in a rotary table. The errors of a table in bf16 are at most 2^-9, and
-# those of a table of another base, or one that was never computed, are about 1.
+# The largest accepted error of a number in a rotary table. In a table in bf16, errors are at most 2^-9. In a
+# table of another base, or in one that was never computed, they are about 1.
 _TABLE_ERROR = 0.01
 # torch.save writes a ZIP file. It ends with three records that describe the list of its entries: the
 # ZIP64 end record, its locator and the plain end record.

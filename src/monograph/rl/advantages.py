@@ -5,9 +5,9 @@ An update minimises
     loss = sum over answers i of group g, tokens t of  - a[i] w(rho[i, t]) / sum over i of s[i]
 
 where a[i] is the advantage of answer i, s[i] is its share of the denominator, and w is a function of
-rho, the probability of a token, or of an answer, divided by the probability with which it was sampled.
-In the table, r are the rewards of the G answers to a prompt, |o| is the number of tokens of an answer
-including the one that ends it, and L is the maximum number of tokens of an answer.
+rho. rho is the probability of a token, or of an answer, divided by the probability with which it was
+sampled. In the table, r are the rewards of the G answers to a prompt. |o| is the number of tokens of an
+answer, including the one that ends it, and L is the maximum of this number.
 
 | name      | a[i]                                   | s[i] | w                    | source             |
 |-----------|----------------------------------------|------|----------------------|--------------------|

@@ -92,7 +92,7 @@ class Rollout(NamedTuple):
             tokens of answers.
         reference: the reference's log-probability of each token; empty without a KL term.
         is_cut: whether the answer was cut at the maximum number of tokens.
-        states: if answers must have a form, such as that of a regular expression, the state of its
+        states: if answers must have a form, such as a regular expression, the state of the form's
             automaton before each token (`monograph.rl.form`); else empty.
         is_sampled: for each of `token_ids`, whether the model sampled it. The environment said the
             others, which have neither a gradient nor a log-probability. Empty: all were sampled.

@@ -1,8 +1,8 @@
 """Environments: what a model in training talks to, for several turns.
 
-An *episode* is one conversation: the environment opens it with a prompt, the model answers, the
-environment says what it observes of the answer and how good the answer was, and so on, until the
-environment is done. An environment is a class:
+An *episode* is one conversation. The environment opens it with a prompt. Then, turn by turn, the model
+answers, and the environment says what it observes and how good the answer was, until the environment is
+done. An environment is a class:
 
     class Game:
         tools = [...]                  # optional: the tools that the chat template shows

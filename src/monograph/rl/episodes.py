@@ -8,7 +8,7 @@ and a log-probability.
 
 The *return* of an episode is the sum over its turns t = 0, 1, ... of discount^t times the turn's reward.
 It takes the place of the reward of a single answer. It is compared with the returns of the other
-episodes of the same record, and the weight that results is that of all ids of the episode's answers.
+episodes of the same record, which gives the episode a weight. All ids of its answers have this weight.
 
 The noise of sampling depends only on the episode's seed and on the position of an id. So an episode
 depends neither on the others that are sampled at the same time, nor on how long environments take.
@@ -132,22 +132,19 @@ class Episode(Completion):
     @property
     def ids_after_prompt(self) -> list[int]:
         """Return the ids of answers and observations, in order."""
-        return [
-            each for turn in self.turns for each in (*turn.completion.token_ids, *turn.observed_ids)
-        ]
+        ids: list[int] = []
+        for turn in self.turns:
+            ids += [*turn.completion.token_ids, *turn.observed_ids]
+        return ids
 
     @property
     def is_sampled(self) -> list[bool]:
         """Return for each of `ids_after_prompt` whether it is of an answer."""
-        return [
-            is_of_answer
-            for turn in self.turns
-            for is_of_answer, ids in (
-                (True, turn.completion.token_ids),
-                (False, turn.observed_ids),
-            )
-            for _ in ids
-        ]
+        is_of_answer: list[bool] = []
+        for turn in self.turns:
+            is_of_answer += [True] * len(turn.completion.token_ids)
+            is_of_answer += [False] * len(turn.observed_ids)
+        return is_of_answer
 
     @property
     def parts(self) -> dict[str, float]:
@@ -252,6 +249,7 @@ class EpisodeSampler:
         upcoming = iter(enumerate(starts))
 
         def begin(count: int) -> None:
+            """Open the next episodes, at most this number."""
             for number, start in itertools.islice(upcoming, count):
                 episode = _Unfinished(number, start)
                 unfinished[number] = episode
@@ -260,10 +258,12 @@ class EpisodeSampler:
                 waiting[opening] = episode
 
         def go_on(episode: _Unfinished) -> None:
+            """Ask the decoder for the episode's next answer."""
             episode.request = generator.submit(self._request(episode, generator))
             answering[episode.request] = episode
 
         def release(episode: _Unfinished) -> None:
+            """Give the episode's row back to the decoder."""
             if episode.request is not None:
                 generator.cancel(episode.request)
 
@@ -281,8 +281,10 @@ class EpisodeSampler:
                             del answering[event.number]
                             waiting[self._answered(episode, event.finish)] = episode
                 if not generator.can_advance:
+                    # All episodes wait for their environments; see TOGETHER_S.
                     wait(waiting, return_when=FIRST_COMPLETED)
                     wait(waiting, TOGETHER_S)
+                # The replies that are there by now.
                 replies = wait(waiting, timeout=0).done
                 for reply in replies:
                     episode = waiting.pop(reply)

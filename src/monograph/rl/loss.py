@@ -3,7 +3,7 @@ its answer.
 
 `monograph.rl.advantages` defines the weights. It also defines how a loss uses rho, which is the
 probability of a token divided by the probability with which it was sampled. `monograph.rl.form`
-restricts answers to a form, such as that of a regular expression.
+restricts answers to a form, such as a regular expression.
 
 Shapes: B rows, T positions, N = B T, S = B (T + 1) segments, one for padding in each row.
 """
@@ -291,8 +291,8 @@ class PolicyLoss(nn.Module):
         """Set `totals` to zero, and return figures on all targets since the last call.
 
         Args:
-            gathered: a function that is given this process's values and returns a list of those of all
-                ranks, the processes of distributed training.
+            gathered: a function of this process's values, which returns a list with the values of each
+                rank (a process of distributed training).
 
         Returns:
             drawn_minus_scored: the mean of |log-probability - sampled log-probability|.

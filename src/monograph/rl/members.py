@@ -1,9 +1,8 @@
 """Sample the answers of all members of an ensemble in one decoder, and arrange their windows.
 
 The members have adapters on one base. The decoder's model is that base with a bank of adapters
-(`monograph.decode.adapter_bank`), in which each member has a slot. A row of the decoder has the
-adapter of the member whose answer it samples, and an answer has the seed that it has in a run of the
-member alone.
+(`monograph.decode.adapter_bank`), in which each member has a slot. A row of the decoder uses the adapter
+of the member for which it samples an answer. An answer has the same seed as in a run of the member alone.
 
 Shapes: N members, R rows of a window, T positions.
 """
@@ -249,7 +248,7 @@ class MembersRollouts(Iterator[Batch]):
             for number, completions in answers.items():
                 go_on(number, SampledAnswers(completions, seconds))
         for number in diverged:
-            self.members[number].is_fresh = False  # `numbers` still has those of an earlier window
+            self.members[number].is_fresh = False  # its `numbers` are about an earlier window
         finished = {number: window for number, window in windows.items() if window is not None}
         if not finished and len(diverged) == len(self.members):
             raise not_finite(self.members[0].drawer.prompts.train[0])

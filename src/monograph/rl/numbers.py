@@ -245,9 +245,9 @@ def answer_number(answer: object) -> Fraction | None:
     """Return the number that is a record's right answer.
 
     Args:
-        answer: a number or a text. Of a text, the part after the last "####" is read, and of this
-            part only the content of the last box, if there is a box. What is read must have one
-            number, and otherwise only words.
+        answer: a number or a text. Only the part of a text after the last "####" is read. If this part
+            has a box, only the content of the last box is read. What is read must have one number, and
+            otherwise only words.
 
     Returns:
         the number; None if the answer is not such a number or text.

@@ -321,7 +321,7 @@ def read_pairs(
         length,
         reading.held_out,
         reading.bad_records,
-        keys[0],
+        keys[0],  # tells pairs from labelled answers
     ]
     if record_settings.ignored_training_keys:
         identity.append(record_settings.ignored_training_keys)

@@ -263,8 +263,8 @@ class PreferenceLoss(nn.Module):
         """Set `totals` to zero, and return figures on all pairs since the last call.
 
         Args:
-            gathered: a function that is given this process's values and returns a list of those of all
-                ranks, the processes of distributed training.
+            gathered: a function of this process's values, which returns a list with the values of each
+                rank (a process of distributed training).
 
         Returns:
             accuracy: the share of pairs with the chosen answer ahead.

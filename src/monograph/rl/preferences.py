@@ -1,8 +1,8 @@
 """The losses of preferences: each compares the log-probabilities of two answers to one prompt.
 
-log pi(o) is the sum of the log-probabilities of the tokens of an answer o, |o| is their number, and
-h(o) = log pi(o) - log ref(o), where ref are the weights that a run begins from. w is the chosen
-answer and l the rejected one:
+log pi(o) is the sum of the log-probabilities of the tokens of an answer o, and |o| is their number.
+log ref(o) is the same sum by the weights that a run begins from, and h(o) = log pi(o) - log ref(o). w is
+the chosen answer and l the rejected one:
 
 | name   | loss of a pair                                                            | arXiv      |
 |--------|---------------------------------------------------------------------------|------------|

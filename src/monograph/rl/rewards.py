@@ -375,7 +375,7 @@ class EnvironmentReward(Reward):
     def __init__(
         self, environments: Environments, turns: int, discount: float, digest: str = ""
     ) -> None:
-        """Set the attributes; `digest` is that of the file that defines the environments."""
+        """Set the attributes; `digest` is the digest of the file that defines the environments."""
         self.environments = environments
         self.turns = turns
         self.discount = discount

@@ -1,12 +1,12 @@
 """Sample answers from the weights in training, score them, and arrange them as the window of one
 update.
 
-A *window* is the rows of one update. Its answers are sampled just before the update, from the tensors
-that the previous update has changed. Nothing is kept from one sample to the next. An answer is a
-function of the weights, the prompt, the options and a seed. The seed is made from the run's seed, the
-prompt's position in the order of prompts, and the answer's number in its group, which is the answers to
-one prompt. The answer does not depend on what else is sampled at the same time. So if a run is killed
-while it samples, it samples the same answers again.
+A *window* is the rows of one update. Its answers, the *sample*, are drawn just before the update, with the
+weights that the previous update has left. Nothing is kept from one sample to the next. A *group* is the
+answers to one prompt. An answer is a function of the weights, the prompt, the options and a seed. The seed
+is made from the run's seed, the prompt's position in the order of prompts, and the answer's number in its
+group. The answer does not depend on what else is sampled at the same time. So if a run is killed while it
+samples, it samples the same answers again.
 
 Shapes: R rows, T positions.
 """
@@ -227,6 +227,7 @@ class Drawer:
         if self._cached_generator and self._cached_generator[0] == mode:
             return self._cached_generator[1]
         answers_of_rank = math.ceil(answers / self.sharing.ranks)
+        # A decoder puts its model into evaluation mode.
         with modes_kept(self.model):
             generator = self.new_generator(self.model, self.options.prompts, answers_of_rank, mode)
         self._cached_generator = mode, generator
@@ -270,7 +271,7 @@ class Drawer:
             # The reader of prompts also makes passes of one token for each prompt
             # (`PromptReader.continue_rows`). With a multiple of four prompts, they need no padding either.
             prompts_at_once = padded_count(prompts_at_once)
-        slots = CacheSizes(
+        cache_sizes = CacheSizes(
             self.slots,
             slots_per_block(self.slots),
             prompts_at_once,
@@ -279,7 +280,7 @@ class Drawer:
         )
         # Memory may hold fewer rows than there are answers.
         rows = unpadded_count(
-            rows_that_fit(model, slots, decoded_rows(answers), "lower rl.max_new_tokens")
+            rows_that_fit(model, cache_sizes, decoded_rows(answers), "lower rl.max_new_tokens")
         )
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.end_ids))
         chain = replace(chain, reports_processed=not self._samples_raw_softmax)
@@ -287,7 +288,7 @@ class Drawer:
             model,
             chain,
             rows=rows,
-            slots=slots,
+            slots=cache_sizes,
             vocabulary=self.prompts.vocab_size,
             pace=min(self.block_steps, options.max_new_tokens),
             mode=mode,
@@ -418,13 +419,13 @@ class Drawer:
         # `drawn` is the log-probability in the model's own softmax, computed as the loss computes
         # it. `processed_drawn` is that in the distribution that was sampled from, computed by the
         # sampler.
-        logprobs_of_answers = [
-            [
-                token.drawn if self._samples_raw_softmax else token.processed_drawn
-                for token in completion.logprobs or ()
-            ]
-            for completion in completions
-        ]
+        logprobs_of_answers = []
+        for completion in completions:
+            tokens = completion.logprobs or ()
+            if self._samples_raw_softmax:
+                logprobs_of_answers.append([token.drawn for token in tokens])
+            else:
+                logprobs_of_answers.append([token.processed_drawn for token in tokens])
         rollouts = [
             self._rollout(prompt, completion, logprobs)
             for prompt, completion, logprobs in zip(
@@ -434,6 +435,7 @@ class Drawer:
         if self.options.kl is None:
             return rollouts
         if not self.options.kl.needs_reference:
+            # The term "entropy" is a KL term whose reference is 0 for every token.
             return [rollout._replace(reference=[0.0] * rollout.length) for rollout in rollouts]
         # In this block the planes have the reference's weights.
         with temporary_params(self.engine.step.planes, self.reference or ()):
@@ -516,9 +518,9 @@ class Drawer:
             Answer(prompt.text, completion.text, prompt.record, prompt.where)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        scores = [
-            AnswerScore(*score) for score in self.sharing.once(lambda: self.reward.scores(answers))
-        ]
+        # On the ranks that did not compute the scores, each one is a list (`Sharing`).
+        score_tuples = self.sharing.once(lambda: self.reward.scores(answers))
+        scores = [AnswerScore(*score) for score in score_tuples]
         values = [score.value for score in scores]
         if len(values) != len(prompts) or not all(map(math.isfinite, values)):
             raise InputRefused(

@@ -108,12 +108,12 @@ MACHINES = {
     "x86_64": _Machine(0xC000003E, 0, (1 << 30) - 1),
     "aarch64": _Machine(0xC00000B7, 1, (1 << 31) - 1),
 }
-# System calls that fail, with their numbers on x86_64 and aarch64. They
-# - create a process or thread,
-# - hold memory that no limit counts and that may outlive this process,
-# - reach other processes,
-# - create namespaces and file systems, which have their own rights and memory, or
-# - open sockets, which lead to the network unless a namespace hides it.
+# System calls that fail, with their numbers on x86_64 and aarch64. Each of them does one of these:
+# - It creates a process or thread.
+# - It holds memory that no limit counts, and that may outlive this process.
+# - It reaches other processes.
+# - It creates a namespace or a file system, which has its own rights and memory.
+# - It opens a socket, through which the network can be reached unless a namespace hides it.
 FORBIDDEN: dict[str, tuple[int, int | None]] = {
     "clone": (56, 220),
     "clone3": (435, 435),
