@@ -107,7 +107,8 @@ def compare(
     `compare(a, b, held_out)` compares two engines. If both have members of several seeds, such as an
     `Ensemble` over seeds, their members are paired by seed, so that what a seed contributes to both
     cancels. Other engines are paired by document (`by_document`). The error bar then tells how sure the
-    difference of these two trained models is, but not whether models of other seeds would differ alike.
+    difference of these two trained models is, but not whether models of other seeds would differ in the
+    same way.
 
     `compare(engine, held_out)` returns the ensemble's settings with mean and standard error over
     seeds, and says which are tied with the best (`tabulate`).
@@ -257,7 +258,7 @@ def _index_by_seed(engine: object, over: str) -> dict[Hashable, int]:
         UsageError: the members also differ in another knob.
     """
     member_knobs = _member_knobs(engine)
-    other_names = {name for knobs in member_knobs for name in knobs if name != over}
+    other_names = set[str]().union(*member_knobs) - {over}
     for name in sorted(other_names):
         # Values such as lists cannot be in a set, but their texts can.
         if len({repr(knobs.get(name)) for knobs in member_knobs}) > 1:

@@ -380,15 +380,14 @@ def adapter_state(module: nn.Module) -> dict[str, Tensor]:
 
     They share memory with the module.
     """
-    lora_tensors = {
-        f"{name}.{part}": parameter.detach()
-        for name, layer in adapted_layers(module).items()
-        for part, parameter in layer.named_parameters()
-        if part.startswith("lora_")
-    }
+    lora_tensors = dict[str, Tensor]()
+    for name, layer in adapted_layers(module).items():
+        for part, parameter in layer.named_parameters():
+            if part.startswith("lora_"):
+                lora_tensors[f"{name}.{part}"] = parameter.detach()
     rows = {
-        f"{name}.{ROWS}": layer.token_rows.detach()
-        for name, layer in tables_with_rows(module).items()
+        f"{name}.{ROWS}": table.token_rows.detach()
+        for name, table in tables_with_rows(module).items()
     }
     return lora_tensors | rows
 

@@ -499,9 +499,10 @@ class LlamaConfig:
             values["eos_token_id"] = list(self.eos_token_id)
         has_windows = [self.window(layer) is not None for layer in layers]
         if "layer_types" in family.optional_keys:
-            values["layer_types"] = list(self.layer_types) or [
-                SLIDING_ATTENTION if has_window else FULL_ATTENTION for has_window in has_windows
-            ]
+            types = list(self.layer_types)
+            if not types:
+                types = [SLIDING_ATTENTION if each else FULL_ATTENTION for each in has_windows]
+            values["layer_types"] = types
         if family.full_attention_every and "sliding_window" in family.optional_keys:
             # transformers does not allow sliding_window = null in these families.
             values["sliding_window"] = self.sliding_window or family.defaults["sliding_window"]
@@ -549,7 +550,9 @@ class LlamaConfig:
         """Return the kind of a layer. Attention with and without a window is the same kind; `window`
         distinguishes them.
         """
-        return LAYER_TYPES[self.layer_types[layer] if self.layer_types else FULL_ATTENTION]
+        if not self.layer_types:
+            return LAYER_TYPES[FULL_ATTENTION]
+        return LAYER_TYPES[self.layer_types[layer]]
 
     def shortened(self, layers: int) -> Self:
         """Return the configuration of a model with only the first `layers` layers of this one."""

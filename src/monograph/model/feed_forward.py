@@ -1,7 +1,7 @@
 """Define the interface of a feed-forward layer: a layer that computes each position alone.
 
 A block of the decoder has a mixer, in which positions read from earlier ones, and then a feed-forward
-layer. There are two kinds of it: a gated layer (`monograph.model.layers`) and a mixture of experts
+layer. The latter has two kinds: a gated layer (`monograph.model.layers`) and a mixture of experts
 (`monograph.model.mixture`). Everything that differs between kinds is a method or an attribute of the
 kind's class. Only `monograph.model.llama` knows which layer has which kind.
 

@@ -175,7 +175,8 @@ def split_pattern_name(content: dict[str, Any]) -> str:
         llama_cpp_name = _LLAMA_CPP_PATTERNS.get((pattern_name, ignores_merges))
         if llama_cpp_name is not None:
             return llama_cpp_name
-    description = ", ".join([*types, "ignore_merges"] if ignores_merges else types)
+    parts = [*types, "ignore_merges"] if ignores_merges else types
+    description = ", ".join(parts)
     raise InputRefused(
         f"the tokenizer's way of splitting text ({description}) is not known to be one of "
         "llama.cpp's, which would then read other tokens without a word; export with --format hf"

@@ -155,7 +155,8 @@ def _text_tensors(
     no_wrapper = _Wrapper("", {}, ())
     wrapper = _WRAPPERS.get(str(model_type), no_wrapper)
     other_prefixes = wrapper.other_prefixes
-    family = FAMILIES.get(wrapper.text_type or str(model_type))
+    text_type = wrapper.text_type or str(model_type)
+    family = FAMILIES.get(text_type)
     if family is not None and family.may_have_mtp_layers:
         other_prefixes = (*other_prefixes, _MTP_PREFIX)
     text_tensors = dict[str, StoredTensor]()
@@ -210,8 +211,8 @@ def assumption(folder: str | Path) -> str:
 
 
 def _needs_nearest(folder: Path, values: Mapping[str, Any]) -> bool:
-    """Return whether the nearest family is to be found: the folder's model_type is unknown, and it has
-    weights that can be compared with those of the families.
+    """Return whether the nearest family has to be found: the folder's model_type is unknown, and the
+    folder has weights to compare with those of the families.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or not model_type:

@@ -1,7 +1,7 @@
 """The kinds of a model's layers, by the words that `layer_types` of a config.json has for them.
 
-`LAYER_TYPES` is the table of these kinds. A row has what is needed to check a configuration, which must
-not need torch. Everything else about a kind is in the layer's class (a `monograph.model.mixer.Mixer`). The
+`LAYER_TYPES` is the table of these kinds. A row has what is needed to check a configuration without
+torch. Everything else about a kind is in the layer's class (a `monograph.model.mixer.Mixer`). The
 row has only the name of this class and its module.
 
 To add a kind, write its class in a file such as `monograph/model/delta_net.py`, and its row here. If

@@ -539,5 +539,5 @@ class Llama(nn.Module):
                 noise = torch.randn(
                     parameter.shape, generator=generator, dtype=torch.float32, device="cpu"
                 )
-                is_residual = name.endswith(residual_matrices)
-                parameter.copy_(noise.mul_(residual_std if is_residual else std))
+                own_std = residual_std if name.endswith(residual_matrices) else std
+                parameter.copy_(noise.mul_(own_std))

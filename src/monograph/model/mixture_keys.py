@@ -108,7 +108,7 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
             if key in family.optional_keys and key in values
         ]
         without_default = [key for key in count_keys if key not in family.defaults]
-        count_key = (without_default or count_keys)[0]
+        count_key = without_default[0] if without_default else count_keys[0]
         check_positive_integer(count_key, values[count_key])
         fields["num_experts"] = values[count_key]
         shared_keys = [key for key in family.optional_keys if key.startswith("shared_expert")]

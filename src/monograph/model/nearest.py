@@ -141,7 +141,7 @@ def find_nearest(
         raise InputRefused(
             f"model_type = {model_type!r} is not supported: {_HIDDEN_DIFFERENCES[model_type]}"
         )
-    # A family that does not read fewer of the keys is nearer. Only the fault of the nearest one is told.
+    # The nearest family is the one that leaves the fewest keys unread. The error tells only its fault.
     fewest_not_read = len(values) + 1
     fault = ""
     for name, family in FAMILIES.items():
@@ -169,7 +169,7 @@ def find_nearest(
 def _not_understood(key: str, values: Mapping[str, Any], family: Family) -> list[str]:
     """Return descriptions of what a family does not read of a key of a config.json, with its value.
 
-    A key is read or not as a whole, but of a table of rotary positions each entry is looked at.
+    Most keys are read or not as a whole. In a table of rotary positions, each entry is checked by itself.
     """
     value = values[key]
     if not (key in _ROTARY_TABLES and isinstance(value, dict)):

@@ -76,7 +76,8 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     except MonographError:  # an error of `_check_archive` or `readable`, whose message is for users
         raise
     except Exception as error:  # The unpickler may raise anything for a damaged file.
-        first_line = (str(error).splitlines() or [""])[0][:100]
+        lines = str(error).splitlines()
+        first_line = lines[0][:100] if lines else ""
         raise InputRefused(
             f"{path}: not weights that torch.save wrote ({type(error).__name__}: {first_line}); "
             "save model.state_dict() alone"

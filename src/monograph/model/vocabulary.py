@@ -130,7 +130,7 @@ def tensors_by_own_names(
 
 
 def unlisted_rows(value: object, module: nn.Module) -> set[str]:
-    """Return the names of a module's trained rows of layers that a configuration does not list.
+    """Return the names of trained rows that are in layers which a configuration does not list.
 
     For example, a list of ids stands for the embedding alone, and not for an untied head.
 

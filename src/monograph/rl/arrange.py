@@ -215,11 +215,16 @@ def answer_weights(
     The weight of an answer that is left out is 0.
     """
     kept, kept_rewards = keep_and_penalise(rollouts, rewards, options)
-    kept_weights = iter(_kept_weights(kept, kept_rewards, options) if kept else ())
+    kept_weights = list[AnswerWeight]()
+    if kept:
+        kept_weights = _kept_weights(kept, kept_rewards, options)
+    remaining = iter(kept_weights)
     weights = list[AnswerWeight]()
     for rollout in rollouts:
-        is_left_out = rollout.is_cut and options.masks_truncated
-        weights.append(AnswerWeight(0.0, 0.0) if is_left_out else next(kept_weights))
+        if rollout.is_cut and options.masks_truncated:
+            weights.append(AnswerWeight(0.0, 0.0))
+        else:
+            weights.append(next(remaining))
     return weights
 
 

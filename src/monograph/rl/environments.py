@@ -15,13 +15,13 @@ done. An environment is a class:
 Each episode has an object of its own. An answer is a text. If there are tools, it is a message, in which
 the calls have been read: {"role": "assistant", "content": "...", "tool_calls": [{"name": "add",
 "arguments": {"a": 1}}]}. Arguments that are no JSON are a text. An observation is a text, a message, or
-a list of messages of users or tools. The observation None counts as an empty text, which in a chat only
-the last observation may be. A reward is a number, or a dict of numbers by name.
+a list of messages of users or tools. The observation None counts as an empty text. In a chat, only the
+last observation may be empty. A reward is a number, or a dict of numbers by name.
 
 A user's file runs in a few separate processes, each of which has many episodes. A process first runs
-the file with the user's rights. From then on it reads answers that a model has written. So it first
-gives up these rights, in the way of a process that runs a model's program (`monograph.rl.processes`). It
-may use 4 GiB of memory and any amount of processor time, but no call may take more than ANSWER_TIMEOUT_S.
+the file with the user's rights. Then it gives them up, since the answers that it will read are written by
+a model. It is confined like a process that runs a model's program (`monograph.rl.processes`), with other
+limits: 4 GiB of memory, any amount of processor time, and ANSWER_TIMEOUT_S for each call.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ EXPECTED_STEP = f"returns (observation, reward, done) from step(answer): a text 
 MAX_PROCESSES = 4
 # The maximum number of bytes of an environment's output that are read in one step.
 MAX_PRINTED_BYTES = 1 << 16
-# How long a closed environment is waited for until all of its output has been read. The output may never
-# end, since a child of the environment may hold the pipe open.
+# How long `close` waits for the rest of an environment's output. The output may never end, since a child of
+# the environment may hold the pipe open.
 FORWARDING_TIMEOUT_S = 1.0
 
 
@@ -164,7 +164,7 @@ class OwnEnvironments:
         Args:
             episode: the number of the episode.
             state: the episode's state of `random`.
-            object_of_episode: returns the episode's object; at first it makes the object.
+            object_of_episode: returns the episode's object; for a new episode, it makes the object.
             method: the name of the method.
             argument: the method's argument.
         """
@@ -197,7 +197,7 @@ class FileEnvironments:
         count = processes or min(os.cpu_count() or 1, MAX_PROCESSES)
         self._processes = [_EnvironmentProcess(code, sha256) for _ in range(count)]
         self._code = code
-        # A process asks Linux to end it when the thread ends that started it (`worker.main`). So each
+        # A process asks Linux to end it when the thread that started it ends (`worker.main`). So each
         # process has a thread of its own, which lives as long as these environments.
         self._threads: list[ThreadPoolExecutor] = []
         self._tools: Any = None
@@ -370,9 +370,12 @@ def _observation(result: Any, where: str, code: str) -> Observation:
         said = ""
     if isinstance(said, dict):
         said = [said]
+    if not isinstance(said, str) and not _are_messages(said):
+        raise error()
     parts = score_parts(reward)
-    is_said = isinstance(said, str) or _are_messages(said)
-    if parts is None or isinstance(reward, bool) or not is_said or not isinstance(done, bool):
+    if parts is None or isinstance(reward, bool):
+        raise error()
+    if not isinstance(done, bool):
         raise error()
     return Observation(said, parts, done)
 

@@ -577,18 +577,10 @@ def _as_json(episode: Episode) -> list[Any]:
 
 def _from_json(value: Sequence[Any], discount: float) -> Episode:
     """Return the episode that `_as_json` has written."""
-    prompt_ids, turns, finish = value
-    return Episode.of(
-        prompt_ids,
-        [
-            Turn(
-                Completion(text, token_ids, reason, [LogProbability(*each) for each in logprobs]),
-                observed,
-                tuple(observed_ids),
-                parts,
-            )
-            for text, token_ids, reason, logprobs, observed, observed_ids, parts in turns
-        ],
-        discount,
-        finish,
-    )
+    prompt_ids, turn_values, finish = value
+    turns = []
+    for text, token_ids, reason, logprobs, observed, observed_ids, parts in turn_values:
+        log_probabilities = [LogProbability(*fields) for fields in logprobs]
+        completion = Completion(text, token_ids, reason, log_probabilities)
+        turns.append(Turn(completion, observed, tuple(observed_ids), parts))
+    return Episode.of(prompt_ids, turns, discount, finish)

@@ -217,8 +217,9 @@ class MembersRollouts(Iterator[Batch]):
     def _make_windows(self) -> Batch:
         """Return the next windows of all members as one.
 
-        Each member's window is made by a Python generator (`WindowInTheMaking`). All of them are taken to
-        the answers that they need next, these are sampled together, and so on until all have ended.
+        Each member's window is made by a Python generator (`WindowInTheMaking`), which runs until it needs
+        answers. The answers for all members are then sampled together. This goes on until all generators
+        have ended.
         """
         diverged = self.drawer.diverged
         makings = {
@@ -258,12 +259,14 @@ class MembersRollouts(Iterator[Batch]):
 
     def _stacked(self, windows: Mapping[int, Batch]) -> Batch:
         """Return the members' windows as one, [N, R, T]."""
-        # A window in which no answer changes the gradient may lack some tensors that others have.
+        # A window in which no answer changes the gradient may lack some tensors that others have. `likes`
+        # has one tensor of each name, for its dtype and its shape without the rows.
         likes = {name: tensor for window in windows.values() for name, tensor in window.items()}
         rows = max(len(window["targets"]) for window in windows.values())
         fill = fill_of(self.drawer.ensemble.step.loss, likes) or {}
 
         def padded(name: str, number: int) -> torch.Tensor:
+            """Return a tensor of a member's window, with empty rows up to `rows`."""
             like = likes[name]
             tensor = like.new_full((rows, *like.shape[1:]), fill.get(name, 0))
             if number in windows and name in windows[number]:
@@ -271,5 +274,7 @@ class MembersRollouts(Iterator[Batch]):
                 tensor[: len(of_member)] = of_member
             return tensor
 
-        numbers = range(len(self.members))
-        return {name: torch.stack([padded(name, number) for number in numbers]) for name in likes}
+        stacked = {}
+        for name in likes:
+            stacked[name] = torch.stack([padded(name, i) for i in range(len(self.members))])
+        return stacked

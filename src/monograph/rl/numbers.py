@@ -25,9 +25,9 @@ The same grammar reads the answers of a model and the right answers of records:
 Digits that are joined in another way are not a number, and no part of them is read as one: 3,5 (a
 decimal in one country, a list in another), 1.234,56, 1.2.3, 10:30, 2^{10}, 3\sqrt{2}, 6*7.
 
-A text is read in two steps. First it is made a *plain* text, which has one character for each sign and
-separator, and no LaTeX (`_plain`). Then its *tokens* are found, which are sequences of joined digits, and
-each of them is a number or not (`_tokens`).
+A text is read in two steps. `_plain` turns it into a *plain* text, which has one character for each sign
+and separator, and no LaTeX. `_tokens` finds its *tokens*: sequences of joined digits, each of which is a
+number or not.
 """
 
 import math
@@ -51,7 +51,7 @@ UNITS = frozenset(
 _GAP = "\u00a0"
 _BLOCKER = "\ufffc"
 _FRACTION = "\u2044"
-# Accents and letters that modify others, some of which look like separators.
+# Accents and modifier letters, some of which look like separators.
 _ACCENTS = "\u02b0-\u02ff\u0300-\u036f"
 _MINUS = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
 # What a plain text has instead of each of these characters. Invisible characters are removed.
@@ -138,6 +138,7 @@ _CURRENCY = "$€£¥₹₩"
 _TOKEN = re.compile(
     rf"""
     (?P<lead>
+        # A sign directly before the digits. With spaces, only at the beginning or after =, :, ( or $.
         (?: (?: (?<![\w)\]{_BLOCKER}-])[-+](?=[^ ]) | (?:\A|(?<=[=(:$])|(?<=[=:][ ]))[ ]*[-+][ ]+ ) )?
         (?: [{_CURRENCY}][ ]?[-+]? )?
     )
@@ -191,7 +192,16 @@ _POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z]) ?\^ ?[23](?![0-9])")
 
 # What keeps the digits after it from being a number.
 _JOINED_BEFORE = re.compile(
-    rf"(?:[A-Za-z0-9_^/×÷±\\-]|[A-Za-z)\]]\.|[0-9]\(|[A-Za-z0-9)][ ]?\*+[ ]?|[×÷±][ ]|{_BLOCKER}[ {_GAP}]?)\Z"
+    rf"""
+    (?: [A-Za-z0-9_^/×÷±\\-]      # a letter, a digit or an operator
+      | [A-Za-z)\]]\.             # a dot after a letter or a bracket
+      | [0-9]\(                   # a factor of what is in brackets
+      | [A-Za-z0-9)][ ]?\*+[ ]?   # a factor or a base
+      | [×÷±][ ]
+      | {_BLOCKER}[ {_GAP}]?
+    )\Z
+    """,
+    re.VERBOSE,
 )
 # A currency before a number.
 _MONEY_BEFORE = re.compile(r"(?:(?<![A-Za-z])(?:Rs\.?|USD|US|EUR|GBP))\Z")
@@ -215,10 +225,12 @@ _JOINED_AFTER = re.compile(
 )
 # The dots that follow a decimal with digits without end, such as 0.333...
 _ELLIPSIS = re.compile(r"\.\.|…")
-# What may stand around the number of a right answer: words, punctuation and signs of layout.
+# What may stand around the number of a right answer: words, punctuation and signs of layout. A hyphen or a
+# slash may only join two words, or the number and a word after it.
 _WORDS = re.compile(
     rf"(?:[-/](?=[^\W\d_]))?(?:[^\W\d_]|[\s.,;:?()\[\]\"'%°#=≈*|~{_CURRENCY}]|(?<=[^\W\d_])[-/](?=[^\W\d_]))*"
 )
+# Words that are numbers or change one. With such a word, the text does not have the number of its digits.
 _NUMBER_WORDS = re.compile(
     r"\b(?:half|halves|quarters?|thirds?|dozens?|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|"
     r"twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundreds?|thousands?|millions?|billions?|trillions?|"
@@ -373,7 +385,7 @@ def _space_before_fraction(match: re.Match[str]) -> str:
 
 
 def _argument_text(match: re.Match[str], group: str) -> str:
-    """Return the plain text of the braces of a match of _INNERMOST, where only the braces are dropped."""
+    """Return the plain text of braces in a match of _INNERMOST whose content is kept."""
     text = match[group]
     if _FRACTION in text:
         return _space_before_fraction(match) + text

@@ -80,10 +80,7 @@ class ProgramScorer:
         self._stopped = False
 
     def confinement(self) -> bool | None:
-        """Return whether the system hides files and the network from solutions.
-
-        None: no solution can run.
-        """
+        """Return whether the system hides files and the network from solutions; None if no solution can run."""
         [passed_share] = self.scores([(_TRIAL, _TRIAL_TESTS)])
         # Both tests need a solution that runs: if none can run, neither test passes. If solutions run and
         # see files, only the first test passes. If files are hidden, both pass.

@@ -3,8 +3,8 @@
 A user's file and a model's programs run in separate processes (`monograph.rl.processes`).
 
 `monograph.config.keys` makes keys of the settings from the table `REWARDS`. So this file is imported
-whenever settings are read, which must not import torch or numpy. A reward that needs one of them imports
-it where it is used.
+whenever settings are read, and must not import torch or numpy itself. A reward that needs one of them
+imports it where it is used.
 """
 
 from __future__ import annotations
@@ -212,7 +212,9 @@ class _NumberReward(Reward):
     def _score_one(self, answer: Answer) -> float:
         number = last_number(answer.completion)
         expected = answer_number(answer.record["answer"])
-        return float(number is not None and expected is not None and _equal(number, expected))
+        if number is None or expected is None:
+            return 0.0
+        return float(_equal(number, expected))
 
 
 class _ExactReward(Reward):
@@ -644,7 +646,8 @@ def _code(completion: str) -> str:
     The last block may lack its end if the answer was cut.
     """
     blocks = _FENCED.findall(completion)
-    return textwrap.dedent(blocks[-1] if blocks else completion)
+    code = blocks[-1] if blocks else completion
+    return textwrap.dedent(code)
 
 
 def _equal(number: Fraction, expected: Fraction) -> bool:

@@ -81,10 +81,9 @@ def decoded_rows(answers: int) -> int:
 def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> int:
     """Return the number of positions of a row that holds `tokens` tokens, of a prompt and its answer.
 
-    For exact scoring it is rounded up to a multiple of four, unless the model has fewer positions. A
-    matrix product over all positions of some rows then has a multiple of four rows itself. Such products
-    round a row alike, whatever their number of rows, and need no padding for it
-    (`monograph.ops.padded_rows`).
+    For exact scoring it is rounded up to a multiple of four, unless the model has fewer positions. So a
+    matrix product over the positions of any number of texts has a multiple of four rows. All such products
+    round a row in the same way without padding (`monograph.ops.padded_rows`).
     """
     if not options.exact:
         return tokens
@@ -358,10 +357,11 @@ class Drawer:
 
         self._gather_model()
         answers = self.sharing.share(json_answers, list(zip(prompts, seeds, strict=True)))
-        return [
-            Completion(text, token_ids, finish, [LogProbability(*fields) for fields in logprobs])
-            for text, token_ids, finish, logprobs in answers
-        ]
+        completions = []
+        for text, token_ids, finish, logprobs in answers:
+            log_probabilities = [LogProbability(*fields) for fields in logprobs]
+            completions.append(Completion(text, token_ids, finish, log_probabilities))
+        return completions
 
     def _gather_model(self) -> None:
         """Set `model` to a model that has all weights; see the attribute."""

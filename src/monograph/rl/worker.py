@@ -183,9 +183,12 @@ class _Channel:
         """
         # Standard input was the socket to the parent, and has led to /dev/null since the channel to the
         # parent took that socket over. Here the children's copies of this socket are replaced by it.
-        os.register_at_fork(
-            after_in_child=lambda: [os.dup2(0, descriptor) for descriptor in self._descriptors]
-        )
+
+        def replace_copies() -> None:
+            for descriptor in self._descriptors:
+                os.dup2(0, descriptor)
+
+        os.register_at_fork(after_in_child=replace_copies)
 
     def send(self, value: object) -> None:
         self._writer.write(json.dumps(value).encode() + b"\n")
