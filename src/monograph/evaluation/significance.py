@@ -329,19 +329,7 @@ def tabulate(
     top = ranked[0]
     # The paired differences d of each setting. Settings are not hashable, so their ids are keys.
     differences = {id(other): _paired_differences(other, top, finite) for other in ranked[1:]}
-    squares = []
-    degrees = 0
-    for setting in ranked[1 : 1 + pooled_settings(len(ranked))]:
-        paired = differences[id(setting)]
-        squares += [(d - statistics.fmean(paired)) ** 2 for d in paired]
-        degrees += max(0, len(paired) - 1)
-    # If the difference of each setting to the best is the same for all seeds, scores are too coarse to tell
-    # the noise. But if all of these differences are 0, the noise is taken as 0.
-    are_equal_for_seeds = not any(squares)
-    are_all_zero = not any(any(paired) for paired in differences.values())
-    noise = None
-    if degrees and (are_all_zero or not are_equal_for_seeds):
-        noise = math.sqrt(sum(squares) / degrees)
+    noise, degrees = _pooled_noise(list(differences.values()))
     t = t_quantile(degrees) if degrees else 0.0
     values_of_top = dict[int, float]()
     for member in top.members.values():
@@ -369,6 +357,26 @@ def tabulate(
         unit=unit,
         higher_is_better=higher_is_better,
     )
+
+
+def _pooled_noise(differences: Sequence[Sequence[float]]) -> tuple[float | None, int]:
+    """Return the noise of a `Table` and its degrees of freedom; see `tabulate`.
+
+    Args:
+        differences: the paired differences of each setting to the best one, better settings first.
+    """
+    squares = []
+    degrees = 0
+    for paired in differences[: pooled_settings(len(differences) + 1)]:
+        squares += [(d - statistics.fmean(paired)) ** 2 for d in paired]
+        degrees += max(0, len(paired) - 1)
+    # If the difference of each setting to the best is the same for all seeds, scores are too coarse to tell
+    # the noise. But if all of these differences are 0, the noise is taken as 0.
+    are_equal_for_seeds = not any(squares)
+    are_all_zero = not any(any(paired) for paired in differences)
+    if degrees == 0 or (are_equal_for_seeds and not are_all_zero):
+        return None, degrees
+    return math.sqrt(sum(squares) / degrees), degrees
 
 
 def pooled_settings(settings: int) -> int:

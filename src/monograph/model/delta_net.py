@@ -166,6 +166,7 @@ class GatedDeltaNet(Mixer):
         """
         segments_BT = cast(Tensor | None, mask)
         channels_BTC, gate_BTX, b_BTH, a_BTH = self._project(hidden_BTD)
+        # The dtype in which the rule is computed.
         wide = torch.float64 if hidden_BTD.dtype == torch.float64 else torch.float32
         # beta and g are computed in float64 for two reasons. First, sums of g are subtracted from each
         # other, which magnifies their errors. Second, torch's functions in fp32 may compute the last
@@ -256,8 +257,13 @@ class GatedDeltaNet(Mixer):
             for numbers_BTH in (decay_BTH, beta_BTH)
         )
         if is_one_token:
-            token = key_BHTE[:, :, 0], value_BHTV[:, :, 0], decay_BHT[..., 0], beta_BHT[..., 0]
-            state_BHEV = delta_rule.step(*token, recurrence.state_BHEV)
+            state_BHEV = delta_rule.step(
+                key_BHTE[:, :, 0],
+                value_BHTV[:, :, 0],
+                decay_BHT[..., 0],
+                beta_BHT[..., 0],
+                recurrence.state_BHEV,
+            )
             out_BHTV = delta_rule.read(query_BHTE[:, :, 0], state_BHEV)[:, :, None]
         else:
             out_BHTV, state_BHEV = self._rule(
@@ -295,8 +301,9 @@ class GatedDeltaNet(Mixer):
     def training_flops(
         cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
     ) -> float:
-        """Return 18 · H · E · V FLOPs per token: each head reads, corrects and reads again a matrix of
-        E key times V value channels.
+        """Return 18 · H · E · V FLOPs per token.
+
+        Each head reads its state, a matrix of E × V numbers, corrects it, and reads it again.
         """
         head_size = config.linear_key_head_dim * config.linear_value_head_dim
         return 18 * config.linear_num_value_heads * head_size

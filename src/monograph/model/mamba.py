@@ -171,6 +171,7 @@ class Mamba2(Mixer):
         if cache is None:
             mixed_BTC = self.conv1d(channels_BTC, segments_BT)
             starts_BT = document_starts(segments_BT)
+            # The dtype in which the scan is computed.
             wide = torch.float64 if hidden_BTD.dtype == torch.float64 else torch.float32
             input_BTHV, key_BGTE, query_BGTE = self._heads(mixed_BTC, wide)
             value_BTHV = input_BTHV * step_BTH.to(wide)[..., None]
@@ -262,8 +263,8 @@ class Mamba2(Mixer):
     def training_flops(
         cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
     ) -> float:
-        """Return 12 · H · E · V FLOPs per token: each head writes and reads a matrix of E key times V
-        value channels.
+        """Return 12 · H · E · V FLOPs per token: each head writes and reads its state, a matrix of E × V
+        numbers.
         """
         return 12 * config.mamba_n_heads * config.mamba_d_state * config.mamba_d_head
 

@@ -226,7 +226,8 @@ def _confine(
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc.capset(struct.pack("Ii", LINUX_CAPABILITY_VERSION_3, 0), bytes(24))
+    no_capabilities = bytes(24)
+    libc.capset(struct.pack("Ii", LINUX_CAPABILITY_VERSION_3, 0), no_capabilities)
     # On a system without namespaces, a solution could otherwise read the memory of its tests' process.
     libc.prctl(PR_SET_DUMPABLE, 0)
     # Each change of rights cancels the signal that a process asks for at its parent's death. So it is
@@ -241,7 +242,7 @@ def _confine(
 
 
 def _forbid(libc: ctypes.CDLL) -> None:
-    """Let the calls of FORBIDDEN fail with EPERM in this process and its children.
+    """Make the calls of FORBIDDEN fail with EPERM in this process and its children.
 
     Raises:
         OSError: the system takes no filter, or no filter is known for this kind of processor.
@@ -254,6 +255,7 @@ def _forbid(libc: ctypes.CDLL) -> None:
     jump_if_equal = 0x15
     jump_if_above = 0x25
     end = 0x06
+    # What becomes of a call: the operands of `end`.
     allow = 0x7FFF0000
     fail = 0x00050000 | errno.EPERM
     kill = 0x80000000
@@ -266,9 +268,9 @@ def _forbid(libc: ctypes.CDLL) -> None:
         if numbers[machine.column] is not None
     ]
     # An instruction is (operation, instructions to skip if true, instructions to skip if false, operand).
-    # The first two check the processor. All later jumps lead to the last instruction, `fail`: if the
-    # call's number is above the largest one, or is one of `calls`. The jump of call `index` skips the
-    # comparisons with the calls after it, and `allow`.
+    # The first three end the process if the processor is another one. All later jumps lead to the last
+    # instruction, `fail`: if the call's number is above the largest one, or is one of `calls`. The jump of
+    # call `index` skips the comparisons with the calls after it, and `allow`.
     code = [
         (load, 0, 0, architecture),
         (jump_if_equal, 1, 0, machine.number),
