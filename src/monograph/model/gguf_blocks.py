@@ -74,7 +74,7 @@ def _nearest(values: _Floats) -> NDArray[np.int32]:
     """Round to the nearest integer, and halves to even integers.
 
     This is `nearest_int` of llama.cpp. Adding 1.5 * 2^23 moves the integer into the low bits of the
-    number. Numbers beyond 22 bits become wrong integers, which are the same as in llama.cpp.
+    number. Numbers beyond 22 bits become wrong integers, the same wrong ones as in llama.cpp.
     """
     return ((values + 1.5 * 2**23).view(np.int32) & 0x7FFFFF) - 0x400000
 
@@ -92,12 +92,12 @@ def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
     highest = 2**bits - 1
     # llama.cpp's constants for the search, see `_search_with_minimum`.
     if bits == 4:
-        first = -1.0
-        steps = 20
+        offset = -1.0
+        last_step = 20
     else:
-        first = -0.5
-        steps = 15
-    scale_N, minus_minimum_N, searched_q_WN = _search_with_minimum(x_WN, highest, first, steps)
+        offset = -0.5
+        last_step = 15
+    scale_N, minus_minimum_N, searched_q_WN = _search_with_minimum(x_WN, highest, offset, last_step)
     d_B, scales_BG = _quantize_to_6_bits(scale_N.reshape(-1, 8))
     m_B, minima_BG = _quantize_to_6_bits(minus_minimum_N.reshape(-1, 8))
     # The weights are rounded again, with the scales and minima as they are stored.
@@ -140,20 +140,20 @@ def _quantize_to_6_bits(values_BG: _Floats) -> tuple[NDArray[np.float16], _Bytes
 
 
 def _search_with_minimum(
-    x_WN: _Floats, highest: int, first: float, steps: int
+    x_WN: _Floats, highest: int, offset: float, last_step: int
 ) -> tuple[_Floats, _Floats, _Floats]:
-    """Search a scale a and a minimum b <= 0 for each group, so that the error is small.
+    """Search for a scale a and a minimum b <= 0 of each group that make the error small.
 
         error = sum of v (a q + b - x)^2,    v = |x| + root mean square of the group
 
-    Each step rounds (x - b) (highest + first + 0.1 step) / (max x - b) to integers q, with the best b
-    so far. Then it solves for the a and b with the smallest error for these q.
+    Each step 0, 1, ... rounds (x - b) (highest + offset + 0.1 step) / (max x - b) to integers q, with the
+    best b so far. Then it solves for the a and b with the smallest error for these q.
 
     Args:
         x_WN: the weights.
         highest: the largest integer q.
-        first: what the first step adds to `highest`.
-        steps: the last step; the first one is 0.
+        offset: see above.
+        last_step: the number of the last step.
 
     Returns:
         The scale and the negated minimum of each group, [N], and the integers, [W, N].
@@ -183,14 +183,14 @@ def _search_with_minimum(
         error_WN -= x_WN
         return _sum_of_groups(error_WN * error_WN * v_WN)
 
-    # The inverse scale and the minimum with which the best step rounded. `minimum_N` is what the same
-    # step solved for afterwards, and differs.
+    # The inverse scale and the minimum with which the best step has rounded. After rounding, a step solves
+    # for another minimum, which is `minimum_N`.
     rounding_inverse_N, q_WN = round_range_to(highest)
     rounding_minimum_N = minimum_N.copy()
     scale_N = 1 / (highest / (maximum_N - minimum_N))
     least_error_N = error(q_WN, scale_N, minimum_N)
-    for step in range(steps + 1):
-        inverse_N, q_WN = round_range_to(highest + first + 0.1 * step)
+    for step in range(last_step + 1):
+        inverse_N, q_WN = round_range_to(highest + offset + 0.1 * step)
         vq_WN = v_WN * q_WN
         sum_q = _sum_of_groups(vq_WN)
         sum_qq = _sum_of_groups(vq_WN * q_WN)
@@ -239,7 +239,7 @@ def _quantize_symmetric(blocks: _Floats) -> _Bytes:
 
 
 def _search_symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
-    """Search a scale a for each group, so that the error is small.
+    """Search for a scale a of each group that makes the error small.
 
         error = sum of x^2 (a q - x)^2,    -32 <= q <= 31
 

@@ -65,7 +65,7 @@ _CHARACTERS = str.maketrans(
     | {"·": "×", "⋅": "×", "∙": "×", "∗": "*", "∕": "/", "\u066b": ".", "\u066c": ","}
     | dict.fromkeys("’‘‛´`′＇\u02b9\u02bb\u02bc\u02bd\u02c8", "'")
 )
-# A digit of another script than ASCII's.
+# A decimal digit that is not one of 0 to 9 in ASCII.
 _OTHER_DIGIT = re.compile(r"[^\D0-9]")
 _SUPERSCRIPT = re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUPERSCRIPT_TO_ASCII = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789")
@@ -212,12 +212,12 @@ _RANGE_BEFORE = re.compile(r"[\w)\]]-\Z")
 _JOINED_AFTER = re.compile(
     rf"""
       \.?[ {_GAP}]?{_BLOCKER}
-    | [_^(]
+    | [_^(]                                         # an index, an exponent or a factor in brackets
     | [ ]?[×÷^±{_FRACTION}]
-    | [ ]?(?:\+|\*)[ ]?[A-Za-z0-9(\\{_BLOCKER}]
-    | /[ ]?[^A-Za-z] | /[A-Za-z](?![A-Za-z])
-    | -[ ]?[A-Za-z](?![A-Za-z])
-    | [ {_GAP}](?![aAI](?![A-Za-z]))(?P<letter>[A-Za-z])(?![A-Za-z'.])
+    | [ ]?(?:\+|\*)[ ]?[A-Za-z0-9(\\{_BLOCKER}]     # a sum or a product that goes on
+    | /[ ]?[^A-Za-z] | /[A-Za-z](?![A-Za-z])        # a divisor, not a word such as "/day"
+    | -[ ]?[A-Za-z](?![A-Za-z])                     # minus a variable
+    | [ {_GAP}](?![aAI](?![A-Za-z]))(?P<letter>[A-Za-z])(?![A-Za-z'.])  # but not the words "a" and "I"
     | (?P<word>[A-Za-z]+)
     | [ ](?:and[ ](?:a|one)[ ])?(?:half|halves|quarters?|thirds?|dozens?)\b
     """,
