@@ -339,6 +339,7 @@ def tabulate(
     best_member = min(values_of_top, key=lambda member: sign * values_of_top[member])
 
     def compare_with_top(setting: Setting) -> Setting:
+        """Return a setting with its difference to the best one, if it was compared with it."""
         paired = differences.get(id(setting))
         if not paired:
             return setting

@@ -223,6 +223,7 @@ class LlamaConfig:
             )
 
     def _check_numbers(self) -> None:
+        """Check the fields that are positive numbers."""
         for name in (
             "rms_norm_eps",
             "rope_theta",
@@ -244,6 +245,7 @@ class LlamaConfig:
             )
 
     def _check_flags(self) -> None:
+        """Check the fields that are true or false."""
         for name in (
             "tie_word_embeddings",
             "attention_bias",
@@ -256,6 +258,7 @@ class LlamaConfig:
                 raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
 
     def _check_rotation(self) -> None:
+        """Check that heads and their rotated channels can be divided into pairs."""
         if self.head_dim % 2:
             raise InputRefused(
                 f"head_dim = {self.head_dim} is odd, and rotary embedding rotates pairs of channels; change it, or the "
@@ -270,6 +273,7 @@ class LlamaConfig:
             )
 
     def _check_scaling(self) -> None:
+        """Check that the family has this scaling of rotary positions, and that it fits the other fields."""
         if self.rope_scaling is None:
             return
         unsupported_key = ""

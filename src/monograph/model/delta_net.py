@@ -395,6 +395,7 @@ class GatedDeltaNet(Mixer):
             query_key_rows = 2 * config.linear_num_key_heads * config.linear_key_head_dim
 
         def change(tensor: Tensor) -> Tensor:
+            """Return the tensor with llama.cpp's values and order."""
             if name == "A_log":
                 tensor = -tensor.exp()
             # All heads share the norm's weight, so it has no order.

@@ -325,6 +325,7 @@ class Mamba2(Mixer):
         """
 
         def change(tensor: Tensor) -> Tensor:
+            """Return the tensor with llama.cpp's values and shape."""
             if name == "A_log":
                 tensor = -tensor.exp()
             if name in ("A_log", "D"):

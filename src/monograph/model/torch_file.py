@@ -147,6 +147,7 @@ def _config(state: Mapping[str, Tensor], path: Path, settings: Mapping[str, Any]
     """
 
     def shape(name: str) -> torch.Size:
+        """Return the shape of a matrix, which must be there."""
         if name not in state or state[name].ndim != 2 or not state[name].numel():
             raise InputRefused(
                 f"{path}: holds no matrix {name}, so it is not the state dict of a Llama"

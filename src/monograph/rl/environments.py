@@ -277,6 +277,7 @@ class _EnvironmentProcess(CodeProcess):
             self._ask("end", episode, where=self.key)
 
     def _start_worker(self, channel: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the program `worker`, confined; see `CodeProcess._start_worker`."""
         # The process may see the folders from which Python imports, those of the system's libraries, and
         # the folder of the user's file.
         visible = {*sys.path, str(Path(os.__file__).parents[1]), "/lib", "/lib64", "/usr/lib"}
@@ -381,4 +382,5 @@ def _observation(result: Any, where: str, code: str) -> Observation:
 
 
 def _are_messages(value: object) -> bool:
+    """Return whether this is a list of dicts; what is in them is not checked."""
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)

@@ -92,4 +92,5 @@ class AnswerForm:
 
 
 def _look_up(masks_SV: Tensor, state_C: Tensor) -> Tensor:
+    """Return the masks of the allowed tokens in these states, [C, V]."""
     return masks_SV[state_C]

@@ -94,6 +94,7 @@ def form_named(regex: str | None, schema: str | None) -> FormName | None:
 
 
 def _schema_in(file: Path) -> FormName:
+    """Return the form of the JSON schema in a file."""
     return FormName("json_schema", read_json(file, most_bytes=MAX_SCHEMA_BYTES))
 
 
@@ -609,6 +610,7 @@ def _shown(value: object) -> str:
 
 
 def _as_list(value: str | list[str]) -> list[str]:
+    """Return a list of texts unchanged, and a text as a list of this text alone."""
     return [value] if isinstance(value, str) else value
 
 

@@ -420,6 +420,7 @@ def _serve(channel: _Channel) -> None:
         module = _run_source(source, path, function)
 
     def call(name: str, positional: object, named: object) -> Any:
+        """Call a function of the source, and return its result."""
         if not hasattr(module, name):
             raise NameError(f"name {name!r} is not defined")
         return getattr(module, name)(*decoded(positional), **decoded(named))
@@ -454,6 +455,7 @@ def _play(channel: _Channel, folders: Sequence[str]) -> None:
     episodes: dict[int, tuple[Any, Any]] = {}
 
     def open_class(source: str, path: str, name: str) -> Any:
+        """Run the source, confine the process, and return the tools of the class."""
         nonlocal environment
         environment = getattr(_run_source(source, path, name, kind="class"), name)
         for method in ("reset", "step"):
@@ -517,6 +519,7 @@ def _test(parent: _Channel, solution: _Channel) -> None:
         return result
 
     def call(name: str, /, *positional: object, **named: object) -> Any:
+        """Call a function of the solution, and return its result or raise its exception."""
         return ask(name, encoded(positional), encoded(named))
 
     source, tests = parent.receive()
