@@ -80,7 +80,7 @@ class Export(ABC):
         """Return the line that says what the folder is and how it is loaded."""
 
     def check_adapters(self, adapters: PeftAdapters, config: LlamaConfig) -> None:
-        """Refuse adapters that cannot be written without the model.
+        """Refuse adapters that cannot be written in a file of their own, without the model's weights.
 
         A format that can write adapters overrides this method, `write_adapters` and
         `describe_adapters`. The default refuses all adapters.

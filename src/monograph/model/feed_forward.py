@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class FeedForward(nn.Module, ABC):
     """A layer that computes each position alone.
 
-    Methods that are not abstract are written for a layer in which every matrix multiplies every token. A
-    mixture, in which only the matrices of the chosen experts do, overrides them.
+    Methods that are not abstract are written for a layer whose matrices all multiply every token. A mixture
+    overrides them, since only the matrices of a token's experts multiply it.
 
     Attributes:
         has_balance: whether `forward` takes a `balance`, which is for a loss that grows as experts

@@ -302,7 +302,7 @@ def _warn_of_positions(config: LlamaConfig, warn: Callable[[str], None]) -> None
     """Warn of rotary positions that llama.cpp computes a little differently."""
     scaling = config.rope_scaling
     if isinstance(scaling, YarnScaling) and not scaling.truncate:
-        # This is no error, because all published gpt-oss models have truncate = false, and llama.cpp's own
+        # This is not an error, because all published gpt-oss models have truncate = false, and llama.cpp's own
         # converter writes files of them without a warning.
         warn(
             "rope_scaling.truncate = false: llama.cpp rotates as with true, so its answers will differ a little"

@@ -246,7 +246,7 @@ def _tokens_and_types(content: dict[str, Any], rows: int) -> tuple[list[str], li
 def _should_add_bos(
     tokenizer: Tokenizer, content: dict[str, Any], bos: str, warn: Callable[[str], None]
 ) -> bool:
-    """Return whether llama.cpp shall put the beginning-of-text token before every text.
+    """Return whether llama.cpp has to put the beginning-of-text token before every text.
 
     A GGUF file has one answer for chats and for other texts. If there is a chat template, the answer
     is whether the template writes the token.

@@ -253,7 +253,7 @@ class Mixer(nn.Module, ABC):
         Args:
             writer: the file's writer.
             config: the model's configuration.
-            architecture: llama.cpp's name of the family, with which the keys of the sizes begin.
+            architecture: llama.cpp's name of the family. The keys of the sizes begin with it.
         """
 
     @classmethod

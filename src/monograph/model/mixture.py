@@ -1,4 +1,4 @@
-"""A feed-forward layer of experts, of which a router chooses some for each token.
+"""A feed-forward layer of experts: for each token, a router chooses a few of them.
 
 Shape suffixes: B batch, T positions, D hidden size, N = B T tokens, E experts, k experts of a token,
 P = N k pairs of a token and an expert; 1 an axis of length 1.
@@ -108,7 +108,7 @@ class Experts(nn.Module):
 
 
 class Mixture(FeedForward):
-    """A feed-forward layer of experts, of which a router chooses k for each token.
+    """A feed-forward layer of experts: for each token, a router chooses k of them.
 
     Some families add a shared expert, which computes every token. In most of them its output is
     multiplied by its own gate.
@@ -116,8 +116,8 @@ class Mixture(FeedForward):
     Source: Shazeer et al. 2017, arXiv 1701.06538.
 
     Attributes:
-        impl: "grouped" computes only the chosen experts; "dense" is the reference, in which every
-            expert computes every token.
+        impl: "grouped" computes only the chosen experts. "dense" is the reference: every expert
+            computes every token.
     """
 
     has_balance = True

@@ -169,7 +169,7 @@ def balance_factor(config: LlamaConfig) -> float:
 
 
 def new_model_keys(model_type: str, ffn_width: int) -> dict[str, Any]:
-    """Return the keys of a new model's mixtures: 8 experts, of which each token uses two.
+    """Return the keys of a new model's mixtures, which have 8 experts, two for each token.
 
     The balance is part of the loss, because without it some experts are hardly used after a short time
     (docs/model.md). Its factor is that of arXiv 2101.03961.

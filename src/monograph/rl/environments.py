@@ -12,8 +12,8 @@ done. An environment is a class:
         def step(self, answer):        # (observation, reward, done)
             ...
 
-Each episode has an object of its own. An answer is a text. If there are tools, it is a message, in which
-the calls have been read: {"role": "assistant", "content": "...", "tool_calls": [{"name": "add",
+Each episode has an object of its own. An answer is a text. If there are tools, it is a message with the
+calls as objects: {"role": "assistant", "content": "...", "tool_calls": [{"name": "add",
 "arguments": {"a": 1}}]}. Arguments that are no JSON are a text. An observation is a text, a message, or
 a list of messages of users or tools. The observation None counts as an empty text. In a chat, only the
 last observation may be empty. A reward is a number, or a dict of numbers by name.
@@ -204,7 +204,7 @@ class FileEnvironments:
 
     @property
     def tools(self) -> Any:
-        """Return the tools of the class, for which one process starts."""
+        """Return the tools of the class. A process is started for this, if none runs yet."""
         self._start()
         return self._tools
 

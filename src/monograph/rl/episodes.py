@@ -469,7 +469,8 @@ def opened_chat(
         end_ids: the ids that end an answer.
 
     Raises:
-        Unusable, InputRefused: the opening is no chat that an answer may follow, or is not rendered.
+        Unusable, InputRefused: the opening is not a chat that an answer may follow, or the chat template
+            does not render it.
     """
     if isinstance(opening, str):
         if tools is not None:

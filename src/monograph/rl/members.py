@@ -57,7 +57,7 @@ class MembersDrawer:
         """Make the model, which shares the base's weights with the members.
 
         Raises:
-            UsageError: the members have no adapters, or adapters for which there is no bank.
+            UsageError: the members have no adapters, or adapters that a bank cannot hold.
         """
         self.ensemble = ensemble
         self.drawers = drawers

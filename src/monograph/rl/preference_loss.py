@@ -139,7 +139,7 @@ class PreferenceLoss(nn.Module):
         score: Callable[[Sequence[Batch]], object],
         sum_over_ranks: Callable[[Tensor], Tensor],
     ) -> Iterator[None]:
-        """Prepare for the block, in which the gradient of an update is computed; see `monograph.loss`.
+        """Prepare for a block that computes the gradient of an update; see `monograph.loss`.
 
         If the reference is not known yet, it is computed. For kto, z is computed, too.
 
@@ -193,7 +193,7 @@ class PreferenceLoss(nn.Module):
         has_target_N = batch["targets"].flatten() != IGNORE
         rows = len(batch["tokens"])
         # Sums over the tokens of each answer are collected in S places, `max_row_answers` for each row.
-        # An answer's place follows from its segment. Padding has the first place, to which it adds zeros.
+        # An answer's place follows from its segment. Padding has the first place too, but adds only zeros.
         first_B = torch.arange(rows, device=log_N.device)[:, None] * self.max_row_answers
         place_N = (first_B + (batch["segments"] - 1).clamp_min(0)).flatten()
         zeros_S = torch.zeros(rows * self.max_row_answers, dtype=torch.float64, device=log_N.device)

@@ -525,7 +525,7 @@ def reward_of(name: str, vouched: Mapping[str, str] | None = None, **parameters:
     Args:
         name: the reward's name.
         vouched: the digest of each Python file that may run, by the value that names the file; None
-            if the caller itself names the reward now, and thereby trusts the file as it is.
+            if the caller names the reward itself, and so trusts the file as it is.
         parameters: values of the reward's parameters, by their names in `REWARDS`; None stands for
             a value that is not given. Models are left out.
 
@@ -597,7 +597,7 @@ def vouched_code(
 
 
 def parameters_of(name: str) -> tuple[Parameter, ...]:
-    """Return the parameters of the reward that `rl.reward` names; a function of one's own has none."""
+    """Return the parameters of the reward that `rl.reward` names; a user's function has none."""
     return REWARDS[name].parameters if name in REWARDS else ()
 
 

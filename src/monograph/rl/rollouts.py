@@ -68,7 +68,7 @@ MAX_PREFILL_PROMPTS = 32
 BLOCK_STEPS = 16
 # The smallest reward of a right answer. It is below 1, since 0.7 + 0.2 + 0.1 is below 1 in floats.
 SOLVED_REWARD = 1.0 - ROUNDING
-# Held-out prompts have no position in the order of prompts, from which a seed could be made. They get
+# A seed is made from a prompt's position in the order of prompts, and held-out prompts have none. They get
 # the positions from here on, which no run reaches.
 FIRST_HELD_OUT_POSITION = 1 << 62
 
