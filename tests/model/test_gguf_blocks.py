@@ -134,7 +134,7 @@ def test_the_bytes_of_a_row_are_llama_cpps(
     expected = theirs(rows, kind)
     # The last search has other blocks beside it than the first, and fewer; a row alone has none.
     for at_once in (3, 128):
-        monkeypatch.setattr(gguf_blocks, "_AT_ONCE", at_once)
+        monkeypatch.setattr(gguf_blocks, "_BLOCKS_PER_PART", at_once)
         different = (
             (quantize(rows, kind) != expected).any(axis=1).reshape(len(rows), -1).any(axis=1)
         )

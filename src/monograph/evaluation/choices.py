@@ -167,14 +167,15 @@ def score_tokens(
             for log_p, top_ids, top_log_p in zip(
                 target_log_p_C.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
             ):
-                scores.append(TokenScore(log_p, list(zip(top_ids, top_log_p, strict=True))))
+                ids_and_log_p = list(zip(top_ids, top_log_p, strict=True))
+                scores.append(TokenScore(log_p, ids_and_log_p))
     return scores
 
 
 def _batch_indices(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Yield the indices of the rows of each batch.
 
-    The longest rows come first, so that memory that does not suffice fails at once.
+    The longest rows come first, so that a lack of memory shows in the first batch.
 
     Args:
         lengths: the rows' lengths.
@@ -350,7 +351,7 @@ def _question(record: dict[str, Any] | Fault, where: str) -> Question:
     ]
     if not all(choice.strip() for choice in choices):
         raise Unusable("choices", f"{CHOICES!r} has an empty string")
-    # `json_objects` reads all numbers as floats.
+    # `json_objects` reads all numbers as floats. A float that is in a range is a whole number.
     if not isinstance(gold, float) or gold not in range(len(choices)):
         expected = f"the number of the right choice, from 0 to {len(choices) - 1}"
         shown = f"{gold:g}" if isinstance(gold, float) else ascii(gold)[:40]
@@ -528,6 +529,6 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> TextCo
     if begins_with_context and len(all_ids) > len(context_ids):
         ids = all_ids[len(context_ids) :]
     else:
-        # `inside` says that other text comes before.
+        # `inside` says that other text precedes what is encoded.
         ids = tokenizer.encode(continuation, inside=bool(context_ids))
     return TextContinuation([tokenizer.bos_id, *context_ids], ids)

@@ -3,8 +3,8 @@ error bars.
 
 An engine is a model with its training step, or an ensemble: models that are trained together, its
 *members*. Members differ in *knobs*, which are hyperparameters such as the learning rate or the seed.
-Members that differ in one knob alone, usually the seed, repeat the same setting. This knob is the
-*repeated* one.
+One knob, usually the seed, is the *repeated* one: members that differ only in it repeat the same setting.
+Names in this file call its values seeds.
 
 Shape suffixes: U units of text (`by_document`), N members.
 """
@@ -58,7 +58,8 @@ class Comparison:
             return "the difference may be chance"
         less_is_better = self.unit == "bits/byte"
         b_is_less = self.difference.value < 0
-        return "b is better" if b_is_less == less_is_better else "a is better"
+        b_is_better = b_is_less if less_is_better else not b_is_less
+        return "b is better" if b_is_better else "a is better"
 
     def __str__(self) -> str:
         error = ""
@@ -105,8 +106,9 @@ def compare(
 
     `compare(a, b, held_out)` compares two engines. If both have members of several seeds, such as an
     `Ensemble` over seeds, their members are paired by seed, so that what a seed contributes to both
-    cancels. Other engines are paired by document (`by_document`). This tells how sure the difference of
-    these two trained models is, but not whether other seeds would give it, too.
+    cancels. Other engines are paired by document (`by_document`). The error bar then tells how sure the
+    difference of these two trained models is, but not whether models of other seeds would differ in the
+    same way.
 
     `compare(engine, held_out)` returns the ensemble's settings with mean and standard error over
     seeds, and says which are tied with the best (`tabulate`).
@@ -222,6 +224,7 @@ def compare_answers(
 
 
 def _right_share(answers: Sequence[ChoiceMarks]) -> float:
+    """Return the share of right answers (`ChoiceMarks.acc`)."""
     return float(np.mean([answer.acc for answer in answers]))
 
 
@@ -255,7 +258,7 @@ def _index_by_seed(engine: object, over: str) -> dict[Hashable, int]:
         UsageError: the members also differ in another knob.
     """
     member_knobs = _member_knobs(engine)
-    other_names = {name for knobs in member_knobs for name in knobs if name != over}
+    other_names = set[str]().union(*member_knobs) - {over}
     for name in sorted(other_names):
         # Values such as lists cannot be in a set, but their texts can.
         if len({repr(knobs.get(name)) for knobs in member_knobs}) > 1:
@@ -272,6 +275,6 @@ def _scores_of_member(scores: Scores, member: int) -> Scores:
 
 def _member_parameters(engine: object) -> int | None:
     """Return the number of parameters of one member; None if the engine does not give it."""
-    members = getattr(engine, "members", ())
-    module = next(iter(members), None) or getattr(engine, "model", None)
+    members = list(getattr(engine, "members", ()))
+    module = members[0] if members else getattr(engine, "model", None)
     return parameter_count(module) if isinstance(module, nn.Module) else None

@@ -1,9 +1,10 @@
-"""Decide during training which settings cannot become the best any more, and with what error.
+"""Decide during training which settings of a sweep can no longer become the best, and with what
+probability that is wrong.
 
 A setting is a combination of values that a sweep tries, and each setting is trained with the same
-seeds. Each run is scored when some share of the training is done, and was scored when half of that
-share was done. A straight line through both scores, over the logarithm of the number of updates,
-predicts the score f at the end. For setting k and seed s:
+seeds. Each run is scored twice: before, after some number of updates, and now, after twice as many. A
+straight line through both scores, over the logarithm of the number of updates, predicts the score f at
+the end. For setting k and seed s:
 
     f(k, s) = now(k, s) + doublings · (now(k, s) - before(k, s))
 
@@ -35,21 +36,21 @@ def win_probabilities(
     If every setting whose result is at most P is stopped, the best setting is stopped with a
     probability of at most P, provided that
 
-    - the predictions are not unfair to the best setting: compared with any other setting, in each
-      further doubling of the updates it gains on average no more than in the last one;
-    - the interaction of seed and setting is normally distributed, with the same variance for the best
-      settings as for those of the better half. What a seed adds to the scores of all settings cancels.
+    - the predictions are not unfair to the best setting: what it gains on another setting in each
+      further doubling of the updates is on average no more than what it gained in the last one;
+    - the interaction of seed and setting is normally distributed, and the best settings have the same
+      variance as the rest of the better half. What a seed adds to the scores of all settings cancels.
 
-    The noise is that of an analysis of variance, so it does not depend on which settings are in the
-    better half, and the statistic has exactly Student's distribution. Bonferroni's inequality covers
+    The noise is computed as in an analysis of variance. So it does not depend on which settings are in
+    the better half, and the statistic has exactly Student's distribution. Bonferroni's inequality covers
     the choice of the smallest mean and the number of times at which settings are stopped.
 
     Args:
         before_KS: the scores when half as many updates were made; lower is better.
         now_KS: the scores now.
         doublings: how many times the number of updates is still to be doubled.
-        comparisons: the number of comparisons in which the best setting may lose by chance: the
-            number of other settings, times the number of times at which settings are stopped.
+        comparisons: the number of comparisons in which the best setting may lose by chance. It is the
+            number of other settings times the number of times at which settings are stopped.
 
     Returns:
         Probabilities, at most 1. All are 1 if there are fewer than two settings or two seeds.
@@ -59,8 +60,8 @@ def win_probabilities(
         return [1.0] * settings
     predicted_KS = []
     for before_S, now_S in zip(before_KS, now_KS, strict=True):
-        scores = zip(before_S, now_S, strict=True)
-        predicted_KS.append([now + doublings * (now - before) for before, now in scores])
+        pairs = zip(before_S, now_S, strict=True)
+        predicted_KS.append([now + doublings * (now - before) for before, now in pairs])
     means = [statistics.fmean(predicted_S) for predicted_S in predicted_KS]
     noise, degrees = _noise(predicted_KS, means)
     smallest = min(means)

@@ -1,8 +1,8 @@
 """Decide whether a difference is more than chance: paired differences, their standard error,
 Student's t.
 
-A knob is a name under which members (trained models) have values. A repeated knob, such as the
-seed, only repeats a setting: members that differ in nothing else have the same setting.
+Members are trained models. A knob is a hyperparameter in which members may differ. One knob, usually the
+seed, is the repeated one: members that differ only in it have the same setting.
 """
 
 import math
@@ -105,7 +105,7 @@ def _probability_within(t: float, degrees: int) -> float:
     angle = math.atan(t / math.sqrt(degrees))
     cosine = math.cos(angle)
     odd = degrees % 2
-    term = cosine if odd else 1.0
+    term = cosine if odd else 1.0  # the next term of the sum
     total = 0.0
     for k in range(odd + 2, degrees + 1, 2):
         total += term
@@ -127,7 +127,7 @@ class Setting:
         difference: this setting's values minus those of the best setting, over the seeds for which
             both have one; None for the best setting itself, and if there is no such seed.
         tied: whether the difference is within the noise; None if it is not known.
-        stopped: the seeds of members that were stopped early, whose values are from that moment.
+        stopped: the seeds of members that were stopped early. Their values are from that moment.
     """
 
     knobs: Mapping[str, Any]
@@ -152,12 +152,12 @@ class Table:
 
     Attributes:
         settings: the settings in the order of their first members.
-        best: the best setting; None if every member diverged. If all have the same value
-            (`none_is_better`), it is the first one, from which commands may go on.
+        best: the best setting; None if every member diverged. If all settings have the same value
+            (`none_is_better`), it is the first one, which a command that goes on from the best takes.
         values: each member's value; None for a member that diverged.
         noise: standard deviation of a paired difference over seeds, pooled over settings; None if
             there is only one seed, or if all seeds have the same differences. The latter happens if
-            scores are coarse, such as shares of few answers, and does not mean that there is no noise.
+            scores are coarse, such as shares of few answers. It does not mean that there is no noise.
         degrees: the degrees of freedom of `noise`.
         over: the name of the repeated knob.
         unit: the unit of the values.
@@ -208,8 +208,9 @@ class Table:
 
     @property
     def none_is_better(self) -> bool:
-        """Return whether all have the same score, such as rewards of 0: all settings, or all members of the
-        only setting.
+        """Return whether all settings have the same score, such as a reward of 0.
+
+        If there is only one setting, return whether all of its members have the same score.
         """
         if len(self.settings) > 1:
             scores = [setting.mean.value for setting in self.settings if setting.mean]
@@ -221,6 +222,7 @@ class Table:
 
     @property
     def _any_stopped(self) -> bool:
+        """Return whether a member of any setting was stopped early."""
         return any(setting.stopped for setting in self.settings)
 
     def __str__(self) -> str:
@@ -230,15 +232,16 @@ class Table:
         """Return a setting in one line: knobs, mean ± standard error, and how it compares with the
         best.
         """
-        name = " ".join(
-            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
-            for key, value in setting.knobs.items()
-        )
+        knobs = []
+        for key, value in setting.knobs.items():
+            shown = f"{value:g}" if isinstance(value, float) else value
+            knobs.append(f"{key}={shown}")
+        name = " ".join(knobs) or "all"
         divergence = ""
         if setting.failed and setting.mean:
             divergence = f"{len(setting.failed)} of {len(setting.members)} diverged"
         standing = self.standing(setting, divergence)
-        scored = f"{name or 'all'}: {mean_text(setting.mean)} {self.unit}"
+        scored = f"{name}: {mean_text(setting.mean)} {self.unit}"
         return f"{scored}   {standing}" if standing else scored
 
     def standing(self, setting: Setting, fate: str) -> str:
@@ -285,9 +288,9 @@ def tabulate(
 
     What a seed contributes (initial weights, order of rows) is in both values of a pair and
     cancels. Two seeds alone say little about noise, so it is pooled over settings. Far from the
-    optimum training is noisier, so only the better half of the settings count, and at least two. A
-    setting with a member that diverged is never the best if another setting has no such member. A
-    setting with a member that was stopped early is compared with no other.
+    optimum, training is noisier, so the noise is pooled only over the better half of the settings, and
+    over at least two. A setting with a member that diverged is never the best if another setting has no
+    such member. A setting with a member that was stopped early is not compared with any other.
 
     Args:
         values: one for each member, such as its held-out bits per byte; None or not finite if the
@@ -295,7 +298,7 @@ def tabulate(
         knobs: the knobs of each member, by name.
         over: the name of the repeated knob; members without this knob are numbered instead.
         unit: the values' unit.
-        stopped: the members that were stopped early, whose values are from that moment.
+        stopped: the members that were stopped early. Their values are from that moment.
         higher_is_better: whether higher values are better.
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
@@ -304,7 +307,10 @@ def tabulate(
     sign = -1 if higher_is_better else 1
 
     def rank(setting: Setting) -> tuple[bool, float]:
-        """Order settings: a member that diverged puts its setting last, and else the best mean is first."""
+        """Return a key by which settings are sorted, the best mean first.
+
+        Settings with a member that diverged come after all others.
+        """
         assert setting.mean is not None
         return bool(setting.failed), sign * setting.mean.value
 
@@ -323,19 +329,7 @@ def tabulate(
     top = ranked[0]
     # The paired differences d of each setting. Settings are not hashable, so their ids are keys.
     differences = {id(other): _paired_differences(other, top, finite) for other in ranked[1:]}
-    squares = []
-    degrees = 0
-    for setting in ranked[1 : 1 + pooled_settings(len(ranked))]:
-        paired = differences[id(setting)]
-        squares += [(d - statistics.fmean(paired)) ** 2 for d in paired]
-        degrees += max(0, len(paired) - 1)
-    # If each setting differs from the best equally for all seeds, scores are too coarse to tell the
-    # noise, unless all settings have the scores of the best.
-    are_equal_for_seeds = not any(squares)
-    are_all_zero = not any(any(paired) for paired in differences.values())
-    noise = None
-    if degrees and (are_all_zero or not are_equal_for_seeds):
-        noise = math.sqrt(sum(squares) / degrees)
+    noise, degrees = _pooled_noise(list(differences.values()))
     t = t_quantile(degrees) if degrees else 0.0
     values_of_top = dict[int, float]()
     for member in top.members.values():
@@ -345,6 +339,7 @@ def tabulate(
     best_member = min(values_of_top, key=lambda member: sign * values_of_top[member])
 
     def compare_with_top(setting: Setting) -> Setting:
+        """Return a setting with its difference to the best one, if it was compared with it."""
         paired = differences.get(id(setting))
         if not paired:
             return setting
@@ -363,6 +358,26 @@ def tabulate(
         unit=unit,
         higher_is_better=higher_is_better,
     )
+
+
+def _pooled_noise(differences: Sequence[Sequence[float]]) -> tuple[float | None, int]:
+    """Return the noise of a `Table` and its degrees of freedom; see `tabulate`.
+
+    Args:
+        differences: the paired differences of each setting to the best one, better settings first.
+    """
+    squares = []
+    degrees = 0
+    for paired in differences[: pooled_settings(len(differences) + 1)]:
+        squares += [(d - statistics.fmean(paired)) ** 2 for d in paired]
+        degrees += max(0, len(paired) - 1)
+    # If the difference of each setting to the best is the same for all seeds, scores are too coarse to tell
+    # the noise. But if all of these differences are 0, the noise is taken as 0.
+    are_equal_for_seeds = not any(squares)
+    are_all_zero = not any(any(paired) for paired in differences)
+    if degrees == 0 or (are_equal_for_seeds and not are_all_zero):
+        return None, degrees
+    return math.sqrt(sum(squares) / degrees), degrees
 
 
 def pooled_settings(settings: int) -> int:

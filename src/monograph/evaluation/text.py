@@ -137,7 +137,7 @@ def _evaluation(total: float, counted: float, targets: int, size_bytes: int) -> 
         targets: the number of targets in the rows.
         size_bytes: the bytes of the targets' text.
     """
-    loss = total / (counted or 1.0)
+    loss = total / (counted or 1.0)  # 0 if there are no targets
     bits_per_byte = None
     if counted == targets:
         bits_per_byte = total / math.log(2) / size_bytes
@@ -153,7 +153,8 @@ def _evaluation(total: float, counted: float, targets: int, size_bytes: int) -> 
 
 # More units would hardly narrow an error bar, and each costs at least one forward pass.
 MOST_UNITS = 256
-ROWS_PER_PASS = 8  # in `by_document`
+# The number of rows of a forward pass of `by_document`.
+ROWS_PER_PASS = 8
 
 
 class Scores(NamedTuple):

@@ -165,7 +165,7 @@ class _Table(NamedTuple):
         is_known_Q = self.grams_G[nearest_Q] == grams_Q
         discounted_Q = np.where(is_known_Q, self.discounted_G[nearest_Q], 0.0)
         # All grams hx of one context h are adjacent, so sums over x are differences of running
-        # sums.
+        # sums. The last byte x of a gram is its lowest 8 bits, from 0 to 255.
         first_of_context_Q = grams_Q & ~np.uint64(255)
         last_of_context_Q = first_of_context_Q | np.uint64(255)
         start_Q = np.searchsorted(self.grams_G, first_of_context_Q)
@@ -183,9 +183,9 @@ def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
     """Return the tables of orders 0 to `order`.
 
     Only the longest grams have to be collected from the text and sorted. A shorter gram is the tail of
-    a gram that is one byte longer, except for the first gram of the text. So both the distinct grams of
-    a length, and the number of distinct bytes that precede each of them, follow from the distinct grams
-    that are one byte longer.
+    a gram that is one byte longer, except for the first gram of the text. So the distinct grams of a
+    length follow from the distinct grams that are one byte longer, and so does the number of distinct
+    bytes that precede each of them.
     """
     if order < 0:
         return []
@@ -195,9 +195,10 @@ def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
         tail_mask = np.uint64((1 << 8 * (shorter + 1)) - 1)
         tails_G, preceding_G = np.unique(grams_G & tail_mask, return_counts=True)
         tables.append(_Table.from_counts(shorter, tails_G, preceding_G))
+        # The first gram of the text is the tail of no gram, so it may be missing.
         first_gram = _grams(train[: shorter + 1], shorter + 1)
         grams_G = np.union1d(tails_G, first_gram)
-    return tables[::-1]
+    return tables[::-1]  # the lowest order first
 
 
 def _discounts(counts_G: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -58,11 +58,14 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # A file of Monograph next to PEFT's two, with digests of the base. PEFT does not read it.
 BASE_FILE = "monograph_base.json"
-_STRUCTURE, _CONFIG = "structure_sha256", "config_sha256"  # its keys; older folders have the second
-# Where the base is on the machine that wrote the adapter, if the name for PEFT is another one.
+# Keys of this file. Older folders have the second digest instead of the first.
+_STRUCTURE = "structure_sha256"
+_CONFIG = "config_sha256"
+# The key for the base's folder on the machine that wrote the adapter. It is there if adapter_config.json
+# names the base differently.
 _FOLDER = "folder"
-# The keys of a base's config.json that do not change what its weights compute of tokens. A run, its
-# export, and a file that another program has written may differ in them.
+# The keys of a base's config.json that do not change what its weights compute. They are left out of the
+# digest, because a run, its export, and a file that another program has written may differ in them.
 _NOT_STRUCTURE = (
     "attention_dropout",
     "bos_token_id",
@@ -114,8 +117,8 @@ class Adapter(NamedTuple):
         lora: rank, alpha, targets, dropout, tokens, rslora and dora.
         base: the path of the base's folder, or its id on the hub, as adapter_config.json has it; "":
             it has none.
-        tokens: the value of `trainable_token_indices` in adapter_config.json, which says which rows
-            of the embedding are trained.
+        tokens: the value of `trainable_token_indices` in adapter_config.json, the tokens whose rows of
+            the embedding are trained.
     """
 
     folder: Path
@@ -179,15 +182,15 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def structure_digest(config: LlamaConfig) -> str:
-    """Return the SHA-256 in hex of a base's structure: all of its config.json that changes what its
+    """Return the SHA-256 in hex of a base's structure: the keys of its config.json that change what its
     weights compute.
     """
     return _digest_without(config, _NOT_STRUCTURE)
 
 
 def _config_digest(config: LlamaConfig) -> str:
-    """Return the digest that folders have which were written before `structure_digest` was recorded."""
-    # A file may have a single id as a number or as a list of one number, which mean the same.
+    """Return the digest that older folders have, which do not record `structure_digest`."""
+    # A file may have a single id as a number or as a list of one number. Both mean the same.
     if len(config.eos_token_ids) == 1:
         config = replace(config, eos_token_id=config.eos_token_ids[0])
     return _digest_without(config, ("attention_dropout", "pad_token_id"))
@@ -243,10 +246,11 @@ def read_adapter(folder: str | Path) -> Adapter:
             f"{path}: target_modules = {targets!r}: expected a list of names or a regular expression"
         )
     assert alpha is not None
+    lora_targets = tuple(sorted(targets)) if isinstance(targets, list) else str(targets)
     lora = Lora(
         rank,
         alpha,
-        tuple(sorted(targets)) if isinstance(targets, list) else str(targets),
+        lora_targets,
         float(dropout),
         tokens=read_trainable_tokens(values.get(TRAINABLE_TOKENS_KEY), path),
         rslora=bool(values.get("use_rslora")),
@@ -285,10 +289,10 @@ def load_adapter_weights(adapter: Adapter, module: nn.Module) -> None:
     path = file_inside(adapter.folder, WEIGHTS_FILE)
     state = adapter_state(module)  # shares memory with the module
     expected_names = state.keys() - unlisted_rows(adapter.tokens, module)
-    targets = {name: state[name] for name in expected_names}
+    destinations = {name: state[name] for name in expected_names}
     stored = tensors_by_own_names(read_header(path), module, path)
-    missing = targets.keys() - stored.keys()
-    unexpected = stored.keys() - targets.keys()
+    missing = destinations.keys() - stored.keys()
+    unexpected = stored.keys() - destinations.keys()
     for kind, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise InputRefused(
@@ -296,7 +300,7 @@ def load_adapter_weights(adapter: Adapter, module: nn.Module) -> None:
                 "another model, or of another depth"
             )
     for name, tensor in stored.items():
-        expected_shape = targets[name].shape
+        expected_shape = destinations[name].shape
         if tensor.shape != expected_shape:
             raise InputRefused(
                 f"{path}: {name} is {list(tensor.shape)}, not {list(expected_shape)} as by r and base"
@@ -309,7 +313,7 @@ def load_adapter_weights(adapter: Adapter, module: nn.Module) -> None:
     for name in stored:
         value = values[peft_name(name)]
         require_finite(f"{path}: {peft_name(name)}", value)
-        targets[name].copy_(value)
+        destinations[name].copy_(value)
 
 
 def require_finite(place: str, tensor: Tensor) -> None:
@@ -363,8 +367,8 @@ def install_adapters(
             raise InputRefused(f"{start.folder / CONFIG_FILE}: {error}") from None
         load_adapter_weights(start, module)
     if precision is not None and precision.name in ("bf16", "fp16"):
-        # A `Llama` rounds the embedded tokens to 16 bits in its forward pass. So its embedding can be
-        # rounded here, which gives the same numbers. That is not known of a user's own module.
+        # A `Llama` rounds the embedded tokens to 16 bits in its forward pass, so rounding its embedding
+        # here gives the same numbers. It is not known whether a user's own module does so.
         also_narrow = [module.model.embed_tokens] if isinstance(module, Llama) else []
         round_frozen_weights(module, precision.dtype, also_narrow, device)
         store_row_norms(module, reset_magnitudes=start is None)
@@ -376,15 +380,14 @@ def adapter_state(module: nn.Module) -> dict[str, Tensor]:
 
     They share memory with the module.
     """
-    lora_tensors = {
-        f"{name}.{part}": parameter.detach()
-        for name, layer in adapted_layers(module).items()
-        for part, parameter in layer.named_parameters()
-        if part.startswith("lora_")
-    }
+    lora_tensors = dict[str, Tensor]()
+    for name, layer in adapted_layers(module).items():
+        for part, parameter in layer.named_parameters():
+            if part.startswith("lora_"):
+                lora_tensors[f"{name}.{part}"] = parameter.detach()
     rows = {
-        f"{name}.{ROWS}": layer.token_rows.detach()
-        for name, layer in tables_with_rows(module).items()
+        f"{name}.{ROWS}": table.token_rows.detach()
+        for name, table in tables_with_rows(module).items()
     }
     return lora_tensors | rows
 
@@ -471,14 +474,15 @@ def pack_adapters(
 
 
 def peft_base(base: str) -> str:
-    """Return the name of a base for PEFT: its id, if it is a folder of the Hub's cache, and else `base`.
+    """Return the name of a base for PEFT: the id of a folder in the Hub's cache, otherwise `base` itself.
 
     The cache holds OWNER/NAME in models--OWNER--NAME/snapshots/COMMIT.
     """
-    path = Path(base)
-    repository = path.parent.parent.name.removeprefix("models--")
-    is_in_cache = path.parent.name == "snapshots" and path.parent.parent.name != repository
-    return repository.replace("--", "/", 1) if is_in_cache else base
+    prefix = "models--"
+    snapshots = Path(base).parent
+    repository = snapshots.parent.name
+    is_in_cache = snapshots.name == "snapshots" and repository.startswith(prefix)
+    return repository.removeprefix(prefix).replace("--", "/", 1) if is_in_cache else base
 
 
 def save_adapter(packed: PeftAdapters, folder: str | Path) -> None:
@@ -507,7 +511,7 @@ def write_adapter(packed: PeftAdapters, new: Path) -> None:
             (new / name).write_text(text, encoding="utf-8")
         packed.tokenizer.save(new / "tokenizer.json")
     save_file(packed.tensors, new / WEIGHTS_FILE, metadata={"format": "pt"})
-    # safetensors chooses permissions of its own, so give the file those of the other files.
+    # safetensors chooses its own permissions, so the file gets the permissions of the other files here.
     (new / WEIGHTS_FILE).chmod((new / CONFIG_FILE).stat().st_mode & 0o777)
 
 
@@ -519,8 +523,8 @@ def _target_modules(
         return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
     # The targets are "all-linear". This word is not written, because in PEFT it selects different layers
     # for different classes of models. PEFT selects each layer whose name is listed, or ends with a listed
-    # name. So last names, such as q_proj, are listed if they select no other layer, and otherwise whole
-    # names.
+    # name. So the last parts of the names, such as q_proj, are listed, unless they would select other
+    # layers, too. In that case the whole names are listed.
     last_names = sorted({name.rpartition(".")[2] for name in adapted})
     other_layers = [
         name
@@ -543,12 +547,14 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
         InputRefused: the base is not a folder on this machine (nothing is downloaded), or an
             adapter is, directly or through other adapters, its own base.
     """
-    # A relative path counts from the working directory, as in PEFT, or else from the adapter's folder.
-    for path in (
+    # A relative path is first looked up in the working directory, as in PEFT, and then in the adapter's
+    # folder.
+    candidates = [
         Path(adapter.base),
         adapter.folder / adapter.base,
         *adapter.base_folder_where_written(),
-    ):
+    ]
+    for path in candidates:
         if adapter.base and exists(path):
             base = without_links(path)
             above = above | {without_links(adapter.folder)}
@@ -557,7 +563,8 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
                     f"{adapter.folder / CONFIG_FILE}: its base is an adapter whose base leads back to it"
                 )
             if is_adapter(base):
-                # This is called for its errors alone: that adapter has no base here, or leads back here.
+                # This is called only for its errors: the base of that adapter is not here, or the chain
+                # of bases leads back.
                 resolved_base(read_adapter(base), above)
             return folder_named(base)
     raise InputRefused(
@@ -566,7 +573,8 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
     )
 
 
-GGUF_FILE = "adapter.gguf"  # the file of adapters in a folder for llama.cpp
+# The file of adapters in a folder for llama.cpp.
+GGUF_FILE = "adapter.gguf"
 
 
 def save_gguf_adapter(packed: PeftAdapters, config: LlamaConfig, folder: str | Path) -> None:

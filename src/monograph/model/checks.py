@@ -19,6 +19,10 @@ def check_token_id(name: str, value: object) -> None:
 
 
 def _check_integer(name: str, value: object, minimum: int, meaning: str) -> None:
+    """Raise InputRefused unless the value is an integer from the minimum to 2^31 - 1.
+
+    `meaning` is put into the message before what was expected, such as "a token id, ".
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise InputRefused(
             f"{name} = {value!r}: expected {meaning}a whole number of at least {minimum}"

@@ -39,8 +39,9 @@ _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embedding
 class LlamaConfig:
     """Sizes and constants of a model, by their Hugging Face names.
 
-    A family is all models of one model_type. It has some of the fields (`monograph.model.families`),
-    and the others must keep their defaults. Where a line below has "0: ...", 0 stands for that value.
+    A family is all models of one model_type. A family has only some of the fields
+    (`monograph.model.families`). The other fields must keep their defaults. Where a line below has
+    "0: ...", 0 stands for that value.
 
     Attributes:
         model_type: the family, a name in `monograph.model.families.FAMILIES`; exports keep it.
@@ -75,9 +76,9 @@ class LlamaConfig:
         linear_value_head_dim: width of a delta net's value head. 0: head_dim.
         linear_conv_kernel_dim: number of positions that a delta net's convolution sees. 0: 4.
         mamba_n_heads: number of heads of a layer of Mamba 2. mamba_n_heads * mamba_d_head must be a
-            multiple of hidden_size. 0: so many that it is twice hidden_size.
-        mamba_d_head: width of a head of Mamba 2. 0: head_dim if that fits, or else as wide as
-            mamba_n_heads asks for.
+            multiple of hidden_size. 0: the number for which this product is twice hidden_size.
+        mamba_d_head: width of a head of Mamba 2. 0: 2 * hidden_size / mamba_n_heads. If both are 0, it
+            is head_dim if that divides 2 * hidden_size, or else hidden_size.
         mamba_n_groups: number of groups of heads that have the same keys and queries; must divide
             mamba_n_heads. 0: 1.
         mamba_d_state: width of a key of Mamba 2. 0: 128.
@@ -190,7 +191,7 @@ class LlamaConfig:
         self._check_fields_of_family()
         self._check_layers()
         self._unify_equal_values()
-        # The fields of mixtures and of recurrent layers, with their defaults in place of zeros.
+        # The fields of mixtures and of the family's recurrent layers. Zeros are replaced by defaults.
         derived = {
             **mixture_keys.check_and_derive(self),
             **self.family.other_layers.checked_sizes(self),
@@ -217,6 +218,7 @@ class LlamaConfig:
             check_positive_integer(name, getattr(self, name))
 
     def _check_multiple(self, name: str, divisor_name: str) -> None:
+        """Refuse a field that is not a multiple of another one."""
         size = getattr(self, name)
         divisor = getattr(self, divisor_name)
         if size % divisor:
@@ -225,6 +227,7 @@ class LlamaConfig:
             )
 
     def _check_numbers(self) -> None:
+        """Check the fields that are positive numbers."""
         for name in (
             "rms_norm_eps",
             "rope_theta",
@@ -246,6 +249,7 @@ class LlamaConfig:
             )
 
     def _check_flags(self) -> None:
+        """Check the fields that are true or false."""
         for name in (
             "tie_word_embeddings",
             "attention_bias",
@@ -259,6 +263,7 @@ class LlamaConfig:
                 raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
 
     def _check_rotation(self) -> None:
+        """Check that heads and their rotated channels can be divided into pairs."""
         if self.head_dim % 2:
             raise InputRefused(
                 f"head_dim = {self.head_dim} is odd, and rotary embedding rotates pairs of channels; change it, or the "
@@ -273,6 +278,7 @@ class LlamaConfig:
             )
 
     def _check_scaling(self) -> None:
+        """Check that the family has this scaling of rotary positions, and that it fits the other fields."""
         if self.rope_scaling is None:
             return
         unsupported_key = ""
@@ -344,8 +350,8 @@ class LlamaConfig:
             # All layers have the same rotary positions.
             self._set("rope_local_theta", None)
         elif family_has_local_theta and self.rope_local_theta is None:
-            # There is a scaling. In these families, layers with a window have the same base without
-            # the scaling, which is what a rope_local_theta means.
+            # There is a scaling, which in these families does not hold for layers with a window. A
+            # rope_local_theta says just that, so these layers get one, with the base of the others.
             self._set("rope_local_theta", self.rope_theta)
         if self.attention_multiplier == self.head_dim**-0.5:
             self._set("attention_multiplier", None)
@@ -405,7 +411,7 @@ class LlamaConfig:
         """
         if name not in PRESETS:
             raise InputRefused(f"preset = {name!r}: expected one of {', '.join(PRESETS)}")
-        # A preset has no head_dim and no max_position_embeddings, the last two of `_SIZES`.
+        # A preset has no values for the last two names of `_SIZES`, head_dim and max_position_embeddings.
         sizes = dict(zip(_SIZES, PRESETS[name], strict=False))
         if family != DEFAULT_FAMILY:
             layers = overrides.get("num_hidden_layers", sizes["num_hidden_layers"])
@@ -461,7 +467,7 @@ class LlamaConfig:
         }
         # The default epsilon is that of transformers, which differs from this class's.
         values = {"rms_norm_eps": 1e-6, **family.defaults, **in_file}
-        # Some of these fields are set again below, because files state them in other ways.
+        # Some of these fields are set again below, because files may have them in another form.
         names = {field.name for field in fields(cls)} - _fields_of_others(family)
         config_fields: dict[str, Any] = {
             name: values[name] for name in names if values.get(name) is not None
@@ -504,9 +510,10 @@ class LlamaConfig:
             values["eos_token_id"] = list(self.eos_token_id)
         has_windows = [self.window(layer) is not None for layer in layers]
         if "layer_types" in family.optional_keys:
-            values["layer_types"] = list(self.layer_types) or [
-                SLIDING_ATTENTION if has_window else FULL_ATTENTION for has_window in has_windows
-            ]
+            types = list(self.layer_types)
+            if not types:
+                types = [SLIDING_ATTENTION if each else FULL_ATTENTION for each in has_windows]
+            values["layer_types"] = types
         if family.full_attention_every and "sliding_window" in family.optional_keys:
             # transformers does not allow sliding_window = null in these families.
             values["sliding_window"] = self.sliding_window or family.defaults["sliding_window"]
@@ -554,7 +561,9 @@ class LlamaConfig:
         """Return the kind of a layer. Attention with and without a window is the same kind; `window`
         distinguishes them.
         """
-        return LAYER_TYPES[self.layer_types[layer] if self.layer_types else FULL_ATTENTION]
+        if not self.layer_types:
+            return LAYER_TYPES[FULL_ATTENTION]
+        return LAYER_TYPES[self.layer_types[layer]]
 
     def shortened(self, layers: int) -> Self:
         """Return the configuration of a model with only the first `layers` layers of this one."""

@@ -6,7 +6,7 @@ has the same size for texts of every length, while attention keeps a key and a v
 
 Shape suffixes: B batch, T positions, D hidden size, C channels of the convolution, K taps of the
 convolution, S positions of the convolution's input, H value heads, G key heads, E key dimension, V
-value dimension, X any number of channels; 1 an axis of length 1.
+value dimension, X any number of channels; 1 and 2 are axes of these lengths.
 """
 
 from __future__ import annotations
@@ -67,15 +67,17 @@ _WITH_QUERIES_AND_KEYS = ("in_proj_qkv.weight", "conv1d.weight")
 
 
 class _KeptMultiples(NamedTuple):
-    """What a block keeps per token for the backward pass, in multiples of some sizes.
+    """How many numbers a block keeps per token for the backward pass, as multiples of some sizes.
+
+    The rule is computed in chunks of positions.
 
     Attributes:
         hidden: multiples of the hidden size.
-        keys: of the key channels.
-        value_head_keys: of the key channels, counted for each value head.
-        values: of the value channels.
-        chunk: of a chunk's positions, for each value head.
-        state: of the states' numbers, divided by a chunk's positions.
+        keys: multiples of the channels of all key heads.
+        value_head_keys: multiples of the channels of one key head times the number of value heads.
+        values: multiples of the channels of all value heads.
+        chunk: multiples of the positions of a chunk times the number of value heads.
+        state: multiples of the numbers of all states divided by the positions of a chunk.
     """
 
     hidden: float
@@ -86,8 +88,8 @@ class _KeptMultiples(NamedTuple):
     state: float
 
 
-# By (whether the block is captured, whether it computes in fp32). Fitted to traces of 9 shapes,
-# within 0.03 % (1 % in eager bf16).
+# The multiples by (whether the block is captured, whether it computes in fp32). They were fitted to traces
+# of 9 shapes, within 0.03 % (1 % in eager bf16).
 _KEPT_MULTIPLES = {
     (True, True): _KeptMultiples(4.0, 4.1, 9.0, 8.0, 4.2, 1.5),
     (True, False): _KeptMultiples(4.0, 6.1, 9.9, 11.0, 7.3, 4.0),
@@ -118,8 +120,8 @@ class GatedDeltaNet(Mixer):
         # The widths of all queries, all keys and all values. There are as many query heads as key heads.
         self.qkv_widths = key_width, key_width, value_width
         self.value_heads_per_key_head = config.linear_num_value_heads // config.linear_num_key_heads
-        # True: there are two projections, in which the channels of each key head are together. False:
-        # there are four.
+        # True: there are two input projections, in which the channels of each key head are together.
+        # False: there are four, one each for queries, keys and values, for z, for b and for a.
         self.by_key_head = config.family.projections_by_key_head
         # Modules are added in the order of the computation, so that parameters have this order, too.
         if self.by_key_head:
@@ -164,11 +166,12 @@ class GatedDeltaNet(Mixer):
         """
         segments_BT = cast(Tensor | None, mask)
         channels_BTC, gate_BTX, b_BTH, a_BTH = self._project(hidden_BTD)
+        # The dtype in which the rule is computed.
         wide = torch.float64 if hidden_BTD.dtype == torch.float64 else torch.float32
-        # beta and g are computed in float64 for two reasons. Sums of g are subtracted from each other,
-        # which magnifies their errors. And in fp32, torch's functions may give the last numbers of a
-        # tensor other bits than the same numbers elsewhere in it. As in transformers, beta is then rounded
-        # to the dtype of the hidden states.
+        # beta and g are computed in float64 for two reasons. First, sums of g are subtracted from each
+        # other, which magnifies their errors. Second, torch's functions in fp32 may compute the last
+        # numbers of a tensor differently from the others, so that equal numbers get different bits. As in
+        # transformers, beta is then rounded to the dtype of the hidden states.
         beta_BTH = b_BTH.double().sigmoid().to(hidden_BTD.dtype).to(wide)
         decay_BTH = -self.A_log.double().exp() * F.softplus(a_BTH.double() + self.dt_bias)
         if cache is None:
@@ -254,8 +257,13 @@ class GatedDeltaNet(Mixer):
             for numbers_BTH in (decay_BTH, beta_BTH)
         )
         if is_one_token:
-            token = key_BHTE[:, :, 0], value_BHTV[:, :, 0], decay_BHT[..., 0], beta_BHT[..., 0]
-            state_BHEV = delta_rule.step(*token, recurrence.state_BHEV)
+            state_BHEV = delta_rule.step(
+                key_BHTE[:, :, 0],
+                value_BHTV[:, :, 0],
+                decay_BHT[..., 0],
+                beta_BHT[..., 0],
+                recurrence.state_BHEV,
+            )
             out_BHTV = delta_rule.read(query_BHTE[:, :, 0], state_BHEV)[:, :, None]
         else:
             out_BHTV, state_BHEV = self._rule(
@@ -293,8 +301,9 @@ class GatedDeltaNet(Mixer):
     def training_flops(
         cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
     ) -> float:
-        """Return 18 · H · E · V FLOPs per token: each head reads, corrects and reads again a matrix of
-        E key times V value channels.
+        """Return 18 · H · E · V FLOPs per token.
+
+        Each head reads its state, a matrix of E × V numbers, corrects it, and reads it again.
         """
         head_size = config.linear_key_head_dim * config.linear_value_head_dim
         return 18 * config.linear_num_value_heads * head_size
@@ -355,11 +364,11 @@ class GatedDeltaNet(Mixer):
         writer.add_array(f"{architecture}.attention.recurrent_layers", are_delta_nets)
         if config.family.projections_by_key_head:
             return
-        # The other families, Qwen 3.5, have models that see pictures. There the rotary pairs are divided
-        # into three sections, one for each coordinate of a position in a picture. In a text the three
-        # coordinates are equal. llama.cpp puts pair i into section i % 3 if i is below three times the
-        # section's size, and does not rotate a pair without a section. These sizes give each pair a
-        # section.
+        # What remains are the families of Qwen 3.5. They also have models that see pictures. Their rotary
+        # pairs are divided into three sections, one for each coordinate of a position in a picture. In a
+        # text the three coordinates are equal. llama.cpp puts pair i into section i % 3 if i is below
+        # three times the section's size, and does not rotate a pair without a section. These sizes give
+        # each pair a section.
         pairs = config.rotary_dim // 2
         writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
 
@@ -386,6 +395,7 @@ class GatedDeltaNet(Mixer):
             query_key_rows = 2 * config.linear_num_key_heads * config.linear_key_head_dim
 
         def change(tensor: Tensor) -> Tensor:
+            """Return the tensor with llama.cpp's values and order."""
             if name == "A_log":
                 tensor = -tensor.exp()
             # All heads share the norm's weight, so it has no order.

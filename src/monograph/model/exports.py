@@ -1,8 +1,8 @@
 """The formats in which a model is written for other tools.
 
 Each format is a subclass of `Export` and an entry in `EXPORTS`. The command line builds the choices,
-the help and the errors of `--format` from this table, and must start without importing torch. So
-each method imports its writer inside its body.
+the help and the errors of `--format` from this table, and must start without importing torch. So a
+method that needs a writer imports it in its body.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Export(ABC):
         tools: the tools that read the format.
         noun_phrase: the name of the result in sentences, such as "a GGUF file".
         dtypes: the data types that the weights may be converted to; (): they keep their own.
-        aliases: other words that people may type for this format; the error then suggests the right
-            one.
+        aliases: other words that people may type for this format. They are refused, and the error
+            suggests the right word.
         can_be_pushed: whether the result may be uploaded to the Hugging Face Hub.
     """
 
@@ -80,7 +80,7 @@ class Export(ABC):
         """Return the line that says what the folder is and how it is loaded."""
 
     def check_adapters(self, adapters: PeftAdapters, config: LlamaConfig) -> None:
-        """Refuse adapters that cannot be written without the model.
+        """Refuse adapters that cannot be written in a file of their own, without the model's weights.
 
         A format that can write adapters overrides this method, `write_adapters` and
         `describe_adapters`. The default refuses all adapters.

@@ -36,7 +36,7 @@ class NormNames(NamedTuple):
 
 
 class FusedNames(NamedTuple):
-    """The names in a block of the two tensors of all experts of a layer, in files that have two."""
+    """The names, in a block, of the two tensors that hold the matrices of all experts of a layer."""
 
     gate_up: str = "mlp.experts.gate_up_proj"
     down: str = "mlp.experts.down_proj"
@@ -66,10 +66,11 @@ class LlamaCppSupport(NamedTuple):
             does not read this from the file.
         attention_alone: llama.cpp's name of the architecture if all layers of a hybrid are attention
             and have no experts; "": it does not load such a model.
-        kv_heads_by_layer: whether a file has the number of key-value heads for each layer, which is 0
-            for one that is no attention.
+        kv_heads_by_layer: whether a file has the number of key-value heads of each layer, which is 0
+            for a layer without attention.
         rotation_is_a_key: whether a file says whether queries and keys are rotated.
-        joined_layers: whether llama.cpp reads the family's joined layers joined.
+        joined_layers: whether llama.cpp's files also have the family's joined layers
+            (`Family.joined_layers`), instead of separate ones.
         treated_as_70b: which models of 80 layers llama.cpp's quantizer treats as a model of 70
             billion weights, whose value projections get more bits: none (""), those with fewer
             key-value heads than query heads ("grouped"), or all ("all").
@@ -122,34 +123,35 @@ class Family(NamedTuple):
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
         activation: transformers' key for the activation of the feed-forward layer, and the value of
             this key.
-        only_default_keys: keys that this family reads, and of which only transformers' default is
-            supported. `SUPPORTED_VALUES` has the default.
+        only_default_keys: keys that this family reads, but only with transformers' default, which is in
+            `SUPPORTED_VALUES`. Other values are refused.
         head_dim_is_derived: whether head_dim must be hidden_size / num_attention_heads.
         expert_width_key: the key for the width of a mixture's experts; "": the family has no mixtures
             of experts.
         always_norm_topk_prob: whether the weights of a token's experts are divided by their sum,
             whatever norm_topk_prob is.
-        fused_experts: how files have all experts' matrices of a layer in two tensors, of which one
-            has gate and up: gate's rows above up's ("halves"), or transposed, with alternating
-            columns of gate and up ("columns"). "": each expert has its own tensors.
-        fused_names: the names in a block of these two tensors in the files.
+        fused_experts: how files store the experts of a layer. "": each expert has its own tensors.
+            Otherwise there are two tensors for all experts, one with gate and up and one with down.
+            "halves": the rows of gate are followed by those of up. "columns": the matrices are
+            transposed, and columns of gate and up alternate.
+        fused_names: the names of these two tensors in a block of the files.
         may_lack_experts: whether a model may have num_experts = 0, and a gated layer in each block.
         gated_shared_expert: whether a shared expert's output is multiplied by a gate of its own.
         expert_bias: whether the projections of experts and the router have biases.
         clamped_gating: whether gate and up are combined as in gpt-oss
             (`monograph.model.layers.gating`).
         attention_sinks: whether each head's attention has a sink (`monograph.ops.attention`).
-        projections_by_key_head: whether a delta net has two input projections whose rows are ordered
-            by key heads, one for queries, keys, values and gates, and one for beta and decay. If not,
-            it has four: queries, keys and values together, and one for each of the others.
-        heads_divide_hidden_size: whether transformers refuses a hidden_size that is no multiple of
-            the number of heads, even with a head_dim.
+        projections_by_key_head: whether a delta net has two input projections: one for queries, keys,
+            values and gates, and one for beta and decay. Their rows are ordered by key heads. If false,
+            it has four: one for queries, keys and values, and one each for gates, beta and decay.
+        heads_divide_hidden_size: whether transformers refuses a hidden_size that is not a multiple of
+            the number of heads, even if there is a head_dim.
         new_norm_topk_prob: norm_topk_prob of a new model with mixtures.
         may_have_mtp_layers: whether files may have layers for multi-token prediction, which neither
             transformers nor this package reads.
-        own_keys: the module that translates keys of config.json which only this family has, with
-            the functions `from_hf` and `to_hf`, and the keys in `KEYS`; None: all keys are those of
-            `LlamaConfig`.
+        own_keys: the module that translates the keys of config.json that only this family has. It has
+            the functions `from_hf` and `to_hf`, and `KEYS`, the names of these keys. None: the family
+            has only keys of `LlamaConfig`.
         llama_cpp: how llama.cpp computes an exported model; None: no file for llama.cpp is written.
     """
 
@@ -200,14 +202,14 @@ _EXPERT_KEYS = (
     "output_router_logits",
     "router_aux_loss_coef",
 )
-# The fields that are factors of the embedded tokens, of branches, of attention's scores and of the logits.
+# The fields that scale the embedded tokens, the branches, attention's scores and the logits.
 MULTIPLIERS = (
     "embedding_multiplier",
     "residual_multiplier",
     "attention_multiplier",
     "logits_scaling",
 )
-# Fields of `LlamaConfig` that only some families have. A family has a field of these if it is one of the
+# Fields of `LlamaConfig` that only some families have. A family has such a field if it is among the
 # family's `optional_keys`.
 FIELDS_OF_SOME_FAMILIES = {
     "attention_bias",
@@ -688,7 +690,7 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 # The keys of this table that only some families read. All families read the others.
 _KEYS_READ_BY_SOME = {key for family in FAMILIES.values() for key in family.only_default_keys}
-# The names that transformers has for one activation.
+# All names that transformers has for an activation, by the name in `Family.activation`.
 _ACTIVATION_NAMES = {"silu": ("silu", "swish"), "gelu_pytorch_tanh": ("gelu_pytorch_tanh",)}
 
 
@@ -719,7 +721,7 @@ _KEYS_OF_ALL = {
 def keys_in_files(family: Family) -> set[str]:
     """Return the keys of config.json that a family reads.
 
-    Not among them are keys that give the types of layers by a rule, which count only in a file without
+    Keys that give the types of layers by a rule are not included: they count only if a file has no
     layer_types or no_rope_layers.
     """
     keys = {*_KEYS_OF_ALL, *family.optional_keys, *family.only_default_keys, family.activation[0]}
@@ -731,8 +733,9 @@ def keys_in_files(family: Family) -> set[str]:
         keys.add("original_max_position_embeddings")
     if family.own_keys is not None:
         # Some of its optional keys are fields of `LlamaConfig` that have other names in its files.
-        keys = keys - {*family.own_keys.NOT_IN_FILES} | {*family.own_keys.KEYS}
-    # A field of `LlamaConfig` that no file has.
+        keys -= {*family.own_keys.NOT_IN_FILES}
+        keys |= {*family.own_keys.KEYS}
+    # This field of `LlamaConfig` is in no file.
     return keys - {"rope_local_theta"}
 
 

@@ -1,10 +1,9 @@
 """Define the interface of a feed-forward layer: a layer that computes each position alone.
 
-A block of the decoder has one after its mixer, which is the layer in which positions read from
-earlier ones. There are two kinds: a gated layer (`monograph.model.layers`) and a mixture of experts
+A block of the decoder has a mixer, in which positions read from earlier ones, and then a feed-forward
+layer. The latter has two kinds: a gated layer (`monograph.model.layers`) and a mixture of experts
 (`monograph.model.mixture`). Everything that differs between kinds is a method or an attribute of the
-kind's class. `monograph.model.llama` says which layer has which kind, so that no other code has to
-know it.
+kind's class. Only `monograph.model.llama` knows which layer has which kind.
 
 Shape suffixes: B batch, T positions, D hidden size.
 """
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 class FeedForward(nn.Module, ABC):
     """A layer that computes each position alone.
 
-    Methods that are not abstract do here what is right for a layer of which all matrices multiply each
-    token. In a mixture, only those of the chosen experts do.
+    Methods that are not abstract are written for a layer whose matrices all multiply every token. A mixture
+    overrides them, since only the matrices of a token's experts multiply it.
 
     Attributes:
         has_balance: whether `forward` takes a `balance`, which is for a loss that grows as experts
@@ -61,12 +60,12 @@ class FeedForward(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def inner_numbers(cls, config: LlamaConfig) -> int:
-        """Return how many inner channels compute a token: those between the layer's matrices."""
+        """Return the number of a token's inner channels, those between the layer's matrices."""
 
     @classmethod
     def routed_numbers(cls, config: LlamaConfig, number_bytes: int) -> int:
-        """Return how many numbers per token the layer keeps for the backward pass, in addition to
-        those of its inner channels.
+        """Return how many numbers per token the layer keeps for the backward pass, apart from its inner
+        channels.
 
         Args:
             config: the model's configuration.

@@ -37,8 +37,8 @@ from monograph.storage.writing import DISK_FULL_ERRORS, lock_folder, sync, sync_
 # The dtypes that weights may have, by their names in safetensors.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# Weights are in one file, or in several files, the shards. With shards there is an index, which says
-# which tensor is in which file.
+# Weights are in one file, or in several files, the shards. With shards there is an index, a table of the
+# file of each tensor.
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -55,12 +55,12 @@ class AxisSlice(NamedTuple):
 class StoredTensor(NamedTuple):
     """The description of a tensor that can be read from files.
 
-    It is a tensor of a file, or a slice of one, or it is made of several others (its pieces). The
-    functions of this file keep descriptions in a dictionary, by the names of the tensors.
+    The tensor is one of a file, or a slice of one, or it is made of several others (its pieces). The
+    functions of this module keep descriptions in a dictionary, by the names of the tensors.
 
     Attributes:
-        path: the file. For a tensor that is made of pieces it is only for messages: it is the file of
-            the first piece, and each piece has a path of its own.
+        path: the file. For a tensor that is made of pieces, this is the path of the first piece, and is
+            only for messages: each piece has its own path.
         shape: the shape of the tensor, after slicing, transposing or joining.
         dtype: safetensors' name of the dtype.
         name_in_file: the tensor's name in the file; "": the same name as in the dictionary.
@@ -148,8 +148,9 @@ def read_tensors(stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> 
     Raises:
         InputRefused: a file is damaged.
     """
-    # The files are not mapped: safetensors keeps some bytes for each tensor that it has mapped, which a
-    # server that reads many adapters would notice. Besides, the bytes of a mapped file may change.
+    # The files are not mapped into memory. safetensors keeps some bytes for each tensor that it has ever
+    # mapped, and they add up in a server that reads many adapters. Also, the bytes of a mapped file may
+    # change.
     tensors = dict[str, Tensor]()
     for path in sorted({tensor.path for tensor in stored.values()}):
         headers = {name: header for name, header in stored.items() if header.path == path}
@@ -166,7 +167,7 @@ def read_tensors(stored: dict[str, StoredTensor], dtype: torch.dtype | None) -> 
 
 
 def _tensor_entries(file: BinaryIO) -> list[tensor_layout.TensorEntry]:
-    """Return where the tensors of a safetensors file are; begins are counted from the file's begin.
+    """Return where the tensors of a safetensors file are, counted in bytes from the file's beginning.
 
     Raises:
         LayoutError: the file is damaged.
@@ -216,7 +217,7 @@ def mapped_tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Te
 
 
 def _as_described(tensor: Tensor, header: StoredTensor) -> Tensor:
-    """Return the view of a file's tensor that a description stands for."""
+    """Return a file's tensor sliced and transposed as its description says, as a view."""
     if header.slice is not None:
         tensor = _take_slice(tensor, header.slice)
     return tensor.mT if header.transposed else tensor
@@ -249,9 +250,8 @@ def mapped_weights(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Te
 def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file for reading in the block; the errors are those of `_reading`."""
     with _reading(path):
-        # safetensors takes a second per 100,000 tensors in a header, so that a hostile header could
-        # take very long. `prefix_bytes` is called for its error alone: it refuses a header that is too
-        # long. Its result is not needed.
+        # safetensors takes a second per 100,000 tensors in a header, so a hostile header could take very
+        # long. `prefix_bytes` is called only for its error: it refuses a header that is too long.
         with open_input(path) as file:
             first_bytes = file.read(tensor_layout.LENGTH_BYTES)
             file_bytes = os.fstat(file.fileno()).st_size
@@ -262,7 +262,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Let errors in the block that come from reading a safetensors file become errors that name it.
+    """Turn errors of reading a safetensors file in the block into errors that name the file.
 
     Raises:
         InputRefused: the file is missing or damaged, or is not a safetensors file.
@@ -285,8 +285,8 @@ def _reading(path: Path) -> Iterator[None]:
             raise unreadable(path, error) from None
         if isinstance(error, MemoryError):
             raise
-        # safetensors raises a FileNotFoundError without a number for every failure to open a file, also
-        # when the file exists. This file does, because `open_input` has found it.
+        # safetensors raises a FileNotFoundError without a number for every failure to open a file, even
+        # if the file exists. This file exists, because `open_input` has found it.
         if isinstance(error, FileNotFoundError):
             raise Unreadable(
                 f"{path}: cannot be read: the system failed to open it; run again when it can"
@@ -302,8 +302,8 @@ def write_tensors(folder: Path, named: Iterable[UnreadTensor], max_shard_bytes: 
 
     Args:
         folder: an existing folder.
-        named: the tensors. An `UnreadTensor` has the name of a tensor, its shape and dtype (those of `like`, a
-            tensor on the meta device), and the function `read`, which returns it with its numbers.
+        named: the tensors. An `UnreadTensor` has a name, a tensor `like` on the meta device with the shape
+            and the dtype, and a function `read`, which returns the tensor with its numbers.
         max_shard_bytes: largest number of bytes of tensors in one file. A larger tensor has a file
             of its own.
     """
@@ -413,7 +413,7 @@ def _claimed(partial: Path) -> Iterator[None]:
     """
     # There are three cases:
     # - No folder: `lock_folder` raises an OSError, and `mkdir` makes the folder.
-    # - A folder that a killed process left: nobody holds its lock, so it is locked and removed, and made anew.
+    # - A folder that a killed process left: its lock is free, so it is locked and removed, and made again.
     # - A folder that another process is writing: `lock_folder` raises an OSError, and `mkdir` fails.
     with suppress(OSError), lock_folder(partial):
         shutil.rmtree(partial)

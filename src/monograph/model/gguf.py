@@ -5,8 +5,8 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes the format. 
 which is an optional dependency, writes it. What comments say about llama.cpp is from its src/models/,
 and tests/laws/test_exported_is_original.py checks it.
 
-llama.cpp computes each family in one way, of which a file can change only some numbers. So a model
-whose configuration differs from that way is refused: llama.cpp would load the file without an error,
+llama.cpp computes each family in one way, and a file can change only some numbers of it. A model whose
+configuration asks for anything else is refused, because llama.cpp would load its file without an error
 and compute something else.
 
 Shape suffix: F = rotated channels of a head / 2, the frequencies.
@@ -58,8 +58,8 @@ Q8_0_BLOCK = 32  # weights that share one scale in Q8_0
 DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"} | K_QUANTS
 # The number of a file's dtype in llama.cpp's enum `llama_ftype`.
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32}
-# The dtype to which a tensor of a type is cast before it is written or quantised. For all other types it
-# is fp32.
+# The dtype to which a tensor is cast before it is written or quantised, by its type in the file. For types
+# that are not listed it is fp32.
 _CAST_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 # The file's dtype if the user gives none, by the dtype of the weights.
 _DEFAULT_DTYPES = {
@@ -69,7 +69,7 @@ _DEFAULT_DTYPES = {
     torch.bfloat16: "bf16",
 }
 
-# llama.cpp rotates queries and keys in all layers of a SmolLM3 except every fourth one.
+# llama.cpp rotates queries and keys in all layers of a SmolLM3 but every fourth one.
 _SMOLLM3_INTERVAL = 4
 # llama.cpp's names of the layers outside of the blocks, without the final norm, whose name differs by
 # family.
@@ -120,9 +120,9 @@ def save_gguf(
 
     Raises:
         UsageError: the package `gguf` is not installed.
-        InputRefused: a feature that llama.cpp lacks or would read wrongly (a window, an unknown
-            split pattern, too many stop tokens), weights that do not fit the dtype, or a folder
-            that cannot be written.
+        InputRefused: llama.cpp lacks a feature of the model or would read it wrongly (a window, an
+            unknown split pattern, too many stop tokens), weights do not fit the dtype, or the folder
+            cannot be written.
         DiskFull: no space left; nothing of this export remains.
     """
     if dtype is None:
@@ -177,8 +177,11 @@ def llama_cpp_support(config: LlamaConfig) -> LlamaCppSupport:
 
 
 def _mixers(config: LlamaConfig) -> list[type[Mixer]]:
-    """Return the classes of the mixers that a file describes: those of the family, or attention alone if
-    llama.cpp has another architecture for that.
+    """Return the classes of the mixers that a file describes.
+
+    These are all classes that the family has. There is one exception: if all layers of the model are
+    attention without experts, llama.cpp may have another architecture for it, with attention as the only
+    class (`LlamaCppSupport.attention_alone`).
     """
     support = config.family.llama_cpp
     is_attention_alone = all(
@@ -233,12 +236,13 @@ def _check_supported(config: LlamaConfig, dtype: str) -> None:
 
 
 def _check_unrotated_layers(config: LlamaConfig) -> None:
-    """Refuse a SmolLM3 in which other layers than every fourth one do not rotate queries and keys."""
+    """Refuse a SmolLM3 unless exactly every fourth layer does not rotate queries and keys."""
     if "no_rope_layers" not in config.family.optional_keys:
         return
     layers = range(config.num_hidden_layers)
     unrotated = [layer for layer in layers if not config.rotates(layer)]
-    if unrotated != [*layers[_SMOLLM3_INTERVAL - 1 :: _SMOLLM3_INTERVAL]]:
+    every_fourth = [*layers[_SMOLLM3_INTERVAL - 1 :: _SMOLLM3_INTERVAL]]
+    if unrotated != every_fourth:
         raise InputRefused(
             f"no_rope_layers: llama.cpp rotates all layers of a {config.model_type} but each "
             f"{_SMOLLM3_INTERVAL}th{USE_HF}"
@@ -265,7 +269,7 @@ def _check_row_lengths(config: LlamaConfig, dtype: str) -> None:
 
 
 def _check_score_scale(config: LlamaConfig) -> None:
-    """Refuse a model whose attention scores have another factor than llama.cpp computes."""
+    """Refuse a model whose attention scores have a factor that llama.cpp does not compute."""
     if config.query_pre_attn_scalar:  # 0 means head_dim
         raise InputRefused(
             f"query_pre_attn_scalar = {config.query_pre_attn_scalar} is not head_dim = {config.head_dim}, as llama.cpp "
@@ -275,8 +279,8 @@ def _check_score_scale(config: LlamaConfig) -> None:
     if not isinstance(scaling, YarnScaling):
         return
     default_factor = scaling.default_attention_factor(scaling.factor)
-    # llama.cpp computes yarn only with truncate = true. gpt-oss, the family with sinks, may have false
-    # nevertheless: the difference is small, and `_warn_of_positions` warns of it.
+    # llama.cpp computes yarn only with truncate = true. gpt-oss, the family with sinks, is accepted with
+    # false, too: the difference is small, and `_warn_of_positions` warns of it.
     accepted_truncate = scaling.truncate if config.family.attention_sinks else True
     # The only values of the other keys that llama.cpp computes.
     accepted = replace(
@@ -298,7 +302,7 @@ def _warn_of_positions(config: LlamaConfig, warn: Callable[[str], None]) -> None
     """Warn of rotary positions that llama.cpp computes a little differently."""
     scaling = config.rope_scaling
     if isinstance(scaling, YarnScaling) and not scaling.truncate:
-        # This is no error, because all published gpt-oss models have truncate = false, and llama.cpp's own
+        # This is not an error, because all published gpt-oss models have truncate = false, and llama.cpp's own
         # converter writes files of them without a warning.
         warn(
             "rope_scaling.truncate = false: llama.cpp rotates as with true, so its answers will differ a little"
@@ -311,8 +315,8 @@ def _warn_of_positions(config: LlamaConfig, warn: Callable[[str], None]) -> None
 
 
 def _check_windows(config: LlamaConfig) -> None:
-    """Refuse a model with windows in other layers, or with another rotary base in these layers, than
-    llama.cpp computes.
+    """Refuse a model whose windows differ from those that llama.cpp computes: if other layers have a
+    window, or if layers with a window have another rotary base.
     """
     window = config.sliding_window
     every = config.family.full_attention_every
@@ -331,7 +335,8 @@ def _check_windows(config: LlamaConfig) -> None:
     # if the window is longer than all texts.
     local_theta, _ = config.theta_and_scaling(local=True)
     llama_cpp_theta = llama_cpp_support(config).local_rope_theta or config.rope_theta
-    if without_window != [*layers[every - 1 :: every]] or local_theta != llama_cpp_theta:
+    without_window_in_llama_cpp = [*layers[every - 1 :: every]]
+    if without_window != without_window_in_llama_cpp or local_theta != llama_cpp_theta:
         raise InputRefused(
             f"layer_types and rope_local_theta: llama.cpp computes a window and a base of {llama_cpp_theta:g} in all "
             f"layers of a {config.model_type} but each {every}th{USE_HF}"
@@ -369,7 +374,7 @@ def _add_shape(gguf: ModuleType, writer: GGUFWriter, config: LlamaConfig) -> Non
     writer.add_rope_dimension_count(config.rotary_dim)
     writer.add_rope_freq_base(config.rope_theta)
     if llama_cpp.rotation_is_a_key:
-        # llama.cpp reads this key, which has another meaning by its name.
+        # Despite its name, llama.cpp reads in this key whether queries and keys are rotated.
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
@@ -441,11 +446,12 @@ def llama_cpp_tensors(
     if llama_cpp.joined_layers:
         parameters = JoinedLayersRule(config).to_files(parameters)
     for name, like, read in parameters:
-        # The name model.layers.3.self_attn.q_proj.weight has the module model.layers.3.self_attn.q_proj,
-        # the suffix weight, the layer 3, and the name self_attn.q_proj of the module in its block.
+        # In the name model.layers.3.self_attn.q_proj.weight, the module is model.layers.3.self_attn.q_proj,
+        # the suffix is weight, the layer is 3, and `inner`, the module's name in its block, is
+        # self_attn.q_proj.
         module, _, suffix = name.rpartition(".")
         if suffix == "sinks":
-            # The name of the sinks, self_attn.sinks, has no ".weight", but it has in llama.cpp.
+            # The sinks are named self_attn.sinks, without ".weight", and llama.cpp's name has ".weight".
             module = name
             suffix = "weight"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
@@ -566,9 +572,8 @@ def write_gguf_file(
         for name, _, read in tensors:
             # The bytes are written here and not by the package, because it calls numpy's tofile, whose
             # error does not say that the disk is full.
-            written_bytes = file.write(
-                memoryview(_encode(gguf, name, read(), types[name])).cast("B")
-            )
+            encoded = _encode(gguf, name, read(), types[name])
+            written_bytes = file.write(memoryview(encoded).cast("B"))
             writer.write_padding(file, written_bytes)
     finally:
         writer.close()
@@ -586,7 +591,8 @@ def _encode(gguf: ModuleType, name: str, weight: Tensor, tensor_type: str) -> An
         return cast_weight.numpy()
     largest_weight = float(torch.stack(weight.aminmax()).abs().max())
     # Quantised types, whose names begin with Q, store scales in float16. A scale of Q8_0 is at most
-    # max|w| / 127, and a scale of the other types at most max|w|. All other types store the weights.
+    # max|w| / 127, and a scale of another quantised type at most max|w|. Types that are not quantised
+    # store the weights themselves.
     largest_stored = largest_weight / 127 if tensor_type == "Q8_0" else largest_weight
     stored_dtype = torch.float16 if tensor_type.startswith("Q") else cast_dtype
     fits = largest_stored <= torch.finfo(stored_dtype).max  # False for a NaN

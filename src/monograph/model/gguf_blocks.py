@@ -1,12 +1,11 @@
 """Choose the k-quant type of each matrix in a GGUF file, and quantise rows to Q4_K, Q5_K and Q6_K.
 
-The types and the bits are those of llama.cpp's own quantizer without an importance matrix. Source:
-ggml-org/llama.cpp, src/llama-quant.cpp and ggml-quants.c (MIT), whose formats and searches these
-are.
+The types and the bits are those of llama.cpp's own quantizer without an importance matrix. The formats
+and the searches are those of ggml-org/llama.cpp, src/llama-quant.cpp and ggml-quants.c (MIT).
 
-The bits are equal only if each product and each sum is rounded to fp32 in that file's order: a sum
-runs over a group from its first weight to its last, and no product is fused with a sum. So no
-expression below may be rewritten as another that is equal in exact arithmetic.
+The bits are equal only if products and sums are rounded to fp32 in the same order as in ggml-quants.c: a
+sum runs over a group from its first weight to its last, and no product is fused with a sum. So no
+expression below may be rewritten, even if the new one is equal in exact arithmetic.
 
 A *block* is 256 consecutive weights of a row. A *group* is 32 consecutive weights of a block in
 Q4_K and Q5_K, and 16 in Q6_K.
@@ -23,9 +22,9 @@ from numpy.typing import NDArray
 from monograph.model.config import LlamaConfig
 
 BLOCK = 256
-# The number of blocks that are searched at once. What a search reads and writes then stays in the cache
-# of a core.
-_AT_ONCE = 128
+# The number of blocks that are quantised together. What a search reads and writes for them fits into the
+# cache of a core.
+_BLOCKS_PER_PART = 128
 # In Q6_K, a group whose weights are all smaller than this becomes zeros.
 _NEGLIGIBLE = 1e-15
 
@@ -38,9 +37,9 @@ def quantize(rows: _Floats, kind: str) -> _Bytes:
     """Return the bytes of quantised rows.
 
     In "Q4_K" and "Q5_K", a weight is w = d s q - m t. Each block has two float16 numbers d and m, and
-    each group has two integers s and t of 6 bits. In "Q6_K", a weight is w = d s q. Each block has a
-    float16 number d, and each group has an integer s of 8 bits. Each weight has an integer q, of 4,
-    5 or 6 bits as the name says. So d s is a group's scale, and -m t its minimum.
+    each group has two integers s and t of 6 bits. So d s is a group's scale, and -m t its minimum. In
+    "Q6_K", a weight is w = d s q. Each block has a float16 number d, and each group has an integer s of 8
+    bits. In all three, each weight has an integer q, of 4, 5 or 6 bits as the name says.
 
     Args:
         rows: finite and contiguous. The last axis is a multiple of 256, and no magnitude is above
@@ -48,19 +47,20 @@ def quantize(rows: _Floats, kind: str) -> _Bytes:
         kind: "Q4_K", "Q5_K" or "Q6_K".
     """
     blocks = rows.reshape(-1, BLOCK)
-    parts = [blocks[begin : begin + _AT_ONCE] for begin in range(0, len(blocks), _AT_ONCE)]
+    begins = range(0, len(blocks), _BLOCKS_PER_PART)
+    parts = [blocks[begin : begin + _BLOCKS_PER_PART] for begin in begins]
     # Groups of zeros divide by zero, and tiny weights underflow. Both are handled below.
     with np.errstate(all="ignore"):
         if kind == "Q6_K":
             return np.concatenate([_quantize_symmetric(part) for part in parts])
-        bits = int(kind[1])
+        bits = int(kind[1])  # the digit of "Q4_K" or "Q5_K"
         return np.concatenate([_quantize_with_minimum(part, bits) for part in parts])
 
 
 def _groups(blocks: _Floats, size: int) -> _Floats:
     """Return the groups as columns, [W, N].
 
-    Numpy adds up the first axis in order, which the module's bits need.
+    Numpy sums over the first axis in order, from the first weight of a group to its last.
     """
     return np.ascontiguousarray(blocks.reshape(-1, size).T)
 
@@ -74,7 +74,7 @@ def _nearest(values: _Floats) -> NDArray[np.int32]:
     """Round to the nearest integer, and halves to even integers.
 
     This is `nearest_int` of llama.cpp. Adding 1.5 * 2^23 moves the integer into the low bits of the
-    number. Numbers beyond 22 bits become wrong integers, which are the same as in llama.cpp.
+    number. Numbers beyond 22 bits become wrong integers, the same wrong ones as in llama.cpp.
     """
     return ((values + 1.5 * 2**23).view(np.int32) & 0x7FFFFF) - 0x400000
 
@@ -92,12 +92,12 @@ def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
     highest = 2**bits - 1
     # llama.cpp's constants for the search, see `_search_with_minimum`.
     if bits == 4:
-        first = -1.0
-        steps = 20
+        offset = -1.0
+        last_step = 20
     else:
-        first = -0.5
-        steps = 15
-    scale_N, minus_minimum_N, searched_q_WN = _search_with_minimum(x_WN, highest, first, steps)
+        offset = -0.5
+        last_step = 15
+    scale_N, minus_minimum_N, searched_q_WN = _search_with_minimum(x_WN, highest, offset, last_step)
     d_B, scales_BG = _quantize_to_6_bits(scale_N.reshape(-1, 8))
     m_B, minima_BG = _quantize_to_6_bits(minus_minimum_N.reshape(-1, 8))
     # The weights are rounded again, with the scales and minima as they are stored.
@@ -105,14 +105,11 @@ def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
     stored_minimum_N = (m_B.astype(np.float32)[:, None] * minima_BG).ravel()
     rounded_q_WN = np.clip(_nearest((x_WN + stored_minimum_N) / stored_scale_N), 0, highest)
     # As in llama.cpp, a group whose stored scale is 0 keeps the integers of the search.
-    q_BGW = (
-        np.where(stored_scale_N == 0, searched_q_WN, rounded_q_WN)
-        .astype(np.uint8)
-        .T.reshape(-1, 8, 32)
-    )
-    # The 8 scales and 8 minima of a block, of 6 bits each, are packed into 12 bytes. The first 8 bytes
-    # have those of groups 0 to 3 in their low 6 bits. Those of groups 4 to 7 are split: their high 2 bits
-    # are in the high bits of the first 8 bytes, and their low 4 bits are in the last 4 bytes.
+    q_WN = np.where(stored_scale_N == 0, searched_q_WN, rounded_q_WN).astype(np.uint8)
+    q_BGW = q_WN.T.reshape(-1, 8, 32)
+    # The 8 scales and 8 minima of a block, of 6 bits each, are packed into 12 bytes. The scales and minima
+    # of groups 0 to 3 are the low 6 bits of the first 8 bytes. Those of groups 4 to 7 are split: their
+    # high 2 bits are the high bits of the first 8 bytes, and their low 4 bits are in the last 4 bytes.
     packed = [
         scales_BG[:, :4] | ((scales_BG[:, 4:] >> 4) << 6),
         minima_BG[:, :4] | ((minima_BG[:, 4:] >> 4) << 6),
@@ -123,7 +120,7 @@ def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
         # groups: that of group g is bit g of the byte.
         fifth_bits = (q_BGW >> 4) << np.arange(8, dtype=np.uint8)[:, None]
         packed.append(np.bitwise_or.reduce(fifth_bits, axis=1))
-    # A byte has the low 4 bits of integers at the same place in two neighbouring groups.
+    # A byte has the low 4 bits of two integers, at the same place in two neighbouring groups.
     low = (q_BGW & 15) << np.array([0, 4] * 4, np.uint8)[:, None]
     packed.append((low[:, ::2] | low[:, 1::2]).reshape(-1, 128))
     return np.concatenate(
@@ -143,20 +140,20 @@ def _quantize_to_6_bits(values_BG: _Floats) -> tuple[NDArray[np.float16], _Bytes
 
 
 def _search_with_minimum(
-    x_WN: _Floats, highest: int, first: float, steps: int
+    x_WN: _Floats, highest: int, offset: float, last_step: int
 ) -> tuple[_Floats, _Floats, _Floats]:
-    """Search a scale a and a minimum b <= 0 for each group, so that the error is small.
+    """Search for a scale a and a minimum b <= 0 of each group that make the error small.
 
         error = sum of v (a q + b - x)^2,    v = |x| + root mean square of the group
 
-    Each step rounds (x - b) (highest + first + 0.1 step) / (max x - b) to integers q, with the best b
-    so far. Then it solves for the a and b with the smallest error for these q.
+    Each step 0, 1, ... rounds (x - b) (highest + offset + 0.1 step) / (max x - b) to integers q, with the
+    best b so far. Then it solves for the a and b with the smallest error for these q.
 
     Args:
         x_WN: the weights.
         highest: the largest integer q.
-        first: what the first step adds to `highest`.
-        steps: the last step; the first one is 0.
+        offset: see above.
+        last_step: the number of the last step.
 
     Returns:
         The scale and the negated minimum of each group, [N], and the integers, [W, N].
@@ -186,14 +183,14 @@ def _search_with_minimum(
         error_WN -= x_WN
         return _sum_of_groups(error_WN * error_WN * v_WN)
 
-    # The inverse scale and the minimum with which the best step rounded. `minimum_N` is what the same
-    # step solved for afterwards, and differs.
+    # The inverse scale and the minimum with which the best step has rounded. After rounding, a step solves
+    # for another minimum, which is `minimum_N`.
     rounding_inverse_N, q_WN = round_range_to(highest)
     rounding_minimum_N = minimum_N.copy()
     scale_N = 1 / (highest / (maximum_N - minimum_N))
     least_error_N = error(q_WN, scale_N, minimum_N)
-    for step in range(steps + 1):
-        inverse_N, q_WN = round_range_to(highest + first + 0.1 * step)
+    for step in range(last_step + 1):
+        inverse_N, q_WN = round_range_to(highest + offset + 0.1 * step)
         vq_WN = v_WN * q_WN
         sum_q = _sum_of_groups(vq_WN)
         sum_qq = _sum_of_groups(vq_WN * q_WN)
@@ -242,7 +239,7 @@ def _quantize_symmetric(blocks: _Floats) -> _Bytes:
 
 
 def _search_symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
-    """Search a scale a for each group, so that the error is small.
+    """Search for a scale a of each group that makes the error small.
 
         error = sum of x^2 (a q - x)^2,    -32 <= q <= 31
 
@@ -260,6 +257,7 @@ def _search_symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
     best_gain_N = np.full_like(x_max_N, -1)
     scale_N = np.zeros_like(x_max_N)
     best_inverse_N = np.zeros_like(x_max_N)
+    # This is llama.cpp's order. Of steps with equal errors the first one is kept.
     for step in (0, *range(-9, 0), *range(1, 10)):
         inverse_N = -(32 + 0.1 * step) / x_max_N
         q_WN = _round_to_range_(x_WN.copy(), inverse_N, -32, 31)
@@ -276,8 +274,8 @@ def _search_symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
 
 # The type that most matrices of a file have, by the file's dtype.
 K_QUANTS = {"q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K"}
-# The types that replace these if the length of a row is not a multiple of 256, because a block of these
-# has 256 weights.
+# A block of the types above has 256 weights. If the length of a row is not a multiple of 256, these types
+# replace them.
 _FALLBACK_TYPES = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 # The ends of llama.cpp's names of value projections.
 _VALUE_NAMES = (".attn_v.weight", ".attn_qkv.weight")
@@ -295,7 +293,7 @@ def choose_types(row_lengths: dict[str, int], dtype: str, config: LlamaConfig) -
         config: the model's configuration.
     """
     value_names = [name for name in row_lengths if name.endswith(_VALUE_NAMES)]
-    # A tied head is the embedding.
+    # If the head is tied to the embedding, a file may have only the embedding, which is then the head.
     head = "output.weight" if "output.weight" in row_lengths else "token_embd.weight"
     is_mixtral = config.num_experts == _MIXTRAL_EXPERTS
     types = {}
@@ -354,7 +352,7 @@ def _is_treated_as_70b(config: LlamaConfig) -> bool:
 def _gets_more_bits(index: int, count: int) -> bool:
     """Return whether llama.cpp gives more bits to a matrix, given the number of its layer.
 
-    It does so in the first and the last eighth of the layers, and in each third layer between them.
+    It does so in the first and the last eighth of the layers, and in every third layer between them.
     """
     eighth = count // 8
     is_at_an_end = index < eighth or index >= 7 * count // 8

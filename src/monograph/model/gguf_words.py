@@ -1,17 +1,17 @@
 """Write a tokenizer into a GGUF file for llama.cpp, and its chat template into Ollama's Modelfile.
 
-**llama.cpp.** A file cannot have the pattern by which a tokenizer splits text into words: llama.cpp
-has a list of patterns with names, and a file has a name. With a wrong name a file loads without an
-error, and text gets other tokens. So a name is written only for patterns whose tokens were compared
-on ten thousand strings (tests/laws/test_exported_is_original.py). For a tokenizer in the style of
-SentencePiece, llama.cpp reads a score per token instead of merges. The two are equivalent if every
-pair of tokens that together are a third token is a merge, as in published files.
+**llama.cpp.** A file does not hold the pattern by which a tokenizer splits text into words, but the name
+of a pattern in llama.cpp's own list. A file with a wrong name loads without an error, and text is split
+into other tokens. So a name is written only for patterns whose tokens were compared on ten thousand
+strings (tests/laws/test_exported_is_original.py). For a tokenizer in the style of SentencePiece,
+llama.cpp reads a score per token instead of merges. Scores give the same tokens as merges if there is a
+merge for each pair of tokens whose join is a token, as in published files.
 
 **Ollama.** Chat templates are in Jinja. Ollama reads only templates of Go, and there is no general
-translation. Without a TEMPLATE in Go it uses that of a model with a similar chat template, or sends
+translation. Without a TEMPLATE in Go, Ollama takes one of a model with a similar chat template, or sends
 the bare prompt. So `_probe` renders a few chats to find the text that the chat template writes around
-each role's message. A template in Go that writes the same text is compared with the chat template on
-other chats.
+each role's message. From these texts a template in Go is made. It is used only if the chat template
+writes the same for other chats, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNUSED = 5
 _BYTE = 6
 
 # llama.cpp's names of split patterns, by (name in `KNOWN_PATTERNS`, ignore_merges). With
-# ignore_merges, a word that is itself a token becomes this token at once, without merges. Qwen's
+# ignore_merges, a word that is itself a token becomes this token directly, without merges. Qwen's
 # tokenizers also normalise text (NFC), which llama.cpp leaves to the caller.
 _LLAMA_CPP_PATTERNS = {
     ("qwen2", False): "qwen2",
@@ -175,7 +175,8 @@ def split_pattern_name(content: dict[str, Any]) -> str:
         llama_cpp_name = _LLAMA_CPP_PATTERNS.get((pattern_name, ignores_merges))
         if llama_cpp_name is not None:
             return llama_cpp_name
-    description = ", ".join([*types, "ignore_merges"] if ignores_merges else types)
+    parts = [*types, "ignore_merges"] if ignores_merges else types
+    description = ", ".join(parts)
     raise InputRefused(
         f"the tokenizer's way of splitting text ({description}) is not known to be one of "
         "llama.cpp's, which would then read other tokens without a word; export with --format hf"
@@ -245,7 +246,7 @@ def _tokens_and_types(content: dict[str, Any], rows: int) -> tuple[list[str], li
 def _should_add_bos(
     tokenizer: Tokenizer, content: dict[str, Any], bos: str, warn: Callable[[str], None]
 ) -> bool:
-    """Return whether llama.cpp shall put the beginning-of-text token before every text.
+    """Return whether llama.cpp has to put the beginning-of-text token before every text.
 
     A GGUF file has one answer for chats and for other texts. If there is a chat template, the answer
     is whether the template writes the token.
@@ -257,13 +258,11 @@ def _should_add_bos(
         warn: called with each line that the user should read.
     """
     post = content["post_processor"] or {}
-    # Either a list of steps, or one step. A step that adds tokens has under "single" what becomes of
-    # one text: a list of special tokens and of the text itself.
+    # A post-processor is a list of steps or one step. A step that adds tokens has a list under "single":
+    # the special tokens and the text in their order. It adds BOS if BOS comes first.
     steps = post.get("processors", [post])
-    tokenizer_adds_bos = any(
-        step.get("single", [{}])[:1] == [{"SpecialToken": {"id": bos, "type_id": 0}}]
-        for step in steps
-    )
+    bos_element = {"SpecialToken": {"id": bos, "type_id": 0}}
+    tokenizer_adds_bos = any(step.get("single", [])[:1] == [bos_element] for step in steps)
     template = tokenizer.config.template
     if template is None:
         return tokenizer_adds_bos
@@ -285,7 +284,11 @@ def _add_stops(
     """Add the stop tokens to a file.
 
     A file can name three: the end of text, which `add_tokenizer` adds, and two others, whose keys are
-    meant for the ends of a turn and of a message. llama.cpp knows some more by their texts.
+    meant for the ends of a turn and of a message. llama.cpp also stops at tokens with certain texts
+    (`_ALWAYS_STOP`), which need no key.
+
+    Raises:
+        InputRefused: there are more than two others.
     """
     others = [
         stop for stop in stops if stop != tokenizer.eos_id and tokens[stop] not in _ALWAYS_STOP
@@ -378,13 +381,12 @@ def _go_template(template: ChatTemplate | None, bos: str) -> str:
         raise _NotInGo("the chat template " + reason) from None
     # For example: {{ range .Messages }}{{ if eq .Role "user" }}BEFORE{{ .Content }}AFTER{{ else if
     # ... end }}{{ end }}PROMPT
-    cases = (
-        f'if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}{{{{'
+    cases = [
+        'if eq .Role "' + role + '" }}' + before + "{{ .Content }}" + after + "{{"
         for role, (before, after) in around.items()
-    )
-    return (
-        f"{{{{ range .Messages }}}}{{{{ {' else '.join(cases)} end }}}}{{{{ end }}}}{answer_prompt}"
-    )
+    ]
+    chain_of_cases = "{{ " + " else ".join(cases) + " end }}"
+    return "{{ range .Messages }}" + chain_of_cases + "{{ end }}" + answer_prompt
 
 
 def _probe(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]], str]:
@@ -439,8 +441,8 @@ def _probe(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]]
 def held_out_chats() -> list[ChatMessages]:
     """Return 20 chats of 1 to 5 questions, with and without a system message.
 
-    They are other chats than those of `_probe`. No message begins or ends with a space, because some
-    templates strip spaces.
+    `_probe` does not use these chats. No message begins or ends with a space, because some templates
+    strip spaces.
     """
     chats: list[ChatMessages] = []
     contents = cycle(_CONTENTS)

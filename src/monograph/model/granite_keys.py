@@ -15,7 +15,7 @@ from monograph.model.layer_types import FULL_ATTENTION, LINEAR_ATTENTION, MAMBA,
 if TYPE_CHECKING:
     from monograph.model.config import LlamaConfig
 
-# The keys that only files of this family have, and the fields of `LlamaConfig` that these files have not.
+# The keys that only files of this family have.
 KEYS = (
     "layers_block_type",
     "mamba_chunk_size",
@@ -24,13 +24,15 @@ KEYS = (
     "shared_intermediate_size",
     "time_step_limit",
 )
-# Those without which nothing can be said of a model, if transformers' defaults do not hold for it.
+# The keys that a config.json of an unknown model_type must have to be read as one of this family
+# (`monograph.model.nearest`). They have defaults in this family, which may be others in the unknown one.
 REQUIRED = (
     "mamba_expand",
     "num_local_experts",
     "position_embedding_type",
     "shared_intermediate_size",
 )
+# The fields of `LlamaConfig` that files of this family have under other names.
 NOT_IN_FILES = ("moe_intermediate_size", "num_experts", "shared_expert_intermediate_size")
 # The words that files have for the kinds of layers. transformers writes "linear_attention" and
 # "full_attention" since its version 5, and wrote "mamba" and "attention" before.
@@ -106,9 +108,10 @@ def _time_step_limit(values: Mapping[str, Any]) -> tuple[float, float]:
     if not isinstance(limit, list) or len(limit) != 2:
         raise InputRefused(f"time_step_limit = {limit!r}: expected two numbers")
     # transformers writes infinity as this object, because JSON has no number for it.
-    low, high = (float("inf") if each == {"__float__": "Infinity"} else each for each in limit)
-    for each in (low, high):
-        if isinstance(each, bool) or not isinstance(each, int | float):
+    infinity = {"__float__": "Infinity"}
+    low, high = (float("inf") if value == infinity else value for value in limit)
+    for value in (low, high):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise InputRefused(f"time_step_limit = {limit!r}: expected two numbers")
     return low, high
 
@@ -131,9 +134,10 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Return the keys of a config.json that differ in name or form from fields of a `LlamaConfig`."""
     layers = range(config.num_hidden_layers)
     types = config.layer_types or (FULL_ATTENTION,) * len(layers)
+    # Without experts, the width of a shared expert is 0, and each block has a gated layer instead.
+    shared_width = config.shared_expert_intermediate_size or config.intermediate_size
     return {
-        "shared_intermediate_size": config.shared_expert_intermediate_size
-        or config.intermediate_size,
+        "shared_intermediate_size": shared_width,
         "num_local_experts": config.num_experts,
         "mamba_expand": config.mamba_n_heads * config.mamba_d_head // config.hidden_size,
         "mamba_chunk_size": 256,

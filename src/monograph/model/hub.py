@@ -101,7 +101,7 @@ _MTP_PREFIX = "mtp."
 
 
 def text_model_type(model_type: str) -> str:
-    """Return the model_type of the text model that is loaded of a model of this type."""
+    """Return the model_type of the text model in a model of this type; both may be the same."""
     wrapper = _WRAPPERS.get(model_type)
     return model_type if wrapper is None else wrapper.text_type
 
@@ -155,7 +155,8 @@ def _text_tensors(
     no_wrapper = _Wrapper("", {}, ())
     wrapper = _WRAPPERS.get(str(model_type), no_wrapper)
     other_prefixes = wrapper.other_prefixes
-    family = FAMILIES.get(wrapper.text_type or str(model_type))
+    text_type = wrapper.text_type or str(model_type)
+    family = FAMILIES.get(text_type)
     if family is not None and family.may_have_mtp_layers:
         other_prefixes = (*other_prefixes, _MTP_PREFIX)
     text_tensors = dict[str, StoredTensor]()
@@ -186,7 +187,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
     """
     path, values = _config_json(Path(folder))
     try:
-        if _may_be_near(Path(folder), values):
+        if _needs_nearest(Path(folder), values):
             return _nearest(Path(folder), values).config
         return LlamaConfig.from_hf(_text_values(values))
     except InputRefused as error:
@@ -199,15 +200,20 @@ def read_config(folder: str | Path) -> LlamaConfig:
 
 
 def assumption(folder: str | Path) -> str:
-    """Return a line that says as what a model of an unknown model_type is computed; "": it is known."""
+    """Return a line that says which family computes a model of an unknown model_type.
+
+    The line is "" if the model_type is known.
+    """
     _, values = _config_json(Path(folder))
-    if not _may_be_near(Path(folder), values):
+    if not _needs_nearest(Path(folder), values):
         return ""
     return _nearest(Path(folder), values).assumption
 
 
-def _may_be_near(folder: Path, values: Mapping[str, Any]) -> bool:
-    """Return whether a folder has an unknown model_type, and weights to compare with the families'."""
+def _needs_nearest(folder: Path, values: Mapping[str, Any]) -> bool:
+    """Return whether the nearest family has to be found: the folder's model_type is unknown, and the
+    folder has weights to compare with those of the families.
+    """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         return False
@@ -357,11 +363,11 @@ def save_model(
 ) -> None:
     """Write a folder with configuration, weights and tokenizer, for transformers and `load_model`.
 
-    Weights are written in their own dtype, a tied head once, and adapters are merged. The model's
-    defaults for sampling are written to generation_config.json. Files get the modes that the umask
-    gives. Everything is written and synced in a hidden folder next to the target, which is then
-    renamed, so that the target is complete or absent. Besides the model, one tensor at a time is in
-    memory.
+    Weights are written in their own dtype, and adapters are merged into them. A tied head is written once,
+    as the embedding. The model's defaults for sampling are written to generation_config.json. Files get
+    the permissions that the umask gives. Everything is written and synced in a hidden folder next to the
+    target, which is then renamed, so that the target is complete or absent. Besides the model, one tensor
+    at a time is in memory.
 
     Args:
         model: the model.
@@ -410,8 +416,9 @@ def _generation_config(
 ) -> dict[str, Any]:
     """Return the keys of generation_config.json about the ids that begin and end a text.
 
-    They are those of config.json, and `_from_model_config` says so. But if the tokenizer has ids of its
-    own that end a text, or an eos id that is not one of the model's, eos_token_id is a list with it.
+    Usually the ids are the same as in config.json, and `_from_model_config` says so. In two cases
+    eos_token_id is a list of all ids that end a text: if the tokenizer has a list of such ids, or if its
+    eos id is not one of the model's.
 
     Args:
         config: the content of config.json.
@@ -424,7 +431,8 @@ def _generation_config(
         lacks_eos = bool(model_ends) and tokenizer.eos_id not in model_ends
         if tokenizer_ends or lacks_eos:
             # The model was trained on texts that may end with any of these ids.
-            ends = (*(tokenizer_ends or model_ends), tokenizer.eos_id)
+            other_ends = tokenizer_ends or model_ends
+            ends = (*other_ends, tokenizer.eos_id)
             ids["eos_token_id"] = list(dict.fromkeys(ends))  # each once
             return ids
     return {"_from_model_config": True, **ids}
@@ -462,10 +470,11 @@ def check_tensors(
 ) -> None:
     """Compare tensors with those that a configuration requires, as `check_headers` does."""
     dtype_names = {dtype: name for name, dtype in DTYPES.items()}
-    stored = {
-        name: StoredTensor(path, tuple(t.shape), dtype_names.get(t.dtype, str(t.dtype)))
-        for name, t in tensors.items()
-    }
+    stored = dict[str, StoredTensor]()
+    for name, tensor in tensors.items():
+        # A dtype without a name in safetensors is refused below by torch's name.
+        dtype_name = dtype_names.get(tensor.dtype, str(tensor.dtype))
+        stored[name] = StoredTensor(path, tuple(tensor.shape), dtype_name)
     check_headers(stored, config, path, source)
 
 
@@ -509,7 +518,7 @@ def check_headers(
     for name, tensor in stored.items():
         expected = shapes[name]
         if tensor.shape != expected:
-            # A tied head is no parameter of its own, so its axes are those of the embedding.
+            # A tied head is not a separate parameter, so its axes are those of the embedding.
             parameter = _EMBEDDING if has_tied_head and name == _HEAD else name
             keys = ", ".join(parameters.axis_keys(config, parameter))
             raise InputRefused(

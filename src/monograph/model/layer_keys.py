@@ -1,5 +1,5 @@
-"""Read and check the keys of a config.json that say of which type each layer is: full attention,
-attention with a window, or a delta net, with or without rotary positions.
+"""Read and check the keys of a config.json about its layers: the type of each one, and whether it rotates
+queries and keys. Types are full attention, attention with a window, a delta net and Mamba 2.
 
 The module needs no torch.
 """
@@ -14,8 +14,8 @@ from monograph.model.checks import check_positive_integer
 from monograph.model.families import Family, find_family
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 
-# The largest accepted number of layers. It bounds the lists of layers that are made here, because a
-# small file can ask for a huge list. No trained decoder has as many layers.
+# The largest accepted number of layers, far above that of any trained decoder. A small file can state a huge
+# number of layers, and lists of that length are made here.
 MAX_LAYERS = 10_000
 
 
@@ -72,12 +72,13 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     # As in transformers, use_sliding_window = false removes the window, except in two cases: the
     # family has windows by its own rule, or it has layers that do not rotate and the file lists the
     # types.
-    types_suffice = listed_types is not None and "no_rope_layers" in family.optional_keys
-    if not _uses_window(values) and not family.full_attention_every and not types_suffice:
+    has_rule = family.full_attention_every > 0
+    list_decides = listed_types is not None and "no_rope_layers" in family.optional_keys
+    if not _uses_window(values) and not has_rule and not list_decides:
         window = None
     if listed_types is not None:
         return window, tuple(listed_types)
-    if window is None and not family.full_attention_every:
+    if window is None and not has_rule:
         return None, ()
     return window, _default_types(values, family)
 

@@ -1,8 +1,8 @@
 """The kinds of a model's layers, by the words that `layer_types` of a config.json has for them.
 
-`LAYER_TYPES` is the table of these kinds. Its rows have what a configuration must know about a kind,
-so that a configuration can be checked without torch. All else is in the layer's class, which the row
-names by its module (`monograph.model.mixer`).
+`LAYER_TYPES` is the table of these kinds. A row has what is needed to check a configuration without
+torch. Everything else about a kind is in the layer's class (a `monograph.model.mixer.Mixer`). The
+row has only the name of this class and its module.
 
 To add a kind, write its class in a file such as `monograph/model/delta_net.py`, and its row here. If
 it has sizes of its own, they are fields of `LlamaConfig`.
@@ -41,6 +41,7 @@ L2_NORM_EPS = 1e-6
 
 
 def _no_sizes(config: LlamaConfig) -> dict[str, int]:
+    """Return {}, for kinds of layers without sizes of their own."""
     return {}
 
 
@@ -48,7 +49,7 @@ class LayerType(NamedTuple):
     """A kind of layer.
 
     Attributes:
-        home: where the layer's class is, as "module:name".
+        home: the module and the name of the layer's class, as "module:name".
         attends: whether it is attention, and so may have a window and rotate queries and keys.
         size_keys: the keys of its own sizes. Only families with such layers have these keys.
         checked_sizes: a function that takes a configuration and returns the values of size_keys by
@@ -67,7 +68,7 @@ def _delta_net_sizes(config: LlamaConfig) -> dict[str, int]:
     """Check the sizes of delta nets, and return them by their keys with defaults in place of zeros."""
     value_heads = config.linear_num_value_heads or max(1, config.hidden_size // config.head_dim)
     default_key_heads = value_heads
-    # The loop below checks the type of the user's value. Until then it may be something else.
+    # The loop below checks that the user's value is an integer. Until then it may be anything.
     if isinstance(value_heads, int) and value_heads % 2 == 0:
         default_key_heads = value_heads // 2
     sizes = {
@@ -95,7 +96,9 @@ def _mamba_sizes(config: LlamaConfig) -> dict[str, int]:
     for name in MAMBA_SIZES:
         if getattr(config, name) != 0:
             check_positive_integer(name, getattr(config, name))
-    # By default all heads together are twice as wide as the residual stream.
+    # By default all heads together are twice as wide as the residual stream. If the width of a head is not
+    # given, it follows from the number of heads. If neither is given, a head is as wide as one of
+    # attention, if that divides the default width.
     default_width = 2 * config.hidden_size
     head_dim = config.mamba_d_head
     if head_dim == 0 and config.mamba_n_heads:

@@ -96,7 +96,8 @@ class Attention(Mixer):
         self.k_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
         self.v_proj = Linear(config.hidden_size, key_value_width, bias=qkv_bias)
         self.o_proj = Linear(query_width, config.hidden_size, bias=config.attention_bias)
-        # True: queries and keys are normalised over all heads together. False: over each head, or not.
+        # True: queries and keys are normalised over all heads together. False: over each head, or not at
+        # all.
         self.norms_over_all_heads = config.family.qk_norm == "all"
         self.q_norm: nn.Module
         self.k_norm: nn.Module
@@ -156,8 +157,9 @@ class Attention(Mixer):
                 each_BTX.clamp(-self.clip, self.clip)
                 for each_BTX in (query_BTX, key_BTX, value_BTX)
             )
-        # Whether the rotation gets the results of the projections themselves. If a norm or a clamp is in
-        # between, a compiler fuses it with a rotation that is written in torch's operators.
+        # If there is neither a norm nor a clamp between projection and rotation, `rotate_heads` may rotate
+        # by kernels of its own. Otherwise the rotation is written in torch's operators, which a compiler
+        # fuses with the norm or the clamp.
         rotates_projections = isinstance(self.q_norm, nn.Identity) and self.clip is None
         if cos_sin_B1TF is not None and rotates_projections:
             query_BHTE, key_BKTE, value_BKTE = rotate_heads(

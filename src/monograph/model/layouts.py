@@ -37,8 +37,8 @@ from monograph.model.parameters import block_shapes, outer_shapes
 # The name in files of a matrix of one expert. The groups are the name of the layer's experts, the
 # expert's number, and the matrix.
 _ONE_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(0|[1-9]\d{0,8})\.(\w+_proj\.weight)")
-# The decoder's name of a tensor of all experts. The groups are the block, the projection, and whether it
-# is its weight or its bias.
+# The decoder's name of a tensor of all experts. The groups are the block, the projection, and "weight" or
+# "bias".
 _STACKED = re.compile(r"(.+\.)mlp\.experts\.(gate|up|down)_proj\.(weight|bias)")
 # The beginning of the name of a parameter in a block.
 _BLOCK = re.compile(r".*\blayers\.\d+\.")
@@ -118,7 +118,7 @@ class JoinedLayersRule(FileRule):
             for joined, parts in self.config.joined_layers.items()
             for part in parts
         }
-        # The parts that were read, of joined layers whose last part was not read yet.
+        # The parts that wait for the last part of their joined layer.
         pending: dict[str, UnreadTensor] = {}
         for tensor in tensors:
             block, module, suffix = _split_name(tensor.name)
@@ -150,7 +150,8 @@ class JoinedLayersRule(FileRule):
         for name, tensor in stored.items():
             block, module, suffix = _split_name(name)
             parts = self.config.joined_layers.get(module, ())
-            # Empty if this tensor is not a joined one, or is a bias that the decoder does not have.
+            # The rows of each part. The list is empty if this is not a joined tensor, or if it is a bias
+            # that the decoder does not have.
             row_counts = [
                 shapes[f"{part}{suffix}"][0] for part in parts if f"{part}{suffix}" in shapes
             ]
@@ -214,7 +215,7 @@ class FusedExpertsRule(FileRule):
 
     def to_files(self, tensors: Iterable[UnreadTensor]) -> Iterator[UnreadTensor]:
         """Yield a model's tensors with gate and up as one tensor."""
-        # The gates whose ups were not read yet, by "weight" or "bias".
+        # The gates that wait for their ups, by "weight" or "bias".
         gates = dict[str, UnreadTensor]()
         for tensor in tensors:
             match = _STACKED.fullmatch(tensor.name)
@@ -256,7 +257,8 @@ class FusedExpertsRule(FileRule):
             block, name_in_block, suffix = match.groups()
             kind = "bias" if suffix == "_bias" else "weight"
             tensor = tensor._replace(name_in_file=tensor.name_in_file or name)
-            # For each projection that the tensor has: 0 or 1 for a half of it, None for all of it.
+            # The projections in this tensor: 0 or 1 is the half of the tensor that belongs to the
+            # projection, and None is all of it.
             halves: dict[str, int | None] = {"down": None}
             if name_in_block == self._names["gate_up"]:
                 halves = {"gate": 0, "up": 1}
@@ -371,8 +373,8 @@ def _mxfp4_tensor(
     scales = scales._replace(name_in_file=scales.name_in_file or scales_name)
     codes = take_half(blocks, 1)  # axis 1 has the rows
     shape = (*codes.shape[:2], codes.shape[2] * 32)  # 32 numbers in a block
-    # Gate and up are made of pieces of the same two tensors of the file. Their names must differ, so a
-    # name has the piece's slice, too.
+    # Gate and up are made of pieces of the same two tensors of the file. The pieces of gate must have
+    # other names than those of up, so their slice is a part of the names.
     pieces = {f"{name} {codes.slice}": codes, f"{scales_name} {codes.slice}": take_half(scales, 1)}
     return StoredTensor(
         blocks.path, shape, "BF16", blocks.name_in_file, pieces=pieces, join=from_mxfp4
@@ -487,7 +489,8 @@ def _read_expert(stack: UnreadTensor, expert: int, last_read: dict[str, Tensor])
     Args:
         stack: the tensor of this matrix of all experts.
         expert: the expert's number.
-        last_read: the tensor that was read last, by its name. It is replaced if it is another one.
+        last_read: the tensor of all experts that was read last, by its name. If it is not the one that
+            is needed, it is replaced.
     """
     if stack.name not in last_read:
         last_read.clear()

@@ -124,10 +124,10 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
     # They see their own block in part, so `tril(-1)` leaves the diagonal out.
     full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)
     if window is not None:
-        # A query and a key whose blocks are n blocks apart have a distance from (n - 1) BLOCK + 1 to
-        # (n + 1) BLOCK - 1, and a query sees distances below the window. So it sees a part of the block
-        # if the smallest distance is below the window, and all of it if the largest one is. These are the
-        # largest n for which that holds.
+        # A query sees keys at distances below the window. If a query and a key are in blocks that are n
+        # blocks apart, their distance is from (n - 1) BLOCK + 1 to (n + 1) BLOCK - 1. So a block is seen in
+        # part if the smallest of these is below the window, and in full if the largest is. The largest n
+        # for which that holds are:
         most_apart_in_part = (window + BLOCK - 2) // BLOCK
         most_apart_in_full = window // BLOCK - 1
         overlap_BNN = overlap_BNN.triu(-most_apart_in_part)
@@ -139,8 +139,8 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
         seen = (query >= key) & (segments_BT[row, query] == segments_BT[row, key])
         return seen if window is None else seen & (query - key < window)
 
-    # `BlockMask.from_kv_blocks` would derive the lists of blocks of queries by sorting; see
-    # `_count_and_list`.
+    # The lists of blocks of queries are made here, too. `BlockMask.from_kv_blocks` would derive them by
+    # sorting, which is slow to compile (`_count_and_list`).
     partial_keys = _count_and_list(partial_BNN)
     partial_queries = _count_and_list(partial_BNN.mT)
     full_keys = _count_and_list(full_BNN)
@@ -161,18 +161,19 @@ def _count_and_list(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         The number of True elements in each row, [B, 1, N] int32.
-        Their indices, ascending, [B, 1, N, N] int32. What follows them is the last index, which is
-            never read.
+        Their indices, ascending, [B, 1, N, N] int32. The places after them are filled with the last
+            index, and are never read.
     """
     blocks = needed_BNN.shape[-1]
     numbers_N = torch.arange(blocks, device=needed_BNN.device)
-    # How many elements are True up to index i, i included. The sums of comparisons take the place of a
-    # stable sort, from which Inductor makes one long program: for rows of 16,384 positions it took
+    # The rank of index i is the number of True elements up to i, i included. These sums of comparisons
+    # replace a stable sort, of which Inductor makes one long program: for rows of 16,384 positions it took
     # minutes to assemble.
     up_to_NN = numbers_N <= numbers_N[:, None]
     needed_B1NN = needed_BNN[:, None]
     rank_B1NN = (needed_B1NN[..., None, :] & up_to_NN).sum(dim=-1, dtype=torch.int32)
-    # The element of rank k + 1 comes after all elements whose rank is at most k.
+    # Let the True elements of a row be numbered from 0. The indices before element k are those with a rank
+    # of at most k. So their number is the index of element k.
     comes_before_B1NNN = rank_B1NN[..., None, :] <= numbers_N[:, None]
     index_B1NN = comes_before_B1NNN.sum(dim=-1, dtype=torch.int32).clamp_max(blocks - 1)
     return needed_B1NN.sum(dim=-1, dtype=torch.int32), index_B1NN
@@ -206,9 +207,9 @@ def kind_of_block(config: LlamaConfig, layer: int) -> tuple[type[Mixer], type[Fe
 class Block(nn.Module):
     """One layer of the decoder: x += s norm(mixer(norm x)), then x += s norm(mlp(norm x)).
 
-    The mixer is attention or a gated delta net, and the mlp is a gated layer or a mixture of experts.
-    Each family has some of the four norms. s is config.residual_multiplier. Each block can be compiled
-    by itself, or recomputed by itself in the backward pass.
+    The mixer is attention, a gated delta net or Mamba 2, and the mlp is a gated layer or a mixture of
+    experts. Each family has some of the four norms. s is config.residual_multiplier. Each block can be
+    compiled by itself, or recomputed by itself in the backward pass.
     """
 
     def __init__(self, config: LlamaConfig, impl: Impl, layer: int) -> None:
@@ -290,7 +291,8 @@ class Decoder(nn.Module):
         self.norm = make_norm(config, config.hidden_size)
 
 
-# Its forward pass takes no gradients itself, so matrix products may add those of weights to the planes.
+# `takes_no_gradients` declares that the forward pass does not call autograd itself. So matrix products of the
+# backward pass may add the weights' gradients directly to the buffers that sum them.
 @takes_no_gradients
 class Llama(nn.Module):
     """A language model of one of the families in `monograph.model.families`, such as Llama, Qwen or
@@ -328,8 +330,8 @@ class Llama(nn.Module):
         self.attention = attention
         self.model = Decoder(config, attention)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        # transformers keeps the factor in fp32, so it is rounded to fp32 here. `device` is given because a
-        # model may be built on the meta device, whose tensors have no numbers.
+        # transformers keeps the factor in fp32, so it is rounded to fp32 here. The tensor is on the CPU even
+        # if the model is built on the meta device, whose tensors have no numbers.
         self.scale_embedded = make_scale(torch.tensor(config.embedding_scale, device="cpu").item())
         self.scale_last = make_scale(1 / config.logits_scaling)
         self.sampling: Defaults = {}
@@ -537,5 +539,5 @@ class Llama(nn.Module):
                 noise = torch.randn(
                     parameter.shape, generator=generator, dtype=torch.float32, device="cpu"
                 )
-                is_residual = name.endswith(residual_matrices)
-                parameter.copy_(noise.mul_(residual_std if is_residual else std))
+                own_std = residual_std if name.endswith(residual_matrices) else std
+                parameter.copy_(noise.mul_(own_std))

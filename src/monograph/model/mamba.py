@@ -62,7 +62,8 @@ class _Projections(NamedTuple):
 
     Attributes:
         gate_BTX: z, as wide as all heads.
-        channels_BTC: the inputs of the convolution: those of all heads, keys and queries.
+        channels_BTC: the inputs of the convolution, from which it makes the inputs of all heads, the
+            keys and the queries.
         step_BTH: the time step of each head, before its bias and softplus.
     """
 
@@ -72,13 +73,15 @@ class _Projections(NamedTuple):
 
 
 class _KeptMultiples(NamedTuple):
-    """What a block keeps per token for the backward pass, in multiples of some sizes.
+    """How many numbers a block keeps per token for the backward pass, as multiples of some sizes.
+
+    The scan is computed in chunks of positions.
 
     Attributes:
         hidden: multiples of the hidden size.
-        heads: of the width of all heads.
-        keys: of the width of all keys.
-        chunk: of a chunk's positions, for each head.
+        heads: multiples of the width of all heads.
+        keys: multiples of the width of the keys of all groups.
+        chunk: multiples of the positions of a chunk times the number of heads.
     """
 
     hidden: float
@@ -87,8 +90,9 @@ class _KeptMultiples(NamedTuple):
     chunk: float
 
 
-# By (whether the block is captured, whether it computes in fp32). They are within a half of traces of 7
-# shapes, which is enough to compare plans: the one that is chosen is traced if its memory may matter.
+# The multiples by (whether the block is captured, whether it computes in fp32). For 7 shapes, their sums are
+# within a half of what traces say. That is enough to compare plans, since the chosen plan is traced if its
+# memory may matter.
 _KEPT_MULTIPLES = {
     (True, True): _KeptMultiples(2.0, 7.0, 5.0, 3.0),
     (True, False): _KeptMultiples(3.0, 11.0, 8.0, 5.0),
@@ -159,14 +163,15 @@ class Mamba2(Mixer):
         gate_BTX, channels_BTC, step_BTH = _Projections(
             *self.in_proj(hidden_BTD).split(self.projection_widths, dim=-1)
         )
-        # The decay is computed in float64 for two reasons. Sums of it are subtracted from each other,
-        # which magnifies their errors. And in fp32, torch's functions may give the last numbers of a
-        # tensor other bits than the same numbers elsewhere in it.
+        # The decay is computed in float64 for two reasons. First, sums of decays are subtracted from each
+        # other, which magnifies their errors. Second, torch's functions in fp32 may compute the last
+        # numbers of a tensor differently from the others, so that equal numbers get different bits.
         step_BTH = F.softplus(step_BTH.double() + self.dt_bias)
         decay_BTH = -self.A_log.double().exp() * step_BTH
         if cache is None:
             mixed_BTC = self.conv1d(channels_BTC, segments_BT)
             starts_BT = document_starts(segments_BT)
+            # The dtype in which the scan is computed.
             wide = torch.float64 if hidden_BTD.dtype == torch.float64 else torch.float32
             input_BTHV, key_BGTE, query_BGTE = self._heads(mixed_BTC, wide)
             value_BTHV = input_BTHV * step_BTH.to(wide)[..., None]
@@ -258,8 +263,8 @@ class Mamba2(Mixer):
     def training_flops(
         cls, config: LlamaConfig, layer: int, visible_positions: VisiblePositions
     ) -> float:
-        """Return 12 · H · E · V FLOPs per token: each head writes and reads a matrix of E key times V
-        value channels.
+        """Return 12 · H · E · V FLOPs per token: each head writes and reads its state, a matrix of E × V
+        numbers.
         """
         return 12 * config.mamba_n_heads * config.mamba_d_state * config.mamba_d_head
 
@@ -320,6 +325,7 @@ class Mamba2(Mixer):
         """
 
         def change(tensor: Tensor) -> Tensor:
+            """Return the tensor with llama.cpp's values and shape."""
             if name == "A_log":
                 tensor = -tensor.exp()
             if name in ("A_log", "D"):

@@ -1,9 +1,10 @@
 """Define the interface of a mixer: a layer in which positions read from earlier positions.
 
-A block of the decoder has one mixer: attention (`monograph.model.layers`) or a gated delta net
-(`monograph.model.delta_net`). The two are kinds of mixers. Everything that differs between kinds is a
-method or an attribute of the kind's class, which `mixer_of` returns. The cache, the plan, the counts
-of FLOPs and the exports read it there, so that no other code has to know which kinds there are.
+A block of the decoder has one mixer. The kinds of mixers are attention (`monograph.model.layers`), gated
+delta nets (`monograph.model.delta_net`) and layers of Mamba 2 (`monograph.model.mamba`). Everything that
+differs between kinds is a method or an attribute of the kind's class, which `mixer_of` returns. The cache,
+the plan, the counts of FLOPs and the exports ask the class, so that no other code has to know which kinds
+there are.
 
 Shape suffixes: B batch, T positions, D hidden size, F rotated pairs of a head, H query heads; 1
 an axis of length 1.
@@ -45,7 +46,7 @@ class Recurrence(Protocol):
 
     @property
     def limit_B(self) -> Tensor:
-        """How many first tokens of each row may change the state, int64. Later tokens do not."""
+        """The number of tokens of each row, from its beginning, that may change the state, int64."""
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors apart from `limit_B`, [B, ...] each. All are zero before the first token."""
@@ -99,7 +100,7 @@ class LayerCache(NamedTuple):
 class Mixer(nn.Module, ABC):
     """A layer in which positions read from earlier positions.
 
-    Methods that are not abstract do here what is right for a layer without keys and values.
+    Methods that are not abstract are written for a layer that keeps no keys and values.
 
     Attributes:
         name: the mixer's name in a block, as in Hugging Face's files.
@@ -201,8 +202,8 @@ class Mixer(nn.Module, ABC):
         Args:
             config: the model's configuration.
             layer: the layer.
-            visible_positions: returns how many positions a token may attend to on average, itself
-                included: at most so many as its argument, an attention window; None: no window.
+            visible_positions: a function of an attention window, or of None for no window. It returns
+                how many positions a token may attend to on average, itself included.
         """
 
     @classmethod
@@ -252,7 +253,7 @@ class Mixer(nn.Module, ABC):
         Args:
             writer: the file's writer.
             config: the model's configuration.
-            architecture: llama.cpp's name of the family, with which the keys of the sizes begin.
+            architecture: llama.cpp's name of the family. The keys of the sizes begin with it.
         """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A feed-forward layer of experts, of which a router chooses some for each token.
+"""A feed-forward layer of experts: for each token, a router chooses a few of them.
 
 Shape suffixes: B batch, T positions, D hidden size, N = B T tokens, E experts, k experts of a token,
 P = N k pairs of a token and an expert; 1 an axis of length 1.
@@ -45,7 +45,7 @@ SHARED_WIDTH_KEY = "shared_expert_intermediate_size"
 
 
 class Experts(nn.Module):
-    """E gated layers, and the weighted sum of the k of them that a router chose for each token.
+    """E gated layers, the experts. A token's result is a weighted sum over the k that a router chose for it.
 
         y = sum over a token's experts e of w_e down_e(act(gate_e x) * up_e x)
 
@@ -63,12 +63,15 @@ class Experts(nn.Module):
         self.combine = gating(config.family)
 
     def _expert_outputs(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
-        """Return the outputs of the experts: of each for its own rows, or of each for all rows.
+        """Return the outputs of the experts.
 
         Args:
-            input: the rows. With `ends_E` they are sorted by expert.
+            input: the rows, [rows, D]. With `ends_E` they are sorted by expert.
             ends_E: the index of the row after each expert's last one; None: every expert computes all
                 rows.
+
+        Returns:
+            [rows, D]; without `ends_E` [E, rows, D].
         """
         inner = self.combine(self.gate_proj(input, ends_E), self.up_proj(input, ends_E))
         return self.down_proj(inner, ends_E)
@@ -93,19 +96,19 @@ class Experts(nn.Module):
         expert_P = experts_Nk.flatten()
         order_P = expert_P.argsort(stable=True)
         inverse_P = order_P.argsort()  # `permute_rows` takes both orders, one for its backward pass
-        # Where the pairs of expert e end, in their sorted order: the number of pairs of experts up to e.
+        # The end of the pairs of expert e in the sorted order is the number of pairs of experts 0 to e.
         numbers_E1 = torch.arange(self.gate_proj.experts, device=expert_P.device)[:, None]
         ends_E = (expert_P <= numbers_E1).sum(-1, dtype=torch.int32)
         pairs_PD = hidden_ND[:, None].expand(-1, experts_per_token, -1).flatten(0, 1)
-        sorted_out_PD = self._expert_outputs(permute_rows(pairs_PD, order_P, inverse_P), ends_E)
-        out_NkD = permute_rows(sorted_out_PD, inverse_P, order_P).unflatten(
-            0, (-1, experts_per_token)
-        )
+        sorted_PD = permute_rows(pairs_PD, order_P, inverse_P)
+        sorted_out_PD = self._expert_outputs(sorted_PD, ends_E)
+        out_PD = permute_rows(sorted_out_PD, inverse_P, order_P)
+        out_NkD = out_PD.unflatten(0, (-1, experts_per_token))
         return (out_NkD * weights_Nk[..., None]).sum(1).to(hidden_ND.dtype)
 
 
 class Mixture(FeedForward):
-    """A feed-forward layer of experts, of which a router chooses k for each token.
+    """A feed-forward layer of experts: for each token, a router chooses k of them.
 
     Some families add a shared expert, which computes every token. In most of them its output is
     multiplied by its own gate.
@@ -113,8 +116,8 @@ class Mixture(FeedForward):
     Source: Shazeer et al. 2017, arXiv 1701.06538.
 
     Attributes:
-        impl: "grouped" computes only the chosen experts; "dense" is the reference, in which every
-            expert computes every token.
+        impl: "grouped" computes only the chosen experts. "dense" is the reference: every expert
+            computes every token.
     """
 
     has_balance = True
@@ -166,11 +169,11 @@ class Mixture(FeedForward):
 
     @classmethod
     def routed_numbers(cls, config: LlamaConfig, number_bytes: int) -> int:
-        """Return how many numbers per token a mixture keeps beside its inner channels.
+        """Return how many numbers per token a mixture keeps, apart from its inner channels.
 
         For each expert of a token, these are a copy of the token's input and the expert's output. The
-        router's probabilities come in addition; they are fp32, and counted in numbers of the compute
-        dtype.
+        router's probabilities are added. They are fp32, and count as the numbers of the compute dtype that
+        take the same bytes.
         """
         pairs = 2 * config.num_experts_per_tok * config.hidden_size
         return pairs + config.num_experts * 4 // number_bytes

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # The largest router_aux_loss_coef. A much larger one would overflow the gradient of the balance, which
 # is in fp32.
 MAX_BALANCE_FACTOR = 1e6
-# The sizes that a model without experts does not have.
-_OF_EXPERTS_ALONE = (
+# The sizes of experts, which are 0 in a model without experts.
+_EXPERT_SIZES = (
     "num_experts_per_tok",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
@@ -49,7 +49,7 @@ def check_and_derive(config: LlamaConfig) -> dict[str, Any]:
     if not family.expert_width_key:
         return {}
     if family.may_lack_experts and config.num_experts == 0:
-        return dict.fromkeys(_OF_EXPERTS_ALONE, 0) | {"norm_topk_prob": False}
+        return dict.fromkeys(_EXPERT_SIZES, 0) | {"norm_topk_prob": False}
     _check_router(config)
     layers_without_mixture = set(config.mlp_only_layers) & set(range(config.num_hidden_layers))
     changed: dict[str, Any] = {"mlp_only_layers": tuple(sorted(layers_without_mixture))}
@@ -59,8 +59,8 @@ def check_and_derive(config: LlamaConfig) -> dict[str, Any]:
         check_positive_integer("moe_intermediate_size", changed["moe_intermediate_size"])
     if family.always_norm_topk_prob:
         changed["norm_topk_prob"] = True
-    # A family without the key mlp_only_layers has a mixture in each layer. Then no layer is as wide as
-    # intermediate_size, and one value stands for all.
+    # A family without the key mlp_only_layers has a mixture in each layer, so no layer has the width
+    # intermediate_size. All values of it mean the same, and one is chosen for them.
     every_layer_has_mixture = "mlp_only_layers" not in family.optional_keys
     if family.expert_width_key == "moe_intermediate_size" and every_layer_has_mixture:
         changed["intermediate_size"] = changed["moe_intermediate_size"]
@@ -108,7 +108,7 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
             if key in family.optional_keys and key in values
         ]
         without_default = [key for key in count_keys if key not in family.defaults]
-        count_key = (without_default or count_keys)[0]
+        count_key = without_default[0] if without_default else count_keys[0]
         check_positive_integer(count_key, values[count_key])
         fields["num_experts"] = values[count_key]
         shared_keys = [key for key in family.optional_keys if key.startswith("shared_expert")]
@@ -146,7 +146,7 @@ def to_hf(config: LlamaConfig) -> dict[str, Any]:
     optional_keys = config.family.optional_keys
     values = dict[str, Any]()
     if config.family.expert_bias:
-        # gpt-oss, whose files have only this key for the number.
+        # This is gpt-oss. Its files have the number of experts only under this key.
         values["num_local_experts"] = config.num_experts
     if "use_sliding_window" in optional_keys:
         values["use_sliding_window"] = config.sliding_window is not None
@@ -169,9 +169,9 @@ def balance_factor(config: LlamaConfig) -> float:
 
 
 def new_model_keys(model_type: str, ffn_width: int) -> dict[str, Any]:
-    """Return the keys of a new model's mixtures: 8 experts, of which each token uses two.
+    """Return the keys of a new model's mixtures, which have 8 experts, two for each token.
 
-    The balance is part of the loss, because otherwise some experts are soon hardly used
+    The balance is part of the loss, because without it some experts are hardly used after a short time
     (docs/model.md). Its factor is that of arXiv 2101.03961.
 
     Args:

@@ -3,15 +3,15 @@
 A new model_type is often an old decoder under a new name. Such a model is computed as the nearest family
 if nothing in its folder says that it differs:
 
-- The family reads each key of its config.json. Exceptions are keys that change no number, and keys of a
-  part that the family lacks, whose value turns the part off.
-- No number is left to the unknown model's own defaults, which cannot be seen. The keys of `_required` must
-  be there, and a part without a key is off, whatever the family's own default is.
-- All tensors have the names and shapes of the family's.
+- The family reads each key of the model's config.json. There are two exceptions: keys that change no number
+  of the model, and keys whose value turns off a part that the family lacks.
+- No number depends on the defaults of the model's own code, which cannot be seen. So the keys of `_required`
+  must be there, and a part without a key is taken to be off, even if the family has it on by default.
+- All tensors have the names and shapes that the family's tensors have.
 
 A difference that neither a key nor a tensor shows is not found in this way. `_HIDDEN_DIFFERENCES` lists the
-types of transformers that have one, and tests/model/test_nearest.py compares with all its types. The module
-needs no torch.
+types of transformers with such a difference. tests/model/test_nearest.py looks at all types of transformers
+for them. The module needs no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from monograph.model.families import FAMILIES, SUPPORTED_VALUES, Family, keys_in
 from monograph.model.layer_keys import layer_count
 from monograph.model.layer_types import FULL_ATTENTION, SLIDING_ATTENTION
 
-# What differs in models that may have the keys and the tensors of a family.
+# What differs in models whose keys and tensors may be those of a family.
 _HIDDEN_DIFFERENCES = {
     "ernie4_5": "it rotates neighbouring channels of a head",
     "exaone4": "its layers without a window do not rotate queries and keys",
@@ -66,14 +66,15 @@ _IDLE_KEYS = {
     "use_bfloat16",
     "use_cache",
 }
-# Keys that derive the types of layers by a rule -> the key of an explicit list, which overrides the rule. A
-# rule about windows also changes nothing if there are none.
+# Keys that give the types of layers by a rule, and for each the key that gives them as a list. A rule means
+# nothing if the list is there.
 _RULES = {
     "full_attention_interval": "layer_types",
     "max_window_layers": "layer_types",
     "no_rope_layer_interval": "no_rope_layers",
     "sliding_window_pattern": "layer_types",
 }
+# Those of these rules that mean nothing if the model has no window.
 _WINDOW_RULES = ("max_window_layers", "sliding_window_pattern")
 # Parts that are off if their key is null, false or an empty list.
 _OFF_IF_FALSE = {"attention_bias", "clip_qkv", "mlp_only_layers", "sliding_window"}
@@ -140,21 +141,21 @@ def find_nearest(
         raise InputRefused(
             f"model_type = {model_type!r} is not supported: {_HIDDEN_DIFFERENCES[model_type]}"
         )
-    # A family that lacks fewer keys is nearer.
-    fewest_lacking = len(values) + 1
+    # The nearest family is the one that leaves the fewest keys unread. The error tells only its fault.
+    fewest_not_read = len(values) + 1
     fault = ""
     for name, family in FAMILIES.items():
-        lacking = [each for key in values for each in _not_understood(key, values, family)]
-        if len(lacking) > fewest_lacking:
+        not_read = [each for key in values for each in _not_understood(key, values, family)]
+        if len(not_read) > fewest_not_read:
             continue
         try:
-            if lacking:
-                raise InputRefused(f"it has no {lacking[0]}")
+            if not_read:
+                raise InputRefused(f"it has no {not_read[0]}")
             config = _config_as(name, values, has_head)
             require_tensors(config)
         except InputRefused as error:
-            if len(lacking) < fewest_lacking:
-                fewest_lacking = len(lacking)
+            if len(not_read) < fewest_not_read:
+                fewest_not_read = len(not_read)
                 fault = f"the nearest family is {name}, but {error}"
             continue
         return Nearest(
@@ -166,19 +167,24 @@ def find_nearest(
 
 
 def _not_understood(key: str, values: Mapping[str, Any], family: Family) -> list[str]:
-    """Return descriptions of what a family does not read of a key of a config.json, with its value."""
+    """Return descriptions of what a family does not read of a key of a config.json, with its value.
+
+    Most keys are read or not as a whole. In a table of rotary positions, each entry is checked by itself.
+    """
     value = values[key]
-    if key in _ROTARY_TABLES and isinstance(value, dict):
-        tables = {key: value} | {
-            f"{key}.{name}": inner for name, inner in value.items() if isinstance(inner, dict)
-        }
-        return [
-            _shown(f"{place}.{name}", entry)
-            for place, table in tables.items()
-            for name, entry in table.items()
-            if name not in _ROTARY_KEYS and not isinstance(entry, dict)
-        ]
-    return [] if _is_understood(key, values, family) else [_shown(key, value)]
+    if not (key in _ROTARY_TABLES and isinstance(value, dict)):
+        return [] if _is_understood(key, values, family) else [_shown(key, value)]
+    # The table itself and the tables in it, by their places.
+    tables = {key: value}
+    for name, entry in value.items():
+        if isinstance(entry, dict):
+            tables[f"{key}.{name}"] = entry
+    not_read = []
+    for place, table in tables.items():
+        for name, entry in table.items():
+            if name not in _ROTARY_KEYS and not isinstance(entry, dict):
+                not_read.append(_shown(f"{place}.{name}", entry))
+    return not_read
 
 
 def _shown(key: str, value: object) -> str:
@@ -190,7 +196,7 @@ def _shown(key: str, value: object) -> str:
 def _is_understood(key: str, values: Mapping[str, Any], family: Family) -> bool:
     """Return whether a key with its value means in a family what it means in the file.
 
-    We can only go by the name: a key that the family has is taken to mean the same.
+    Only the key's name can tell: a key that the family has, too, is taken to mean the same.
     """
     value = values[key]
     if key in _IDLE_KEYS:
@@ -221,12 +227,13 @@ def _is_understood(key: str, values: Mapping[str, Any], family: Family) -> bool:
 
 def _agrees_about_windows(values: Mapping[str, Any], family: Family) -> bool:
     """Return whether use_sliding_window agrees with the keys that a family reads about windows."""
+    states_no_window = values.get("sliding_window") is None
     if values["use_sliding_window"] is True:
-        return _lists_windows(values) or values.get("sliding_window") is None
-    is_read = "use_sliding_window" in keys_in_files(family)
-    has_no_window = is_read or values.get("sliding_window") is None
-    is_off = values["use_sliding_window"] is False
-    return is_off and has_no_window and not _lists_windows(values)
+        return _lists_windows(values) or states_no_window
+    if values["use_sliding_window"] is not False or _lists_windows(values):
+        return False
+    # A sliding_window that this key switches off is off only in a family that reads the key.
+    return states_no_window or "use_sliding_window" in keys_in_files(family)
 
 
 def _has_window(values: Mapping[str, Any]) -> bool:
@@ -260,7 +267,7 @@ def _config_as(name: str, values: Mapping[str, Any], has_head: bool) -> LlamaCon
 def _rotary_tables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tables of rotary positions that are read.
 
-    If there is a `rope_scaling`, `rope_parameters` counts only if it has a table for each kind of layer.
+    If there is a `rope_scaling`, `rope_parameters` is read only if it has a table for each kind of layer.
     """
     tables = [values[name] for name in _ROTARY_TABLES if isinstance(values.get(name), dict)]
     if not values.get("rope_scaling"):
@@ -308,7 +315,7 @@ def _required(family: Family, values: Mapping[str, Any]) -> list[str]:
         # Layers with a window have a base of their own.
         if not _states_both_bases(values):
             keys.append(_LOCAL_BASE)
-    # Without a list, nothing says which layers have the window.
+    # Without layer_types, nothing says which layers have the window.
     if _has_window(values):
         keys.append("layer_types")
     if not family.other_layers.attends:
@@ -326,7 +333,7 @@ def _required(family: Family, values: Mapping[str, Any]) -> list[str]:
 def _with_parts_off(family: Family, stated: dict[str, Any], has_head: bool) -> dict[str, Any]:
     """Return the content of a config.json in which parts without a key are off.
 
-    So no key is left to the family's own defaults.
+    Every key for which the family has a default gets the file's value, or a value that turns its part off.
 
     Args:
         family: the family.
@@ -339,7 +346,8 @@ def _with_parts_off(family: Family, stated: dict[str, Any], has_head: bool) -> d
     values: dict[str, Any] = dict.fromkeys(family.defaults)
     values["tie_word_embeddings"] = not has_head
     if family.expert_width_key != "intermediate_size":
-        # A family with a mixture in each layer does not use it.
+        # A family with a default for this key has a mixture in each layer, whose width is another key. So
+        # the key is not used, and may keep the family's default.
         values.pop("intermediate_size", None)
     if _ORIGINAL_LENGTH in values:
         values[_ORIGINAL_LENGTH] = stated["max_position_embeddings"]

@@ -30,8 +30,8 @@ def block_shapes(config: LlamaConfig, layer: int) -> Shapes:
     Raises:
         InputRefused: a tensor would have more bytes than a tensor can have.
     """
-    # The shapes are those of the first layer of the same kind, so that the cache builds only one block of
-    # each kind.
+    # The first layer of the same kind has the same shapes. If it is always asked for, the cache builds only
+    # one block of each kind.
     kind = kind_of_block(config, layer)
     first_of_kind = next(each for each in range(layer + 1) if kind_of_block(config, each) == kind)
     return _cached_block_shapes(config, first_of_kind)
@@ -87,7 +87,7 @@ def parameter_shapes(config: LlamaConfig) -> Shapes:
 def axis_keys(config: LlamaConfig, name: str) -> tuple[str, ...]:
     """Return for each axis of a parameter, for messages, the keys on which its length depends.
 
-    The keys are found by doubling the configuration's sizes one by one and looking which axes change.
+    The keys are found by doubling the configuration's sizes one by one, to see which axes change.
 
     Args:
         config: the configuration.
@@ -107,6 +107,7 @@ def axis_keys(config: LlamaConfig, name: str) -> tuple[str, ...]:
     texts = list[str]()
     for axis, length in enumerate(shape):
         keys = [key for key, other in shapes_if_doubled.items() if other[axis] != length]
+        # If each of these sizes doubles the length, the length is their product times a number.
         product = math.prod(sizes[key] for key in keys)
         is_product = all(shapes_if_doubled[key][axis] == 2 * length for key in keys)
         if is_product and length % product == 0:
@@ -131,13 +132,13 @@ def _shape(config: LlamaConfig, name: str) -> tuple[int, ...]:
 def block_matrix_shapes(
     config: LlamaConfig, layer: int, *, only_active: bool = False
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of a layer's matrices. A matrix of each expert counts as one of its own.
+    """Return the shapes of a layer's matrices. Each expert's matrix is listed by itself.
 
     Args:
         config: the configuration.
         layer: the layer.
-        only_active: whether to include only the matrices that multiply a token, without those of
-            experts that were not chosen for it.
+        only_active: whether to include only the matrices that multiply a token. Matrices of experts that
+            were not chosen for it are then left out.
     """
     feed_forward = feed_forward_of(config, layer)
     matrices = list[tuple[int, ...]]()
@@ -148,8 +149,8 @@ def block_matrix_shapes(
         if len(shape) == 2:
             matrices.append(shape)
             continue
-        # All experts' matrices, [experts, rows, columns]; or the weight of a delta net's convolution,
-        # [channels, 1, taps].
+        # All experts' matrices, [experts, rows, columns]; or the weight of a recurrent layer's
+        # convolution, [channels, 1, taps].
         count = shape[0]
         if only_active:
             count = feed_forward.active_matrices(config, name, count)

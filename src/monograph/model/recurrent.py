@@ -61,14 +61,16 @@ class InputState(NamedTuple):
         """
         is_new_BT = (positions_BT >= self.count_B[:, None]) & (positions_BT < self.limit_B[:, None])
         inputs_BSC = torch.cat([self.inputs_BKC, channels_BTC.to(self.inputs_BKC.dtype)], dim=1)
-        # For each row, the last K inputs up to its last new token. In `inputs_BSC`, K old inputs come first.
-        index_BK = is_new_BT.sum(dim=1)[:, None] + torch.arange(
-            self.inputs_BKC.shape[1], device=is_new_BT.device
-        )
+        # In `inputs_BSC`, the K old inputs of a row come first, and then its new tokens. So after n new
+        # tokens, the last K inputs are at the indices n to n + K - 1.
+        taps = self.inputs_BKC.shape[1]
+        new_count_B = is_new_BT.sum(dim=1)
+        index_BK = new_count_B[:, None] + torch.arange(taps, device=is_new_BT.device)
         inputs_BKC = inputs_BSC.gather(1, index_BK[..., None].expand(-1, -1, inputs_BSC.shape[-1]))
         is_one_token = channels_BTC.shape[1] == 1
-        # Each output needs K inputs, its own and K - 1 earlier ones. So T outputs do not need the oldest of
-        # the K old inputs. A repeated token is in the old inputs already, and `inputs_BKC` ends with it.
+        # Each output needs K inputs: its own and K - 1 earlier ones. So T outputs do not need the oldest of
+        # the K old inputs. A single token that is repeated is among the old inputs already, so its inputs
+        # are `inputs_BKC`, which ends with it.
         convolved_BSC = inputs_BKC if is_one_token else inputs_BSC[:, 1:]
         return PassInputs(is_new_BT, inputs_BKC, convolved_BSC)
 
@@ -232,7 +234,7 @@ class CausalConv(nn.Module):
 def document_starts(segments_BT: Tensor | None) -> Tensor | None:
     """Return whether each position begins a document, bool [B, T]; None without segments.
 
-    The first position of a row is False, because no state comes before it that must be dropped.
+    The first position of a row is False, because there is no earlier state to drop.
     """
     if segments_BT is None:
         return None

@@ -118,8 +118,8 @@ def _yarn_kept_share(scaling: YarnScaling, rotary_dim: int, theta: float) -> Ten
         first = math.floor(first)
         last = math.ceil(last)
     first = max(first, 0)
-    # Pairs have the indices 0 to rotary_dim / 2 - 1, so a bound at rotary_dim - 1 is higher than
-    # needed. It is transformers' bound, and another one would give other frequencies.
+    # The indices of pairs end at rotary_dim / 2 - 1, so a lower bound would do. But this is transformers'
+    # bound, and another one would give other frequencies.
     last = min(last, rotary_dim - 1)
     if first == last:
         # transformers adds the same number. Without it, the next division would be by zero.
@@ -182,7 +182,6 @@ def rotate(heads_BHTC: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> T
     """
     rotary_dim = 2 * cos_sin_B1TF[0].shape[-1]
     if rotary_dim < heads_BHTC.shape[-1]:
-        # A part of the channels is not the output of a product itself, so `of_product` is not passed on.
         rotary_BHTD, rest_BHTX = heads_BHTC.tensor_split([rotary_dim], dim=-1)
         return torch.cat([rotate(rotary_BHTD, cos_sin_B1TF, device_type), rest_BHTX], dim=-1)
     heads_BHTD = heads_BHTC  # all channels are rotated, so C = D
@@ -211,8 +210,9 @@ def rotate_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the heads of three projections, those of queries and keys rotated as by `rotate`.
 
-    A GPU's compiled step rotates them by kernels of its own. For that the projections must be outputs of
-    matrix products: a compiler fuses what is computed in between with a rotation by operators.
+    A compiled training step on a GPU rotates them by kernels of its own. Call this only with projections
+    that come directly from matrix products. If something is computed in between, call `rotate`: a compiler
+    fuses it with the rotation.
 
     Args:
         query_BTX: the query projection of all heads.
@@ -244,7 +244,8 @@ def _has_kernels(query_BTX: Tensor, head_dim: int, cos_sin_B1TF: CosSin, device_
     """Return whether kernels rotate these projections."""
     cos_B1TF, _ = cos_sin_B1TF
     on_cuda = (device_type or query_BTX.device.type) == "cuda"
-    # Without gradients, as in decoding, a compiler fuses operators with what reads their result.
+    # The kernels are for training. Without gradients, as in decoding, a rotation by operators is better,
+    # since a compiler fuses it with what reads its result.
     is_in_step = torch.compiler.is_compiling() and torch.is_grad_enabled()
     rotates_all_channels = 2 * cos_B1TF.shape[-1] == head_dim
     can_rotate = can_rotate_projections(query_BTX, cos_B1TF) and not compat.in_transform()

@@ -277,8 +277,8 @@ def _read_two_tables(
                 f"rope_parameters.{key}: expected a table for {FULL_ATTENTION!r} and one for {SLIDING_ATTENTION!r}"
             )
     older_table = _copy_table(values, "rope_scaling")
-    # transformers adds this table to one with the rope_type "default", so it never comes to the older
-    # name of that key.
+    # transformers adds this table to one that has the rope_type "default". So it never reads "type", the
+    # older name of rope_type.
     if "rope_type" not in older_table and older_table.get("type", "default") != "default":
         raise InputRefused(
             f"rope_scaling: type = {older_table['type']!r} is the older name of rope_type, which transformers does not "
@@ -355,7 +355,7 @@ def _read_scaling(
 def _complete_yarn(table: dict[str, Any]) -> dict[str, Any]:
     """Return a table of YaRN with transformers' values for the keys that the file leaves out.
 
-    As in transformers, a beta_fast, beta_slow, mscale or mscale_all_dim of 0 or null is left out.
+    As in transformers, a beta_fast, beta_slow, mscale or mscale_all_dim of 0 or null counts as left out.
     """
     table = {"truncate": True, **table}
     table["beta_fast"] = table.get("beta_fast") or 32.0
@@ -367,12 +367,12 @@ def _complete_yarn(table: dict[str, Any]) -> dict[str, Any]:
         check_positive_number("rope_scaling.factor", factor)
         check_positive_number("rope_scaling.mscale", mscale or 1.0)
         check_positive_number("rope_scaling.mscale_all_dim", mscale_all_dim or 1.0)
+        attention_factor = YarnScaling.default_attention_factor(factor)
         if mscale and mscale_all_dim:
-            table["attention_factor"] = YarnScaling.default_attention_factor(
-                factor, mscale
-            ) / YarnScaling.default_attention_factor(factor, mscale_all_dim)
-        else:
-            table["attention_factor"] = YarnScaling.default_attention_factor(factor)
+            numerator = YarnScaling.default_attention_factor(factor, mscale)
+            denominator = YarnScaling.default_attention_factor(factor, mscale_all_dim)
+            attention_factor = numerator / denominator
+        table["attention_factor"] = attention_factor
     return table
 
 
@@ -396,7 +396,7 @@ def _complete_long(table: dict[str, Any], max_length: int) -> dict[str, Any]:
         factor = max_length / original_length
     check_positive_number("rope_scaling.factor", factor)
     if table.get("attention_factor") is None:
-        # The logarithm of an original length of 1 is 0, by which nothing can be divided.
+        # For an original length of 1, the denominator would be 0.
         if factor > 1 and original_length > 1:
             table["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original_length))
         else:

@@ -4,7 +4,7 @@ A. Tam's article "Pretraining a Llama Model on Your Local GPU" writes such a fil
 alone or under the key "model". The names of the decoder's tensors begin with "base_model.", and the
 rotary tables are buffers.
 
-Sizes are those of the tensors. The number of heads is found in the rotary tables. If there are none,
+Sizes are read from the tensors. The number of heads follows from the rotary tables. If there are none,
 it is the user's setting in the section [model]. If there is no setting either, it is that of the
 preset llama-179m, provided that the weights have its shape. Everything else is what the settings in
 [model] say, or its default.
@@ -31,8 +31,8 @@ _WEIGHTS_KEYS = ("model", "model_state_dict", "state_dict")
 # The prefixes of names that come from torch.compile, DistributedDataParallel and the article.
 _PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)*(?:base_model\.|model\.)?")
 _ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
-# The largest accepted error of a number in a rotary table. It is at most 2^-9 for a table in bf16, and
-# about 1 for a table of another base, or one that was never computed.
+# The largest accepted error of a number in a rotary table. In a table in bf16, errors are at most 2^-9. In a
+# table of another base, or in one that was never computed, they are about 1.
 _TABLE_ERROR = 0.01
 # torch.save writes a ZIP file. It ends with three records that describe the list of its entries: the
 # ZIP64 end record, its locator and the plain end record.
@@ -76,7 +76,8 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     except MonographError:  # an error of `_check_archive` or `readable`, whose message is for users
         raise
     except Exception as error:  # The unpickler may raise anything for a damaged file.
-        first_line = (str(error).splitlines() or [""])[0][:100]
+        lines = str(error).splitlines()
+        first_line = lines[0][:100] if lines else ""
         raise InputRefused(
             f"{path}: not weights that torch.save wrote ({type(error).__name__}: {first_line}); "
             "save model.state_dict() alone"
@@ -116,7 +117,7 @@ def _check_archive(path: Path) -> None:
     with open_input(path) as file:
         end_bytes = _ZIP64_END_BYTES + _LOCATOR_BYTES + _PLAIN_END_BYTES
         file.seek(max(0, path.stat().st_size - end_bytes))
-        # A file that is shorter than the three records gets zeros in front of it.
+        # If the file is shorter than the three records, zeros are put in front of what was read.
         end = file.read(end_bytes).rjust(end_bytes, b"\0")
         zip64_end = end[:_ZIP64_END_BYTES]
         locator = end[_ZIP64_END_BYTES:-_PLAIN_END_BYTES]
@@ -146,15 +147,15 @@ def _config(state: Mapping[str, Tensor], path: Path, settings: Mapping[str, Any]
     """
 
     def shape(name: str) -> torch.Size:
+        """Return the shape of a matrix, which must be there."""
         if name not in state or state[name].ndim != 2 or not state[name].numel():
             raise InputRefused(
                 f"{path}: holds no matrix {name}, so it is not the state dict of a Llama"
             )
         return state[name].shape
 
-    layer_numbers = {
-        match[1] for match in (re.match(r"model\.layers\.(\d+)\.", name) for name in state) if match
-    }
+    layer_matches = [re.match(r"model\.layers\.(\d+)\.", name) for name in state]
+    layer_numbers = {match[1] for match in layer_matches if match}
     vocab_size, hidden_size = shape("model.embed_tokens.weight")
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -167,8 +168,9 @@ def _config(state: Mapping[str, Tensor], path: Path, settings: Mapping[str, Any]
     key_size = shape("model.layers.0.self_attn.k_proj.weight")[0]
     if "model.rotary_emb.cos" in state:
         sizes["max_position_embeddings"], head_dim = shape("model.rotary_emb.cos")
-        # If the user gives a rope_theta, it is used, and `_check_rotary` refuses it if the table differs.
-        # It must not be in `sizes`, because the loop below would refuse it for a rounding error.
+        # If the user gives a rope_theta, it replaces this one, and `_check_rotary` compares it with the
+        # table. The base is not in `sizes`, because the loop below would refuse the user's value for a
+        # rounding error.
         settings = {"rope_theta": _rope_theta(state["model.rotary_emb.cos"]), **settings}
     else:
         head_dim = _head_dim(sizes, query_size, path, settings)
@@ -251,7 +253,7 @@ def _check_rotary(state: Mapping[str, Tensor], config: LlamaConfig, path: Path) 
     half_tables = cos_sin(positions_BT, config, torch.float32)
     for name, half_B1TF in zip(("cos", "sin"), half_tables, strict=True):
         stored = state.get(f"model.rotary_emb.{name}")
-        # The file's table has each half twice, as in transformers.
+        # As in transformers, a row of the file's table is the half table's row twice.
         expected = torch.cat([half_B1TF[0, 0]] * 2, dim=-1)
         is_equal = (
             stored is not None

@@ -46,9 +46,11 @@ def read_trainable_tokens(value: object, path: Path) -> tuple[int, ...]:
     Raises:
         InputRefused: the value has another form, or the layers differ.
     """
-    lists_of_layers = list(value.values()) if isinstance(value, dict) else [value or []]
-    ids = lists_of_layers[0] if lists_of_layers else []
-    if any(other_ids != ids for other_ids in lists_of_layers):
+    ids_of_layers = [value or []]
+    if isinstance(value, dict):
+        ids_of_layers = list(value.values())
+    ids = ids_of_layers[0] if ids_of_layers else []
+    if any(other_ids != ids for other_ids in ids_of_layers):
         raise InputRefused(
             f"{path}: {TRAINABLE_TOKENS_KEY} lists other tokens for one layer than for another, which is not read here"
         )
@@ -118,7 +120,7 @@ def tensors_by_own_names(
         layer_name = name.removesuffix(_PEFT_ROWS).removesuffix(_WHOLE_TABLE)
         layer = layers.get(layer_name)
         if layer is None or name == layer_name:
-            # A tensor of something else than a table, such as a matrix of LoRA.
+            # This is not a tensor of a table, but for example a matrix of LoRA.
             renamed[name] = tensor
         elif name.endswith(_WHOLE_TABLE):
             _require_base_table(stored_name, tensor, layer, path)
@@ -128,7 +130,7 @@ def tensors_by_own_names(
 
 
 def unlisted_rows(value: object, module: nn.Module) -> set[str]:
-    """Return the names of a module's trained rows of layers that a configuration does not list.
+    """Return the names of trained rows that are in layers which a configuration does not list.
 
     For example, a list of ids stands for the embedding alone, and not for an untied head.
 
@@ -161,7 +163,7 @@ def _require_base_table(name: str, stored: StoredTensor, layer: TableWithRows, p
             f"{path}: {name} is stored as {stored.dtype}, not as one of {', '.join(DTYPES)}"
         )
     is_equal_VD = read_tensors({name: stored}, layer.weight.dtype)[name] == layer.weight
-    is_equal_VD[layer.token_index] = True
+    is_equal_VD[layer.token_index] = True  # trained rows may differ
     if not bool(torch.all(is_equal_VD)):
         first_different = (~is_equal_VD.all(1)).nonzero()[0]
         row = int(first_different)

@@ -4,10 +4,10 @@ An update minimises
 
     loss = sum over answers i of group g, tokens t of  - a[i] w(rho[i, t]) / sum over i of s[i]
 
-where a[i] is the advantage of answer i, s[i] is its share of the denominator, r are the rewards of
-the G answers to a prompt, |o| is the number of tokens of an answer including the one that ends it,
-and L is the maximum number of tokens of an answer. rho is the probability of a token, or of an
-answer, divided by the probability with which it was sampled.
+where a[i] is the advantage of answer i, s[i] is its share of the denominator, and w is a function of
+rho. rho is the probability of a token, or of an answer, divided by the probability with which it was
+sampled. In the table, r are the rewards of the G answers to a prompt. |o| is the number of tokens of an
+answer, including the one that ends it, and L is the maximum of this number.
 
 | name      | a[i]                                   | s[i] | w                    | source             |
 |-----------|----------------------------------------|------|----------------------|--------------------|
@@ -19,19 +19,20 @@ answer, divided by the probability with which it was sampled.
 | cispo     | (r[i] - mean r) / (std r + 1e-4)       | |o|  | truncate(5)          | arXiv 2506.13585   |
 | gspo      | (r[i] - mean r) / (std r + 1e-4) / |o| | 1    | sequence(3e-4, 4e-4) | arXiv 2507.18071   |
 
-    clip(l, h)      min(rho a, clamp(rho, 1 - l, 1 + h) a) / a  (Schulman et al. 2017, 1707.06347)
-    truncate(h)     min(rho, h) log pi, where min(rho, h) is a constant of the gradient
+    clip(l, h)      min(rho a, clamp(rho, 1 - l, 1 + h) a) / a  (Schulman et al. 2017, arXiv 1707.06347)
+    truncate(h)     min(rho, h) log pi, where pi is the probability of the token, and no gradient goes
+                    through min(rho, h)
     sequence(l, h)  clip(l, h), where rho is of a whole answer: the exponential of the mean of its
                     tokens' log rho
 
 If each sample is used for one update only, rho is 1 up to rounding. Then w is log pi, which has the
-same gradient at rho = 1. This is not only simpler: rounding alone could move rho out of the narrow
-limits of gspo. Only cispo uses rho even then, as truncated importance sampling.
+same gradient at rho = 1. It is simpler, and rounding, which could move rho out of the narrow limits of
+gspo, does not matter. Only cispo uses rho even then, as truncated importance sampling.
 
-At rho = 1 the gradients of reinforce, rloo and dr_grpo are those of the expected reward, that of
-dr_grpo times (G - 1) / (G L). The gradients of grpo and dapo are not: both divide by the group's
-standard deviation, and grpo also gives the tokens of short right answers more weight and those of
-long wrong answers less. The standard deviation is the unbiased one. If all rewards of a group are
+At rho = 1 the gradients of reinforce and rloo are those of the expected reward. The gradient of dr_grpo
+is that gradient times (G - 1) / (G L). The gradients of grpo and dapo are not: both divide by the
+group's standard deviation, and grpo also gives the tokens of short right answers more weight and those
+of long wrong answers less. The standard deviation is the unbiased one. If all rewards of a group are
 equal up to ROUNDING, the advantage is exactly 0, except for reinforce.
 """
 
@@ -42,10 +43,10 @@ from typing import Literal, NamedTuple
 
 # Added to a deviation, so that nearly equal rewards are not divided by nearly 0.
 _DEVIATION_EPSILON = 1e-4
-# Rewards that differ by no more than this share of the larger of 1 and the largest reward are equal up
-# to rounding. A reward may be a sum of parts, and a sum of n parts, added in any order, is off by at
-# most n 2^-53 of the sum of the parts' sizes. The limit allows for 2^12 parts whose sizes sum to twice
-# the largest reward. A real difference of rewards is larger.
+# Two rewards are equal up to rounding if they differ by no more than ROUNDING times the largest size of a
+# reward, or ROUNDING itself if that size is below 1. A reward may be a sum of parts, and a sum of n parts,
+# added in any order, is off by at most n 2^-53 of the sum of the parts' sizes. ROUNDING allows for 2^12
+# parts whose sizes sum to twice the largest reward. A real difference of rewards is larger.
 ROUNDING = 2.0**-40
 
 
@@ -53,7 +54,7 @@ class RatioUse(NamedTuple):
     """How a loss uses rho.
 
     Attributes:
-        kind: "none", if it does not use rho, or a function w of the module's table.
+        kind: which function w of the module's table it uses; "none" if it does not use rho.
         low: l of that function.
         high: h of that function.
     """
@@ -100,7 +101,8 @@ def rewards_are_equal(rewards: Sequence[float]) -> bool:
 
 def centred_rewards(rewards: Sequence[float]) -> list[float]:
     """Return the rewards minus their mean; exact zeros if all are equal up to ROUNDING."""
-    # A division by the deviation would make differences by rounding as large as real ones.
+    # The caller may divide by the deviation, which would make differences by rounding as large as real
+    # ones.
     if rewards_are_equal(rewards):
         return [0.0] * len(rewards)
     mean = statistics.fmean(rewards)
@@ -160,8 +162,8 @@ class Advantage:
         ratio: how rho is used if each sample is used for several updates.
         k1_refused: why it does not go with the KL estimator k1, which is a part of the reward; "": it
             goes with k1. The text completes the sentence "the reward, which this advantage ...".
-        divides_by_length: whether it divides by the number of an answer's tokens. The answer's KL
-            term is then divided, too.
+        divides_by_length: whether it divides by the number of an answer's tokens. The factor of the
+            answer's KL term is then divided by it, too.
         compares_answers: whether it compares the answers to a prompt, so that a group with equal
             rewards has no gradient.
     """

@@ -42,8 +42,8 @@ class RolloutOptions:
         packed: whether a row holds several answers, one after the other.
         exact: whether log-probabilities are computed exactly as in decoding, so that an answer gets the
             same bits when it is scored as when it was sampled (`monograph.ops.attention`, "cached").
-            Each answer then has its own row, which is as long as a row of decoding. This is for eager
-            mode on a CPU.
+            Each answer then has its own row, which is as long as a row of decoding. Only eager mode on
+            a CPU can do this.
         seed: the seed of the order of prompts and of all sampling.
         epochs: passes over the prompts; None: endless.
         updates: the number of updates that use each sample.
@@ -83,19 +83,19 @@ class RolloutOptions:
 
 
 class Rollout(NamedTuple):
-    """An answer with its prompt; or an episode, whose answers are about one reward.
+    """An answer with its prompt; or an episode, which has several answers and one reward.
 
     Attributes:
         prompt_ids: the prompt.
         token_ids: the answer; in an episode, the answers and what the environment said after each.
-        logprobs: the log-probability with which each token of the answer was sampled; in an episode,
-            each that was sampled.
+        logprobs: the log-probability with which each token was sampled; in an episode, only of the
+            tokens of answers.
         reference: the reference's log-probability of each token; empty without a KL term.
         is_cut: whether the answer was cut at the maximum number of tokens.
-        states: the state of an automaton before each token, if answers must have a form, such as that
-            of a regular expression (`monograph.rl.form`); else empty.
-        is_sampled: for each of `token_ids`, whether it was sampled; the others are the environment's,
-            and have neither a gradient nor a log-probability. Empty: all were sampled.
+        states: if answers must have a form, such as a regular expression, the state of the form's
+            automaton before each token (`monograph.rl.form`); else empty.
+        is_sampled: for each of `token_ids`, whether the model sampled it. The environment said the
+            others, which have neither a gradient nor a log-probability. Empty: all were sampled.
     """
 
     prompt_ids: Sequence[int]
@@ -119,21 +119,25 @@ def arrange_window(
 
     The loss is divided by the sum of the answers' shares (`monograph.rl.advantages`). An answer that
     does not change the gradient is needed only for this sum. So it gets no place in a row, and its
-    share is added to the first row.
+    share is added to the last position of the first row.
 
     Args:
         rollouts: the answers; a prompt and its answer have at most T + 1 tokens.
         weights: the weights of the answers.
         options: the length of rows, and whether they are packed.
     """
-    # The indices of the answers that get a place, and the number of inputs and the row of each.
+    # The indices of the answers that get a place, and how many inputs each of them has: all tokens but
+    # the last one, which is only a target.
     placed = [index for index, weight in enumerate(weights) if weight.changes_gradient]
-    inputs = np.array(
+    input_counts = np.array(
         [len(rollouts[i].prompt_ids) + len(rollouts[i].token_ids) - 1 for i in placed],
         dtype=np.int64,
     )
     length = options.length
-    row_of = best_fit_decreasing(inputs, length) if options.packed else np.arange(len(placed))
+    # The row of each of these answers.
+    row_of = np.arange(len(placed))
+    if options.packed:
+        row_of = best_fit_decreasing(input_counts, length)
     rows = int(row_of.max()) + 1 if placed else 1
     int_names = ["tokens", "segments", "positions"]
     if any(rollout.states for rollout in rollouts):
@@ -146,7 +150,7 @@ def arrange_window(
     floats = {name: np.zeros((rows, length), dtype=np.float64) for name in float_names}
     filled = np.zeros(rows, dtype=np.int64)  # positions of each row that are filled
     segments = np.zeros(rows, dtype=np.int64)  # answers of each row so far
-    for index, row, input_count in zip(placed, row_of.tolist(), inputs.tolist(), strict=True):
+    for index, row, input_count in zip(placed, row_of.tolist(), input_counts.tolist(), strict=True):
         rollout = rollouts[index]
         weight = weights[index]
         ids = [*rollout.prompt_ids, *rollout.token_ids]
@@ -178,7 +182,7 @@ def arrange_window(
     floats["shares"][0, -1] += sum(
         weight.share for weight in weights if not weight.changes_gradient
     )
-    # If all answers are left out, the sum of the shares would be 0, by which the loss is divided.
+    # The loss is divided by the sum of the shares, which would be 0 if all answers are left out.
     if not any(weight.share for weight in weights):
         floats["shares"][0, -1] = 1
     if not options.packed:
@@ -189,7 +193,9 @@ def arrange_window(
 def keep_and_penalise(
     rollouts: Sequence[Rollout], rewards: Sequence[float], options: RolloutOptions
 ) -> tuple[list[Rollout], list[float]]:
-    """Return the answers of a group that are not left out, and their rewards minus penalties."""
+    """Return the answers of a group that are not left out, and their rewards minus the penalties of
+    those that were cut.
+    """
     kept = list[Rollout]()
     kept_rewards = list[float]()
     for rollout, reward in zip(rollouts, rewards, strict=True):
@@ -209,11 +215,16 @@ def answer_weights(
     The weight of an answer that is left out is 0.
     """
     kept, kept_rewards = keep_and_penalise(rollouts, rewards, options)
-    kept_weights = iter(_kept_weights(kept, kept_rewards, options) if kept else ())
+    kept_weights = list[AnswerWeight]()
+    if kept:
+        kept_weights = _kept_weights(kept, kept_rewards, options)
+    remaining = iter(kept_weights)
     weights = list[AnswerWeight]()
     for rollout in rollouts:
-        is_left_out = rollout.is_cut and options.masks_truncated
-        weights.append(AnswerWeight(0.0, 0.0) if is_left_out else next(kept_weights))
+        if rollout.is_cut and options.masks_truncated:
+            weights.append(AnswerWeight(0.0, 0.0))
+        else:
+            weights.append(next(remaining))
     return weights
 
 
@@ -230,7 +241,7 @@ def _kept_weights(
             for reward, log_ratio in zip(rewards, log_ratios, strict=True)
         ]
     # An advantage needs the rewards of at least two answers. If only one answer is left, it is given
-    # twice, so that it is compared with itself.
+    # twice, so that it is compared with itself. The second of the two weights is dropped.
     copies = 2 if len(rollouts) == 1 else 1
     advantage = ADVANTAGES[options.advantage]
     weights = advantage.weights([*rewards] * copies, lengths * copies, options.max_answer_tokens)
@@ -254,15 +265,16 @@ def split_by_answer(
     """Return the values that `compute` returns at the positions of each answer's tokens.
 
     Args:
-        compute: a function that returns a value for each position, [R T], of a batch of at most `rows`
-            rows.
+        compute: a function of a batch of at most `rows` rows, which returns a value for each of its
+            positions as one dimension, [R T].
         rollouts: the answers.
         options: the length of rows, and whether they are packed.
         rows: the number of rows that are computed at the same time.
     """
     # To find the positions of each answer, a window is arranged in which the factor of an answer is its
-    # number, from 1. All other positions have the factor 0. A stable sort of the positions by factor
-    # then gives the other positions first, and after them the positions of one answer after the other.
+    # number, counted from 1. Positions without a sampled token have the factor 0. If the positions are
+    # sorted by their factor, these come first, and then the positions of one answer after another. A
+    # stable sort keeps the positions of an answer in order.
     numbers = [AnswerWeight(number, 1) for number in range(1, len(rollouts) + 1)]
     window = arrange_window(rollouts, numbers, options)
     values = list[Tensor]()
@@ -271,7 +283,8 @@ def split_by_answer(
         values.append(compute(batch).double().cpu())
     order = torch.argsort(window["factors"].flatten(), stable=True)
     lengths = [rollout.length for rollout in rollouts]
-    answer_values = torch.cat(values)[order][len(order) - sum(lengths) :]
+    others = len(order) - sum(lengths)  # the positions without a sampled token
+    answer_values = torch.cat(values)[order][others:]
     return [part.tolist() for part in answer_values.split(lengths)]
 
 
@@ -284,7 +297,7 @@ class AnswerGroup(NamedTuple):
         rollouts: the answers with their log-probabilities.
         scores: the answers' scores, before penalties.
         weights: the answers' weights.
-        teaches: whether the rewards give a gradient; a KL term is not counted.
+        teaches: whether the rewards give a gradient, apart from that of a KL term.
     """
 
     prompt: Prompt

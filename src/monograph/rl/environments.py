@@ -1,8 +1,8 @@
 """Environments: what a model in training talks to, for several turns.
 
-An *episode* is one conversation: the environment opens it with a prompt, the model answers, the
-environment says what it observes of the answer and how good the answer was, and so on, until the
-environment is done. An environment is a class:
+An *episode* is one conversation. The environment opens it with a prompt. Then, turn by turn, the model
+answers, and the environment says what it observes and how good the answer was, until the environment is
+done. An environment is a class:
 
     class Game:
         tools = [...]                  # optional: the tools that the chat template shows
@@ -12,16 +12,16 @@ environment is done. An environment is a class:
         def step(self, answer):        # (observation, reward, done)
             ...
 
-Each episode has an object of its own. An answer is a text. If there are tools, it is a message, in which
-the calls have been read: {"role": "assistant", "content": "...", "tool_calls": [{"name": "add",
+Each episode has an object of its own. An answer is a text. If there are tools, it is a message with the
+calls as objects: {"role": "assistant", "content": "...", "tool_calls": [{"name": "add",
 "arguments": {"a": 1}}]}. Arguments that are no JSON are a text. An observation is a text, a message, or
-a list of messages of users or tools. None is an empty text; in a chat, only the last observation may be
-None. A reward is a number, or a dict of numbers by name.
+a list of messages of users or tools. The observation None counts as an empty text. In a chat, only the
+last observation may be empty. A reward is a number, or a dict of numbers by name.
 
 A user's file runs in a few separate processes, each of which has many episodes. A process first runs
-the file with the user's rights. Then it gives them up, as a process does that runs a program written by
-a model (`monograph.rl.processes`), since a model writes the answers that it reads. It may use 4 GiB of
-memory and any processor time, but no call may take more than ANSWER_TIMEOUT_S.
+the file with the user's rights. Then it gives them up, since the answers that it will read are written by
+a model. It is confined like a process that runs a model's program (`monograph.rl.processes`), with other
+limits: 4 GiB of memory, any amount of processor time, and ANSWER_TIMEOUT_S for each call.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ TOOLS_NEED_A_CHAT = (
     f"{KEY} has tools, which need a chat: return a list of messages from reset(record)"
 )
 EXPECTED_STEP = f"returns (observation, reward, done) from step(answer): a text or messages, {SCORES}, and a bool"
-# The most processes of an environment. One is hardly ever busy, since decoding takes longer.
+# The maximum number of processes of an environment. Decoding takes longer than the environment, so even one
+# process is rarely busy.
 MAX_PROCESSES = 4
-# The most bytes that are read at once of what an environment prints.
+# The maximum number of bytes of an environment's output that are read in one step.
 MAX_PRINTED_BYTES = 1 << 16
-# How long the rest of its output is waited for; a process that it left behind may hold the pipe open.
+# How long `close` waits for the rest of an environment's output. The output may never end, since a child of
+# the environment may hold the pipe open.
 FORWARDING_TIMEOUT_S = 1.0
 
 
@@ -79,8 +81,8 @@ class Observation(NamedTuple):
 class Environments(Protocol):
     """The environments of many episodes at once.
 
-    The calls of one episode must follow one another. `where` is the place of the episode's record,
-    with which the text of an error begins.
+    Calls for one episode must not overlap. `where` is the place of the episode's record, with which the
+    text of an error begins.
 
     Attributes:
         tools: the tools of the environment, for the chat template; None if it has none.
@@ -88,7 +90,7 @@ class Environments(Protocol):
 
     @property
     def tools(self) -> Any:
-        """Return the attribute; this may start the environment."""
+        """Return the tools; this may start the environment."""
 
     def reset(self, episode: int, seed: int, record: Mapping[str, Any], where: str) -> Future[Said]:
         """Begin an episode; the future has its opening, or an `InputRefused`."""
@@ -122,7 +124,7 @@ class OwnEnvironments:
 
         def begin() -> Said:
             state = random.Random(seed).getstate()
-            # The class may change the record, which other episodes read, too.
+            # The class may change its record, so it gets a copy: other episodes read the same record.
             opening = self._called(episode, state, self._class, "reset", copy.deepcopy(record))
             return _opening(opening, where, self._name)
 
@@ -131,11 +133,12 @@ class OwnEnvironments:
     def step(self, episode: int, answer: PlayedAnswer, where: str) -> Future[Observation]:
         """Give the episode an answer; see `Environments`."""
         played, state = self._episodes[episode]
-        return _done(
-            lambda: _observation(
-                self._called(episode, state, lambda: played, "step", answer), where, self._name
-            )
-        )
+
+        def go_on() -> Observation:
+            result = self._called(episode, state, lambda: played, "step", answer)
+            return _observation(result, where, self._name)
+
+        return _done(go_on)
 
     def end(self, episode: int) -> None:
         """Forget an episode."""
@@ -153,7 +156,18 @@ class OwnEnvironments:
         method: str,
         argument: object,
     ) -> Any:
-        """Call a method with the episode's own state of `random`, and put back that of the caller."""
+        """Call a method with the episode's own state of `random`, and return its result.
+
+        The episode's object and its new state of `random` are stored in `_episodes`. The caller's state
+        of `random` is put back.
+
+        Args:
+            episode: the number of the episode.
+            state: the episode's state of `random`.
+            object_of_episode: returns the episode's object; for a new episode, it makes the object.
+            method: the name of the method.
+            argument: the method's argument.
+        """
         callers_state = random.getstate()
         random.setstate(state)
         try:
@@ -168,7 +182,8 @@ class OwnEnvironments:
 class FileEnvironments:
     """The environments of a class in a user's file; see `Environments`.
 
-    Episode e is in process e mod N, which calls it in order. The processes start at the first use.
+    Episode e is in process e mod N, which makes the calls of its episodes in order. The processes start
+    at the first use.
     """
 
     def __init__(self, code: Code, sha256: str, processes: int = 0) -> None:
@@ -182,14 +197,14 @@ class FileEnvironments:
         count = processes or min(os.cpu_count() or 1, MAX_PROCESSES)
         self._processes = [_EnvironmentProcess(code, sha256) for _ in range(count)]
         self._code = code
-        # Linux ends such a process when the thread that started it ends. So each process has a thread of
-        # its own, which lives as long as these environments do.
+        # A process asks Linux to end it when the thread that started it ends (`worker.main`). So each
+        # process has a thread of its own, which lives as long as these environments.
         self._threads: list[ThreadPoolExecutor] = []
         self._tools: Any = None
 
     @property
     def tools(self) -> Any:
-        """Return the tools of the class, for which one process starts."""
+        """Return the tools of the class. A process is started for this, if none runs yet."""
         self._start()
         return self._tools
 
@@ -207,7 +222,7 @@ class FileEnvironments:
 
     def close(self) -> None:
         """End the processes; a later call starts new ones."""
-        # A call that hangs ends with its process.
+        # The processes are ended first, which also ends calls that hang in a thread.
         for process in self._processes:
             process.close()
         for thread in self._threads:
@@ -215,6 +230,7 @@ class FileEnvironments:
         self._threads = []
 
     def _start(self) -> None:
+        """Start the threads, and one process, which gives the tools; the other processes start later."""
         if self._threads:
             return
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in self._processes]
@@ -226,6 +242,7 @@ class FileEnvironments:
             raise
 
     def _submit(self, episode: int, call: Callable[[_EnvironmentProcess], Any]) -> Future[Any]:
+        """Let the thread of an episode's process make a call; return the future of its result."""
         self._start()
         number = episode % len(self._processes)
         return self._threads[number].submit(call, self._processes[number])
@@ -249,7 +266,7 @@ class _EnvironmentProcess(CodeProcess):
     def step(self, episode: int, answer: PlayedAnswer, where: str) -> Observation:
         """Give the episode an answer."""
         if self._process is None:
-            # It was ended because of another episode, whose error ends the run.
+            # An error of another episode has ended the process, and that error ends the run.
             raise code_error(where, self._code.value, "ended its process", EXPECTED_STEP)
         reply = self._ask("step", episode, answer, where=where)
         return _observation(worker.decoded(reply), where, self._code.value)
@@ -260,16 +277,20 @@ class _EnvironmentProcess(CodeProcess):
             self._ask("end", episode, where=self.key)
 
     def _start_worker(self, channel: socket.socket) -> subprocess.Popen[bytes]:
-        # It may see what the interpreter imports from, the system's libraries, and its own folder.
+        """Start the program `worker`, confined; see `CodeProcess._start_worker`."""
+        # The process may see the folders from which Python imports, those of the system's libraries, and
+        # the folder of the user's file.
         visible = {*sys.path, str(Path(os.__file__).parents[1]), "/lib", "/lib64", "/usr/lib"}
         visible |= {"/usr/lib64", str(self._code.path.absolute().parent)}
         folders = sorted(folder for folder in visible if folder and is_folder(folder))
-        # It cannot start threads later, and a library that tries to may fail.
+        # Once it has given up its rights, the process cannot start threads, and a library that tries to
+        # may fail.
         single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        # A set of texts has an order that depends on the hash seed. An episode may depend on that order, so
-        # the seed is always the same.
+        # The order of a set of texts depends on Python's hash seed. An episode may depend on that order,
+        # so the seed is always the same.
         same_order = {"PYTHONHASHSEED": "0"}
-        # It may write no files, and standard error may be one. So its output goes through a pipe.
+        # The process may not write to files, and the trainer's standard error may be one. So its output
+        # goes through a pipe.
         process = self._popen(
             channel,
             folders,
@@ -282,7 +303,7 @@ class _EnvironmentProcess(CodeProcess):
         return process
 
     def close(self) -> None:
-        """End the process; see `CodeProcess.close`. What it has printed is written before."""
+        """End the process (see `CodeProcess.close`), and wait until its output has been forwarded."""
         is_open = self._process is not None
         super().close()
         if is_open:
@@ -293,13 +314,13 @@ def _forward(process: subprocess.Popen[bytes]) -> None:
     """Write what the process prints to standard error."""
     assert process.stdout
     with process.stdout:
-        # A line may have any length.
+        # A line may have any length, so a long one is forwarded in parts.
         while line := process.stdout.readline(MAX_PRINTED_BYTES):
             print(line.decode(errors="replace"), end="", file=sys.stderr)
 
 
 def _done(call: Callable[[], Any]) -> Future[Any]:
-    """Call, and return a future with the result or the exception."""
+    """Make a call now, and return a future that already has its result or its exception."""
     future: Future[Any] = Future()
     try:
         future.set_result(call())
@@ -312,7 +333,7 @@ def _tools(tools: Any, code: str) -> list[Any] | None:
     """Return the tools of a class, as a chat template reads them.
 
     Raises:
-        InputRefused: they are no list of JSON objects.
+        InputRefused: they are not a list of objects.
     """
     if tools is None:
         return None
@@ -350,12 +371,16 @@ def _observation(result: Any, where: str, code: str) -> Observation:
         said = ""
     if isinstance(said, dict):
         said = [said]
+    if not isinstance(said, str) and not _are_messages(said):
+        raise error()
     parts = score_parts(reward)
-    is_said = isinstance(said, str) or _are_messages(said)
-    if parts is None or isinstance(reward, bool) or not is_said or not isinstance(done, bool):
+    if parts is None or isinstance(reward, bool):
+        raise error()
+    if not isinstance(done, bool):
         raise error()
     return Observation(said, parts, done)
 
 
 def _are_messages(value: object) -> bool:
+    """Return whether this is a list of dicts; what is in them is not checked."""
     return isinstance(value, list) and all(isinstance(each, dict) for each in value)

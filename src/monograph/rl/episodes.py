@@ -1,24 +1,26 @@
 """Sample episodes: conversations of several turns of the model in training with an environment
 (`monograph.rl.environments`).
 
-The ids of an episode are those of its opening, and then for each turn those of the answer, as they were
-sampled, and those of the observation. No id is ever made from a text again: each turn's answer is
-sampled after all ids before it. Only the ids of answers have a gradient and a log-probability.
+The token ids of an episode are the ids of its opening, and then, for each turn, the ids of the answer
+and the ids of the observation. The ids of an answer stay as they were sampled: its text is never
+tokenized again. Each answer is sampled after all ids before it. Only the ids of answers have a gradient
+and a log-probability.
 
 The *return* of an episode is the sum over its turns t = 0, 1, ... of discount^t times the turn's reward.
-It takes the place of the reward of a single answer: it is weighed against the returns of the other
-episodes of the same record, and all ids of the episode's answers get the weight that follows.
+It takes the place of the reward of a single answer. It is compared with the returns of the other
+episodes of the same record, which gives the episode a weight. All ids of its answers have this weight.
 
-The noise of sampling depends on the episode's seed and on the position of an id alone. So an episode
-does not depend on which others are sampled at the same time, nor on how long environments take.
+The noise of sampling depends only on the episode's seed and on the position of an id. So an episode
+depends neither on the others that are sampled at the same time, nor on how long environments take.
 
-An episode keeps its row of the decoder to its end, also while it waits for its environment. So the
-decoder reads the opening, and then only what the environment says: the row has the keys and values of all
-ids before. If rows were lent to other episodes, how long environments take would decide which episodes are
-read again, and on a GPU such an episode would have other rounding.
+An episode keeps its row of the decoder until its end, also while it waits for its environment. The row
+has the keys and values of all ids so far, so after the opening the decoder reads only what the environment
+says. If a waiting episode lent its row to another one, it would have to be read again from its beginning.
+How long environments take would then decide which episodes are read again, and on a GPU these would be
+rounded differently.
 
 An answer that is cut at the maximum number of tokens is given to the environment as it is, and the
-episode goes on. In a chat, the end of such an answer's turn is the template's and has no gradient.
+episode goes on. In a chat, the chat template adds the end of such an answer's turn, which has no gradient.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ from monograph.text.chat import require_variables_read
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.turns import ChatTurns, TextTurns
 
-# How long others are waited for after a first reply, if the decoder has nothing to do. A step takes as long
-# for one row as for all, so rows that go on together take fewer steps.
+# If the decoder has nothing to do, it waits for a first reply, and then up to this long for the others. A
+# step takes as long for one row as for all, so rows that go on together take fewer steps.
 TOGETHER_S = 0.05
 # See `EpisodeDrawer.block_steps`.
 BLOCK_STEPS_OF_EPISODES = 4
@@ -95,8 +97,8 @@ class Episode(Completion):
     Attributes:
         text: the texts of answers and observations, each on lines of its own.
         token_ids: the ids of all answers.
-        finish_reason: "stop" if the environment was done; "length" if it was not, since no room was
-            left or the last turn that is allowed was over, or if an answer was cut on the way.
+        finish_reason: "stop" if the environment was done and no answer was cut; otherwise "length": an
+            answer was cut, or no room was left, or the last turn that is allowed was over.
         logprobs: one for each of `token_ids`.
         prompt_ids: the ids of the opening.
         turns: the turns, at least one.
@@ -130,22 +132,19 @@ class Episode(Completion):
     @property
     def ids_after_prompt(self) -> list[int]:
         """Return the ids of answers and observations, in order."""
-        return [
-            each for turn in self.turns for each in (*turn.completion.token_ids, *turn.observed_ids)
-        ]
+        ids: list[int] = []
+        for turn in self.turns:
+            ids += [*turn.completion.token_ids, *turn.observed_ids]
+        return ids
 
     @property
     def is_sampled(self) -> list[bool]:
         """Return for each of `ids_after_prompt` whether it is of an answer."""
-        return [
-            is_of_answer
-            for turn in self.turns
-            for is_of_answer, ids in (
-                (True, turn.completion.token_ids),
-                (False, turn.observed_ids),
-            )
-            for _ in ids
-        ]
+        is_of_answer: list[bool] = []
+        for turn in self.turns:
+            is_of_answer += [True] * len(turn.completion.token_ids)
+            is_of_answer += [False] * len(turn.observed_ids)
+        return is_of_answer
 
     @property
     def parts(self) -> dict[str, float]:
@@ -175,15 +174,16 @@ class _Unfinished:
     """An episode that is being sampled.
 
     Attributes:
-        number: the environment's number of the episode.
+        number: the number by which the environments know the episode.
         start: what it began with.
         turns: the turns that are over.
-        request: the decoder's number of the last answer's request; None: there was none.
-        chat: the ids between answers.
+        request: the number that the decoder gave the request for the last answer; None: none was made.
+        chat: makes the ids between answers.
+        prompt_ids: the ids of the opening.
         ids: all ids so far.
         transcript: the text of the answer that is being sampled.
-        logprobs: the log-probabilities of its ids.
-        answer: the answer, once it has ended, until the environment has replied.
+        logprobs: the log-probabilities of that answer's ids.
+        answer: the last answer that has ended, to which the environment replies.
     """
 
     def __init__(self, number: int, start: Start) -> None:
@@ -209,7 +209,14 @@ class EpisodeSampler:
         end_ids: tuple[int, ...],
         options: RolloutOptions,
     ) -> None:
-        """Take the environments, the tokenizer with its date, the ids that end an answer, and options."""
+        """Take what the sampling needs.
+
+        Args:
+            environments: the environments of the episodes.
+            tokenizer: the tokenizer, with the date that its chat template shows.
+            end_ids: the ids that end an answer.
+            options: how answers are sampled.
+        """
         self._environments = environments
         self._tokenizer = tokenizer
         self._end_ids = end_ids
@@ -235,13 +242,14 @@ class EpisodeSampler:
         """
         finished: dict[int, Episode] = {}
         unfinished: dict[int, _Unfinished] = {}
-        # The episodes whose answer is being sampled, by the decoder's number of the request; and those
-        # that wait for their environment.
+        # The episodes whose answer is being sampled, by the number that the decoder gave the request.
         answering: dict[int, _Unfinished] = {}
+        # The episodes that wait for their environment, by the future of its reply.
         waiting: dict[Future[Any], _Unfinished] = {}
         upcoming = iter(enumerate(starts))
 
         def begin(count: int) -> None:
+            """Open the next episodes, at most this number."""
             for number, start in itertools.islice(upcoming, count):
                 episode = _Unfinished(number, start)
                 unfinished[number] = episode
@@ -250,15 +258,18 @@ class EpisodeSampler:
                 waiting[opening] = episode
 
         def go_on(episode: _Unfinished) -> None:
+            """Ask the decoder for the episode's next answer."""
             episode.request = generator.submit(self._request(episode, generator))
             answering[episode.request] = episode
 
         def release(episode: _Unfinished) -> None:
+            """Give the episode's row back to the decoder."""
             if episode.request is not None:
                 generator.cancel(episode.request)
 
         try:
-            # One episode runs and one waits for each row, so that a row that becomes free finds a request.
+            # There are two episodes for each row. So when one has ended, another one already has a request
+            # that its row can take.
             begin(2 * generator.rows)
             while answering or waiting:
                 if answering:
@@ -270,8 +281,10 @@ class EpisodeSampler:
                             del answering[event.number]
                             waiting[self._answered(episode, event.finish)] = episode
                 if not generator.can_advance:
+                    # All episodes wait for their environments; see TOGETHER_S.
                     wait(waiting, return_when=FIRST_COMPLETED)
                     wait(waiting, TOGETHER_S)
+                # The replies that are there by now.
                 replies = wait(waiting, timeout=0).done
                 for reply in replies:
                     episode = waiting.pop(reply)
@@ -293,7 +306,7 @@ class EpisodeSampler:
         except BaseException:
             for episode in unfinished.values():
                 release(episode)
-            # The objects of the other episodes would stay in the processes.
+            # Otherwise the processes would keep the objects of the unfinished episodes.
             self._environments.close()
             raise
         return [finished[number] for number in range(len(starts))]
@@ -303,7 +316,7 @@ class EpisodeSampler:
         ids = tuple(episode.ids)
         episode.transcript = Transcript(self._tokenizer, (), ids)
         episode.logprobs = []
-        room = generator.slots - len(ids)
+        room = generator.slots - len(ids)  # the positions of the row that are left
         return Request(
             ids,
             self._sampling,
@@ -336,7 +349,11 @@ class EpisodeSampler:
             )
 
     def _answered(self, episode: _Unfinished, finish: Finish) -> Future[Observation]:
-        """Give the environment the answer that has ended."""
+        """Give the environment the answer that has ended; return the future of what it observes.
+
+        Raises:
+            Diverged: the model's logits were not finite.
+        """
         prompt = episode.start.prompt
         if finish == "not_finite":
             raise not_finite(prompt)
@@ -348,8 +365,11 @@ class EpisodeSampler:
         return self._environments.step(episode.number, answer, prompt.where)
 
     def _as_read(self, episode: _Unfinished, begin: int) -> PlayedAnswer:
-        """Return the last answer of an episode, which begins at an index of its ids, as the environment
-        gets it.
+        """Return the last answer of an episode, as the environment gets it.
+
+        Args:
+            episode: the episode.
+            begin: the index of the answer's first id in the episode's ids.
         """
         if not self._has_tools:
             return episode.answer.text
@@ -362,7 +382,13 @@ class EpisodeSampler:
     def _observed(
         self, episode: _Unfinished, observation: Observation, slots: int
     ) -> Finish | None:
-        """End the turn. Return how the episode has ended; None: it goes on."""
+        """End the turn; return how the episode has ended, or None if it goes on.
+
+        Args:
+            episode: the episode.
+            observation: what its environment said after the answer.
+            slots: the number of positions of its row.
+        """
         answer = episode.answer
         observed_ids: list[int] = []
         finish: Finish | None = None
@@ -443,7 +469,8 @@ def opened_chat(
         end_ids: the ids that end an answer.
 
     Raises:
-        Unusable, InputRefused: the opening is no chat that an answer may follow, or is not rendered.
+        Unusable, InputRefused: the opening is not a chat that an answer may follow, or the chat template
+            does not render it.
     """
     if isinstance(opening, str):
         if tools is not None:
@@ -461,23 +488,24 @@ def opened_chat(
 class EpisodeDrawer(Drawer):
     """A `Drawer` that samples episodes with the environments of its reward."""
 
-    # An answer that has ended keeps its row until the host has read it, and answers of episodes are of very
-    # different lengths: a call, and then a word.
+    # An answer that has ended keeps its row until the host has read it. The answers of episodes have very
+    # different lengths, such as a call of a tool and then one word, so the host reads more often.
     block_steps = BLOCK_STEPS_OF_EPISODES
 
     @property
     def slots(self) -> int:
         """Return the number of positions of a row: an episode may fill a row of training."""
-        # The last token of an episode is only a target.
+        # The last token of an episode is only a target, so an episode has one token more than a row.
         return slots_per_row(self.options, self.model.config, self.options.length + 1)
 
     def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         """Sample an episode of each prompt's record; see `Drawer.draw`."""
         group = self.options.group
-        starts = [
-            Start(prompt, seed, seeds[number - number % group])
-            for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-        ]
+        starts = []
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            # All episodes of a group have the environment's seed of its first episode.
+            first_of_group = number - number % group
+            starts.append(Start(prompt, seed, environment_seed=seeds[first_of_group]))
 
         def json_episodes(of_rank: Sequence[Start]) -> list[Any]:
             return [_as_json(episode) for episode in self._sample_on_this_rank(of_rank)]
@@ -498,7 +526,7 @@ class EpisodeDrawer(Drawer):
             self.end_ids,
             self.options,
         )
-        # See `Drawer._draw_on_this_rank`.
+        # `Drawer._draw_on_this_rank` says why this property is read before the block.
         generator = self.generator
         with self._decoding():
             generator.forget()
@@ -550,18 +578,10 @@ def _as_json(episode: Episode) -> list[Any]:
 
 def _from_json(value: Sequence[Any], discount: float) -> Episode:
     """Return the episode that `_as_json` has written."""
-    prompt_ids, turns, finish = value
-    return Episode.of(
-        prompt_ids,
-        [
-            Turn(
-                Completion(text, token_ids, reason, [LogProbability(*each) for each in logprobs]),
-                observed,
-                tuple(observed_ids),
-                parts,
-            )
-            for text, token_ids, reason, logprobs, observed, observed_ids, parts in turns
-        ],
-        discount,
-        finish,
-    )
+    prompt_ids, turn_values, finish = value
+    turns = []
+    for text, token_ids, reason, logprobs, observed, observed_ids, parts in turn_values:
+        log_probabilities = [LogProbability(*fields) for fields in logprobs]
+        completion = Completion(text, token_ids, reason, log_probabilities)
+        turns.append(Turn(completion, observed, tuple(observed_ids), parts))
+    return Episode.of(prompt_ids, turns, discount, finish)

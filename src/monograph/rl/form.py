@@ -1,8 +1,9 @@
 """The form that all answers of a run must have: a regular expression or a schema, compiled for the
 tokenizer's tokens.
 
-A token is allowed if the answer can still get the form after it. An automaton says which tokens are
-allowed: it has a state before each token. Tokens are sampled from the softmax over the allowed tokens.
+A token is allowed if the answer can still be completed to the form after it. An automaton says which
+tokens are allowed in each of its states, and each token takes it to the next state. Tokens are sampled
+from the softmax over the allowed tokens.
 The sampler, the loss, the reference and a teacher all compute log-probabilities of this distribution.
 So if only one token is allowed, it has the log-probability 0 and no gradient.
 
@@ -60,7 +61,7 @@ class AnswerForm:
             name.kind, name.value, tokenizer.pieces, end_ids, inserted_spaces.pop()
         )
         tables = AutomatonTables.with_room_for([self.automaton], tokenizer.vocab_size, device)
-        # The automaton's states are numbered from 0, and in the tables from here on.
+        # The automaton numbers its states from 0. In the tables its state 0 has the number `first_state`.
         first_state = tables.acquire(self.automaton)
         assert first_state is not None
         self._first_state = first_state
@@ -78,10 +79,9 @@ class AnswerForm:
             self.allowed = functools.partial(_look_up, torch.cat(masks))
 
     def states(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the state before each of an answer's tokens, numbered as `allowed` takes it.
+        """Return the automaton's state before each of an answer's tokens, as a number for `allowed`.
 
-        The states of the automaton are not numbered from 0 here, because state 0 of `allowed` is one
-        that allows every token.
+        The numbers do not begin with 0, because state 0 of `allowed` is one that allows every token.
         """
         state = 0
         states = list[int]()
@@ -92,4 +92,5 @@ class AnswerForm:
 
 
 def _look_up(masks_SV: Tensor, state_C: Tensor) -> Tensor:
+    """Return the masks of the allowed tokens in these states, [C, V]."""
     return masks_SV[state_C]

@@ -3,7 +3,7 @@ its answer.
 
 `monograph.rl.advantages` defines the weights. It also defines how a loss uses rho, which is the
 probability of a token divided by the probability with which it was sampled. `monograph.rl.form`
-restricts answers to a form, such as that of a regular expression.
+restricts answers to a form, such as a regular expression.
 
 Shapes: B rows, T positions, N = B T, S = B (T + 1) segments, one for padding in each row.
 """
@@ -36,14 +36,14 @@ class Kl(NamedTuple):
         k3       adds strength times e^-l - 1 + l to a token's loss
         entropy  adds strength times (log pi)^2 / 2 to a token's loss
 
-    On policy, the gradient of k1 is the gradient of KL(pi || ref) of whole answers. The others have
-    gradients of the next token, at the positions that answers reach (Tang and Munos 2025, arXiv
-    2506.09477):
+    On policy, the gradient of k1 is the gradient of KL(pi || ref) between distributions of whole answers.
+    The gradients of the others are about the distribution of the next token, summed over the positions of
+    the sampled answers (Tang and Munos 2025, arXiv 2506.09477):
 
-        k2       that of KL(pi || ref)
-        k3       that of KL(ref || pi)
-        entropy  that of minus the entropy of pi; it is k2 with log ref = 0 for every token, because
-                 a constant log ref changes no gradient
+        k2       the gradient of KL(pi || ref)
+        k3       the gradient of KL(ref || pi)
+        entropy  the gradient of minus the entropy of pi. The term is k2 with log ref = 0 for every token:
+                 a log ref that is the same for all tokens does not change the gradient of KL(pi || ref)
 
     Attributes:
         estimator: the name of the term.
@@ -207,7 +207,7 @@ class PolicyLoss(nn.Module):
             # exponential could overflow and give a gradient of NaN.
             reference_N = batch["reference"].flatten().to(log_N.dtype)
             kl_log_ratio_N = torch.where(has_target_N, log_N - reference_N, 0.0)
-        # The term k1 is not added here, because it is a part of the rewards.
+        # The term k1 is not added here: it has been subtracted from the rewards (`monograph.rl.arrange`).
         if self.kl is not None and self.kl.estimator != "k1":
             if self.kl.estimator == "k3":
                 kl_N = torch.expm1(-kl_log_ratio_N) + kl_log_ratio_N
@@ -215,7 +215,7 @@ class PolicyLoss(nn.Module):
                 kl_N = kl_log_ratio_N.square() / 2
             terms_N = terms_N - batch["penalties"].flatten().to(log_N.dtype) * kl_N
         with torch.no_grad():
-            # `sampled_log_N` is fp64, so the difference is computed in fp64, too.
+            # `sampled_log_N` is fp64, so the difference is fp64, too.
             gap_N = torch.where(has_target_N, (log_N - sampled_log_N).abs(), 0.0).double()
             self._add_to_totals(has_target_N, gap_N, rho_N, clipped_N, kl_log_ratio_N)
         return -torch.where(has_target_N, terms_N, 0.0).sum(), self.count(batch)
@@ -238,15 +238,17 @@ class PolicyLoss(nn.Module):
             return rho_N.detach().clamp_max(high) * log_N * factors_N, rho_N > high
         within_N = rho_N.clamp(1 - low, 1 + high)
         terms_N = torch.minimum(rho_N * factors_N, within_N * factors_N)
-        # rho is clipped where the second term is the smaller one.
-        return terms_N, (rho_N - within_N) * factors_N > 0
+        # rho is clipped where the minimum is the second of the two products and differs from the first.
+        is_clipped_N = (rho_N - within_N) * factors_N > 0
+        return terms_N, is_clipped_N
 
     def _answer_means(self, values_N: Tensor, has_target_N: Tensor, batch: Batch) -> Tensor:
         """Return at each position the mean of the values over the targets of its answer."""
         rows, length = batch["targets"].shape
         # Without segments, a row is one answer.
         segments = batch["segments"] if "segments" in batch else torch.zeros_like(batch["targets"])
-        # In packed rows segment 0 is padding, and at most `length` answers have the segments from 1 on.
+        # A packed row has at most `length` answers, whose segments are numbered from 1. Its padding is
+        # segment 0.
         segments_per_row = length + 1
         first_B = torch.arange(rows, device=values_N.device)[:, None] * segments_per_row
         segment_N = (first_B + segments).flatten()
@@ -289,8 +291,8 @@ class PolicyLoss(nn.Module):
         """Set `totals` to zero, and return figures on all targets since the last call.
 
         Args:
-            gathered: a function that is given this process's values and returns a list of those of all
-                ranks, the processes of distributed training.
+            gathered: a function of this process's values, which returns a list with the values of each
+                rank (a process of distributed training).
 
         Returns:
             drawn_minus_scored: the mean of |log-probability - sampled log-probability|.

@@ -1,9 +1,8 @@
 """Sample the answers of all members of an ensemble in one decoder, and arrange their windows.
 
 The members have adapters on one base. The decoder's model is that base with a bank of adapters
-(`monograph.decode.adapter_bank`), in which each member has a slot. A row of the decoder has the
-adapter of the member whose answer it samples, and an answer has the seed that it has in a run of the
-member alone.
+(`monograph.decode.adapter_bank`), in which each member has a slot. A row of the decoder uses the adapter
+of the member for which it samples an answer. An answer has the same seed as in a run of the member alone.
 
 Shapes: N members, R rows of a window, T positions.
 """
@@ -38,6 +37,7 @@ WITHOUT_ADAPTERS = (
     "members without adapters each have weights of their own, which one decoder cannot have"
 )
 
+# Why members do not sample episodes in one decoder.
 EPISODES = "the episodes of members with an environment are sampled by one decoder each"
 
 
@@ -46,17 +46,18 @@ class MembersDrawer:
 
     Attributes:
         ensemble: the ensemble.
-        drawers: for each member, what scores its answers. They have the same options but for the seed.
+        drawers: for each member, a `Drawer`, which scores its answers. Their options differ only in the
+            seed.
         model: the members' base, with a bank of their adapters.
         bank: the bank; the slot of a member has its number as its name.
-        diverged: the members whose logits were not finite. No answers of theirs are sampled any more.
+        diverged: the numbers of the members whose logits were not finite. They sample no more answers.
     """
 
     def __init__(self, ensemble: Ensemble, drawers: Sequence[Drawer]):
         """Make the model, which shares the base's weights with the members.
 
         Raises:
-            UsageError: the members have no adapters, or adapters for which there is no bank.
+            UsageError: the members have no adapters, or adapters that a bank cannot hold.
         """
         self.ensemble = ensemble
         self.drawers = drawers
@@ -66,7 +67,8 @@ class MembersDrawer:
         self.model = cast(Llama, copy_without_adapters(ensemble.members[0]))
         rank = max(adapter.rank for adapter in adapters.values())
         self.bank = install(self.model, adapters, rank=rank)
-        # But for rounding, an answer is that of the member alone; no bits are promised.
+        # The faster products round differently from those of a model with one adapter. That is fine: an
+        # answer has to be that of the member alone only up to rounding.
         self.bank.has_fast_products = True
         self.diverged: set[int] = set()
         # The decoder that `_generator` returned last, and its mode.
@@ -110,7 +112,7 @@ class MembersDrawer:
     def evaluate(self) -> dict[int, dict[str, float]]:
         """Sample answers to held-out prompts, and return the figures of `Drawer.evaluate` by member.
 
-        Members that are in `diverged`, also by now, have none.
+        Members in `diverged` have none. This may add members to `diverged`.
         """
         wanted = {
             number: drawer.held_out_answers()
@@ -159,7 +161,7 @@ def _adapter_of(member: nn.Module) -> StoredAdapter:
         rank=first.lora_A.weight.shape[-2],
         scale=first.scale,
         factors=factors,
-        digest="",  # it stands for numbers that stay, and these are trained
+        digest="",  # a digest is of weights that never change, and these are in training
     )
 
 
@@ -168,12 +170,12 @@ class MembersRollouts(Iterator[Batch]):
     is asked for.
 
     The window of a member is the one that its own `Rollouts` makes, with empty rows after its rows if
-    other members have more. A member whose logits are not finite is left out: it gets empty rows alone,
-    so that its updates are skipped, and the others go on.
+    other members have more. A member whose logits are not finite is left out: it gets only empty rows, so
+    that its updates are skipped, and the others go on.
 
     Attributes:
         drawer: samples the answers.
-        members: for each member, what makes its window.
+        members: for each member, the `Rollouts` that make its windows.
     """
 
     def __init__(self, drawer: MembersDrawer, members: Sequence[Rollouts]):
@@ -182,7 +184,7 @@ class MembersRollouts(Iterator[Batch]):
 
     @property
     def left_out(self) -> set[int]:
-        """Return the numbers of the members that sample no answers any more; a caller may add some."""
+        """Return the numbers of the members that sample no more answers; a caller may add some."""
         return self.drawer.diverged
 
     def close(self) -> None:
@@ -199,12 +201,13 @@ class MembersRollouts(Iterator[Batch]):
         try:
             window = self._make_windows()
         except BaseException:
-            # Some members may have got their answers, but none has learned from them.
+            # Some members have moved on to their next prompts, although no member has learned from answers
+            # to the ones before.
             for rollouts, position in zip(self.members, positions, strict=True):
                 rollouts.rows_consumed = position
             raise
-        # The masks of dropout depend on the number of micro-batches so far. That of an update depends
-        # on the lengths of its answers, so it is taken as the largest one.
+        # The masks of dropout depend on the number of micro-batches so far. How many an update has depends
+        # on the lengths of its answers, so the maximum is counted for each update.
         options = self.drawer.drawers[0].options
         ensemble = self.drawer.ensemble
         micro_batches = options.prompts * options.group
@@ -212,6 +215,12 @@ class MembersRollouts(Iterator[Batch]):
         return window
 
     def _make_windows(self) -> Batch:
+        """Return the next windows of all members as one.
+
+        Each member's window is made by a Python generator (`WindowInTheMaking`), which runs until it needs
+        answers. The answers for all members are then sampled together. This goes on until all generators
+        have ended.
+        """
         diverged = self.drawer.diverged
         makings = {
             number: rollouts.make_window()
@@ -224,7 +233,7 @@ class MembersRollouts(Iterator[Batch]):
         def go_on(number: int, sampled: SampledAnswers | None) -> None:
             """Make a member's window up to the next answers that it needs, or to its end."""
             try:
-                # A generator that was not begun takes None.
+                # The first value that is sent to a Python generator must be None.
                 wanted[number] = makings[number].send(sampled)  # type: ignore[arg-type]
             except StopIteration as made:
                 windows[number] = made.value
@@ -240,7 +249,7 @@ class MembersRollouts(Iterator[Batch]):
             for number, completions in answers.items():
                 go_on(number, SampledAnswers(completions, seconds))
         for number in diverged:
-            self.members[number].is_fresh = False  # its figures are those of an earlier window
+            self.members[number].is_fresh = False  # its `numbers` are about an earlier window
         finished = {number: window for number, window in windows.items() if window is not None}
         if not finished and len(diverged) == len(self.members):
             raise not_finite(self.members[0].drawer.prompts.train[0])
@@ -250,12 +259,14 @@ class MembersRollouts(Iterator[Batch]):
 
     def _stacked(self, windows: Mapping[int, Batch]) -> Batch:
         """Return the members' windows as one, [N, R, T]."""
-        # A window in which no answer changes the gradient may lack some tensors that others have.
+        # A window in which no answer changes the gradient may lack some tensors that others have. `likes`
+        # has one tensor of each name, for its dtype and its shape without the rows.
         likes = {name: tensor for window in windows.values() for name, tensor in window.items()}
         rows = max(len(window["targets"]) for window in windows.values())
         fill = fill_of(self.drawer.ensemble.step.loss, likes) or {}
 
         def padded(name: str, number: int) -> torch.Tensor:
+            """Return a tensor of a member's window, with empty rows up to `rows`."""
             like = likes[name]
             tensor = like.new_full((rows, *like.shape[1:]), fill.get(name, 0))
             if number in windows and name in windows[number]:
@@ -263,5 +274,7 @@ class MembersRollouts(Iterator[Batch]):
                 tensor[: len(of_member)] = of_member
             return tensor
 
-        numbers = range(len(self.members))
-        return {name: torch.stack([padded(name, number) for number in numbers]) for name in likes}
+        stacked = {}
+        for name in likes:
+            stacked[name] = torch.stack([padded(name, i) for i in range(len(self.members))])
+        return stacked

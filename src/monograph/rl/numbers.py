@@ -16,8 +16,8 @@ The same grammar reads the answers of a model and the right answers of records:
   stands between two numbers.
 - A sign is a hyphen, a minus sign, an en dash or a plus sign. Between two numbers, as in 10-12, it
   is not a sign.
-- Times is `\times`, `\cdot`, ×, · or *. A fraction may also be `\frac` or a variant of it, or one
-  character such as ½.
+- The sign "times" is `\times`, `\cdot`, ×, · or *. A fraction may also be `\frac` or a variant of it,
+  or one character such as ½.
 - The digits of all scripts are digits, and so are superscript digits in exponents.
 - Units are ignored: "%", words, `\text{...}` and degrees. If a unit follows without a space, it must
   be one of UNITS, so that 3x is not a number.
@@ -25,8 +25,9 @@ The same grammar reads the answers of a model and the right answers of records:
 Digits that are joined in another way are not a number, and no part of them is read as one: 3,5 (a
 decimal in one country, a list in another), 1.234,56, 1.2.3, 10:30, 2^{10}, 3\sqrt{2}, 6*7.
 
-Terms of this file: a token is a sequence of joined digits, a number or not. A plain text has one
-character for each sign and separator, and no LaTeX.
+A text is read in two steps. `_plain` turns it into a *plain* text, which has one character for each sign
+and separator, and no LaTeX. `_tokens` finds its *tokens*: sequences of joined digits, each of which is a
+number or not.
 """
 
 import math
@@ -50,9 +51,10 @@ UNITS = frozenset(
 _GAP = "\u00a0"
 _BLOCKER = "\ufffc"
 _FRACTION = "\u2044"
-# Accents, and characters that look like separators.
+# Accents and modifier letters, some of which look like separators.
 _ACCENTS = "\u02b0-\u02ff\u0300-\u036f"
 _MINUS = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
+# What a plain text has instead of each of these characters. Invisible characters are removed.
 _CHARACTERS = str.maketrans(
     dict.fromkeys(_MINUS, "-")
     | dict.fromkeys("\u00a0\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f", _GAP)
@@ -63,6 +65,7 @@ _CHARACTERS = str.maketrans(
     | {"·": "×", "⋅": "×", "∙": "×", "∗": "*", "∕": "/", "\u066b": ".", "\u066c": ","}
     | dict.fromkeys("’‘‛´`′＇\u02b9\u02bb\u02bc\u02bd\u02c8", "'")
 )
+# A decimal digit that is not one of 0 to 9 in ASCII.
 _OTHER_DIGIT = re.compile(r"[^\D0-9]")
 _SUPERSCRIPT = re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUPERSCRIPT_TO_ASCII = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789")
@@ -74,25 +77,30 @@ _FRACTION_CHARACTER = re.compile(rf"(?P<whole>[0-9]?)[ {_GAP}]?(?P<part>[¼½¾�
 _MAX_DEPTH = 12
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"(?<!\\)[{}]")
+# The argument of a command: braces that have no braces in them, or a single digit. The name of its group is
+# filled in.
 _ARGUMENT = r"\s*(?:\{{(?P<{0}>[^{{}}]*)\}}|(?P<{0}_digit>[0-9]))"
+# Innermost braces with what stands before them: a fraction, another command with its argument, a superscript
+# or subscript, or the braces alone.
 _INNERMOST = re.compile(
     rf"\\[dtc]?frac{_ARGUMENT.format('over')}{_ARGUMENT.format('under')}(?![0-9])"
     r"|\\(?![dtc]?frac)(?P<name>[a-zA-Z]+)\*?\s*(?:\[[^\[\]{}]*\])?\s*\{(?P<argument>[^{}]*)\}"
     r"|(?P<shift>[\^_])\s*\{(?P<shifted>[^{}]*)\}"
     r"|(?<!\\)\{(?P<inner>[^{}]*)\}"
 )
-# Commands that show their argument unchanged.
+# Commands whose argument is read as if the command were not there.
 _SHOWS_ARGUMENT = frozenset(
     "text textbf textit textrm textsf texttt textnormal mathrm mathbf mathit mathsf mathtt mbox hbox operatorname emph "
     "underline bm boldsymbol boxed fbox".split()
 )
-# Commands that only change the layout, or stand between words.
+# Commands that become a space, since they only change the layout or stand between words.
 _LAYOUT = frozenset(
     "begin end label tag color hspace vspace phantom left right big Big bigg Bigg bigl bigr Bigl Bigr quad qquad "
     "displaystyle textstyle scriptstyle limits newline hline therefore because implies iff Rightarrow rightarrow "
     "Longrightarrow longrightarrow to approx simeq sim equiv square blacksquare checkmark boxed fbox rm bf it "
     "thinspace enspace medspace".split()
 )
+# Commands that stand for one character.
 _SIGNS = {
     "times": "×",
     "cdot": "×",
@@ -122,12 +130,15 @@ _THIN_SPACE = re.compile(r"\\[,;: ]|\\thinspace(?![a-zA-Z])|\\>")
 
 # ── numbers ───────────────────────────────────────────────────────────────────────────────────────
 
+# The power of ten that each word stands for.
 _MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _CURRENCY = "$€£¥₹₩"
-# A token: digits with all characters that join them, a number or not.
+# A token: `lead` is its signs and currency, `core` its digits with all characters that join them, and
+# `magnitude` its words such as "million".
 _TOKEN = re.compile(
     rf"""
     (?P<lead>
+        # A sign directly before the digits. With spaces, only at the beginning or after =, :, ( or $.
         (?: (?: (?<![\w)\]{_BLOCKER}-])[-+](?=[^ ]) | (?:\A|(?<=[=(:$])|(?<=[=:][ ]))[ ]*[-+][ ]+ ) )?
         (?: [{_CURRENCY}][ ]?[-+]? )?
     )
@@ -157,50 +168,69 @@ def _decimal_of(separator: str) -> str:
 
 
 _POWER = r"10(?:\^|\*\*)[-+]?[0-9]+"
+# A value of the grammar, without spaces around its operators: a decimal with or without an exponent, a power
+# of ten alone, a fraction, or a whole number and a fraction.
 _VALUE = re.compile(
-    rf"(?P<decimal>{_decimal_of('by')})(?:[eE](?P<exponent>[-+]?[0-9]+)|[×*](?P<power>{_POWER}))?"
-    rf"|(?P<alone>{_POWER})"
-    rf"|(?P<over>{_decimal_of('by_over')})[/{_FRACTION}](?P<under>-?{_decimal_of('by_under')})"
-    rf"|(?P<whole>[0-9]+)[ ](?P<share>[0-9]+)[/{_FRACTION}](?P<of>[0-9]+)"
+    rf"(?P<decimal>{_decimal_of('separator')})"
+    rf"(?:[eE](?P<exponent>[-+]?[0-9]+)|[×*](?P<power>{_POWER}))?"
+    rf"|(?P<power_alone>{_POWER})"
+    rf"|(?P<over>{_decimal_of('separator_over')})[/{_FRACTION}]"
+    rf"(?P<under>-?{_decimal_of('separator_under')})"
+    rf"|(?P<whole>[0-9]+)[ ](?P<mixed_over>[0-9]+)[/{_FRACTION}](?P<mixed_under>[0-9]+)"
 )
-_SIMPLE = re.compile(rf"[-+]?{_decimal_of('by')}")
-_SPACED = re.compile(rf"[ ]*([×÷*/^{_FRACTION}+])[ ]*")
+# A decimal with or without a sign, as the numerator or denominator of LaTeX's fractions.
+_SIGNED_DECIMAL = re.compile(rf"[-+]?{_decimal_of('separator')}")
+# An operator with the spaces around it.
+_SPACED_OPERATOR = re.compile(rf"[ ]*([×÷*/^{_FRACTION}+])[ ]*")
 _SPACES = re.compile(" {2,}")
 # LaTeX's no-break space.
 _TIE = re.compile("(?<=[0-9])~(?=[0-9])")
+# The letter x as "times", before a power of ten.
 _TIMES_TEN = re.compile(r"(?<=[0-9]) ?[xX] ?(?=10 ?(?:\^|\*\*))")
+# The power of a unit, as in "5 m^2".
 _POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z]) ?\^ ?[23](?![0-9])")
 
 # What keeps the digits after it from being a number.
 _JOINED_BEFORE = re.compile(
-    rf"(?:[A-Za-z0-9_^/×÷±\\-]|[A-Za-z)\]]\.|[0-9]\(|[A-Za-z0-9)][ ]?\*+[ ]?|[×÷±][ ]|{_BLOCKER}[ {_GAP}]?)\Z"
+    rf"""
+    (?: [A-Za-z0-9_^/×÷±\\-]      # a letter, a digit or an operator
+      | [A-Za-z)\]]\.             # a dot after a letter or a bracket
+      | [0-9]\(                   # a factor of what is in brackets
+      | [A-Za-z0-9)][ ]?\*+[ ]?   # a factor or a base
+      | [×÷±][ ]
+      | {_BLOCKER}[ {_GAP}]?
+    )\Z
+    """,
+    re.VERBOSE,
 )
 # A currency before a number.
 _MONEY_BEFORE = re.compile(r"(?:(?<![A-Za-z])(?:Rs\.?|USD|US|EUR|GBP))\Z")
 _SIGN_IN_WORDS = re.compile(r"(?:minus|negative)[ ]\Z", re.IGNORECASE)
 # The first number of a range, and its hyphen.
 _RANGE_BEFORE = re.compile(r"[\w)\]]-\Z")
-# What keeps the digits before it from being a number, unless its letter or word is a unit.
+# What keeps the digits before it from being a number, unless it is a letter or a word that is a unit.
 _JOINED_AFTER = re.compile(
     rf"""
       \.?[ {_GAP}]?{_BLOCKER}
-    | [_^(]
+    | [_^(]                                         # an index, an exponent or a factor in brackets
     | [ ]?[×÷^±{_FRACTION}]
-    | [ ]?(?:\+|\*)[ ]?[A-Za-z0-9(\\{_BLOCKER}]
-    | /[ ]?[^A-Za-z] | /[A-Za-z](?![A-Za-z])
-    | -[ ]?[A-Za-z](?![A-Za-z])
-    | [ {_GAP}](?![aAI](?![A-Za-z]))(?P<letter>[A-Za-z])(?![A-Za-z'.])
+    | [ ]?(?:\+|\*)[ ]?[A-Za-z0-9(\\{_BLOCKER}]     # a sum or a product that goes on
+    | /[ ]?[^A-Za-z] | /[A-Za-z](?![A-Za-z])        # a divisor, not a word such as "/day"
+    | -[ ]?[A-Za-z](?![A-Za-z])                     # minus a variable
+    | [ {_GAP}](?![aAI](?![A-Za-z]))(?P<letter>[A-Za-z])(?![A-Za-z'.])  # but not the words "a" and "I"
     | (?P<word>[A-Za-z]+)
     | [ ](?:and[ ](?:a|one)[ ])?(?:half|halves|quarters?|thirds?|dozens?)\b
     """,
     re.VERBOSE,
 )
-# Dots after a decimal, which goes on without end.
+# The dots that follow a decimal with digits without end, such as 0.333...
 _ELLIPSIS = re.compile(r"\.\.|…")
-# What may stand around the number of a right answer: words, punctuation and signs of layout.
+# What may stand around the number of a right answer: words, punctuation and signs of layout. A hyphen or a
+# slash may only join two words, or the number and a word after it.
 _WORDS = re.compile(
     rf"(?:[-/](?=[^\W\d_]))?(?:[^\W\d_]|[\s.,;:?()\[\]\"'%°#=≈*|~{_CURRENCY}]|(?<=[^\W\d_])[-/](?=[^\W\d_]))*"
 )
+# Words that are numbers or change one. With such a word, the text does not have the number of its digits.
 _NUMBER_WORDS = re.compile(
     r"\b(?:half|halves|quarters?|thirds?|dozens?|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|"
     r"twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundreds?|thousands?|millions?|billions?|trillions?|"
@@ -227,9 +257,9 @@ def answer_number(answer: object) -> Fraction | None:
     """Return the number that is a record's right answer.
 
     Args:
-        answer: a number or a text. Of a text, the part after the last "####" is read, and of this
-            part only the content of the last box, if there is a box. What is read must have one
-            number, and otherwise only words.
+        answer: a number or a text. Only the part of a text after the last "####" is read. If this part
+            has a box, only the content of the last box is read. What is read must have one number, and
+            otherwise only words.
 
     Returns:
         the number; None if the answer is not such a number or text.
@@ -240,26 +270,28 @@ def answer_number(answer: object) -> Fraction | None:
         return None
     after_mark = answer.rpartition("####")[2]
     _, box = _boxed(after_mark)
-    return _only_number(after_mark if box is None else box)
+    answer_text = after_mark if box is None else box
+    return _only_number(answer_text)
 
 
 def last_number(completion: str) -> Fraction | None:
     """Return the number that an answer of the model ends with; None if there is no number.
 
-    If the answer has a closed box, this is the number in the last closed box, and otherwise the
-    last number of the answer.
+    If the answer has a closed box, this is the number in the last closed box. Otherwise it is the last
+    number before any box that was left open.
     """
-    complete, box = _boxed(completion)
+    text_before_open_box, box = _boxed(completion)
     if box is not None:
         return _only_number(box)
-    values = [token.value for token in _tokens(_plain(complete)) if token.value is not None]
+    tokens = _tokens(_plain(text_before_open_box))
+    values = [token.value for token in tokens if token.value is not None]
     return values[-1] if values else None
 
 
 def _boxed(text: str) -> tuple[str, str | None]:
-    """Return the text before its first open box, and the content of the last closed box.
+    """Return (what precedes the first open box of a text, the content of its last closed box).
 
-    The content is None if there is no closed box.
+    The content is None if there is no closed box. If there is one, the first value has no meaning.
     """
     for box in reversed(list(_BOX.finditer(text))):
         depth = 1
@@ -267,7 +299,7 @@ def _boxed(text: str) -> tuple[str, str | None]:
             depth += 1 if brace[0] == "{" else -1
             if depth == 0:
                 return text, text[box.end() : brace.start()]
-        # The answer was cut in this box, whose last number may lack digits.
+        # The answer was cut inside this box, so the last number in the box may lack digits.
         text = text[: box.start()]
     return text, None
 
@@ -341,23 +373,23 @@ def _without_braces(match: re.Match[str]) -> str:
         return _argument_text(match, "inner")
     over = (match["over"] or match["over_digit"] or "").strip()
     under = (match["under"] or match["under_digit"] or "").strip()
-    if not (_SIMPLE.fullmatch(over) and _SIMPLE.fullmatch(under)):
+    if not (_SIGNED_DECIMAL.fullmatch(over) and _SIGNED_DECIMAL.fullmatch(under)):
         return _BLOCKER
     return f"{_space_before_fraction(match)}{over}{_FRACTION}{under}"
 
 
 def _space_before_fraction(match: re.Match[str]) -> str:
-    """Return a space if a digit precedes the fraction, which makes a mixed number, else ""."""
+    """Return a space if a digit precedes the fraction, since the two are a mixed number; else ""."""
     follows_digit = match.start() > 0 and match.string[match.start() - 1].isdigit()
     return " " if follows_digit else ""
 
 
 def _argument_text(match: re.Match[str], group: str) -> str:
-    """Return the text in the braces of a match of _INNERMOST, which a command shows unchanged."""
+    """Return the plain text of braces in a match of _INNERMOST whose content is kept."""
     text = match[group]
     if _FRACTION in text:
         return _space_before_fraction(match) + text
-    # Spaces separate words from digits beside them. Other characters may belong to these digits.
+    # Words are separated by spaces from the digits next to them. Anything else may belong to these digits.
     has_letters = any(letter.isalpha() for letter in text)
     return f" {text} " if has_letters else text
 
@@ -385,12 +417,13 @@ def _tokens(plain: str) -> Iterator[_Token]:
 
 def _stands_alone(plain: str, begin: int, end: int, core: str) -> bool:
     """Return whether the text before and after a token leaves it a number."""
-    # No expression for the text before looks at more than 12 characters.
+    # None of the expressions below looks at more than 12 characters before a token.
     before = plain[max(0, begin - 12) : begin]
-    is_joined = _JOINED_BEFORE.search(before) is not None
-    if _MONEY_BEFORE.search(before) or _RANGE_BEFORE.search(before):
-        is_joined = False
-    if is_joined or _SIGN_IN_WORDS.search(before):
+    # The letters of a currency and the hyphen of a range may be joined to a number.
+    may_be_joined = _MONEY_BEFORE.search(before) or _RANGE_BEFORE.search(before)
+    if _JOINED_BEFORE.search(before) and not may_be_joined:
+        return False
+    if _SIGN_IN_WORDS.search(before):
         return False
     if "." in core and _ELLIPSIS.match(plain, end):
         return False
@@ -404,13 +437,14 @@ def _stands_alone(plain: str, begin: int, end: int, core: str) -> bool:
 def _value(match: re.Match[str]) -> Fraction | None:
     """Return the value of a token by the grammar of the module; None if it is not a number."""
     signs = [sign for sign in match["lead"] if sign in "+-"]
-    value = _VALUE.fullmatch(_SPACED.sub(r"\1", match["core"]))
+    value = _VALUE.fullmatch(_SPACED_OPERATOR.sub(r"\1", match["core"]))
     if value is None or len(signs) > 1:
         return None
     digits = sum(map(str.isdigit, match["core"]))
     if digits > MAX_DIGITS:
         return None
     unsigned = _unsigned(value)
+    # The exponent of all words of magnitude together: "2 hundred thousand" has 2 + 3.
     exponent = sum(
         power * len(re.findall(name, match["magnitude"])) for name, power in _MAGNITUDES.items()
     )
@@ -423,17 +457,18 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 def _unsigned(value: re.Match[str]) -> Fraction | None:
     """Return the number of a match of _VALUE; None if its exponent or denominator is invalid."""
-    if value["alone"]:
-        return _power(value["alone"])
+    if value["power_alone"]:
+        return _power(value["power_alone"])
     if value["decimal"]:
-        power = _power(value["power"] or f"10^{value['exponent'] or 0}")
+        power_text = value["power"] or f"10^{value['exponent'] or 0}"
+        power = _power(power_text)
         return None if power is None else _decimal(value["decimal"]) * power
     over = value["over"]
     under = value["under"]
     whole = Fraction(0)
     if value["whole"]:
-        over = value["share"]
-        under = value["of"]
+        over = value["mixed_over"]
+        under = value["mixed_under"]
         whole = _decimal(value["whole"])
     divisor = _decimal(under)
     if divisor == 0:

@@ -1,13 +1,14 @@
 """Read pairs of answers, a chosen and a rejected one, and arrange them in rows.
 
 A row holds both answers of a pair, each after the prompt. So both are always in the same micro-batch,
-which is some rows of an update.
-Several pairs share a row. Each answer with its prompt is a separate *document* of the row, so that
-neither attention nor positions reach from one to another. For the loss kto, records have single
-answers that are labelled good or bad. Such an answer is paired with the answer of another record to
-another prompt, which is put after the prompt of the labelled answer.
+which is some rows of an update. Several pairs share a row. Each answer with its prompt is a separate
+*document* of the row: attention does not reach from one document to another, and each begins at position 0.
 
-Shape suffixes: D pairs, R rows, T positions of a row.
+For the loss kto, records have single answers that are labelled good or bad. Such an answer gets a second
+one to make a pair: the answer of another record, to another prompt, is put after the prompt of the
+labelled answer.
+
+Shape suffixes: D pairs, P = 2 D answers, R rows, T positions of a row.
 """
 
 import functools
@@ -135,18 +136,18 @@ class PairRows(Rows):
         window = super().window(indices_R)
         pair_RT = self.document_indices(indices_R)
         is_filled_RT = pair_RT >= 0
-        # For each position, the number of tokens of its pair's chosen answer with the prompt. The prompt
-        # of the rejected answer begins after as many positions of the pair.
-        # Padding has the pair -1, and gets the length of the last pair, which is not used.
+        # For each position, the number of tokens of the prompt and the chosen answer of its pair. After
+        # this many positions of the pair, the prompt begins again, with the rejected answer after it.
+        # Padding has the pair -1. It gets the length of the last pair, which is not used.
         chosen_length_RT = np.zeros_like(pair_RT)
         if len(self._chosen_lengths_D):
             chosen_length_RT = self._chosen_lengths_D[pair_RT]
         is_rejected_RT = is_filled_RT & (window["positions"] >= chosen_length_RT)
         window["positions"] = window["positions"] - np.where(is_rejected_RT, chosen_length_RT, 0)
-        # The pair s of a row has the segments 2 s - 1 and 2 s.
+        # Pair s of a row, counted from 1, gets the segments 2 s - 1 and 2 s.
         window["segments"] = np.where(is_filled_RT, 2 * window["segments"] - 1 + is_rejected_RT, 0)
-        # An answer's number is put at its first target: at a target that does not follow a target of
-        # the same answer.
+        # An answer's number is put at its first target, the one that does not follow a target of the same
+        # answer.
         is_target_RT = window["targets"] != IGNORE
         follows_target_RT = np.zeros_like(is_target_RT)
         is_same_answer = window["segments"][:, 1:] == window["segments"][:, :-1]
@@ -157,7 +158,7 @@ class PairRows(Rows):
 
     def _piece_visits(self) -> NDArray[np.float64]:
         """Return how often an epoch visits an answer of n tokens with its prompt, for each n."""
-        # A pair is one piece of a row, which is visited once in an epoch.
+        # An epoch visits each pair once, as one piece of a row, and with it each of its answers.
         rejected_lengths_D = np.diff(self._side.starts) - 1 - self._chosen_lengths_D
         lengths_P = np.concatenate([self._chosen_lengths_D, rejected_lengths_D])
         return np.bincount(lengths_P, minlength=self.sequence_length + 1).astype(np.float64)
@@ -244,7 +245,7 @@ def read_pairs(
     # The converter is made when the first chat is read, because it needs a chat template. If all
     # answers are texts, none is needed.
     chat_answers: ConversationConverter | None = None
-    # The keys of a record's answers.
+    # The keys under which a record has its answers.
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
     record_settings = RecordSettings.of(None, reading.ignore_keys)
     kind = RecordKind.LABELLED if labelled else RecordKind.PAIRS
@@ -320,7 +321,7 @@ def read_pairs(
         length,
         reading.held_out,
         reading.bad_records,
-        keys[0],
+        keys[0],  # tells pairs from labelled answers
     ]
     if record_settings.ignored_training_keys:
         identity.append(record_settings.ignored_training_keys)
@@ -383,6 +384,12 @@ def _are_chats(record: JsonRecord, keys: Sequence[str]) -> bool:
     if len(keys) > 1 and first == last:
         raise Unusable("equal answers", f"{both} are equal: nothing is preferred")
     return isinstance(first, list)
+
+
+def _prompt_length(row: MaskedRow) -> int:
+    """Return the number of tokens before the first token of the answer."""
+    first_begin, _ = row.spans[0]
+    return first_begin
 
 
 class _Answer(NamedTuple):
@@ -463,9 +470,8 @@ def _pair(record: JsonRecord, read_answer: _ReadAnswer, is_chat: bool) -> Pair:
     """
     chosen = read_answer(record, CHOSEN)
     rejected = read_answer(record, REJECTED)
-    chosen_prompt_ids, rejected_prompt_ids = (
-        answer.row.ids[: answer.row.spans[0][0]] for answer in (chosen, rejected)
-    )
+    chosen_prompt_ids = chosen.row.ids[: _prompt_length(chosen.row)]
+    rejected_prompt_ids = rejected.row.ids[: _prompt_length(rejected.row)]
     if chosen.prompt != rejected.prompt or chosen_prompt_ids != rejected_prompt_ids:
         raise Unusable(
             "differing prompts",
@@ -496,9 +502,9 @@ def _labelled_pair(record: JsonRecord, read_answer: _ReadAnswer, is_chat: bool) 
             problem = f"is {JSON_TYPES[type(label)]}"
         raise Unusable("no label", f"expected true or false under {quote(LABEL)}, which {problem}")
     answer = read_answer(record, COMPLETION)
-    # The prompt and one token stand for the other answer until it is known: it takes at least as
-    # much room in the row.
-    prompt_and_token = MaskedRow(answer.row.ids[: answer.row.spans[0][0] + 1], ())
+    # Until the other answer is known, the prompt and one token stand for it, which is the least room
+    # that it can take in a row.
+    prompt_and_token = MaskedRow(answer.row.ids[: _prompt_length(answer.row) + 1], ())
     return Pair(answer.prompt, answer.row, prompt_and_token, answer.bytes, is_chat, _LABELS[label])
 
 
@@ -520,13 +526,13 @@ def _with_others(
         others: the labelled answers to choose from.
         length: T.
         skipped: counts the labelled answers that no other answer fits.
-        refuse: whether such an answer is refused, and not counted.
+        refuse: whether such an answer is an error, instead of being left out and counted.
 
     Raises:
         InputRefused: `refuse` is set, and no other answer fits.
     """
     paired = []
-    prompt_lengths = [other.chosen.spans[0][0] for other in others]
+    prompt_lengths = [_prompt_length(other.chosen) for other in others]
     answer_lengths = [
         len(other.chosen.ids) - prompt_length
         for other, prompt_length in zip(others, prompt_lengths, strict=True)
@@ -537,9 +543,9 @@ def _with_others(
     for number, pair in enumerate(pairs):
         is_repeat = number > 0 and pairs[number - 1].text == pair.text
         repeats = repeats + 1 if is_repeat else 0
-        prompt_length = pair.chosen.spans[0][0]
-        # The number of tokens that the other answer may have: all tokens of the pair are at most T
-        # + 1.
+        prompt_length = _prompt_length(pair.chosen)
+        # The number of tokens that the other answer may have. All tokens of the pair, with the prompt
+        # twice, are at most T + 1.
         room = length + 1 - len(pair.chosen.ids) - prompt_length
         # All others are tried in order. The search begins at the next record with another prompt,
         # and one record later for each repeat.
@@ -560,7 +566,7 @@ def _with_others(
             reason = "no other answer has room"
             skipped[reason] = skipped.get(reason, 0) + 1
             continue
-        # The other answer is put after this pair's prompt.
+        # The other answer is put after this pair's prompt, and its spans move with it.
         other = others[index].chosen
         ids = pair.chosen.ids[:prompt_length] + other.ids[prompt_lengths[index] :]
         shift = prompt_length - prompt_lengths[index]

@@ -59,15 +59,15 @@ class PreferenceLoss(nn.Module):
         answers: an answer's number, from 1, at its first target; 0 elsewhere.
 
     Attributes:
-        sides: the rows of both sides of the held-out split, if this loss has to compute the reference
-            itself. It does so just before the first update. Empty if the caller computes it by
-            `remember`, or if the loss needs no reference.
+        sides: the rows to train on and the held-out rows, if this loss has to compute the reference
+            itself, just before the first update. Empty if the caller computes it by `remember`, or if
+            the loss needs no reference.
         known: 0-d bool, whether the reference of `sides` has been computed.
         reference: [A + 1] fp64, the reference's log-probability of each answer, by its number.
         recording: 0-d bool, whether `forward` writes its log-probabilities into `reference`.
         labels: [A + 1] int64, each answer's label, by its number.
-        apart: [2] fp64, for kto: the sum of h(o') and the number of o' in the rows that were scored
-            since the present update began.
+        apart: [2] fp64, for kto: the sum of h(o') and the number of the o', over the rows that were
+            scored since the present update began. z is computed from them.
         expected: 0-d fp64, for kto: z during an update, else 0.
         totals: [6] fp64, `PreferenceTotals` over all pairs since `take_figures` was last called.
         fill: what pads each entry of a batch; 0 if it is not named.
@@ -139,15 +139,15 @@ class PreferenceLoss(nn.Module):
         score: Callable[[Sequence[Batch]], object],
         sum_over_ranks: Callable[[Tensor], Tensor],
     ) -> Iterator[None]:
-        """Prepare for the block, in which the gradient of an update is computed; see `monograph.loss`.
+        """Prepare for a block that computes the gradient of an update; see `monograph.loss`.
 
         If the reference is not known yet, it is computed. For kto, z is computed, too.
 
         Raises:
             UsageError: the reference is unknown after the first update.
         """
-        # Capturing a step runs updates of index 0 on trial and then restores the buffers, so the
-        # reference may be computed more than once.
+        # When a step is captured, it runs trial updates with the index 0, and then restores the buffers.
+        # So the reference may be computed more than once.
         if self.sides and not self.known.all():
             if index:
                 raise UsageError(
@@ -155,24 +155,22 @@ class PreferenceLoss(nn.Module):
                     "loss.state_dict() beside a run's checkpoints, and load it before you go on"
                 )
             device = self.reference.device
-            # The members of an ensemble may have their own rows. Then all score each of these rows.
+            # A batch is [B, T], or [N, B, T] if each of N members of an ensemble has its own rows. In
+            # the latter case, each row of `sides` is scored by all members.
             *members, rows, _ = batches[0]["tokens"].shape
 
             def score_on_device(batch: Batch) -> None:
-                score(
-                    [
-                        {
-                            name: tensor.to(device).expand(*members, *tensor.shape)
-                            for name, tensor in batch.items()
-                        }
-                    ]
-                )
+                on_device = {
+                    name: tensor.to(device).expand(*members, *tensor.shape)
+                    for name, tensor in batch.items()
+                }
+                score([on_device])
 
             self.remember(self.sides, score_on_device, rows, None)
             self.known.fill_(True)
         if index:
-            # In later updates, the test above then ends at `sides`, and the host need not wait for the
-            # value of `known`.
+            # Without `sides`, the test above does not read `known` in later updates. So the host does not
+            # wait for the device.
             self.sides = ()
         if self.preference.labelled:
             totals_before = self.totals.clone()
@@ -180,7 +178,7 @@ class PreferenceLoss(nn.Module):
             try:
                 score(batches)
             finally:
-                # This pass must not count, because the update itself will count the same pairs.
+                # This pass must not change the totals, since the update itself will add the same pairs.
                 self.totals.copy_(totals_before)
             gain_sum, count = (sum_over_ranks(value) for value in self.apart.clone().unbind(-1))
             self.expected.copy_((gain_sum / count.clamp_min(1)).clamp_min(0))
@@ -195,7 +193,7 @@ class PreferenceLoss(nn.Module):
         has_target_N = batch["targets"].flatten() != IGNORE
         rows = len(batch["tokens"])
         # Sums over the tokens of each answer are collected in S places, `max_row_answers` for each row.
-        # An answer's place follows from its segment. Padding has the first place, to which it adds zeros.
+        # An answer's place follows from its segment. Padding has the first place too, but adds only zeros.
         first_B = torch.arange(rows, device=log_N.device)[:, None] * self.max_row_answers
         place_N = (first_B + (batch["segments"] - 1).clamp_min(0)).flatten()
         zeros_S = torch.zeros(rows * self.max_row_answers, dtype=torch.float64, device=log_N.device)
@@ -203,7 +201,8 @@ class PreferenceLoss(nn.Module):
         tokens_S = zeros_S.index_add(0, place_N, has_target_N.double())
         number_S = zeros_S.long().index_add(0, place_N, batch["answers"].flatten())
         reference_S = self.reference[number_S]
-        # This writes the reference if `recording` is set, and otherwise the values that are there.
+        # If `recording` is set, this writes the log-probabilities into the reference. Otherwise it writes
+        # back the values that it has read.
         self.reference.index_put_(
             (number_S,), torch.where(self.recording, log_S.detach(), reference_S)
         )
@@ -241,7 +240,7 @@ class PreferenceLoss(nn.Module):
             margin_P = pairs.labels * chosen_P
             tokens_P = pairs.chosen_tokens
             counts_as_chosen_P = pairs.labels > 0
-        # 1 if ahead, 0 if behind, and half for a margin of 0, which all pairs have at first.
+        # 1 if ahead, 0 if behind, and 1/2 for a margin of 0, which all pairs have before the first update.
         ahead_P = (margin_P.sign() + 1) / 2
         pair_values = PreferenceTotals(
             pairs=torch.ones_like(margin_P),
@@ -264,8 +263,8 @@ class PreferenceLoss(nn.Module):
         """Set `totals` to zero, and return figures on all pairs since the last call.
 
         Args:
-            gathered: a function that is given this process's values and returns a list of those of all
-                ranks, the processes of distributed training.
+            gathered: a function of this process's values, which returns a list with the values of each
+                rank (a process of distributed training).
 
         Returns:
             accuracy: the share of pairs with the chosen answer ahead.

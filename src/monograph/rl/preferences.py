@@ -1,8 +1,8 @@
 """The losses of preferences: each compares the log-probabilities of two answers to one prompt.
 
-log pi(o) is the sum of the log-probabilities of the tokens of an answer o, |o| is their number, and
-h(o) = log pi(o) - log ref(o), where ref are the weights that a run begins from. w is the chosen
-answer and l the rejected one:
+log pi(o) is the sum of the log-probabilities of the tokens of an answer o, and |o| is their number.
+log ref(o) is the same sum by the weights that a run begins from, and h(o) = log pi(o) - log ref(o). w is
+the chosen answer and l the rejected one:
 
 | name   | loss of a pair                                                            | arXiv      |
 |--------|---------------------------------------------------------------------------|------------|
@@ -15,17 +15,17 @@ answer and l the rejected one:
 | kto    | D sigmoid(B (z - h(o))) of a good answer o, U sigmoid(B (h(o) - z)) of    | 2402.01306 |
 |        | a bad one, where z = max(0, mean of h(o')), a constant                    |            |
 
-o' is a prompt of the update with the answer of another record. B is beta, E label_smoothing, G gamma,
+o' is a prompt of the update followed by the answer of another record. B is beta, E label_smoothing, G gamma,
 D desirable_weight and U undesirable_weight.
 
-An update's loss is the mean over its pairs, or over its answers for kto. IPO takes means over
-tokens, as its authors' code does. For kto, z is a mean over all o' of the whole update, not of a
+An update's loss is the mean over its pairs, or over its answers for kto. IPO divides by the numbers of
+tokens, as its authors' code does. For kto, the mean in z is over all o' of the whole update, not of a
 micro-batch. So all rows of an update are scored once before its gradient is computed.
 `monograph.rl.preference_loss` computes the sums over the rows of a batch.
 
-`monograph.config.keys` makes keys of the settings from the table `LOSSES`, and settings are read
-without torch. So formulas call methods of tensors. A function of torch that is not such a method is
-imported when a formula calls it.
+`monograph.config.keys` makes keys of the settings from the table `LOSSES`, and settings must be read
+without importing torch. So formulas call methods of tensors, and a function of torch that is not a method
+is imported only where a formula calls it.
 
 Shapes: P pairs.
 """
@@ -155,7 +155,7 @@ def _simpo(pairs: PreferenceInputs, *, beta: float, gamma: float) -> Tensor:
 
 
 def _orpo(pairs: PreferenceInputs, *, beta: float) -> Tensor:
-    # log(1 - e^m) of a mean m that rounds to 0 would be -inf.
+    # If a mean m rounds to 0, log(1 - e^m) would be -inf.
     chosen, rejected = (mean.clamp_max(-1e-12) for mean in pairs.means)
     chosen_odds = chosen - (-chosen.expm1()).log()
     rejected_odds = rejected - (-rejected.expm1()).log()

@@ -6,13 +6,14 @@ another, and only plain data passes between the two: None, booleans, numbers, te
 sets and dicts. So results are compared where the solution has no access. The tests do not see how a
 function changes its arguments, and cannot use classes or other objects of the solution.
 
-Both processes start with an empty environment, without site-packages, with standard streams of
+Both processes start without environment variables and site-packages, with standard streams of
 /dev/null, and with limits (`worker.LIMITS`): 5 s of processor time, 512 MiB of address space, no
 writing to files, few open files. A filter (`worker.FORBIDDEN`) refuses system calls that create
-processes and threads, and calls that open sockets. It also refuses calls whose effects are counted by
-no limit, or outlast the process: shared memory, queues and semaphores of System V and POSIX, keyrings,
-files in memory, new namespaces and mounts. The processes are killed when the trainer ends. A process of
-root takes the rights of the user nobody, unless the system forbids that, as some containers do.
+processes and threads, and calls that open sockets. It also refuses calls whose effects no limit counts,
+or whose effects outlast the process: shared memory, queues and semaphores of System V and POSIX,
+keyrings, files in memory, new namespaces and mounts. The processes are killed when the trainer ends. If
+the trainer runs as root, they take the rights of the user nobody, unless the system forbids that, as some
+containers do.
 
 If the system allows this user to make namespaces, the processes see no other process, and only the
 files of the standard library and of the system's libraries, read-only. These are in a root file
@@ -79,13 +80,10 @@ class ProgramScorer:
         self._stopped = False
 
     def confinement(self) -> bool | None:
-        """Return whether the system hides files and the network from solutions.
-
-        None: no solution can run.
-        """
+        """Return whether the system hides files and the network from solutions; None if no solution can run."""
         [passed_share] = self.scores([(_TRIAL, _TRIAL_TESTS)])
-        # Of the two tests, the second one can pass only if solutions run. So neither has passed if none
-        # can run, only the first one if they run and see files, and both if files are hidden.
+        # Both tests need a solution that runs: if none can run, neither test passes. If solutions run and
+        # see files, only the first test passes. If files are hidden, both pass.
         if passed_share == 0:
             return None
         return passed_share == 1
@@ -133,9 +131,9 @@ class ProgramScorer:
             with suppress(ConnectionError):
                 # A message is JSON and cannot have bytes, so it has a character for each byte (Latin-1).
                 # The solution's process gets the bytes back, and Python decodes them as it decodes a
-                # file, by the encoding that a comment of the source may declare. If the code has a lone
-                # surrogate, "surrogatepass" makes bytes of it that are not UTF-8. So Python refuses the
-                # source in the solution's process, and no error is raised here.
+                # file, by the encoding that a comment of the source may declare. For a lone surrogate,
+                # "surrogatepass" writes bytes that are not UTF-8. Python then refuses the source in the
+                # solution's process, instead of an error here.
                 source = code.encode("utf-8", "surrogatepass").decode("latin-1")
                 trainer_socket.sendall(json.dumps([source, tests]).encode() + b"\n")
                 # Short waits, so that `_stopped` and the deadline are looked at in between.
@@ -238,8 +236,8 @@ class CodeProcess:
         """
         if self._process is not None:
             return None
-        # The user has allowed only the file with this digest to run. So these bytes are what runs, and
-        # the process does not read the file again.
+        # The user has allowed only the file with this digest to run. So the process runs the bytes that
+        # were checked, and does not read the file again.
         source = self._code.vouched_source(self._sha256)
         self._socket, child_end = socket.socketpair()
         self._socket.settimeout(ANSWER_TIMEOUT_S)

@@ -59,9 +59,10 @@ from monograph.text.tokenizer import Tokenizer, parse_setting
 
 # A record as it was read.
 JsonRecord = Mapping[str, Any]
-# The number of an episode that is only opened. Those that are sampled are numbered from 0.
+# The number of an episode that is opened to learn its prompt, and not sampled. Sampled episodes are numbered
+# from 0.
 _OPENED_EPISODE = -1
-# The end of a message about a key that cannot be read.
+# The end of a message about a key that a run on rewards does not read.
 _OR_IGNORE_IT = "name it in data.ignore_keys, if only the reward reads it"
 
 
@@ -119,8 +120,8 @@ def read_items(
         needs: what a record must have, for messages.
         progress: see `monograph.data.progress`.
         keys: the keys that a record may have; None: any.
-        splits_by_record: whether a hash of the whole record decides if it is held out, instead of one of
-            the item's text.
+        splits_by_record: whether a hash of the whole record decides if it is held out, instead of a hash
+            of the item's text.
 
     Raises:
         InputRefused: a record is bad, and the message names its file and line; or no record is left
@@ -134,14 +135,14 @@ def read_items(
         sources = find_sources(reading.source, spool, progress, reading.weights)
         for where, record in _records(sources, needs, keys):
             result = record if isinstance(record, Fault) else make_item(where, record)
-            if not isinstance(result, Fault):
-                text = json.dumps(record, sort_keys=True) if splits_by_record else result.text
-                is_held_out = _is_held_out(text, reading.held_out)
-                (held_out if is_held_out else train).append(result)
-            elif not reading.skips_bad:
-                raise InputRefused(f"{where}: {result.detail}; or set data.bad_records = skip")
-            else:
+            if isinstance(result, Fault):
+                if not reading.skips_bad:
+                    raise InputRefused(f"{where}: {result.detail}; or set data.bad_records = skip")
                 skipped[result.reason] += 1
+                continue
+            text = json.dumps(record, sort_keys=True) if splits_by_record else result.text
+            side = held_out if _is_held_out(text, reading.held_out) else train
+            side.append(result)
     if not train:
         raise InputRefused(
             f"{sources.name}: no record is left to train on; give more records, or lower data.held_out"
@@ -177,6 +178,7 @@ def _is_held_out(text: str, share: float) -> bool:
     A hash of the text decides, so that equal texts are in the same part.
     """
     digest = hashlib.sha256(text.encode()).digest()
+    # Six bytes are a whole number below 2^48.
     return int.from_bytes(digest[:6], "big") < share * 2**48
 
 
@@ -292,7 +294,7 @@ def read_prompts(
         read_prompt,
         "rl.reward needs records with a prompt each",
         progress,
-        # Many records may have the same opening.
+        # The text of an item is the opening of its environment, which many records may share.
         splits_by_record=reward.environments is not None,
     )
     # Everything on which the prompts and their order depend.
@@ -304,8 +306,7 @@ def read_prompts(
         reading.held_out,
         reading.bad_records,
     ]
-    # The keys are added only if there are some, so that other fingerprints stay those of earlier
-    # versions.
+    # The keys are added only if there are some. So all other fingerprints are those of earlier versions.
     if record_settings.ignored_training_keys:
         identity.append(record_settings.ignored_training_keys)
     has_chats, longest = _kind_and_longest([*prompts.train, *prompts.held_out])
@@ -379,9 +380,8 @@ def prompts_of(
 def _kind_and_longest(prompts: Sequence[Prompt]) -> tuple[bool, int]:
     """Return whether any prompt is a chat, and the number of tokens of the longest prompt."""
     has_chats = any(prompt.is_chat for prompt in prompts)
-    return has_chats, max(
-        len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids)
-    )
+    lengths = [len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids)]
+    return has_chats, max(lengths)
 
 
 class _Room(NamedTuple):
@@ -405,7 +405,8 @@ class _PromptSettings(NamedTuple):
         room: the maximum number of tokens.
         for_teacher: whether the prompt for a teacher is read, too.
         record_settings: the settings that name the keys to ignore.
-        environments: they open each episode with a prompt; None: the prompt stands in the record.
+        environments: the environments that open each episode with a prompt; None: the record has its
+            prompt.
     """
 
     key: str
@@ -417,7 +418,9 @@ class _PromptSettings(NamedTuple):
 
 
 def _kept_keys(record: JsonRecord, where: str, settings: _PromptSettings) -> JsonRecord:
-    """Return the keys of a record that are not ignored, with the opening of an environment as its prompt.
+    """Return a record without the keys that are ignored.
+
+    If there are environments, the opening of one is its prompt.
 
     Raises:
         InputRefused: the environment fails; the message has the record's place.
@@ -429,12 +432,18 @@ def _kept_keys(record: JsonRecord, where: str, settings: _PromptSettings) -> Jso
 
 
 def _prompt(record: JsonRecord, kept: JsonRecord, where: str, settings: _PromptSettings) -> Prompt:
-    """Return the prompt of a record, of which `kept` are the keys that are not ignored.
+    """Return the prompt of a record.
+
+    Args:
+        record: the whole record, which the prompt keeps for the reward.
+        kept: the result of `_kept_keys`, in which the prompt is read.
+        where: the record's place.
+        settings: how the prompt is read.
 
     Raises:
         Unusable: the record has no usable prompt.
         InputRefused: the record has a key that asks for something this run cannot do; see
-            `_require_followable`.
+            `_require_supported_keys`.
     """
     text, ids = _text_and_ids(kept, settings.key, settings)
     teacher_ids: tuple[int, ...] = ()
@@ -448,9 +457,11 @@ def _prompt(record: JsonRecord, kept: JsonRecord, where: str, settings: _PromptS
 
 
 def _opened(record: JsonRecord, where: str, key: str, environments: Environments) -> dict[str, Any]:
-    """Return the opening of an environment as the prompt of a record, and the environment's tools.
+    """Return the opening of an environment as the prompt of a record, and the environment's tools, by
+    their keys.
 
-    Each episode of the record is opened again when it is sampled. This opening tells how long they are.
+    Each episode of the record is opened again when it is sampled. This first opening says how long
+    openings are, and one that cannot be read is refused before training begins.
 
     Raises:
         InputRefused: the environment fails.
@@ -478,7 +489,7 @@ def _text_and_ids(
             "no prompt", f"has no key {quote(key)}; its keys are {list_names(list(record))}"
         )
     value = record[key]
-    _require_followable(record, is_chat=isinstance(value, list))
+    _require_supported_keys(record, is_chat=isinstance(value, list))
     if isinstance(value, list):
         messages = read_messages(value, key)
         require_question(messages, key)
@@ -508,7 +519,7 @@ def _text_and_ids(
     return text, tuple(ids)
 
 
-def _require_followable(record: JsonRecord, is_chat: bool) -> None:
+def _require_supported_keys(record: JsonRecord, is_chat: bool) -> None:
     """Refuse keys that ask for something this run cannot do.
 
     These are "functions", and the keys of chats in a record whose prompt is a text. All other keys

@@ -1,7 +1,7 @@
 """The public functions of this room: train an engine on rewards, a teacher or preferences.
 
-An engine is a model with its training step. It is given the loss, and trains on windows, each of which
-has the rows of one update. Here they are the rows of sampled answers:
+An engine is a model with its training step and its loss. It trains on windows, and a window is the rows
+of one update. Here is a loop that learns from rewards, with windows of sampled answers:
 
     loss = monograph.policy_loss("dr_grpo")
     engine = monograph.Resident(model, loss=loss, optim=monograph.AdamW(lr=1e-5))
@@ -104,7 +104,7 @@ def rollouts(
 
     A window has `group` answers to each of `prompts` prompts. On a CPU, in eager mode and at
     temperature 1, an answer's log-probabilities have the same bits in the loss as in sampling. The
-    reference of a KL term is the weights at this call, so load a checkpoint after it.
+    weights at this call become the reference of a KL term, so call this before you load a checkpoint.
 
     Args:
         engine: an engine of a language model, with a `policy_loss`.
@@ -113,15 +113,16 @@ def rollouts(
             the reward reads.
         reward: a value of the key rl.reward; or a `Reward`, such as `distill` returns; or a
             function of (prompt, answer, record), called in this process, which returns a number, or
-            {name: number} of parts, whose sum is the score. With `environment` an answer is an
-            episode of several answers.
+            {name: number} of parts, whose sum is the score. With a reward of
+            `environment`, an episode of several answers takes the place of an answer.
         prompts: number of prompts of a window.
         group: number of answers to each prompt, at least two.
         max_new_tokens: maximum number of tokens of an answer.
         truncated: "keep" or "mask" answers that are cut at max_new_tokens; the loss leaves masked
             answers out.
         truncation_penalty: is subtracted from the reward of an answer that is cut.
-        draws: how often a window may sample, until it has `prompts` groups of unequal rewards.
+        draws: the maximum number of times that answers are sampled for a window. They are sampled
+            again as long as fewer than `prompts` groups have unequal rewards.
         epochs: passes over the prompts; None: endless.
         seed: the seed of the order of prompts and of all sampling.
         trust_code: whether the programs of the reward "python" may run if the system has no
@@ -138,8 +139,8 @@ def rollouts(
         InputRefused: a record has no prompt, a prompt is too long, or a record lacks the keys that
             the reward reads.
     """
-    # Only such engines compute an answer's log-probabilities with the same bits in sampling and in
-    # the loss.
+    # Only eager mode on a CPU computes an answer's log-probabilities with the same bits in sampling and
+    # in the loss.
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     prepared = _prepare(
         engine,
@@ -205,8 +206,10 @@ def member_rollouts(
     records = list(records)
     drawers = []
     for number, seed in enumerate(seeds):
-        chosen = {**(rollouts.__kwdefaults__ or {}), **options, "seed": seed}
-        prepared = _prepare(ensemble, tokenizer, records, reward, exact=False, **chosen)
+        # The options that are not given have the defaults of `rollouts`.
+        defaults = rollouts.__kwdefaults__ or {}
+        member_options = {**defaults, **options, "seed": seed}
+        prepared = _prepare(ensemble, tokenizer, records, reward, exact=False, **member_options)
         if prepared.reward.environments is not None:
             raise UsageError(f"{EPISODES}: train the members one after another")
         drawers.append(prepared.drawer(MemberEngine(ensemble, number)))
@@ -236,9 +239,9 @@ class _Prepared(NamedTuple):
 
     def drawer(self, engine: Engine) -> Drawer:
         """Return the sampler for an engine."""
-        # The number of updates is unknown here, which 0 stands for.
-        drawer = EpisodeDrawer if self.reward.environments is not None else Drawer
-        return drawer(engine, self.prompts, self.reward, self.options, updates=lambda: 0)
+        drawer_class = EpisodeDrawer if self.reward.environments is not None else Drawer
+        # The number of updates is not known here, so it is given as 0.
+        return drawer_class(engine, self.prompts, self.reward, self.options, updates=lambda: 0)
 
 
 def _prepare(
@@ -283,17 +286,17 @@ def _prepare(
     scorer = reward if isinstance(reward, Reward) else FunctionReward(reward)
     _require_scorer(scorer, loss, model, truncated, truncation_penalty)
     scorer.unconfined = scorer.unconfined or trust_code
-    is_played = False
+    context = model.config.max_position_embeddings
+    run_prompts = prompts_of(records, tokenizer, scorer, room=context - max_new_tokens)
+    row_length = run_prompts.longest + max_new_tokens
     turns = 1
     discount = 1.0
     if isinstance(scorer, EnvironmentReward):
-        is_played = True
+        # An episode may fill the model's context. Its last token is only a target, and takes no
+        # position.
+        row_length = context - 1
         turns = scorer.turns
         discount = scorer.discount
-    # An episode may fill the model's context. Its last token is only a target.
-    most_tokens = model.config.max_position_embeddings
-    max_prompt_tokens = most_tokens - max_new_tokens
-    run_prompts = prompts_of(records, tokenizer, scorer, max_prompt_tokens)
     options = RolloutOptions(
         prompts=prompts,
         group=group,
@@ -301,7 +304,7 @@ def _prepare(
         temperature=loss.temperature,
         advantage=loss.advantage,
         draws=draws,
-        length=most_tokens - 1 if is_played else run_prompts.longest + max_new_tokens,
+        length=row_length,
         packed=not exact,
         exact=exact,
         seed=seed,
@@ -317,6 +320,11 @@ def _prepare(
 
 
 def _require_counts(**counts: int) -> None:
+    """Refuse a count below 1, or below 2 for `group`, by its name.
+
+    Raises:
+        UsageError: a count is too small, or not a whole number.
+    """
     for name, value in counts.items():
         minimum = 2 if name == "group" else 1
         if not COUNT.holds(value) or value < minimum:
@@ -365,7 +373,7 @@ def environment(environment: Callable[[], Any], *, turns: int = 8, discount: flo
 
     The class is as `monograph.rl.environments` describes it. An episode's score is the sum over its turns
     t = 0, 1, ... of discount^t times the turn's reward. The records need no prompt, since the
-    environment opens each episode. A row has all positions of the model.
+    environment opens each episode. A row has as many positions as the model.
 
     Args:
         environment: the class, which is called without arguments at the beginning of each episode.
@@ -449,7 +457,7 @@ def preference_loss(pairs: Corpus, loss: str = "dpo", **parameters: float) -> Pr
     """Return the loss that compares the answers of pairs, for an engine.
 
     The reference is the weights before the first update. All pairs are scored with them once, just
-    before that update, so figures of an evaluation have no meaning earlier. A loss belongs to one
+    before that update, so the figures of an earlier evaluation have no meaning. Make a new loss for each
     engine.
 
     Args:
@@ -461,7 +469,7 @@ def preference_loss(pairs: Corpus, loss: str = "dpo", **parameters: float) -> Pr
     Raises:
         UsageError: there is no such loss, or it does not go with these answers.
     """
-    chosen = preference(loss, **parameters)
+    choice = preference(loss, **parameters)
     sides = [pairs.train, pairs.held_out]
     rows = [side for side in sides if isinstance(side, PairRows)]
     if len(rows) < len(sides):
@@ -469,13 +477,14 @@ def preference_loss(pairs: Corpus, loss: str = "dpo", **parameters: float) -> Pr
             "preference_loss compares pairs: give it what monograph.pairs(...) returns"
         )
     labels = np.concatenate([side.labels for side in rows])
-    if chosen.labelled != bool(labels.any()):
-        if chosen.labelled:
+    if choice.labelled != bool(labels.any()):
+        if choice.labelled:
             expected = "labelled answers: read them with labelled=True"
         else:
             expected = "pairs, not labelled answers"
         raise UsageError(f"loss = {loss!r} compares {expected}")
-    result = PreferenceLoss(chosen, len(labels), max(side.max_row_answers for side in rows))
+    result = PreferenceLoss(choice, len(labels), max(side.max_row_answers for side in rows))
+    # Answers are numbered from 1.
     result.labels[1:] = torch.from_numpy(labels)
-    result.sides = rows if chosen.needs_reference else ()
+    result.sides = rows if choice.needs_reference else ()
     return result

@@ -2,8 +2,8 @@
 
 A user's file and a model's programs run in separate processes (`monograph.rl.processes`).
 
-`monograph.config.keys` makes keys of the settings from the table `REWARDS`. So this file is read
-whenever settings are, for which neither torch nor numpy may be loaded. A reward that needs one of them
+`monograph.config.keys` makes keys of the settings from the table `REWARDS`. So this file is imported
+whenever settings are read, and must not import torch or numpy itself. A reward that needs one of them
 imports it where it is used.
 """
 
@@ -94,6 +94,7 @@ def form_named(regex: str | None, schema: str | None) -> FormName | None:
 
 
 def _schema_in(file: Path) -> FormName:
+    """Return the form of the JSON schema in a file."""
     return FormName("json_schema", read_json(file, most_bytes=MAX_SCHEMA_BYTES))
 
 
@@ -141,8 +142,8 @@ class Reward:
         digest: hex sha256 of the file on which its scores depend; "" if they depend on no file.
         teacher: the model that gives an answer its score, by its probabilities of the answer's tokens;
             None for all other rewards.
-        environments: what the model talks to in episodes of several turns, each of which is scored
-            by them; None for all other rewards.
+        environments: what the model talks to in episodes of several turns. They also score each turn.
+            None for all other rewards.
         unconfined: whether programs that the model writes may run on a system that cannot confine
             them. The caller sets it.
     """
@@ -212,7 +213,9 @@ class _NumberReward(Reward):
     def _score_one(self, answer: Answer) -> float:
         number = last_number(answer.completion)
         expected = answer_number(answer.record["answer"])
-        return float(number is not None and expected is not None and _equal(number, expected))
+        if number is None or expected is None:
+            return 0.0
+        return float(_equal(number, expected))
 
 
 class _ExactReward(Reward):
@@ -361,12 +364,13 @@ class _FileFunctionReward(_RewardOfParts):
 class EnvironmentReward(Reward):
     """What an environment gives, over the turns of an episode; see `monograph.rl.environments`.
 
-    `EpisodeDrawer` samples the episodes, and has their scores from the environment.
+    `EpisodeDrawer` samples the episodes, and gets their scores from the environments, so this class has
+    no `score`.
 
     Attributes:
         environments: the environments of the episodes.
         turns: the maximum number of answers of an episode.
-        discount: each turn's reward counts this many times the one before it.
+        discount: the reward of turn t = 0, 1, ... is multiplied by discount^t.
     """
 
     environments: Environments
@@ -374,7 +378,7 @@ class EnvironmentReward(Reward):
     def __init__(
         self, environments: Environments, turns: int, discount: float, digest: str = ""
     ) -> None:
-        """Set the attributes; `digest` is that of the file that defines the environments."""
+        """Set the attributes; `digest` is the digest of the file that defines the environments."""
         self.environments = environments
         self.turns = turns
         self.discount = discount
@@ -516,12 +520,12 @@ def reward_of(name: str, vouched: Mapping[str, str] | None = None, **parameters:
     - "FILE.py:FUNCTION": the number that the function returns for (prompt, completion, record), or
       the sum of the numbers if it returns several by name.
 
-    The first four are 1 or 0; all but the first ignore spaces around the completion.
+    The first four are 1 or 0. "exact", "regex" and "json-schema" ignore spaces around the completion.
 
     Args:
         name: the reward's name.
         vouched: the digest of each Python file that may run, by the value that names the file; None
-            if the caller itself names the reward now, and thereby trusts the file as it is.
+            if the caller names the reward itself, and so trusts the file as it is.
         parameters: values of the reward's parameters, by their names in `REWARDS`; None stands for
             a value that is not given. Models are left out.
 
@@ -593,17 +597,20 @@ def vouched_code(
 
 
 def parameters_of(name: str) -> tuple[Parameter, ...]:
-    """Return the parameters of the reward that `rl.reward` names; a function of one's own has none."""
+    """Return the parameters of the reward that `rl.reward` names; a user's function has none."""
     return REWARDS[name].parameters if name in REWARDS else ()
 
 
 def _shown(value: object) -> str:
-    """Return a value in one short line. Of a long text, this is the end, where its answer is."""
+    """Return a value in one short line: of a long text the end, since a text ends with its answer."""
     text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"...{text[-MAX_SHOWN_CHARACTERS:]}"
+    if len(text) <= MAX_SHOWN_CHARACTERS:
+        return text
+    return f"...{text[-MAX_SHOWN_CHARACTERS:]}"
 
 
 def _as_list(value: str | list[str]) -> list[str]:
+    """Return a list of texts unchanged, and a text as a list of this text alone."""
     return [value] if isinstance(value, str) else value
 
 
@@ -641,11 +648,12 @@ def _code(completion: str) -> str:
     The last block may lack its end if the answer was cut.
     """
     blocks = _FENCED.findall(completion)
-    return textwrap.dedent(blocks[-1] if blocks else completion)
+    code = blocks[-1] if blocks else completion
+    return textwrap.dedent(code)
 
 
 def _equal(number: Fraction, expected: Fraction) -> bool:
-    """Return whether a number is right; only one that is not whole may differ by TOLERANCE."""
+    """Return whether two numbers are equal: exactly if both are whole, otherwise up to TOLERANCE."""
     if number.denominator == expected.denominator == 1:
         return number == expected
     return abs(number - expected) <= TOLERANCE * abs(expected)

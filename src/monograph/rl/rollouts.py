@@ -1,12 +1,12 @@
 """Sample answers from the weights in training, score them, and arrange them as the window of one
 update.
 
-A *window* is the rows of one update. Its answers are sampled just before the update, from the tensors
-that the previous update has changed. Nothing is kept from one sample to the next. An answer is a
-function of the weights, the prompt, the options and a seed. The seed is made from the run's seed, the
-prompt's position in the order of prompts, and the answer's number in its group, which is the answers to
-one prompt. The answer does not depend on what else is sampled at the same time. So if a run is killed
-while it samples, it samples the same answers again.
+A *window* is the rows of one update. Its answers, the *sample*, are drawn just before the update, with the
+weights that the previous update has left. Nothing is kept from one sample to the next. A *group* is the
+answers to one prompt. An answer is a function of the weights, the prompt, the options and a seed. The seed
+is made from the run's seed, the prompt's position in the order of prompts, and the answer's number in its
+group. The answer does not depend on what else is sampled at the same time. So if a run is killed while it
+samples, it samples the same answers again.
 
 Shapes: R rows, T positions.
 """
@@ -68,7 +68,7 @@ MAX_PREFILL_PROMPTS = 32
 BLOCK_STEPS = 16
 # The smallest reward of a right answer. It is below 1, since 0.7 + 0.2 + 0.1 is below 1 in floats.
 SOLVED_REWARD = 1.0 - ROUNDING
-# Held-out prompts have no position in the order of prompts, from which a seed could be made. They get
+# A seed is made from a prompt's position in the order of prompts, and held-out prompts have none. They get
 # the positions from here on, which no run reaches.
 FIRST_HELD_OUT_POSITION = 1 << 62
 
@@ -81,9 +81,9 @@ def decoded_rows(answers: int) -> int:
 def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> int:
     """Return the number of positions of a row that holds `tokens` tokens, of a prompt and its answer.
 
-    For exact scoring it is a multiple of four, if the model has so many positions. A matrix product
-    over the positions of any number of texts then has a multiple of four rows, and needs no padding to
-    have the same bits as another one (`monograph.ops.padded_rows`).
+    For exact scoring it is rounded up to a multiple of four, unless the model has fewer positions. So a
+    matrix product over the positions of any number of texts has a multiple of four rows. All such products
+    round a row in the same way without padding (`monograph.ops.padded_rows`).
     """
     if not options.exact:
         return tokens
@@ -94,8 +94,8 @@ def slots_per_row(options: RolloutOptions, config: LlamaConfig, tokens: int) -> 
 def without_collection() -> Iterator[None]:
     """Keep the garbage collector off in the block.
 
-    Decoding makes many objects, whose number would start collections, but none of them are in cycles of
-    references, which only the collector can free.
+    The collector frees cycles of references, and runs after a certain number of new objects. Decoding
+    makes many objects, but no cycles, so the collector would run often and free nothing.
     """
     collects_garbage = gc.isenabled()
     gc.disable()
@@ -135,8 +135,8 @@ class Sharing:
         ranks: the number of ranks.
         share: a function of (work, items), which returns work(items), a list with one JSON value for
             each item. Each rank computes a part of the list, and all ranks get the whole list.
-        once: a function that calls another one on one rank, and returns the result on all ranks; on
-            those that did not call it, each tuple has become a list.
+        once: a function that calls another one on one rank, and returns its result on all ranks. The
+            result reaches the other ranks as JSON, so there each tuple has become a list.
     """
 
     ranks: int = 1
@@ -215,7 +215,7 @@ class Drawer:
 
     @property
     def generator(self) -> Generator:
-        """Return the decoder, in the mode that suits the number of steps of the whole run.
+        """Return the decoder, in the mode of `mode_of`.
 
         Raises:
             OutOfDeviceMemory: the keys and values of one answer take more than half of the free
@@ -226,13 +226,16 @@ class Drawer:
         if self._cached_generator and self._cached_generator[0] == mode:
             return self._cached_generator[1]
         answers_of_rank = math.ceil(answers / self.sharing.ranks)
+        # A decoder puts its model into evaluation mode.
         with modes_kept(self.model):
             generator = self.new_generator(self.model, self.options.prompts, answers_of_rank, mode)
         self._cached_generator = mode, generator
         return generator
 
     def mode_of(self, answers: int) -> Mode:
-        """Return the mode of decoding that suits the number of steps of the whole run.
+        """Return the mode of decoding (eager, captured or compiled) that is likely to be the fastest.
+
+        It depends on the number of steps that the whole run decodes.
 
         Args:
             answers: the number of answers of a sample.
@@ -240,7 +243,8 @@ class Drawer:
         options = self.options
         step = self.engine.step
         device_type = self.model.lm_head.weight.device.type
-        # A run that compiles nothing must not compile its decoder: 0 steps are never worth it.
+        # A run that compiles nothing must not compile its decoder, so it counts as one without steps, for
+        # which compiling is never worth its time.
         decode_steps = 0
         if step.scope != "none":
             samples = self.updates() // options.updates
@@ -263,9 +267,10 @@ class Drawer:
         options = self.options
         prompts_at_once = min(prompts, MAX_PREFILL_PROMPTS)
         if options.exact and options.turns > 1:
-            # A pass of one token for each prompt (`PromptReader.continue_rows`) needs no padding then, too.
+            # The reader of prompts also makes passes of one token for each prompt
+            # (`PromptReader.continue_rows`). With a multiple of four prompts, they need no padding either.
             prompts_at_once = padded_count(prompts_at_once)
-        slots = CacheSizes(
+        cache_sizes = CacheSizes(
             self.slots,
             slots_per_block(self.slots),
             prompts_at_once,
@@ -274,7 +279,7 @@ class Drawer:
         )
         # Memory may hold fewer rows than there are answers.
         rows = unpadded_count(
-            rows_that_fit(model, slots, decoded_rows(answers), "lower rl.max_new_tokens")
+            rows_that_fit(model, cache_sizes, decoded_rows(answers), "lower rl.max_new_tokens")
         )
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.end_ids))
         chain = replace(chain, reports_processed=not self._samples_raw_softmax)
@@ -282,7 +287,7 @@ class Drawer:
             model,
             chain,
             rows=rows,
-            slots=slots,
+            slots=cache_sizes,
             vocabulary=self.prompts.vocab_size,
             pace=min(self.block_steps, options.max_new_tokens),
             mode=mode,
@@ -352,10 +357,11 @@ class Drawer:
 
         self._gather_model()
         answers = self.sharing.share(json_answers, list(zip(prompts, seeds, strict=True)))
-        return [
-            Completion(text, token_ids, finish, [LogProbability(*fields) for fields in logprobs])
-            for text, token_ids, finish, logprobs in answers
-        ]
+        completions = []
+        for text, token_ids, finish, logprobs in answers:
+            log_probabilities = [LogProbability(*fields) for fields in logprobs]
+            completions.append(Completion(text, token_ids, finish, log_probabilities))
+        return completions
 
     def _gather_model(self) -> None:
         """Set `model` to a model that has all weights; see the attribute."""
@@ -366,8 +372,8 @@ class Drawer:
     ) -> list[Completion]:
         """Do what `draw` does, without other ranks."""
         requests = self.requests(prompts, seeds)
-        # The property is read before `_decoding`: it looks whether the step is captured, and in the block
-        # the captured graphs are set aside.
+        # `generator` has to know whether the step is captured. In the block of `_decoding` the captured
+        # graphs are set aside, so the property is read before the block.
         generator = self.generator
         with self._decoding():
             generator.forget()
@@ -398,7 +404,7 @@ class Drawer:
 
     @property
     def arrangement(self) -> RolloutOptions:
-        """Return the options with the rows in which the loss reads answers."""
+        """Return the options with the length and the packing of the rows that the loss reads."""
         if not self.options.exact:
             return self.options
         return replace(self.options, length=self.slots, packed=False)
@@ -413,13 +419,13 @@ class Drawer:
         # `drawn` is the log-probability in the model's own softmax, computed as the loss computes
         # it. `processed_drawn` is that in the distribution that was sampled from, computed by the
         # sampler.
-        logprobs_of_answers = [
-            [
-                token.drawn if self._samples_raw_softmax else token.processed_drawn
-                for token in completion.logprobs or ()
-            ]
-            for completion in completions
-        ]
+        logprobs_of_answers = []
+        for completion in completions:
+            tokens = completion.logprobs or ()
+            if self._samples_raw_softmax:
+                logprobs_of_answers.append([token.drawn for token in tokens])
+            else:
+                logprobs_of_answers.append([token.processed_drawn for token in tokens])
         rollouts = [
             self._rollout(prompt, completion, logprobs)
             for prompt, completion, logprobs in zip(
@@ -429,6 +435,7 @@ class Drawer:
         if self.options.kl is None:
             return rollouts
         if not self.options.kl.needs_reference:
+            # The term "entropy" is a KL term whose reference is 0 for every token.
             return [rollout._replace(reference=[0.0] * rollout.length) for rollout in rollouts]
         # In this block the planes have the reference's weights.
         with temporary_params(self.engine.step.planes, self.reference or ()):
@@ -487,11 +494,12 @@ class Drawer:
         ]
         teacher_logprobs = self.log_probabilities_of(with_teacher_prompts, teacher)
         advantages = []
-        for teacher_of_answer, rollout in zip(teacher_logprobs, rollouts, strict=True):
+        for teacher_logprobs_of_answer, rollout in zip(teacher_logprobs, rollouts, strict=True):
+            logprobs_of_tokens = zip(teacher_logprobs_of_answer, rollout.logprobs, strict=True)
             advantages.append(
                 [
-                    teacher - own
-                    for teacher, own in zip(teacher_of_answer, rollout.logprobs, strict=True)
+                    teacher_logprob - own_logprob
+                    for teacher_logprob, own_logprob in logprobs_of_tokens
                 ]
             )
         return advantages
@@ -510,9 +518,9 @@ class Drawer:
             Answer(prompt.text, completion.text, prompt.record, prompt.where)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        scores = [
-            AnswerScore(*score) for score in self.sharing.once(lambda: self.reward.scores(answers))
-        ]
+        # On the ranks that did not compute the scores, each one is a list (`Sharing`).
+        score_tuples = self.sharing.once(lambda: self.reward.scores(answers))
+        scores = [AnswerScore(*score) for score in score_tuples]
         values = [score.value for score in scores]
         if len(values) != len(prompts) or not all(map(math.isfinite, values)):
             raise InputRefused(
@@ -548,12 +556,16 @@ class Drawer:
             for name, part in score.parts.items():
                 values_of_parts[name].append(part)
         group = self.options.group
+        # The best reward of each group: the rewards of a group follow one another.
         best = [max(rewards[first : first + group]) for first in range(0, len(rewards), group)]
         return {
             "reward": mean,
             "pass_at_1": statistics.fmean(reward >= SOLVED_REWARD for reward in rewards),
             "pass_at_k": statistics.fmean(reward >= SOLVED_REWARD for reward in best),
-            **{f"reward.{name}": statistics.fmean(of) for name, of in values_of_parts.items()},
+            **{
+                f"reward.{name}": statistics.fmean(values)
+                for name, values in values_of_parts.items()
+            },
         }
 
     def group_figures(self, groups: Sequence[AnswerGroup]) -> dict[str, float]:
@@ -563,7 +575,7 @@ class Drawer:
     def evaluate(self) -> dict[str, float]:
         """Sample a group of answers to each of some held-out prompts; return figures on them.
 
-        The prompts are the first held-out ones, as many as an update has.
+        The prompts are the first held-out ones, at most as many as an update has.
 
         Returns:
             eval_reward, eval_pass_at_1, eval_pass_at_k, eval_reward.NAME: the figures of
@@ -577,7 +589,7 @@ class Drawer:
         """Return the answers by which the model is evaluated."""
         group = self.options.group
         held_out = self.prompts.held_out[: self.options.prompts]
-        # The seeds are the same each time, so that less of a change is due to chance.
+        # Each evaluation has the same seeds. So less of the difference between two of them is due to chance.
         positions = range(FIRST_HELD_OUT_POSITION, FIRST_HELD_OUT_POSITION + len(held_out))
         return WantedAnswers(
             [prompt for prompt in held_out for _ in range(group)],
@@ -605,8 +617,9 @@ class SampledAnswers(NamedTuple):
     seconds: float
 
 
-# A window that is being made. It yields what answers it needs, is sent these answers, and returns the
-# window; None if no prompts are left. So the answers of several windows can be sampled at once.
+# A window that is being made, as a Python generator. It yields what answers it needs, is sent these
+# answers, and in the end returns the window, or None if no prompts are left. So a caller can sample the
+# answers of several windows at the same time.
 WindowInTheMaking: TypeAlias = GeneratorType[WantedAnswers, SampledAnswers, Batch | None]
 
 
@@ -623,7 +636,7 @@ class Rollouts(Iterator[Batch]):
         rows_consumed: the position after the last prompt that was answered.
         skip: (begin, end) of the positions that are skipped.
         numbers: figures on the window that was returned last, for the metrics.
-        is_fresh: whether the last window had new answers; otherwise it was the window before it
+        is_fresh: whether the last window had new answers. If not, it was the previous window, returned
             again.
     """
 
@@ -747,8 +760,8 @@ class Rollouts(Iterator[Batch]):
             else:
                 weights = answer_weights(rollouts[members], rewards[members], options)
                 _, kept_rewards = keep_and_penalise(rollouts[members], rewards[members], options)
-                # There is no gradient if all rewards are equal. For an advantage that does not
-                # compare the answers, they also have to be 0.
+                # A group has no gradient if all of its rewards are equal. If the advantage does not
+                # compare the answers, it has none only if they all equal 0, so 0 is added to the list.
                 if not ADVANTAGES[options.advantage].compares_answers:
                     kept_rewards = [*kept_rewards, 0.0]
                 teaches = not rewards_are_equal(kept_rewards)
@@ -771,6 +784,7 @@ class Rollouts(Iterator[Batch]):
         """
         options = self.drawer.options
         end_of_run = math.inf
+        # Skipped positions do not count for the epochs.
         if options.epochs is not None:
             skipped = sum(end - begin for begin, end in self.skip)
             end_of_run = options.epochs * len(self.drawer.prompts.train) + skipped

@@ -10,9 +10,9 @@ standard streams. A message is a line of JSON. The first argument is the role:
         exception.
     solution 0 FOLDER...: does the same, but is confined, and sees only the files of these folders.
     environment 0 FOLDER...: reads [source, path, class] and runs the source, with the rights of the
-        user. Then it is confined as a solution is, but for the limits on processor time and memory,
-        and replies with the class's `tools`. After that it calls `reset` and `step` of the class's
-        objects, one for each episode; see `_play`.
+        user. Then it is confined as a solution is, with higher limits (ENVIRONMENT_LIMITS), and replies
+        with the class's `tools`. After that it calls `reset` and `step` of the class's objects, one for
+        each episode; see `_play`.
     tests SOCKET FOLDER...: is also confined. It reads [source, tests], sends the source to the
         solution at SOCKET, and writes for each test whether it passed. The tests call the solution's
         functions through proxies.
@@ -108,12 +108,12 @@ MACHINES = {
     "x86_64": _Machine(0xC000003E, 0, (1 << 30) - 1),
     "aarch64": _Machine(0xC00000B7, 1, (1 << 31) - 1),
 }
-# System calls that fail, with their numbers on x86_64 and aarch64. They
-# - create a process or thread,
-# - hold memory that no limit counts and that may outlive this process,
-# - reach other processes,
-# - create namespaces and file systems, which have their own rights and memory, or
-# - open sockets, which lead to the network unless a namespace hides it.
+# System calls that fail, with their numbers on x86_64 and aarch64. Each of them does one of these:
+# - It creates a process or thread.
+# - It holds memory that no limit counts, and that may outlive this process.
+# - It reaches other processes.
+# - It creates a namespace or a file system, which has its own rights and memory.
+# - It opens a socket, through which the network can be reached unless a namespace hides it.
 FORBIDDEN: dict[str, tuple[int, int | None]] = {
     "clone": (56, 220),
     "clone3": (435, 435),
@@ -181,11 +181,14 @@ class _Channel:
 
         They must neither reply nor keep the socket open.
         """
-        # Standard input leads to /dev/null since the channel to the parent took over the socket that
-        # was there. So the children's copies of the socket lead to /dev/null, too.
-        os.register_at_fork(
-            after_in_child=lambda: [os.dup2(0, descriptor) for descriptor in self._descriptors]
-        )
+        # Standard input was the socket to the parent, and has led to /dev/null since the channel to the
+        # parent took that socket over. Here the children's copies of this socket are replaced by it.
+
+        def replace_copies() -> None:
+            for descriptor in self._descriptors:
+                os.dup2(0, descriptor)
+
+        os.register_at_fork(after_in_child=replace_copies)
 
     def send(self, value: object) -> None:
         self._writer.write(json.dumps(value).encode() + b"\n")
@@ -216,28 +219,30 @@ def _confine(
     """
     libc = ctypes.CDLL(None, use_errno=True)
     _hide(libc, [folder.encode() for folder in folders], lifetime_s)
-    # The limit on processes does not hold for root, who also has too many rights.
+    # Root is not bound by the limit on processes, and has too many rights.
     if os.geteuid() == 0:
         with suppress(OSError):
             os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc.capset(struct.pack("Ii", LINUX_CAPABILITY_VERSION_3, 0), bytes(24))
-    # Without namespaces, a solution could otherwise read the memory of its tests' process.
+    no_capabilities = bytes(24)
+    libc.capset(struct.pack("Ii", LINUX_CAPABILITY_VERSION_3, 0), no_capabilities)
+    # On a system without namespaces, a solution could otherwise read the memory of its tests' process.
     libc.prctl(PR_SET_DUMPABLE, 0)
-    # The signal at the parent's death is asked for after all changes of rights, because each of them
-    # cancels it.
+    # Each change of rights cancels the signal that a process asks for at its parent's death. So it is
+    # asked for after all of them.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
     _forbid(libc)
-    # A long number is a valid result. The limit on processor time bounds its conversion.
+    # A solution may return an integer of any length, which is converted to a text for the reply. The limit
+    # on processor time bounds this, so Python's own limit on digits is not needed.
     sys.set_int_max_str_digits(0)
 
 
 def _forbid(libc: ctypes.CDLL) -> None:
-    """Let the calls of FORBIDDEN fail with EPERM in this process and its children.
+    """Make the calls of FORBIDDEN fail with EPERM in this process and its children.
 
     Raises:
         OSError: the system takes no filter, or no filter is known for this kind of processor.
@@ -250,6 +255,7 @@ def _forbid(libc: ctypes.CDLL) -> None:
     jump_if_equal = 0x15
     jump_if_above = 0x25
     end = 0x06
+    # What becomes of a call: the operands of `end`.
     allow = 0x7FFF0000
     fail = 0x00050000 | errno.EPERM
     kill = 0x80000000
@@ -261,9 +267,10 @@ def _forbid(libc: ctypes.CDLL) -> None:
         for numbers in FORBIDDEN.values()
         if numbers[machine.column] is not None
     ]
-    # An instruction is (operation, instructions to skip if true, the same if false, operand). After
-    # the processor is checked, all jumps lead to the last instruction, `fail`: for a number above the
-    # largest, and for each of the calls. The jump of call `index` skips the calls after it, and `allow`.
+    # An instruction is (operation, instructions to skip if true, instructions to skip if false, operand).
+    # The first three end the process if the processor is another one. All later jumps lead to the last
+    # instruction, `fail`: if the call's number is above the largest one, or is one of `calls`. The jump of
+    # call `index` skips the comparisons with the calls after it, and `allow`.
     code = [
         (load, 0, 0, architecture),
         (jump_if_equal, 1, 0, machine.number),
@@ -320,11 +327,11 @@ def _hide(libc: ctypes.CDLL, folders: list[bytes], lifetime_s: float) -> None:
     if _mount_root(libc, folders):
         os.chroot(ROOT)
         os.chdir("/")
-    # This process forks twice: each parent only waits for its child and ends, and the child goes on.
-    # The first child is the first process of the namespace: when it ends, the kernel ends all other
-    # processes there. The second child is the confined one, so that it cannot end the first.
-    # LIMITS are set afterwards, for the second child alone. SIGCHLD is blocked, so that it stays pending
-    # until `sigtimedwait` takes it, even if the child ends before.
+    # This process forks twice. Each time the parent only waits for its child and then ends, and the child
+    # goes on. The first child is the first process of the namespace: when it ends, the kernel ends all
+    # other processes there. The second child is the confined one, which cannot end the first. The caller
+    # sets the limits afterwards, so they are those of the second child alone. SIGCHLD is blocked, so that
+    # it stays pending until `sigtimedwait` takes it, even if the child ends before that call.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     for _ in range(2):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -332,19 +339,20 @@ def _hide(libc: ctypes.CDLL, folders: list[bytes], lifetime_s: float) -> None:
         if is_parent:
             signal.sigtimedwait({signal.SIGCHLD}, lifetime_s)
             _, status = os.waitpid(-1, os.WNOHANG)
-            # The exit code of the child, or 128 and its signal, as shells have it.
+            # If a signal ended the child, `code` is the negative number of the signal. The exit code is
+            # then 128 plus that number, as in shells.
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
 
 
-# The types of containers, apart from dicts, by the names that `encoded` gives them.
+# The types of containers other than dicts, by the names that `encoded` gives them.
 _CONTAINERS: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set}
 
 
 def encoded(value: object) -> Any:
     """Return plain data as a JSON value, in which a container is [kind, items].
 
-    A value of a subclass becomes one of its base class.
+    A value of a subclass is encoded as a value of its base class.
 
     Raises:
         TypeError: the value is not plain data.
@@ -386,7 +394,7 @@ def _run_source(source: str, path: str, name: str | None, kind: str = "function"
         NameError: the file does not define the name.
     """
     module = ModuleType("foreign")
-    # Dataclasses look up their module there.
+    # A dataclass looks up the module that defines it in `sys.modules`.
     sys.modules["foreign"] = module
     module.__file__ = path
     # The file can import modules of its folder, as if Python ran it.
@@ -412,11 +420,12 @@ def _serve(channel: _Channel) -> None:
         module = _run_source(source, path, function)
 
     def call(name: str, positional: object, named: object) -> Any:
+        """Call a function of the source, and return its result."""
         if not hasattr(module, name):
             raise NameError(f"name {name!r} is not defined")
         return getattr(module, name)(*decoded(positional), **decoded(named))
 
-    # The first message has the source, and once that has run, each further message is a call.
+    # The first message has the source. Once the source has run, each further message is a call.
     handle: Callable[..., Any] = run_source
     while True:
         message = channel.receive()
@@ -442,10 +451,11 @@ def _play(channel: _Channel, folders: Sequence[str]) -> None:
     gives does not depend on other episodes of this process.
     """
     environment: Any = None
-    # The object of each episode, and the state of `random` when it was called last.
+    # The object of each episode, and the state of `random` after its last call.
     episodes: dict[int, tuple[Any, Any]] = {}
 
     def open_class(source: str, path: str, name: str) -> Any:
+        """Run the source, confine the process, and return the tools of the class."""
         nonlocal environment
         environment = getattr(_run_source(source, path, name, kind="class"), name)
         for method in ("reset", "step"):
@@ -509,6 +519,7 @@ def _test(parent: _Channel, solution: _Channel) -> None:
         return result
 
     def call(name: str, /, *positional: object, **named: object) -> Any:
+        """Call a function of the solution, and return its result or raise its exception."""
         return ask(name, encoded(positional), encoded(named))
 
     source, tests = parent.receive()
@@ -561,6 +572,8 @@ def main(role: str, descriptor: str = "0", *folders: str) -> None:
     if role == "tests":
         solution = _Channel(int(descriptor))
     plays = role == "environment"
+    # An environment is confined later, once its source has run. A process that is confined asks for the
+    # signal at the trainer's death in `_confine`.
     if folders and not plays:
         _confine(folders)
     elif sys.platform == "linux":
