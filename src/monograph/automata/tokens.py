@@ -1,14 +1,15 @@
 """Automata over tokens, made from automata over bytes.
 
-Tokens share a class if they lead from each state to the same next state. So a small table over states
-and classes, with the class of each token, replaces a table over states and tokens. Stop strings form
+Tokens share a class if they lead from each state to the same next state. So two small tables replace
+one over states and tokens: one over states and classes, and the class of each token. Stop strings form
 such an automaton, too: its state says how much of each string has been read (Aho and Corasick 1975).
 
-A token may also have an effect on counters (`monograph.automata.counting`), whose counts say how often
-a part of the text may still be repeated. A state and its counts are packed into one number.
+A token may also change counters (`monograph.automata.counting`). Their counts say how often a part of the
+text may still be repeated. A state and its counts are packed into one number.
 
-Shapes: V tokens, A tokens that have bytes left to read, S states, E states that an edge leads to, C
-classes of tokens, K classes of bytes. A digit stands for an axis of that length.
+Shapes, at the end of an array's name: V tokens, A tokens that have bytes left to read, S states, E states
+that an edge leads to, C classes of tokens, K classes of bytes. A digit is an axis of that length, e.g. the
+2 in `columns_C2S`.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,11 +25,11 @@ from monograph.errors import InputRefused
 
 MAX_BYTES = 4_096  # the maximum number of bytes of all stop strings together
 # The maximum number of cells of an automaton's table while it is built. A cell has a next state and an
-# effect, both int16, so they take 128 MiB.
+# effect, both int16, so all cells take 128 MiB.
 MAX_CELLS = 1 << 25
 MAX_EFFECTS = 1 << 12  # the maximum number of different effects of an automaton's tokens
 _CHUNK_CELLS = 1 << 22  # about how many cells are computed at once
-_MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and a constraint adds two
+_MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and `constraint_automaton` adds two
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,7 @@ def stop_automaton(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automat
     automaton = _aho_corasick(strings)
     where = "the stop strings"
     columns_C2S, class_V, _ = _token_columns(automaton, pieces, where)
-    # The last row is left out. It belongs to the dead state, where no token leads.
+    # The last row is left out. It belongs to the dead state, to which no token leads.
     next_SC = np.ascontiguousarray(columns_C2S[:, 0, :-1].T)
     effect_SC = np.ascontiguousarray(columns_C2S[:, 1, :-1].T)
     return Automaton(where, next_SC, class_V, automaton.accepting_S, effect_SC)
@@ -137,8 +138,8 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
         ends.add(node)
     next_SK = np.zeros((len(children), 256), dtype=np.int16)
     # The text that leads to a state also ends with shorter prefixes of strings. `shorter` has, for each
-    # state, the state of the longest of these. States are visited breadth first, so that state's row is
-    # complete when it is copied.
+    # state, the state of the longest of these prefixes (its failure link). States are visited breadth first,
+    # so the row of that state is complete when it is copied.
     shorter = [0] * len(children)
     queue = [0]
     for node in queue:  # The queue grows in the loop body.
@@ -149,7 +150,7 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
             continue
         next_SK[node] = next_SK[shorter[node]]
         for byte, child in children[node].items():
-            # Below a prefix of one byte there is only the empty one.
+            # The only prefix shorter than one byte is the empty one, in state 0.
             shorter[child] = int(next_SK[shorter[node], byte]) if node else 0
             next_SK[node, byte] = child
             queue.append(child)
@@ -201,8 +202,8 @@ def constraint_automaton(
     class_V = new_class_V.astype(np.int16)
     next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)  # the last row is that of the dead state
     effect_SC = columns_C2S[:, 1].T
-    # A live state can be reached from state 0 by tokens, and an accepting state can be reached from it. If
-    # each byte is a token, all states are live, because they are for bytes.
+    # A live state can be reached from state 0 by tokens, and tokens lead from it to an accepting state. If
+    # each byte is a token, all states are live, because bytes can do both in every `ByteAutomaton`.
     live_S = np.ones(states, dtype=bool)
     if not has_each_byte(automaton, pieces, end_ids):
         edges_SE = _edges(next_SC)
@@ -211,7 +212,7 @@ def constraint_automaton(
         live_S = (from_start_S & to_end_S)[:-1]  # without the dead state
     if not live_S[0]:
         raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
-    # Renumber the live states, and add one last state, to which only end tokens lead.
+    # Renumber the live states, and add a state after them, to which only end tokens lead.
     new_numbers = np.full(states + 1, -1, dtype=np.int16)  # -1: dead
     new_numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
     end_row_1C = np.full((1, next_SC.shape[1]), -1, dtype=np.int16)
@@ -374,14 +375,16 @@ class _SequenceEffects:
         combined = self._combined[before, byte]
         missing = combined == _UNKNOWN
         if missing.any():
+            # Each pair of effects as one number, so that `np.unique` finds the different pairs.
             pairs = before[missing].astype(np.int64) * self._byte_count + byte[missing]
             for pair in np.unique(pairs).tolist():
-                self._combine(*divmod(pair, self._byte_count))
+                before_effect, byte_effect = divmod(pair, self._byte_count)
+                self._combine(before_effect, byte_effect)
             combined = self._combined[before, byte]
         return combined
 
     def _combine(self, before: int, byte: int) -> None:
-        """Compute one entry of `_combined`."""
+        """Set one entry of `_combined`, and add the effect to `effects` if it is new."""
         effect = compose_effects(self.effects[before], self.effects[byte])
         if effect is None:
             self._combined[before, byte] = -1
