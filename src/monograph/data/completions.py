@@ -48,13 +48,14 @@ def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[NumberedT
         InputRefused: a record has an unknown key.
     """
     for number, record in keyed_records(file, keys):
-        yield number, record if isinstance(record, Fault) else _text_of(record)
+        if isinstance(record, Fault):
+            yield number, record
+        else:
+            yield number, _text_of(record)
 
 
 def _text_of(record: Mapping[str, Any]) -> str | Fault:
-    """Return the text of a record whose prompt and completion are texts, or the fault of a record in which
-    they are not.
-    """
+    """Return the text of a record, or its fault if its prompt and completion are not both texts."""
     needs_template = "needs a chat template, and the model has none"
     if not are_texts(record):
         return Fault(
@@ -81,9 +82,9 @@ def prompt_and_completion(text: str) -> tuple[str, str]:
 
 
 class CompletionEncoder:
-    """A converter of prompts and completions, which are texts, to rows.
+    """A converter of prompts and completions to rows, both of them texts.
 
-    Chats have another converter, `monograph.data.loss_mask.ConversationConverter`.
+    The converter of chats is `monograph.data.loss_mask.ConversationConverter`.
     """
 
     def __init__(self, tokenizer: Tokenizer, answer_options: AnswerOptions) -> None:
