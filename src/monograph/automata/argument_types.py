@@ -33,8 +33,8 @@ _MAX_DEPTH = 64  # the maximum number of references and options inside each othe
 def argument_types(schema: object) -> dict[str, frozenset[str]]:
     """Return the types that each argument of a function may have, by the schema of the arguments.
 
-    An argument about whose type nothing is known has all types. An argument that is not in the result may have
-    any type, too.
+    If nothing is known about the type of an argument, the argument has all types. An argument that is not in
+    the result may have any type, too.
     """
     types: dict[str, frozenset[str]] = {}
     reader = _TypeReader(schema)

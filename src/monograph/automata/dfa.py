@@ -312,7 +312,7 @@ class Positions:
 class ByteAutomaton:
     """A deterministic automaton over bytes.
 
-    Every state lies on a path from state 0 to an accepting state.
+    Every state is on a path from state 0 to an accepting state.
 
     Attributes:
         next_SK: int16 [S, K], the state after a byte of each class; -1: no accepted text has such

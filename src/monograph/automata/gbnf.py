@@ -64,7 +64,7 @@ class GbnfGrammar(NamedTuple):
     Attributes:
         rules: the rules that `root` needs, by name. Each rule and each option in it accepts at least one
             text, so every beginning of a text that is allowed can be finished.
-        is_recursive: whether a rule uses itself, perhaps by way of others.
+        is_recursive: whether a rule uses itself, directly or through other rules.
         where: the grammar's name in an error.
     """
 
@@ -442,7 +442,7 @@ def _pruned(symbol: Symbol, productive: set[str]) -> Symbol:
 
 
 def _reachable(rules: Mapping[str, Symbol]) -> set[str]:
-    """Return `root` and the rules that it uses, perhaps by way of others."""
+    """Return the names of `root` and of the rules that it uses, directly or through other rules."""
     found = {ROOT}
     waiting = [ROOT]
     while waiting:
@@ -453,7 +453,7 @@ def _reachable(rules: Mapping[str, Symbol]) -> set[str]:
 
 
 def _uses_itself(rules: Mapping[str, Symbol]) -> bool:
-    """Return whether one of the rules uses itself, perhaps by way of others."""
+    """Return whether one of the rules uses itself, directly or through other rules."""
     users: dict[str, list[str]] = {name: [] for name in rules}  # the rules that use each rule
     unread: dict[
         str, int

@@ -3,9 +3,9 @@
 docs/constraints.md lists the supported keywords.
 
 Every accepted text is JSON that the schema validates, or the same in another notation
-(`monograph.automata.values`). Its only white space is that of the notation, if it has any. Conversely, every
-valid value is accepted in this form, with the members of its objects in the schema's order. The exceptions
-are values with more digits or characters than the defaults allow, and texts that a notation cannot have.
+(`monograph.automata.values`). It has white space only where the notation has it. Conversely, every valid
+value is accepted in this form, with the members of its objects in the schema's order. The exceptions are
+values with more digits or characters than the defaults allow, and texts that a notation cannot have.
 
 The lengths of strings and arrays are counted by counters (`monograph.automata.counting`). In two
 cases lengths are written out instead, which means that the automaton has a state for each length:
@@ -433,51 +433,64 @@ class _SchemaReader:
         max_length = self._size(schema, "maxLength", default_max, path) or 0
         if max_length < min_length:
             self.refuse(path, f"maxLength = {max_length} is below minLength = {min_length}")
-        encoding = self.notation.text.encoding
-        counts = CounterOperation("count", self.counters_in_use)
-        # What the branches below decide, besides `source`, the keyword that an error names if the automaton is too
-        # large.
-        characters: Expression
-        operations: tuple[CounterOperation, ...] = ()  # those in `characters`
-        bounds: tuple[int, int] | None = None  # of the counter; None: no length is counted
-        if not has_limit:
-            source = "pattern" if "pattern" in schema else "minLength"
-            characters = Repetition(encoding(ANY), min_length, None)
-            if "pattern" in schema:
-                characters = Intersection(self._pattern(schema, path, encoding), characters)
-        elif self.counters_in_use == COUNTERS:
-            # No counter is free, so the length is written out.
+        has_counter = has_limit and self.counters_in_use < COUNTERS
+        if has_counter:
+            characters = self._counted_characters(schema, path, min_length, max_length)
+        else:
+            characters = self._characters(
+                schema, path, min_length, max_length if has_limit else None
+            )
+        # The keyword that an error names if the automaton is too large.
+        if has_limit and not has_counter:
             source = "maxLength"
-            characters = Repetition(encoding(ANY), min_length, max_length)
-            if "pattern" in schema:
-                # A pattern does not limit the length, so the texts must match both.
-                characters = Intersection(self._pattern(schema, path, encoding), characters)
         elif "pattern" in schema:
             source = "pattern"
-            operations = (counts,)
-            character = _counting_encoding(counts, encoding)
-            characters = self._pattern(schema, path, character)
-            # Only the maximum is counted. The minimum is written out: compiling then removes the beginnings of
-            # texts that cannot both match the pattern and become long enough.
-            if min_length:
-                characters = Intersection(characters, Repetition(character(ANY), min_length, None))
-            bounds = 0, max_length
         else:
-            source = "maxLength"
-            operations = (counts,)
-            character = _counting_encoding(counts, encoding)
-            characters = Repetition(character(ANY), 0, None)
-            bounds = min_length, max_length
-        if self.notation.has_bare_texts:
-            characters = self._read_as_text(characters, *operations)
-        if bounds is not None:
-            characters = self._bound_repetitions(characters, *bounds)
+            source = "maxLength" if has_limit else "minLength"
         opening, closing, _ = self.notation.text
         return concatenation(
             literal(opening),
             WithSource(characters, f"{source!r} at {pointer(path)}"),
             literal(closing),
         )
+
+    def _characters(
+        self,
+        schema: dict[str, Any],
+        path: tuple[str, ...],
+        min_length: int,
+        max_length: int | None,
+    ) -> Expression:
+        """Return an expression for the characters of a string, in which the length is written out."""
+        encoding = self.notation.text.encoding
+        characters: Expression = Repetition(encoding(ANY), min_length, max_length)
+        if "pattern" in schema:
+            # A pattern does not limit the length, so the texts must match both.
+            characters = Intersection(self._pattern(schema, path, encoding), characters)
+        if self.notation.has_bare_texts:
+            characters = self._read_as_text(characters)
+        return characters
+
+    def _counted_characters(
+        self, schema: dict[str, Any], path: tuple[str, ...], min_length: int, max_length: int
+    ) -> Expression:
+        """Return an expression for the characters of a string, whose length a counter limits."""
+        counts = CounterOperation("count", self.counters_in_use)
+        character = _counting_encoding(counts, self.notation.text.encoding)
+        characters: Expression
+        if "pattern" in schema:
+            characters = self._pattern(schema, path, character)
+            # Only the maximum is counted. The minimum is written out: compiling then removes the beginnings of
+            # texts that cannot both match the pattern and become long enough.
+            counted_minimum = 0
+            if min_length:
+                characters = Intersection(characters, Repetition(character(ANY), min_length, None))
+        else:
+            characters = Repetition(character(ANY), 0, None)
+            counted_minimum = min_length
+        if self.notation.has_bare_texts:
+            characters = self._read_as_text(characters, counts)
+        return self._bound_repetitions(characters, counted_minimum, max_length)
 
     def _pattern(
         self, schema: dict[str, Any], path: tuple[str, ...], encoding: Encoding

@@ -114,5 +114,5 @@ def _search_automaton(
 
 
 def _longest_beginning(needle: bytes, text: bytes) -> int:
-    """Return the length of the longest beginning of the needle with which the text ends."""
+    """Return the length of the needle's longest prefix that is a suffix of the text."""
     return next(size for size in range(len(text), -1, -1) if text.endswith(needle[:size]))

@@ -28,7 +28,7 @@ MAX_BYTES = 4_096  # the maximum number of bytes of all stop strings together
 # effect, both int16, so all cells take 128 MiB.
 MAX_CELLS = 1 << 25
 MAX_EFFECTS = 1 << 12  # the maximum number of different effects of an automaton's tokens
-_CHUNK_CELLS = 1 << 22  # about how many cells are computed at once
+_CHUNK_CELLS = 1 << 22  # about how many cells are computed together
 _MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and `constraint_automaton` adds two
 
 

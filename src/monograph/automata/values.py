@@ -96,7 +96,7 @@ class ByteNotation:
     def in_order(self, members: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Return the members of an object in the order in which they are written.
 
-        The order of names is that of Jinja's `dictsort`, which ignores case.
+        Names are sorted as by Jinja's `dictsort`, which ignores case.
         """
         if self.is_sorted:
             return sorted(members.items(), key=lambda member: member[0].lower())

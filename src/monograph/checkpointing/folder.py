@@ -59,8 +59,8 @@ class Checkpoint:
         optimizer: the optimizer's tensors by name.
         state: everything else, as values of JSON. A loaded state has string keys, and lists in
             place of tuples.
-        run: the identity of the run that wrote the checkpoint, by which a caller can tell another
-            run's folder.
+        run: the identity of the run that wrote the checkpoint. By it a caller notices that a folder belongs to
+            another run.
     """
 
     update: int

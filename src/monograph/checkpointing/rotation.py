@@ -102,8 +102,8 @@ def save(
             f"{error.strerror} ({_space_needed(checkpoints, files)}); {consequence}: make room there, or correct "
             "what prevents writing, then resume"
         ) from error
-    # The new checkpoint is durable. It is no error if an old one cannot be removed, because the next save
-    # tries again.
+    # The new checkpoint is durable. If an old one cannot be removed, that is not an error, because the
+    # next save tries again.
     with suppress(OSError, Unreadable):
         _remove_old(final, checkpoint.update, keep)
     return final

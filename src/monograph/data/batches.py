@@ -149,8 +149,8 @@ class Batches(Iterator[Batch]):
             count = self.rows_per_window
             if self._end_position is not None:
                 count = min(count, self._end_position - position)
-            # `_window` is a function and no method, so that the thread has no reference to this
-            # object and ends when the caller drops the iterator.
+            # `_window` is a function and not a method, so that the thread has no reference to this
+            # object, and ends when the caller drops the iterator.
             window = self._worker.submit(
                 _window, self._rows, position, count, self._seed, self._pin
             )

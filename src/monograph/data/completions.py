@@ -1,6 +1,6 @@
 """Turn prompts and completions that are plain texts into tokens. Only the completions are trained on.
 
-No chat template is needed: the tokens are those of the prompt, those of the completion, and the end
+No chat template is needed: the row has the tokens of the prompt, the tokens of the completion, and the end
 token.
 """
 
@@ -41,7 +41,7 @@ def are_texts(record: Mapping[str, Any]) -> bool:
 def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[NumberedText]:
     """Yield (record number from 1, conversation as a text or a fault) for every record of a file.
 
-    The text is that of `conversation_text`. A record whose prompt and completion are not both texts
+    The text is what `conversation_text` returns. A record whose prompt and completion are not both texts
     has a fault.
 
     Raises:

@@ -87,7 +87,7 @@ class Conversation(NamedTuple):
 def conversation_records(file: SourceFile, keys: RecordKeys) -> Iterator[NumberedText]:
     """Yield (record number from 1, conversation as a text or a fault) for every record of a file.
 
-    The text is that of `conversation_text`.
+    The text is what `conversation_text` returns.
 
     Raises:
         InputRefused: a record has an unknown key.

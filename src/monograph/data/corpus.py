@@ -108,7 +108,7 @@ class Corpus:
 
     @property
     def record_noun(self) -> str:
-        """Return what a message to the user calls a record of which only answers are trained on.
+        """Return the noun that messages to the user have for a record whose answers alone are trained on.
 
         It is "conversation", or "completion" if the tokenizer has no chat template.
         """

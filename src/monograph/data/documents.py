@@ -58,7 +58,7 @@ class Split(NamedTuple):
 
 
 def split_hash(text: bytes) -> bytes:
-    """Return the keyed hash of a text, by which it is held out or not.
+    """Return the keyed hash of a text, which decides whether the text is held out.
 
     Equal texts have equal hashes, so they are always on the same side of the split.
     """
@@ -350,7 +350,7 @@ def _records(file: SourceFile, reading: ReadingPlan, keys: RecordKeys) -> Iterat
 
 
 class Documents:
-    """All documents of some files, some of which are held out of training.
+    """All documents of some files. Some of the documents are held out of training.
 
     The constructor reads every record once.
 
@@ -422,7 +422,7 @@ class Documents:
                     yield Document(index, record.number, is_held_out, record.size_bytes, parts)
                 continue
             # The text before the cut is trained on, and the text after it is held out. If one of the two is
-            # empty, it is no document.
+            # empty, there is no document for it.
             cut = self.split.cuts[index]
             for start, stop in ((0, cut), (cut, file.size)):
                 if start < stop:

@@ -63,7 +63,7 @@ TOKENIZER_SAMPLE_BYTES = 1 << 27
 SIDES = ("train", "held_out")
 _BATCH_CHARS = 1 << 19  # the characters of a batch of parts, which are encoded together
 _PREFETCHED = 2  # the number of batches that are prefetched
-# The number of batches that are encoded at once. While the tokenizers library converts the results
+# The number of batches that are encoded at the same time. While the tokenizers library converts the results
 # of one batch, in a single thread that holds Python's lock, its own threads encode the other batch.
 _ENCODERS = 2
 # The number of parts in each list that `train_tokenizer` prefetches. The tokenizers library also takes
@@ -307,8 +307,8 @@ def encode_documents(
         for batch in batches:
             _count_spellings(spellings, batch.parts, files)
             submitted.append((batch, pool.submit(_encode_parts, tokenizer, batch.parts, files)))
-            # One batch more than there are encoders is submitted, so that an encoder that has finished
-            # finds a batch at once.
+            # One batch more than there are encoders is submitted, so that an encoder that has finished need
+            # not wait for its next batch.
             if len(submitted) > _ENCODERS:
                 oldest_batch, encoded = submitted.popleft()
                 _write_batch(writers, oldest_batch, encoded, meter)

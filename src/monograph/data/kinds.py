@@ -53,7 +53,7 @@ def sample_records(
 
 
 def _form_columns(path: Path, record_settings: RecordSettings) -> list[str]:
-    """Return the columns of a table by whose names a form is recognised."""
+    """Return the names of a table's columns that can show the form of its records."""
     form_keys = {record_settings.text_key or TEXT}
     for form in FORMS:
         form_keys.update(form.needs)
@@ -160,7 +160,7 @@ def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> Rec
 
 
 def _refuse_hidden_records(text_files: Sequence[Path], record_settings: RecordSettings) -> None:
-    """Refuse text files that all begin with a record in JSON, whose syntax would be trained on.
+    """Refuse text files that all begin with a record in JSON: its syntax would be trained on.
 
     If only some of the files begin with a record, they may be meant as text like the others, and no file is
     refused.

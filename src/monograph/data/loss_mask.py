@@ -177,7 +177,7 @@ class ConversationConverter:
     def _render_ahead(
         self, conversation: Conversation, answer_indices: Sequence[int], begin: int
     ) -> None:
-        """Render the chats of some answers at once, each without and with the answer.
+        """Render the chats of several answers together, each without and with the answer.
 
         If `_fit_row` has to leave out turns, it needs further chats. These are rendered one by one
         when they are needed.
@@ -398,9 +398,9 @@ def skipped_notes(skipped: Mapping[str, int], first_bad: str) -> list[str]:
 
 
 def configured_stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that stop inference: the tokenizer's end of text, and those of
-    generation_config.json.
+    """Return the ids that stop inference.
 
+    They are the tokenizer's end of text, and the ids in generation_config.json.
     Unlike `monograph.text.chat.stop_ids`, this leaves out the token that the chat template writes
     after an answer, because this module checks whether that token stops inference.
     """
@@ -420,9 +420,7 @@ def _system_count(messages: Sequence[Message]) -> int:
 
 
 def _changed_prompt_fault(prompt: str, chat: str, marker: str) -> str:
-    """Return the reason to refuse a conversation whose text does not begin with an answer's
-    prompt.
-    """
+    """Return the reason to refuse a chat that does not begin with the prompt of its last answer."""
     prompt = prompt.replace(marker, "")
     chat = chat.replace(marker, "")
     difference = len(os.path.commonprefix([prompt, chat]))

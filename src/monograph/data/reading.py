@@ -44,8 +44,8 @@ LONGEST_PART_CHARS = 1 << 15
 _SAFE_CUT = re.compile(r"(?<=[^\W_])(?=[ \n][^\W_])")
 # The last safe place before a position is first looked for in this many characters before it.
 _NEAR_CHARS = 2000
-# The bytes in which `cut_position` looks for a line feed, and then for the first byte of a
-# character, which has at most 4 bytes.
+# How many bytes `cut_position` searches for a line feed, and then for the first byte of a character. A
+# character has at most 4 bytes.
 _LINE_SEARCH_BYTES = 1 << 16
 _CHARACTER_SEARCH_BYTES = 8
 

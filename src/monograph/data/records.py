@@ -115,8 +115,7 @@ def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[st
             yield number, _TOO_LONG
             continue
         # A blank line is skipped. (`isspace` is false for an empty line.) A line that has only a byte order
-        # mark is not blank, and is a fault, because it is no JSON. So the mark is removed only after this
-        # test.
+        # mark is not blank. It is a fault, because it is not JSON. So the mark is removed only after this test.
         if not line or line.isspace():
             continue
         if number == 1:

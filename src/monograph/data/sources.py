@@ -300,8 +300,8 @@ _ARRAY_OF_RECORDS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 # The beginnings of Arrow and Parquet files.
 _TABLE_MAGIC = (b"ARROW1", b"PAR1")
 _IF_TEXT = "call it .txt if its text is meant"
-# {a fault of a file, by which skipped files are counted: its message for a file that the user
-# named}.
+# {the fault of a file: the message about it if the user named the file}. Other files are skipped, and counted by
+# these faults.
 _FAULTS = {
     "empty": "empty file; give a file with text",
     "binary": _BINARY_FAULT,

@@ -215,8 +215,8 @@ def open_or_build(
     if exists(folder):
         try:
             return _open(folder, request, progress)
-        # `Unreadable` is not caught, because it is no InputRefused: the corpus may be undamaged, so it must not
-        # be built again, and the run ends.
+        # `Unreadable` is not an InputRefused, so it is not caught here, and the run ends: the corpus may be
+        # undamaged, and must not be built again.
         except InputRefused as error:
             damage_notes = (f"{error}: tokenised again",)
     root, root_notes = _writable_root(root, is_chosen)

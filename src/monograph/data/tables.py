@@ -3,8 +3,8 @@
 Any file may be damaged, or made to exhaust memory. So the sizes in a file are checked before anything
 is unpacked, and its offsets are checked before pyarrow follows them.
 
-A *batch* is a number of consecutive rows, which pyarrow reads at once. `pa` is the module pyarrow,
-which is optional and so imported only here, by `_read_by_pyarrow`.
+A *batch* is a number of consecutive rows, which pyarrow reads together. `pa` is the module pyarrow. It is
+optional, so it is imported only where it is needed, by `_read_by_pyarrow`.
 
 Shapes: N values of a column.
 """

@@ -145,7 +145,7 @@ def _transfer(
     """Write or read a whole block.
 
     Args:
-        call: os.pwritev or os.preadv, each call of which may move only a part of the block.
+        call: os.pwritev or os.preadv; one call may move only a part of the block.
         descriptor: the file descriptor.
         block: the block.
         start: the block's offset in the file.

@@ -18,7 +18,7 @@ _LOCK = "in-use"  # the file in a temporary folder that its process keeps locked
 
 # Errors of a write that finds no room: no space is left, or a quota or the limit on a file's size is reached.
 DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-DISK_ERRORS = DISK_FULL_ERRORS | {errno.EIO}  # errors for which the disk is the reason
+DISK_ERRORS = DISK_FULL_ERRORS | {errno.EIO}  # errors that the disk causes
 
 
 @contextmanager

@@ -149,7 +149,7 @@ def message_of(
                 calls.append({"name": call_piece.name, "arguments": ""})
             calls[call_piece.number]["arguments"] += call_piece.arguments
     for call in calls:
-        # Text that is no JSON, or is nested too deeply, stays as it is.
+        # Text that is not JSON, or is nested too deeply, stays as it is.
         with suppress(ValueError, RecursionError):
             call["arguments"] = parse_json(call["arguments"])
     content = "".join(answer_piece.content for answer_piece in answer_pieces)
@@ -205,8 +205,8 @@ class CallReader:
         self._has_begun = False  # whether there was any text other than white space
         self._is_after_call = False  # whether there was nothing but white space since a call
         # The method that reads the pending text: `_read_content`, `_read_arguments`, `_read_fields` or
-        # `_read_end`. It puts another of these methods here when that one must go on. It returns True if
-        # reading can go on at once, and False if it has to wait for more ids.
+        # `_read_end`. It gets whether the answer is complete. It puts another of these methods here when that one
+        # must go on. It returns True if reading can go on now, and False if it has to wait for more ids.
         self._state = self._read_content
         self._decoder = _decoder()
         # Within arguments: the number of open brackets and braces, whether a string is open, and whether the

@@ -203,7 +203,7 @@ class FieldReader:
         return True
 
     def _scalar_as_json(self, text: str) -> str:
-        """Return a value without quotes, which is no array or object, as JSON."""
+        """Return a value without quotes, which is not an array or object, as JSON."""
         types = self._value_types
         for spelled, word, name in zip(self._fields.words, _WORDS, _WORD_TYPES, strict=True):
             if name in types and text == spelled:

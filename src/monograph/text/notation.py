@@ -169,7 +169,7 @@ class Fields:
 def in_order(members: Mapping[str, Any], is_sorted: bool) -> list[tuple[str, Any]]:
     """Return the members of an object in the order in which they are written.
 
-    The order of names is that of Jinja's `dictsort`, which ignores case.
+    Names are sorted as by Jinja's `dictsort`, which ignores case.
     """
     if is_sorted:
         return sorted(members.items(), key=lambda member: member[0].lower())

@@ -141,7 +141,7 @@ class AnswerReader:
             lead: the space that the tokenizer inserts before the answer, which is not part of it.
             thoughts: how thoughts are written; None: there are none.
             place: where the prompt leaves the answer.
-            call_reader: reads the calls in what is no thought; None: there are none.
+            call_reader: reads the calls in the content; None: the content has no calls.
         """
         self._spelling_V = spelling_V
         self._lead = lead.decode("latin-1")

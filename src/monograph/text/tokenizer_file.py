@@ -474,7 +474,7 @@ def _is_id(value: object) -> bool:
 
 
 def _kind(step: object) -> str:
-    """Return the type of a step, for comparison and messages; if it is no object, its beginning as text."""
+    """Return the type of a step, for comparison and messages; if it is not an object, its beginning."""
     return str(step.get("type") if isinstance(step, dict) else step)[:40]
 
 
