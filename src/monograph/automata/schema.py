@@ -559,7 +559,7 @@ class _SchemaReader:
         if not isinstance(prefix, list) or len(prefix) > MAX_OPTIONS:
             self.refuse(path, f"'prefixItems' is not a list of at most {MAX_OPTIONS} schemas")
         min_items = self._size(schema, "minItems", 0, path) or 0
-        # Without a schema for further items, the prefix bounds the array.
+        # `items` is the schema of the items after the prefix. Without such a schema there are none.
         has_only_prefix = items is False or (bool(prefix) and items is None)
         default_max = len(prefix) if has_only_prefix else None
         max_items = self._size(schema, "maxItems", default_max, path)

@@ -105,41 +105,47 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
         bucket_bytes: int64 [BUCKETS], bytes of the records' texts in each bucket.
         fraction: from 0 to 0.5.
     """
-    groups: dict[str, list[int]] = defaultdict(list)
+    cuts, file_notes = _cut_text_files(files, fraction)
+    buckets, record_notes = _split_buckets(bucket_bytes, fraction)
+    return Split(cuts, buckets, (*file_notes, *record_notes))
+
+
+def _cut_text_files(
+    files: Sequence[SourceFile], fraction: float
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return `Split.cuts`, and notes for the user."""
+    groups: dict[str, list[int]] = defaultdict(list)  # the indices of the files of each group
     for index, file in enumerate(files):
         if not file.has_records:
             groups[file.group].append(index)
-    sizes = {
-        group: sum(files[index].size for index in members) for group, members in groups.items()
-    }
+    sizes = {}
+    without_near_copies = []
+    for group, members in groups.items():
+        sizes[group] = sum(files[index].size for index in members)
+        if not any(files[index].has_near_copies for index in members):
+            without_near_copies.append(group)
     budget = math.floor(fraction * sum(sizes.values()))
-    without_near_copies = [
-        group
-        for group, members in groups.items()
-        if not any(files[index].has_near_copies for index in members)
-    ]
     order = sorted(without_near_copies or groups, key=lambda group: split_hash(group.encode()))
     held_out_groups, is_enough = _fill_budget(order, sizes, budget)
     cuts = [file.size for file in files]
-    notes = []
     if is_enough:
         for index in chain.from_iterable(groups[group] for group in held_out_groups):
             cuts[index] = 0
-    else:
-        # The same number of bytes is cut off every file of the largest group, because they may be
-        # copies of one text.
-        largest = groups[max(order, key=sizes.__getitem__)]
-        tail_bytes = budget // len(largest)
-        for index in largest:
-            file = files[index]
-            # A file's first byte is never held out, so that a part of the file is trained on.
-            earliest_cut = max(1, file.size - tail_bytes)
-            cuts[index] = cut_position(file.path, earliest_cut, file.size)
-            if cuts[index] < file.size:
-                end = f"the last {file.size - cuts[index]:,} bytes of {file.name}"
-                notes = [f"held out: {end} (too few documents to hold out whole)"]
-    buckets, record_notes = _split_buckets(bucket_bytes, fraction)
-    return Split(tuple(cuts), buckets, (*notes, *record_notes))
+        return tuple(cuts), ()
+    # The same number of bytes is cut off every file of the largest group, because they may be
+    # copies of one text.
+    notes: tuple[str, ...] = ()
+    largest = groups[max(order, key=sizes.__getitem__)]
+    tail_bytes = budget // len(largest)
+    for index in largest:
+        file = files[index]
+        # A file's first byte is never held out, so that a part of the file is trained on.
+        earliest_cut = max(1, file.size - tail_bytes)
+        cuts[index] = cut_position(file.path, earliest_cut, file.size)
+        if cuts[index] < file.size:
+            end = f"the last {file.size - cuts[index]:,} bytes of {file.name}"
+            notes = (f"held out: {end} (too few documents to hold out whole)",)
+    return tuple(cuts), notes
 
 
 def _split_buckets(

@@ -236,6 +236,7 @@ def _with_special_tokens(frame: CallFrame, tokenizer: Tokenizer) -> CallFrame:
     """Return a frame in which the letters of special tokens are replaced by their characters in spellings."""
 
     def spelled(text: str) -> str:
+        """Return a text in which each special token is one character."""
         for token, token_id in tokenizer.special.items():
             text = text.replace(token, chr(SPECIAL + token_id))
         return text
@@ -361,10 +362,12 @@ class _FrameFinder:
         if content:
             answer["content"] = content
         chat = self._spelled([_QUESTION, answer])
-        begin = next((text for text in (self._prompt, self._header) if chat.startswith(text)), None)
-        if begin is None:
+        # The answer comes after the prompt, or after the header if the template writes the prompt in another way
+        # once there is an answer.
+        begins = [text for text in (self._prompt, self._header) if chat.startswith(text)]
+        if not begins:
             raise InputRefused("the chat template writes another prompt once there is an answer")
-        answer_text, *_ = self._stop_pattern.split(chat[len(begin) :], maxsplit=1)
+        answer_text, *_ = self._stop_pattern.split(chat[len(begins[0]) :], maxsplit=1)
         return answer_text
 
     @cached_property
@@ -381,6 +384,7 @@ class _FrameFinder:
         """Return how the template writes arguments that are not JSON."""
 
         def render(arguments: Mapping[str, Any]) -> str:
+            """Return the spelling of an answer with one call, which has these arguments."""
             return self._answer(1, arguments=[arguments])
 
         try:

@@ -123,7 +123,8 @@ class ChatTemplate:
             return False
         if probe_json not in rendered_with_text:
             return True
-        # Jinja writes an object as Python does.
+        # The template writes texts unchanged, so it can take a text. But if it writes an object neither as JSON nor
+        # as Python does, which is Jinja's default, it has a notation of its own, and needs an object.
         json_or_python = rf"""["']{name}["']\s*:\s*["']{needle}["']"""
         return re.search(json_or_python, rendered_with_object) is None
 
