@@ -694,8 +694,8 @@ def complement(expression: Expression, budget: Budget) -> StateMachine:
     automaton = byte_automaton(expression, budget)
     assert automaton is not None and not automaton.has_counters
     states, byte_classes = automaton.next_SK.shape
-    # Missing transitions lead to a new last state, which is never left. It and the states that did not accept
-    # accept now.
+    # Missing transitions lead to a new last state, which is never left. That state is accepting, and each other
+    # state is accepting if it was not accepting before.
     rest_state = states
     next_SK = np.where(automaton.next_SK < 0, rest_state, automaton.next_SK)
     rows = [dict(enumerate(row)) for row in next_SK.tolist()]

@@ -62,7 +62,7 @@ _ANNOTATIONS = {
     "$comment",
     "$defs",
     "definitions",
-    # In OpenAPI 3.0 it also allows null. JSON Schema has no such keyword, so it allows nothing here.
+    # In OpenAPI 3.0, "nullable" also allows null. JSON Schema has no such keyword, so here it changes nothing.
     "nullable",
 }
 # The keywords that an enumeration may have.
@@ -386,7 +386,7 @@ class _SchemaReader:
         return expression
 
     def _read_as_text(self, expression: Expression, *operations: CounterOperation) -> Expression:
-        """Return an expression without the texts that would be read differently, as they have no quotes.
+        """Return an expression without the texts that would be read differently, because they have no quotes.
 
         A text is read up to its terminator, so it must not have the terminator in it. It must not look like a
         value of another type either, if such a value may be in its place.
@@ -461,7 +461,7 @@ class _SchemaReader:
         min_length: int,
         max_length: int | None,
     ) -> Expression:
-        """Return an expression for the characters of a string, in which the length is written out."""
+        """Return an expression for the characters of a string, whose length is written out."""
         encoding = self.notation.text.encoding
         characters: Expression = Repetition(encoding(ANY), min_length, max_length)
         if "pattern" in schema:

@@ -185,11 +185,12 @@ def constraint_automaton(
         raise InputRefused(f"{where} needs a token that ends a text, and the tokenizer has none")
     columns_C2S, class_V, effects = _token_columns(automaton, pieces, where)
     columns_C2S, class_V = _with_end_column(columns_C2S, class_V, pieces, ends)
-    # Rows for states, the last one for the dead state: [S + 1, C].
+    # Tables with a row for each state, [S + 1, C]. The last row is that of the dead state.
     next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)
     effect_SC = columns_C2S[:, 1].T
     states = len(automaton.accepting_S)
-    # If each byte is a token, all states are live, because every state of a `ByteAutomaton` is live by bytes.
+    # If each byte is a token, all states are live, because every state of a `ByteAutomaton` is on a path of bytes
+    # from state 0 to an accepting state.
     live_S = np.ones(states, dtype=bool)
     if not has_each_byte(automaton, pieces, end_ids):
         live_S = _live_states(next_SC, automaton.accepting_S)

@@ -95,8 +95,8 @@ class Batches(Iterator[Batch]):
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         self._end_position: int | None = None  # None: the iterator never stops
         if epochs is not None:
-            # Skipped positions put the end off, so that the number of rows stays the same. If a window
-            # begins before a range and has some of its rows, the run sees these rows in addition.
+            # The end moves on by the number of skipped positions, so that the number of rows stays the same.
+            # If a window begins before a range and has some of its rows, the run sees these rows in addition.
             self._end_position = epochs * rows.per_epoch + _positions_in(self.skip)
         # The position after the last prefetched window.
         self._next_position = start

@@ -108,7 +108,7 @@ class Corpus:
 
     @property
     def record_noun(self) -> str:
-        """Return the noun that messages to the user have for a record whose answers alone are trained on.
+        """Return the noun for a record in messages to the user, if only answers are trained on.
 
         It is "conversation", or "completion" if the tokenizer has no chat template.
         """

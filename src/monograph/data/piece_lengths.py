@@ -44,7 +44,7 @@ class PieceLengths(NamedTuple):
     def visible_positions(self, window: int | None = None) -> float:
         """Return the mean number of positions that a token attends to.
 
-        These are its own position and those before it in its piece:
+        A token attends to its own position and to those before it in its piece. The mean is
 
             sum over pieces of n tokens of (1 + 2 + ... + n) / sum over pieces of n,
 

@@ -75,8 +75,8 @@ def weighted_rows_at(
     1. An epoch has W visits, the sum over all shares. Position p is in epoch e = p // W. This epoch
        has the permutation P_{seed,e} of 0 .. W - 1 (see `rows_at`), and position p is its visit
        P_{seed,e}(p mod W). The visits of an epoch are numbered share by share. So the number of a
-       visit says which share it is to. It also says that the visit is number j of the v visits that
-       this epoch makes to the share.
+       visit says which share is visited, and that it is visit j of the v visits that this epoch makes
+       to the share.
     2. The visits to a share with n rows are also numbered through all epochs, q = e·v + j. Visit q
        is to row P_{seed',q // n}(q mod n) of the share, where seed' depends on the share. But if v
        is a multiple of n, every epoch sees every row equally often, and visit q is simply to row
