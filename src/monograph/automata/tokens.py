@@ -230,7 +230,7 @@ def _with_end_column(
 
     Args:
         columns_C2S: the columns by the bytes of tokens; see `_token_columns`.
-        class_V: the class of each token by its bytes.
+        class_V: the class of each token by its bytes; it is overwritten.
         pieces: the bytes of each token.
         ends: the tokens that end a text.
     """
@@ -314,7 +314,7 @@ class _SequenceColumns:
         states, byte_classes = automaton.next_SK.shape
         self._where = where
         self._states = states
-        self._dead_state = states
+        self._dead_state = states  # the state after the last one, numbered from 0
         next_SK = np.where(automaton.next_SK < 0, self._dead_state, automaton.next_SK)
         self._next_KS = np.full((byte_classes, states + 1), self._dead_state, dtype=np.int16)
         self._next_KS[:, :states] = next_SK.T
