@@ -2,9 +2,11 @@
 
 `constraint` and `stop_strings` return an `Automaton`, which the decode step runs on the device. A
 constraint goes through four files: `pattern`, `schema` or `gbnf` parses it to an `expression` over bytes, `dfa`
-compiles the expression to an automaton over bytes, and `tokens` makes of it an automaton over tokens.
-What no automaton can follow, such as a recursive grammar, the host can (`on_host`, with the optional
-package llguidance); `constraint` refuses it.
+compiles the expression to an automaton over bytes, and `tokens` turns that into an automaton over tokens.
+
+`constraint` refuses what no automaton can follow, such as a recursive grammar. The host can follow it,
+with the optional package llguidance (`on_host`).
+
 Nothing in this package imports torch, so that a process that only compiles constraints starts quickly.
 """
 
@@ -79,11 +81,12 @@ def call_constraint(calls: Calls, pieces: Sequence[bytes], end_ids: Collection[i
     # In these pieces special tokens have bytes, too.
     pieces = pieces_of_calls(calls.frame, pieces)
     ends = set(end_ids)
+    # The bytes of all tokens that do not end an answer: the text before calls may have them.
     alphabet = set(b"".join([piece for token, piece in enumerate(pieces) if token not in ends]))
     try:
         automaton = _compile_calls(calls, alphabet, where)
         if automaton.has_counters and not has_each_byte(automaton, pieces, end_ids):
-            # As in `constraint`.
+            # A token for some byte is missing, so lengths are not counted, as in `constraint`.
             automaton = _compile_calls(calls, alphabet, where, uses_counters=False)
     except RecursionError:
         raise InputRefused(f"{where} are nested too deep: make them flatter") from None
@@ -93,10 +96,10 @@ def call_constraint(calls: Calls, pieces: Sequence[bytes], end_ids: Collection[i
 def _compile_calls(
     calls: Calls, alphabet: Collection[int], where: str, uses_counters: bool = True
 ) -> ByteAutomaton:
-    """Return the automaton over bytes of answers with calls.
+    """Return the automaton over bytes for answers with calls.
 
-    It has no counters if they would be ambiguous, which two functions with similar schemas can cause: the
-    next byte may then not decide whose counter is used.
+    It has no counters if they would be ambiguous: if two functions have similar schemas, the next byte may not
+    decide which function's counter is used.
     """
     if uses_counters:
         try:
@@ -125,7 +128,7 @@ def acceptor(kind: str, value: object) -> ByteAutomaton:
 def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
     """Return an automaton that stops at the token that completes a stop string.
 
-    A stop string may lie inside one token, or be spread over several.
+    A stop string may be part of one token, or be spread over several.
 
     Args:
         strings: at least one, none of them empty.
@@ -140,7 +143,7 @@ def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
 def _compile(
     kind: str, value: object, lead: bytes, uses_counters: bool = True
 ) -> tuple[ByteAutomaton, str]:
-    """Return the automaton over bytes of a constraint, and the constraint's name in an error.
+    """Return a constraint's automaton over bytes, and the constraint's name in an error.
 
     Each text that the automaton accepts is `lead` and then a text that the constraint accepts.
     """

@@ -1,8 +1,9 @@
 """Find out which types a schema allows, and what a text without quotes is read as.
 
-A call whose arguments are fields has texts without quotes, e.g. `5`, which may be a number or a text. It is
-a number if the schema allows one there, and else a text: `monograph.text.field_reader` reads it so, and
-`monograph.automata.schema` never writes a text that would be read as something else.
+Some chat templates write each argument of a call as a field, and a string in it without quotes. Then `5` may
+be a number or a text. `monograph.text.field_reader` reads it as a number if the schema allows one there, and
+else as a text. So `monograph.automata.schema` lets no text through that would be read as a value of another
+type.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -32,7 +33,8 @@ _MAX_DEPTH = 64  # the maximum number of references and options inside each othe
 def argument_types(schema: object) -> dict[str, frozenset[str]]:
     """Return the types that each argument of a function may have, by the schema of the arguments.
 
-    An argument about whose type nothing is known has all types, as has one that is not in the result.
+    If nothing is known about the type of an argument, the argument has all types. An argument that is not in
+    the result may have any type, too.
     """
     types: dict[str, frozenset[str]] = {}
     reader = _TypeReader(schema)
@@ -48,7 +50,7 @@ def types_of_tools(tools: Iterable[object]) -> dict[str, dict[str, frozenset[str
     """Return for each function the types that its arguments may have; see `argument_types`.
 
     Args:
-        tools: the tools, as a chat template reads them. Those of another form are left out.
+        tools: the tools, as a chat template reads them. Values of another form are left out.
     """
     types = {}
     for tool in tools:
@@ -63,13 +65,13 @@ def allowed_types(schema: object, root: object) -> frozenset[str]:
 
     Args:
         schema: the schema.
-        root: the schema in which it is, to which references lead.
+        root: the whole schema around it, in which references are looked up.
     """
     return _TypeReader(root).types(schema)
 
 
 class _TypeReader:
-    """Finds the types that schemas allow. It remembers them, as many schemas may refer to one."""
+    """Finds the types that schemas allow, and remembers them, because many schemas may refer to one."""
 
     def __init__(self, root: object) -> None:
         self._root = root
@@ -80,13 +82,13 @@ class _TypeReader:
 
         Args:
             schema: a schema inside the root, or the root.
-            depth: how many schemas it is an option or a reference of.
+            depth: how many references and options led to the schema.
         """
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return TYPES
         key = id(schema)
         if key not in self._known:
-            self._known[key] = frozenset()  # what a schema that leads to itself adds
+            self._known[key] = frozenset()  # A schema that leads back to itself adds no type.
             options = schema.get("anyOf", schema.get("oneOf"))
             if "$ref" in schema:
                 found = self.types(_target(schema["$ref"], self._root), depth + 1)
@@ -101,14 +103,20 @@ class _TypeReader:
 
 
 def _types_of_leaf(leaf: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema without "$ref", "anyOf" and "oneOf" allows."""
     stated = leaf.get("type")
-    listed = stated if isinstance(stated, list) else [stated]
-    names = TYPES.intersection(name for name in listed if isinstance(name, str))
-    if "const" in leaf or isinstance(leaf.get("enum"), list):
-        constants = [leaf["const"]] if "const" in leaf else leaf["enum"]
-        found = frozenset[str]().union(*map(type_names, constants))
-        return found & names if names else found
-    return names or TYPES
+    names = stated if isinstance(stated, list) else [stated]
+    stated_types = TYPES.intersection(name for name in names if isinstance(name, str))
+    if not stated_types:
+        stated_types = TYPES
+    if "const" in leaf:
+        constants = [leaf["const"]]
+    elif isinstance(leaf.get("enum"), list):
+        constants = leaf["enum"]
+    else:
+        return stated_types
+    constant_types = frozenset[str]().union(*map(type_names, constants))
+    return stated_types & constant_types
 
 
 def _leaves(schema: object, root: object) -> list[Mapping[str, Any]]:
@@ -137,12 +145,13 @@ def _leaves(schema: object, root: object) -> list[Mapping[str, Any]]:
 
 
 def _target(reference: object, root: object) -> object:
-    """Return the schema that a reference in a fragment names; None if there is none."""
+    """Return the schema that a reference such as "#/$defs/NAME" names; None if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     target = root
     for step in unquote(reference).split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
+        # No list has an index of nine digits, and int() refuses thousands of them.
         if isinstance(target, list) and key.isascii() and key.isdigit() and len(key) < 9:
             target = target[int(key)] if int(key) < len(target) else None
         elif isinstance(target, Mapping):
@@ -153,13 +162,16 @@ def _target(reference: object, root: object) -> object:
 
 
 def read_as_text(types: Collection[str], notation: ByteNotation) -> StateMachine | None:
-    """Return an expression for the texts that are read as nothing but texts; None: all of them are.
+    """Return an expression for the texts without quotes that are not read as a value of another type.
 
     Args:
-        types: the types that may stand there.
+        types: the types of values that may be in this place.
         notation: how values are written.
+
+    Returns:
+        The expression; None if every text is read as a text.
     """
-    others: list[Expression] = []
+    others: list[Expression] = []  # the texts that are read as a value of another type
     if "number" in types:
         others.append(fullmatch_expression(_NUMBER, "a number"))
     elif "integer" in types:
@@ -173,9 +185,11 @@ def read_as_text(types: Collection[str], notation: ByteNotation) -> StateMachine
     for name, opening in (("array", notation.array[0]), ("object", notation.member[0])):
         if name in types:
             others.append(concatenation(literal(opening), anything))
-    return complement(Alternation(tuple(others)), Budget("a text")) if others else None
+    if not others:
+        return None
+    return complement(Alternation(tuple(others)), Budget("a text"))
 
 
 def with_ignored(machine: StateMachine, *operations: CounterOperation) -> StateMachine:
-    """Return a machine that ignores operations on counters."""
+    """Return the machine for the same texts, in which these operations on counters may be anywhere."""
     return StateMachine(machine.rows, machine.accepting, machine.symbols_of, operations)

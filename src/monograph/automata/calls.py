@@ -22,11 +22,11 @@ and the frame's keys are
                                the text by which a call is recognised
     follows_text               whether the answer may have text before its calls
     separators                 what is between two members of the arguments, and between name and value
-    fields                     None, or how arguments are written that are no JSON: `Fields.grammar` of
-                               `monograph.text.notation`
-    thoughts                   may be left out: what stands before and after thoughts, "begin" and "end", and
-                               the "place" at which an answer begins: "before" thoughts, which it may have,
-                               "inside" them, or "after" them
+    fields                     None if arguments are written as JSON; otherwise how they are written
+                               (`Fields.grammar` of `monograph.text.notation`)
+    thoughts                   a dict, which may be missing: "begin" and "end" are what stands before and after
+                               thoughts, and "place" is where an answer begins: "before" thoughts, which it may
+                               then have, "inside" them, or "after" them
 
 A *part* is a str, an int or a dict: a str is a text with one character for each byte, an int is the id of
 a special token, and the dict {"hole": "name"}, {"hole": "arguments"} or {"hole": "id"} stands for what
@@ -54,9 +54,8 @@ from monograph.errors import InputRefused
 
 # The bytes that UTF-8 never has. They stand for special tokens.
 _FREE_BYTES = (0xC0, 0xC1, *range(0xF5, 0x100))
-assert (
-    _FREE_BYTES[-1] == OTHER_SPECIAL
-)  # it stands for all special tokens that the frame does not have
+# The last one stands for all special tokens that the frame does not have.
+assert _FREE_BYTES[-1] == OTHER_SPECIAL
 # The number of letters and digits of a call's id, in the templates that write one.
 ID_LENGTH = 9
 ID_CHARACTERS: CodePoints = ((0x30, 0x39), (0x41, 0x5A), (0x61, 0x7A))
@@ -90,15 +89,15 @@ def pieces_of_calls(frame: Mapping[str, Any], pieces: Sequence[bytes]) -> list[b
     Raises:
         InputRefused: the frame has more special tokens than there are bytes for them.
     """
-    # Vocabularies have ordinary tokens with bytes that UTF-8 never has. Their bytes are replaced, or they
-    # would be taken for special tokens of the frame.
-    without_free_bytes = bytes(
-        OTHER_SPECIAL if byte in _FREE_BYTES else byte for byte in range(256)
-    )
+    # Ordinary tokens of a vocabulary may also have bytes that UTF-8 never has. These bytes are replaced, because
+    # they would be taken for special tokens of the frame.
+    replacement_of_byte = bytearray(range(256))
+    for byte in _FREE_BYTES:
+        replacement_of_byte[byte] = OTHER_SPECIAL
     other_special = bytes([OTHER_SPECIAL])
-    new_pieces = [
-        piece.translate(without_free_bytes) if piece else other_special for piece in pieces
-    ]
+    new_pieces = []
+    for piece in pieces:
+        new_pieces.append(piece.translate(replacement_of_byte) if piece else other_special)
     for token, byte in _bytes_of_specials(frame).items():
         new_pieces[token] = bytes([byte])
     return new_pieces
@@ -120,8 +119,8 @@ def calls_expression(
     """
     frame = calls.frame
     forms = [frame["call"]]
-    # A model that decides by itself to call may write a call in any way of its family. If it must call, the
-    # template's way is the only one.
+    # A model that decides by itself to call may write a call in any way that its family of models uses. If a
+    # call is required, the template's way is the only one.
     if not calls.must_call:
         forms += frame["variants"]
     builder = _CallBuilder(frame, forms, uses_counters)
@@ -165,10 +164,13 @@ class _CallBuilder:
         self._notation = self._notation_of_arguments()
 
     def _notation_of_arguments(self) -> ByteNotation:
+        """Return how the object of all arguments is written: as JSON, or as fields."""
         fields = self.frame["fields"]
         if fields is None:
             item, key = self.frame["separators"]
             return json_notation(item.encode(), key.encode())
+        # A field's value is written as `value`, and a value inside an array or object as `inner`. They differ in
+        # how texts and the words for true, false and null are written.
         grammar = fields["inner"]
         inner = ByteNotation(
             text=self._quotes(grammar["text"]),
@@ -203,9 +205,9 @@ class _CallBuilder:
     def after_thoughts(
         self, answer: Expression, alphabet: Collection[int], *, may_end_inside: bool
     ) -> Expression:
-        """Return an expression for an answer with the thoughts that it may begin with.
+        """Return an expression for an answer, with the thoughts that may be before it.
 
-        What begins a call does not count inside thoughts.
+        Inside thoughts, the trigger does not begin a call.
 
         Args:
             answer: what stands after thoughts.
@@ -217,6 +219,7 @@ class _CallBuilder:
             return answer
         end = self.bytes_of(thoughts["end"])
         spaces = Repetition(_SPACE, 0, None)
+        # The options for the rest of an answer whose beginning is inside thoughts.
         options = [
             concatenation(text_up_to(end, alphabet, anywhere=True), spaces, answer),
         ]
@@ -284,14 +287,14 @@ def _bytes_of_specials(frame: Mapping[str, Any]) -> dict[int, int]:
         raise InputRefused(
             f"the chat template writes {len(tokens)} special tokens around a call; at most {len(free)} are told apart"
         )
-    return dict(zip(tokens, free, strict=False))
+    return dict(zip(tokens, free, strict=False))  # some bytes may be left over
 
 
-def _special_parts(grammar: Any) -> list[SpellingPart]:
-    """Return the special tokens in the grammar of fields."""
-    if isinstance(grammar, Mapping):
-        return [part for value in grammar.values() for part in _special_parts(value)]
-    if isinstance(grammar, list):
-        return [part for value in grammar for part in _special_parts(value)]
-    is_token = isinstance(grammar, int) and not isinstance(grammar, bool)
-    return [grammar] if is_token else []
+def _special_parts(value: Any) -> list[SpellingPart]:
+    """Return the special tokens in a frame's "fields" or "thoughts", and in the values inside these."""
+    if isinstance(value, Mapping):
+        return [part for inner in value.values() for part in _special_parts(inner)]
+    if isinstance(value, list):
+        return [part for inner in value for part in _special_parts(inner)]
+    is_token = isinstance(value, int) and not isinstance(value, bool)
+    return [value] if is_token else []

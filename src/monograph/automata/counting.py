@@ -181,8 +181,8 @@ def remove_operations(
     while True:
         needs = [_needed_repetitions(rows, operations, counter) for counter in range(COUNTERS)]
         # If a part needs more repetitions than its bound allows, it must not begin, so the transitions that
-        # begin it are removed. States that lead only to such a part are dead then, and transitions to them are
-        # removed, too. After that other parts may need more repetitions, so the search is repeated.
+        # begin it are removed. States that lead only to such a part are then dead, and transitions to them are
+        # removed, too. After that, other parts may need more repetitions, so the loop starts again.
         possible = [
             {
                 symbol: state
@@ -226,8 +226,8 @@ def _byte_transitions(
     queue = [(state, ALWAYS)]
     for current, effect in queue:
         if len(queue) > len(rows) + 1:
-            # There are more entries than states, so some state was reached in two ways. Either operations
-            # form a loop without a byte, and the queue would never end; or a byte has two effects before it.
+            # There are more entries than states, so operations reach some state in two ways. Either they form a
+            # loop without a byte, and the queue would never end, or a byte may have two effects.
             raise Ambiguous
         for symbol, next_state in rows[current].items():
             if symbol not in byte_classes:

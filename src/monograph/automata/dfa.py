@@ -70,7 +70,7 @@ class Budget:
     Attributes:
         where: the automaton's name in an error.
         schema_path: the place of the schema that is being read, or "".
-        source: the schema's keyword for which positions are being made, with its place, or "".
+        source: the keyword of a schema for which positions are being made, with its place, or "".
         positions_by_source: how many positions were made for each source.
         symbols: the symbol of each operation on a counter that was met so far; the first one is 256.
     """
@@ -102,8 +102,8 @@ class Budget:
             return
         detail = ""
         if self.positions_by_source:
-            counts = self.positions_by_source
-            detail = f", the most of them for {max(counts, key=counts.__getitem__)}"
+            [(source, _)] = self.positions_by_source.most_common(1)
+            detail = f", the most of them for {source}"
         elif self.schema_path:
             detail = f", when {self.schema_path} is read"
         raise InputRefused(
@@ -220,16 +220,20 @@ class Positions:
         return symbols.setdefault(operation, BYTES + len(symbols))
 
     def _machine_positions(self, machine: StateMachine, after: PositionSet) -> PositionSet:
+        """Return what `first_positions` returns, for a state machine."""
         rows = machine.rows
         symbols_of = dict(machine.symbols_of)
         if machine.ignored:
-            # One more class has their symbols, and leads from each state to itself.
+            # The symbols of ignored operations are one more class, which leads from each state to itself.
             ignored_class = max(symbols_of) + 1
-            symbols_of[ignored_class] = sum(1 << self._symbol_of(each) for each in machine.ignored)
+            symbols_of[ignored_class] = sum(
+                1 << self._symbol_of(operation) for operation in machine.ignored
+            )
             rows = tuple({**row, ignored_class: state} for state, row in enumerate(rows))
         return self.add_automaton(rows, machine.accepting, symbols_of, after)
 
     def _repeated_positions(self, expression: Repetition, after: PositionSet) -> PositionSet:
+        """Return what `first_positions` returns, for a repetition."""
         first = after
         optional_count = 0
         if expression.max_count is None:
@@ -308,7 +312,7 @@ class Positions:
 class ByteAutomaton:
     """A deterministic automaton over bytes.
 
-    Every state lies on a path from state 0 to an accepting state.
+    Every state is on a path from state 0 to an accepting state.
 
     Attributes:
         next_SK: int16 [S, K], the state after a byte of each class; -1: no accepted text has such
@@ -351,9 +355,9 @@ class ByteAutomaton:
 
 
 def compile_expression(expression: Expression, where: str) -> ByteAutomaton:
-    """Return the minimal automaton of an expression.
+    """Return the automaton of an expression.
 
-    With counters it may be larger than the minimal one.
+    It is the smallest one if it has no counters, and else it may have more states than needed.
 
     Args:
         expression: the expression over bytes.
@@ -388,8 +392,8 @@ def byte_automaton(expression: Expression, budget: Budget) -> ByteAutomaton | No
         if symbol < len(automaton.classes) and automaton.classes[symbol] in used_classes:
             operations[automaton.classes[symbol]] = operation
     if len(byte_classes) + len(operations) != len(used_classes):
-        # Each class has bytes or one operation. If the numbers differ, a class has two operations, or an
-        # operation and a byte.
+        # Each class should have either bytes or one operation. If the numbers differ, a class has two
+        # operations, or an operation and a byte.
         raise Ambiguous
     transitions = remove_operations(automaton.rows, automaton.accepting, byte_classes, operations)
     return _make_byte_automaton(transitions, automaton)
@@ -661,8 +665,8 @@ def _product(
     """
     symbols_of: dict[int, int] = defaultdict(int)
     pair_base = max(right.classes) + 1  # the pair of classes (l, r) is the number l * pair_base + r
-    # If an operation became known after an automaton was made, the automaton has no class for it, and no
-    # transition. So the product has none either.
+    # An operation may have become known after one of the automata was made. That automaton has no transition
+    # for it, so the product has none either.
     symbol_count = min(len(left.classes), len(right.classes))
     for symbol in range(symbol_count):
         pair = left.classes[symbol] * pair_base + right.classes[symbol]
@@ -690,14 +694,15 @@ def complement(expression: Expression, budget: Budget) -> StateMachine:
     automaton = byte_automaton(expression, budget)
     assert automaton is not None and not automaton.has_counters
     states, byte_classes = automaton.next_SK.shape
-    rows = [
-        {symbol: target if target >= 0 else states for symbol, target in enumerate(row)}
-        for row in automaton.next_SK.tolist()
-    ]
-    rows.append(dict.fromkeys(range(byte_classes), states))
-    symbols_of = {
-        symbol: sum(1 << int(byte) for byte in np.flatnonzero(automaton.class_256 == symbol))
-        for symbol in range(byte_classes)
-    }
-    accepting = [not accepts for accepts in automaton.accepting_S.tolist()]
-    return StateMachine(tuple(rows), (*accepting, True), symbols_of)
+    # Missing transitions lead to a new last state, which is never left. That state is accepting, and each other
+    # state is accepting if it was not accepting before.
+    rest_state = states
+    next_SK = np.where(automaton.next_SK < 0, rest_state, automaton.next_SK)
+    rows = [dict(enumerate(row)) for row in next_SK.tolist()]
+    rows.append(dict.fromkeys(range(byte_classes), rest_state))
+    accepting = [*(not accepts for accepts in automaton.accepting_S.tolist()), True]
+    symbols_of = {}
+    for byte_class in range(byte_classes):
+        class_bytes = np.flatnonzero(automaton.class_256 == byte_class).tolist()
+        symbols_of[byte_class] = sum(1 << byte for byte in class_bytes)
+    return StateMachine(tuple(rows), tuple(accepting), symbols_of)

@@ -11,8 +11,8 @@ A grammar is a list of rules `name ::= alternatives`. The texts of the rule `roo
 | `* + ? {m} {m,} {m,n}` | counts of what stands before |
 | `# ...` | a comment, up to the end of the line |
 
-A rule ends where its line ends, except inside parentheses, after `::=`, and before or after `|`. A character is a code
-point, as in llama.cpp.
+A rule ends where its line ends. But a line's end inside parentheses, after `::=`, or before or after `|` does not
+end it. A character is a code point, as in llama.cpp.
 
 A grammar without recursion describes a regular language, and is compiled to an automaton in the graph
 (`expression_of`). A recursive one needs a stack, which only the host has (`monograph.automata.on_host`).
@@ -48,8 +48,8 @@ from monograph.automata.rules import (
 from monograph.errors import InputRefused
 
 MAX_GRAMMAR_LENGTH = 1 << 16  # characters
-MAX_COUNT = 2_000  # of a repetition, as in llama.cpp
-MAX_DEPTH = 50  # of parentheses
+MAX_COUNT = 2_000  # the largest count of a repetition, as in llama.cpp
+MAX_DEPTH = 50  # the largest number of parentheses inside each other
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _BLANK = re.compile(r"(?:[ \t]|#[^\n\r]*)*")
 _BLANK_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\n\r]*)*")
@@ -62,9 +62,9 @@ class GbnfGrammar(NamedTuple):
     """A grammar.
 
     Attributes:
-        rules: the rules that `root` needs, by name. Each of them accepts at least one text, so every
-            beginning that is allowed can be finished.
-        is_recursive: whether a rule uses itself, perhaps by way of others.
+        rules: the rules that `root` needs, by name. Each rule and each option in it accepts at least one
+            text, so every beginning of a text that is allowed can be finished.
+        is_recursive: whether a rule uses itself, directly or through other rules.
         where: the grammar's name in an error.
     """
 
@@ -138,11 +138,11 @@ class _Parser:
         self.text = text
         self.where = where
         self.position = 0
-        # Where each rule is used first.
+        # The place where each rule is used first, for an error if there is no such rule.
         self._uses: dict[str, int] = {}
 
     def refuse(self, fault: str, position: int | None = None) -> NoReturn:
-        """Raise an error that names the line and the column."""
+        """Raise an error with the line and the column of a position; None: the next character's."""
         at = self.position if position is None else position
         line = self.text.count("\n", 0, at) + 1
         column = at - (self.text.rfind("\n", 0, at) + 1) + 1
@@ -247,12 +247,13 @@ class _Parser:
         found = _COUNTS.match(self.text, self.position)
         if found is None:
             self.refuse("expected {m}, {m,} or {m,n}")
-        least = int(found[1])
-        if not found[2] and found[3]:
+        least_digits, comma, most_digits = found.groups()
+        if not comma and most_digits:
             self.refuse("expected {m}, {m,} or {m,n}")
+        least = int(least_digits)
         most: int | None = least
-        if found[2]:
-            most = int(found[3]) if found[3] else None
+        if comma:
+            most = int(most_digits) if most_digits else None
         if most is not None and most < least:
             self.refuse(f"the second count, {most}, is less than the first, {least}")
         self.position = found.end()
@@ -272,12 +273,9 @@ class _Parser:
         while not self.take("]"):
             at = self.position
             first = last = self.character(start, "]")
-            # A hyphen before the bracket stands for itself.
-            if (
-                self.text.startswith("-", self.position)
-                and self.text[self.position + 1 :][:1] != "]"
-            ):
-                self.position += 1
+            # A hyphen before the closing bracket stands for itself.
+            is_last = self.text.startswith("-]", self.position)
+            if not is_last and self.take("-"):
                 last = self.character(start, "]")
             if last < first:
                 self.refuse("the range ends before it begins", at)
@@ -300,7 +298,8 @@ class _Parser:
             return ord(letter)
         letter = self.text[self.position : self.position + 1]
         if letter in _HEX_LENGTHS:
-            digits = self.text[self.position + 1 :][: _HEX_LENGTHS[letter]]
+            start_of_digits = self.position + 1
+            digits = self.text[start_of_digits : start_of_digits + _HEX_LENGTHS[letter]]
             if len(digits) < _HEX_LENGTHS[letter] or not re.fullmatch("[0-9A-Fa-f]+", digits):
                 self.refuse(f"expected {_HEX_LENGTHS[letter]} hexadecimal digits after \\{letter}")
             point = int(digits, 16)
@@ -329,7 +328,7 @@ class _Parser:
         return True
 
     def skip(self, blank: re.Pattern[str]) -> None:
-        """Skip what the expression matches, which may be nothing."""
+        """Skip blanks; `blank` matches them, or nothing."""
         found = blank.match(self.text, self.position)
         assert found is not None
         self.position = found.end()
@@ -356,20 +355,20 @@ def references(symbol: Symbol) -> Iterator[str]:
 def _productive(rules: Mapping[str, Symbol]) -> set[str]:
     """Return the names of the rules that accept at least one text.
 
-    Each symbol waits until all of its parts, or one of its options, are known to accept a text. So each
-    symbol is visited once, and the time is linear in the length of the grammar.
+    Symbols get numbers. A symbol waits until all of its parts, or one of its options, are known to accept a
+    text, and then tells the symbol around it. So each symbol is visited once, and the time is linear in the
+    length of the grammar.
     """
-    found = set[str]()
-    # The symbols that wait for a rule, as indices of `missing` and `owner`.
-    waiting: dict[str, list[int]] = {name: [] for name in rules}
-    missing: list[int] = []  # how many parts a symbol still waits for
-    owner: list[int | str] = []  # the symbol or the rule that waits for it
-    ready: list[int] = []
+    productive = set[str]()
+    waiting: dict[str, list[int]] = {name: [] for name in rules}  # the symbols that wait for a rule
+    missing: list[int] = []  # for each symbol, how many parts it still waits for
+    parents: list[int | str] = []  # for each symbol, the symbol around it, or the rule that it is
+    ready: list[int] = []  # the symbols that wait for nothing more
 
-    def add(symbol: Symbol, waits: int | str) -> None:
+    def add(symbol: Symbol, parent: int | str) -> None:
         number = len(missing)
         missing.append(1)
-        owner.append(waits)
+        parents.append(parent)
         match symbol:
             case RuleText(name):
                 waiting[name].append(number)
@@ -383,7 +382,7 @@ def _productive(rules: Mapping[str, Symbol]) -> set[str]:
             case Repeated(part, least) if least > 0:
                 add(part, number)
             case OneCharacter(points) if not points:
-                return
+                return  # It accepts no text, so it waits forever.
             case _:
                 missing[number] = 0
         if missing[number] == 0:
@@ -392,22 +391,22 @@ def _productive(rules: Mapping[str, Symbol]) -> set[str]:
     for name, symbol in rules.items():
         add(symbol, name)
     while ready:
-        told = owner[ready.pop()]
-        numbers: list[int] = []
-        if isinstance(told, int):
-            numbers = [told]
-        elif told not in found:
-            found.add(told)
-            numbers = waiting[told]
-        for number in numbers:
+        parent = parents[ready.pop()]
+        to_tell: list[int] = []
+        if isinstance(parent, int):
+            to_tell = [parent]
+        elif parent not in productive:
+            productive.add(parent)
+            to_tell = waiting[parent]
+        for number in to_tell:
             missing[number] -= 1
             if missing[number] == 0:
                 ready.append(number)
-    return found
+    return productive
 
 
 def _can_end(symbol: Symbol, productive: set[str]) -> bool:
-    """Return whether a symbol accepts a text for which only these rules are used."""
+    """Return whether a symbol accepts at least one text, given the rules that do."""
     match symbol:
         case OneCharacter(points):
             return bool(points)
@@ -423,22 +422,27 @@ def _can_end(symbol: Symbol, productive: set[str]) -> bool:
 
 
 def _pruned(symbol: Symbol, productive: set[str]) -> Symbol:
-    """Return a symbol that accepts a text without those of its options that accept none."""
+    """Return a symbol without the options inside it that accept no text.
+
+    Args:
+        symbol: a symbol that accepts at least one text.
+        productive: the names of the rules that accept at least one text.
+    """
     match symbol:
         case InOrder(parts):
             return InOrder(tuple(_pruned(part, productive) for part in parts))
         case AnyOf(options):
-            left = [option for option in options if _can_end(option, productive)]
-            return AnyOf(tuple(_pruned(option, productive) for option in left))
+            kept = [option for option in options if _can_end(option, productive)]
+            return AnyOf(tuple(_pruned(option, productive) for option in kept))
         case Repeated(part, least, most):
             if not _can_end(part, productive):
-                return InOrder(())
+                return InOrder(())  # The part may only be repeated 0 times.
             return Repeated(_pruned(part, productive), least, most)
     return symbol
 
 
 def _reachable(rules: Mapping[str, Symbol]) -> set[str]:
-    """Return `root` and the rules that it uses, perhaps by way of others."""
+    """Return the names of `root` and of the rules that it uses, directly or through other rules."""
     found = {ROOT}
     waiting = [ROOT]
     while waiting:
@@ -449,21 +453,23 @@ def _reachable(rules: Mapping[str, Symbol]) -> set[str]:
 
 
 def _uses_itself(rules: Mapping[str, Symbol]) -> bool:
-    """Return whether one of the rules uses itself, perhaps by way of others."""
-    users: dict[str, list[str]] = {name: [] for name in rules}
-    unread: dict[str, int] = {}
+    """Return whether one of the rules uses itself, directly or through other rules."""
+    users: dict[str, list[str]] = {name: [] for name in rules}  # the rules that use each rule
+    unread: dict[
+        str, int
+    ] = {}  # for each rule, how many of the rules that it uses are not read yet
     for name, symbol in rules.items():
         used = set(references(symbol))
         unread[name] = len(used)
         for other in used:
             users[other].append(name)
-    # A rule is read once all rules that it uses have been read. One that uses itself never is.
+    # A rule is read when all rules that it uses have been read. A rule that uses itself is never read.
     ready = [name for name, count in unread.items() if count == 0]
-    read = 0
+    read_count = 0
     while ready:
-        read += 1
+        read_count += 1
         for name in users[ready.pop()]:
             unread[name] -= 1
             if unread[name] == 0:
                 ready.append(name)
-    return read < len(rules)
+    return read_count < len(rules)

@@ -1,10 +1,10 @@
 """The grammar of all answers that call functions, for the host to follow.
 
-It accepts what the automaton of `monograph.automata.calls` accepts, also for arguments whose schema needs
-a stack. Two kinds of answers are left to the automaton: those in which a template writes arguments one by
-one, and those that may begin with thoughts and need not call a function.
+It accepts what the automaton of `monograph.automata.calls` accepts, and the schemas of arguments may also
+need a stack. Two kinds of answers are refused here, which only the automaton can follow: answers in which a
+template writes arguments one by one, and answers that may begin with thoughts and need not call a function.
 
-Frames and their parts are described in `monograph.automata.calls`.
+What a template writes around calls is a *frame*, made of *parts*: `monograph.automata.calls` describes both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,55 +47,71 @@ def calls_rules(calls: Calls, special_ids: Sequence[int]) -> dict[str, Symbol]:
         raise InputRefused(
             "llguidance cannot follow an answer that may think and need not call: require a call"
         )
-    forms = [frame["call"], *([] if calls.must_call else frame["variants"])]
-    any_call = AnyOf(
-        tuple(
-            _form(form, name, schema, tuple(frame["separators"]))
-            for form in forms
-            for name, schema in calls.functions
-        )
-    )
-    parts: list[Symbol] = [any_call]
+    all_special_ids = tuple(special_ids)
+    answer = _answer(calls, all_special_ids)
+    if thoughts is None or place == "after":
+        return {ROOT: answer}
+    # The rest of an answer whose beginning is inside thoughts.
+    end = thoughts["end"]
+    inside = InOrder((_text_up_to(end, all_special_ids, anywhere=True), _SPACES, answer))
+    if not calls.must_call:
+        # Such an answer may also be over before its thoughts end.
+        return {ROOT: AnyOf((inside, _text_without(end, all_special_ids)))}
+    if place == "inside":
+        return {ROOT: inside}
+    with_thoughts = InOrder((_SPACES, _text(thoughts["begin"]), inside))
+    return {ROOT: AnyOf((answer, with_thoughts))}
+
+
+def _answer(calls: Calls, special_ids: tuple[int, ...]) -> Symbol:
+    """Return the answers without thoughts; see `calls_rules`."""
+    frame = calls.frame
+    forms = [frame["call"]]
+    # If a call is required, the template's way to write it is the only one.
+    if not calls.must_call:
+        forms += frame["variants"]
+    separators = tuple(frame["separators"])
+    call_options = []
+    for form in forms:
+        for name, schema in calls.functions:
+            call_options.append(_form(form, name, schema, separators))
+    any_call = AnyOf(tuple(call_options))
+    calls_and_closing: list[Symbol] = [any_call]
     if calls.parallel and frame["between"] is not None:
-        parts.append(Repeated(InOrder((_text(frame["between"]), any_call)), 0, None))
-    parts.append(_text(frame["closing"]))
-    other_ids = tuple(special_ids)
+        further_call = InOrder((_text(frame["between"]), any_call))
+        calls_and_closing.append(Repeated(further_call, 0, None))
+    calls_and_closing.append(_text(frame["closing"]))
     if calls.must_call:
-        answer: Symbol = InOrder((_text(frame["opening"]), *parts))
-    else:
-        trigger = frame["trigger"]
-        with_calls = InOrder(
-            (
-                _text_up_to(trigger, other_ids, frame["follows_text"]),
-                _text(frame["after_trigger"]),
-                *parts,
-            )
-        )
-        answer = AnyOf((_text_without(trigger, other_ids), with_calls))
-    if thoughts is not None and place != "after":
-        end = thoughts["end"]
-        inside = InOrder((_text_up_to(end, other_ids, anywhere=True), _SPACES, answer))
-        if not calls.must_call:
-            return {ROOT: AnyOf((inside, _text_without(end, other_ids)))}
-        if place == "inside":
-            return {ROOT: inside}
-        return {ROOT: AnyOf((answer, InOrder((_SPACES, _text(thoughts["begin"]), inside))))}
-    return {ROOT: answer}
+        return InOrder((_text(frame["opening"]), *calls_and_closing))
+    trigger = frame["trigger"]
+    text_and_trigger = _text_up_to(trigger, special_ids, frame["follows_text"])
+    with_calls = InOrder((text_and_trigger, _text(frame["after_trigger"]), *calls_and_closing))
+    return AnyOf((_text_without(trigger, special_ids), with_calls))
 
 
 def _form(
     form: Sequence[SpellingPart], name: str, schema: object, separators: tuple[str, str]
 ) -> Symbol:
-    """Return a call of a function."""
-    in_hole: dict[str, Symbol] = {
+    """Return the calls of one function that are written in one form.
+
+    Args:
+        form: the parts of a call, with holes for what differs from call to call.
+        name: the function's name.
+        schema: the schema of its arguments.
+        separators: what is between two members of the arguments, and between a name and its value.
+    """
+    symbol_of_hole: dict[str, Symbol] = {
         "name": _text([name]),
         "arguments": Json(schema, separators),
         "id": Repeated(OneCharacter(ID_CHARACTERS), ID_LENGTH, ID_LENGTH),
     }
-    parts = []
+    symbols = []
     for part in form:
-        parts.append(in_hole[part["hole"]] if isinstance(part, Mapping) else _text([part]))
-    return InOrder(tuple(parts))
+        if isinstance(part, Mapping):
+            symbols.append(symbol_of_hole[part["hole"]])
+        else:
+            symbols.append(_text([part]))
+    return InOrder(tuple(symbols))
 
 
 def _text(parts: Sequence[SpellingPart]) -> Symbol:
@@ -119,7 +135,7 @@ def _text_up_to(
     Args:
         needle: what is searched for.
         special_ids: the ids of all special tokens.
-        anywhere: whether any text may come before the needle, or only white space.
+        anywhere: True: any text may come before the needle. False: only white space may.
     """
     if not anywhere:
         return InOrder((_SPACES, _text(needle)))
@@ -137,7 +153,7 @@ def _text_without(needle: Sequence[SpellingPart], special_ids: tuple[int, ...]) 
 
 
 def _any_text(special_ids: tuple[int, ...]) -> Symbol:
-    """Return any text with any of these special tokens."""
+    """Return any text, which may have any of these special tokens in it."""
     options: list[Symbol] = [Lexeme("(?s:.+)")]
     if special_ids:
         options.append(SpecialToken(special_ids))
@@ -145,10 +161,10 @@ def _any_text(special_ids: tuple[int, ...]) -> Symbol:
 
 
 def _escaped(needle: Sequence[SpellingPart]) -> str:
-    """Return a needle without special tokens as a regular expression.
+    """Return a regular expression that matches exactly the text of a needle.
 
     Raises:
-        InputRefused: there are special tokens in it.
+        InputRefused: the needle has special tokens.
     """
     if not all(isinstance(part, str) for part in needle):
         raise InputRefused(

@@ -2,8 +2,8 @@
 
 llguidance cuts a text into lexemes before it parses them, and each lexeme is as long as it can be. If
 `[a-z]* "a"` were written as two lexemes, it would accept nothing, because the first one would take the
-last `a` too. So each character is a lexeme here, and the parser sees every character: a text is accepted
-if and only if the rules accept it.
+last `a` too. So here each character is a lexeme, and the parser sees every character. Then a text is
+accepted if and only if the rules accept it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 
 
 def lark_text(rules: Mapping[str, Symbol], root: str) -> str:
-    """Return rules as Lark, in which the rule with the name `root` accepts the whole text."""
+    """Return rules as Lark; the whole text must be one of the rule with the name `root`."""
     writer = _Writer({name: f"r{number}" for number, name in enumerate(rules)})
     lines = [f"{writer.names[name]}: {writer.write(symbol)}" for name, symbol in rules.items()]
     return "\n".join([_OPTIONS, f"start: {writer.names[root]}", *lines, *writer.lexemes, ""])
@@ -43,7 +43,7 @@ class _Writer:
 
     Attributes:
         names: each rule's name in the result.
-        lexemes: the rules of lexemes that are not written in place.
+        lexemes: the rules that were written for `Lexeme` symbols; other rules refer to them by name.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
@@ -51,7 +51,7 @@ class _Writer:
         self.lexemes: list[str] = []
 
     def write(self, symbol: Symbol) -> str:
-        """Return a symbol as Lark, which may stand anywhere in a rule."""
+        """Return a symbol as Lark that may be anywhere in a rule."""
         match symbol:
             case OneCharacter(points):
                 return f"/{_character_class(points)}/"
@@ -71,18 +71,19 @@ class _Writer:
                 return self._lexeme(symbol)
 
     def _counted(self, part: Symbol, least: int, most: int | None) -> str:
+        """Return a part that is repeated `least` to `most` times."""
         if most == 0:
             return '""'
-        written = self.write(part)
-        bounds = {(0, None): "*", (1, None): "+", (0, 1): "?"}
-        count = f"{{{least},{'' if most is None else most}}}"
-        return f"({written}){bounds.get((least, most), count)}"
+        signs = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+        upper_bound = "" if most is None else str(most)
+        count = signs.get((least, most), f"{{{least},{upper_bound}}}")
+        return f"({self.write(part)}){count}"
 
     def _lexeme(self, lexeme: Lexeme) -> str:
         """Add a rule for a lexeme, and return the rule's name.
 
-        Only a terminal, whose name begins with a capital letter, may have `&` and `~`, and only a rule, whose
-        name does not, an option such as `[lazy]`.
+        A name with a capital letter at its beginning is a terminal, and only terminals may have `&` and `~`. Other
+        names are rules, and only rules may have an option such as `[lazy]`.
         """
         number = len(self.lexemes)
         text = f"/{lexeme.pattern}/"
@@ -95,14 +96,17 @@ class _Writer:
 
 
 def _character_class(points: CodePoints) -> str:
-    """Return a set of code points as an expression in Rust's syntax, in which surrogates are errors."""
+    """Return a set of code points as an expression in Rust's syntax.
+
+    Surrogates are left out, because they are errors in it.
+    """
     ranges = intersection(points, complement(_SURROGATES))
     members = "".join(rf"\x{{{first:x}}}-\x{{{last:x}}}" for first, last in ranges)
     return f"[{members}]"
 
 
 def _with_separators(schema: Any, separators: tuple[str, str]) -> Any:
-    """Return a schema with llguidance's options, by which it writes these separators and no spaces."""
+    """Return a schema with the options that make llguidance write these separators and no other spaces."""
     # `true` allows every value, as a schema without keywords does.
     keywords = schema if isinstance(schema, dict) else {}
     item, key = separators

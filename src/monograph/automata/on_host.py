@@ -1,10 +1,11 @@
 """Constraints that need a stack: the host follows them token by token, with the package llguidance.
 
 An automaton in the decode graph has a fixed number of states, so it cannot follow a recursive grammar, a
-recursive schema or an object whose members may have any names. llguidance can, on the host. For each text
-it says which tokens may come next. Before each step the decoder writes this mask into the tables of
-automata, as the classes of an automaton with one state (`HostText`). So the graph stays the same, but the
-host must read each token before it can start the next step.
+recursive schema or an object whose members may have any names. llguidance can, on the host: for each text
+it says which tokens may come next. Before each step, the decoder writes this into the graph's tables of
+automata: each such text has an automaton with one state and two classes of tokens, those that may come next
+and the others (`HostText`). So the graph stays the same, but the host must read each token before it can
+start the next step.
 
 llguidance is an optional package, an extra of this one; `require_llguidance` says how it is installed.
 """
@@ -87,8 +88,8 @@ def lark_of(kind: str, value: Any, lead: bytes = b"") -> str:
     """Return a constraint as a grammar in the form of Lark.
 
     Args:
-        kind: "json_schema", a schema as an object; "grammar", a text in GBNF.
-        value: what is accepted.
+        kind: "json_schema" or "grammar".
+        value: the schema as an object, or the grammar as a text in GBNF.
         lead: bytes that come before the text and are not part of it.
 
     Raises:
@@ -117,18 +118,24 @@ def lark_of_calls(calls: Calls, pieces: Sequence[bytes]) -> str:
 def try_lark(lark: str, size: int) -> str:
     """Return why llguidance refuses a grammar in the form of Lark; an empty text if it accepts it.
 
-    It is tried with a vocabulary of the 256 bytes, followed by special tokens for all other ids below `size`.
+    The vocabulary of the trial is the 256 bytes, and a special token for each other id below `size`. There is at
+    least one special token, and the last one ends a text.
 
-    It may also end the process: a grammar that is nested too deep overflows the stack of llguidance.
+    The call may end the process: a grammar that is nested too deep overflows llguidance's stack.
     """
-    bytes_ = [bytes([byte]) for byte in range(256)]
-    pieces = [*bytes_, *[b""] * max(1, size - len(bytes_))]
-    return _fault(HostVocabulary(pieces, [len(pieces) - 1]).matcher(lark))
+    single_bytes = [bytes([byte]) for byte in range(256)]
+    special_count = max(1, size - len(single_bytes))
+    pieces = [*single_bytes, *[b""] * special_count]
+    vocabulary = HostVocabulary(pieces, end_ids=[len(pieces) - 1])
+    return _fault(vocabulary.matcher(lark))
 
 
 def _fault(matcher: Matcher) -> str:
-    """Return why a matcher has failed; an empty text if it has not."""
-    return matcher.get_error().strip().partition("\n")[0] if matcher.is_error() else ""
+    """Return the first line of why a matcher has failed; an empty text if it has not."""
+    if not matcher.is_error():
+        return ""
+    first_line, _, _ = matcher.get_error().strip().partition("\n")
+    return first_line
 
 
 class HostVocabulary:
@@ -156,9 +163,10 @@ class HostVocabulary:
 
     def matcher(self, lark: str) -> Matcher:
         """Return a matcher for a grammar in the form of Lark; the matcher may have failed."""
-        kind = self._matcher_type
-        grammar = kind.grammar_from_lark(lark)
-        matcher: Matcher = kind(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        grammar = self._matcher_type.grammar_from_lark(lark)
+        matcher: Matcher = self._matcher_type(
+            self._tokenizer, grammar, log_level=0, limits=self._limits
+        )
         return matcher
 
 
@@ -173,7 +181,11 @@ class _Tokens:
         self.tokens = [piece or b"<%d>" % token for token, piece in enumerate(pieces)]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return no ids: llguidance asks only where one text must follow, which `lark` switches off."""
+        """Return no ids.
+
+        llguidance would use them to write a text that is the only one that can follow. The option `no_forcing`
+        of `monograph.automata.lark` switches this off.
+        """
         return []
 
 
@@ -193,11 +205,13 @@ class HostText(Automaton):
         """Return the class of each token now: 0 if it may come next, and else 1."""
         size = len(self.class_V)
         if self.matcher.is_error():
-            # The matcher gave up, because the text needs more than llguidance's limits allow.
+            # The matcher gave up, because the text needs more than llguidance's limits allow. Then no token
+            # may come next.
             self.class_V.fill(1)
             return self.class_V
         mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        np.subtract(1, np.unpackbits(mask, count=size, bitorder="little"), out=self.class_V)
+        is_allowed_V = np.unpackbits(mask, count=size, bitorder="little")
+        np.subtract(1, is_allowed_V, out=self.class_V)
         return self.class_V
 
     def take(self, token: int) -> bool:

@@ -181,7 +181,7 @@ class _Parser:
         self.depth = 0
 
     def refuse(self, construct: str, advice: str, position: int | None = None) -> NoReturn:
-        """Refuse a construct at `position`. If it is None, the place is the next character to read."""
+        """Refuse a construct at `position`; None: at the next character to read."""
         if position is None:
             position = self.position
         raise InputRefused(f"{self.where}: {construct} at position {position}: {advice}")
@@ -231,9 +231,9 @@ class _Parser:
         counts = self.counts()
         if counts is None:
             return part
-        # Here it only counts whether a text matches, and not which part of it. So a lazy quantifier would
-        # change nothing. It is refused, because its author expects that it changes something. A possessive
-        # quantifier would match fewer texts.
+        # Only whether the whole text matches is of interest here. A lazy quantifier would not change that. It
+        # is refused, because its author expects it to change something. A possessive quantifier, which never
+        # gives back what it has read, would match fewer texts.
         if self.peek() in ("?", "+"):
             construct = "a lazy quantifier" if self.peek() == "?" else "a possessive quantifier"
             self.refuse(construct, "the whole text is matched, so write the quantifier alone")
@@ -260,10 +260,10 @@ class _Parser:
         minimum = self.digits()
         comma = self.take(",")
         maximum = self.digits()
-        closed = self.take("}")
+        is_closed = self.take("}")
         # `re` reads a brace that does not begin a count as a character, so it does not notice a typo in
         # a count. Here such a brace is refused.
-        if not closed or not (minimum or maximum):
+        if not is_closed or not (minimum or maximum):
             self.refuse(
                 "a '{' that begins no count",
                 r"write {m}, {m,} or {m,n}, or \{ for the character",
@@ -428,7 +428,7 @@ class _Parser:
         if self.peek() != "-" or self.pattern.startswith("-]", self.position):
             return first
         self.position += 1
-        # At the end of the pattern there is no last character. The empty set then leads to the refusal below.
+        # At the end of the pattern there is no other end of the range. The empty set is then refused below.
         last = self.member() if self.peek() else ()
         first_point = _only_point(first)
         last_point = _only_point(last)

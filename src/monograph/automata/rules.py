@@ -1,4 +1,4 @@
-"""The symbols of which the rules of a grammar consist.
+"""The symbols that make up the rules of a grammar.
 
 A grammar is a dict from a rule's name to its symbol; the texts of the rule ROOT are accepted.
 `monograph.automata.gbnf` reads rules that people write, and `monograph.automata.host_calls` makes the rules

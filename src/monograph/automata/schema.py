@@ -3,9 +3,9 @@
 docs/constraints.md lists the supported keywords.
 
 Every accepted text is JSON that the schema validates, or the same in another notation
-(`monograph.automata.values`). Its only white space is that of the notation, if it has any. Conversely, every
-valid value is accepted in this form, with the members of its objects in the schema's order. The exceptions
-are values with more digits or characters than the defaults allow, and texts that a notation cannot have.
+(`monograph.automata.values`). It has white space only where the notation has it. Conversely, every valid
+value is accepted in this form, with the members of its objects in the schema's order. The exceptions are
+values with more digits or characters than the defaults allow, and texts that a notation cannot have.
 
 The lengths of strings and arrays are counted by counters (`monograph.automata.counting`). In two
 cases lengths are written out instead, which means that the automaton has a state for each length:
@@ -62,7 +62,7 @@ _ANNOTATIONS = {
     "$comment",
     "$defs",
     "definitions",
-    # OpenAPI 3.0 lets null in by it. JSON Schema does not know it, so here null stays out.
+    # In OpenAPI 3.0, "nullable" also allows null. JSON Schema has no such keyword, so here it changes nothing.
     "nullable",
 }
 # The keywords that an enumeration may have.
@@ -138,8 +138,9 @@ class _SchemaReader:
     Attributes:
         root: the schema.
         notation: how the schema now being read is written.
-        types: the types that may stand where the schema now being read stands.
-        terminator: what stands after a text without quotes.
+        types: the types of values that may be in the place of the schema now being read, if texts have no
+            quotes there.
+        terminator: the bytes that follow a text without quotes.
         is_bounded: see `schema_expression`.
         counters_in_use: the number of counters that are used by the arrays around the schema now being
             read. The schema itself uses the next one. If the number is COUNTERS, none is free, and lengths
@@ -169,6 +170,7 @@ class _SchemaReader:
         self.budget = Budget("the JSON schema")
 
     def refuse(self, path: tuple[str, ...], fault: str) -> NoReturn:
+        """Raise an error that names the place of a schema."""
         raise InputRefused(f"the JSON schema at {pointer(path)}: {fault}")
 
     def read(self, schema: object, path: tuple[str, ...]) -> Expression:
@@ -176,6 +178,7 @@ class _SchemaReader:
         self.budget.schema_path = pointer(path)
         self.budget.spend(_SCHEMA_STEPS)
         if len(path) > MAX_DEPTH:
+            # The beginning of such a path is enough to find the place.
             self.refuse(
                 path[:4], f"schemas lie more than {MAX_DEPTH} deep in each other: make it flatter"
             )
@@ -186,8 +189,8 @@ class _SchemaReader:
                 path,
                 f"{str(schema)[:40]!r} is no schema that any value could follow: give an object",
             )
-        # Unknown keys are refused. If one of them restricts the values, ignoring it would accept
-        # texts that are not valid.
+        # An unknown key may restrict the values. If it were ignored, texts would be accepted that are not
+        # valid.
         for key in schema:
             if key not in _KEYWORDS:
                 self.refuse(
@@ -251,7 +254,7 @@ class _SchemaReader:
         return self._options(schema, key, path)
 
     def _reference(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
-        """Return an expression for a schema with "$ref"."""
+        """Return an expression for a schema with "$ref", which refers to another schema."""
         name = schema["$ref"]
         target = self.target(name, path)
         # A schema that refers to itself has texts of any depth.
@@ -376,20 +379,21 @@ class _SchemaReader:
         return WithSource(Alternation(options), f"'enum' at {pointer(path)}")
 
     def _constant(self, value: object) -> Expression:
+        """Return an expression for one value of an enumeration."""
         expression = values.constant(value, self.notation)
         if isinstance(value, str) and self.notation.has_bare_texts:
             return self._read_as_text(expression)
         return expression
 
     def _read_as_text(self, expression: Expression, *operations: CounterOperation) -> Expression:
-        """Return an expression for those of its texts that are read as they are meant.
+        """Return an expression without the texts that would be read differently, because they have no quotes.
 
-        Texts without quotes end where their terminator begins, and must not look like a value of another
-        type that may stand there.
+        A text is read up to its terminator, so it must not have the terminator in it. It must not look like a
+        value of another type either, if such a value may be in its place.
 
         Args:
             expression: the texts.
-            operations: the operations on counters that it has.
+            operations: the operations on counters in `expression`.
         """
         machines = [text_before(self.terminator)]
         only_text = read_as_text(self.types, self.notation)
@@ -404,7 +408,10 @@ class _SchemaReader:
     def _size(
         self, schema: dict[str, Any], key: str, default: int | None, path: tuple[str, ...]
     ) -> int | None:
-        """Return a limit of lengths, such as "maxLength", or the default if the schema lacks the key."""
+        """Return a limit on a length, such as "maxLength", or the default if the schema lacks the key.
+
+        None means that there is no limit: the schema has null, or the default is None.
+        """
         size = schema.get(key, default)
         if size is None:
             return None
@@ -419,57 +426,71 @@ class _SchemaReader:
 
     def _string(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         """Return an expression for the strings of a schema."""
-        # `_size` returns None if the schema has null, which counts as 0.
+        # A schema may have null as a limit. `_size` then returns None, which counts as 0 here.
         min_length = self._size(schema, "minLength", 0, path) or 0
         default_max = min(min_length + values.STRING_LENGTH, MAX_COUNT)
         has_limit = self.is_bounded or schema.get("maxLength") is not None
         max_length = self._size(schema, "maxLength", default_max, path) or 0
         if max_length < min_length:
             self.refuse(path, f"maxLength = {max_length} is below minLength = {min_length}")
-        # `source` is the keyword that an error blames if the automaton is too large.
-        encoding = self.notation.text.encoding
-        counts = CounterOperation("count", self.counters_in_use)
-        bounds: tuple[int, int] | None = None  # of the counter; None: no length is counted
-        operations: tuple[CounterOperation, ...] = ()
-        characters: Expression
-        if not has_limit:
-            source = "pattern" if "pattern" in schema else "minLength"
-            characters = Repetition(encoding(ANY), min_length, None)
-            if "pattern" in schema:
-                characters = Intersection(self._pattern(schema, path, encoding), characters)
-        elif self.counters_in_use == COUNTERS:
-            # No counter is free, so the length is written out.
+        has_counter = has_limit and self.counters_in_use < COUNTERS
+        if has_counter:
+            characters = self._counted_characters(schema, path, min_length, max_length)
+        else:
+            characters = self._characters(
+                schema, path, min_length, max_length if has_limit else None
+            )
+        # The keyword that an error names if the automaton is too large.
+        if has_limit and not has_counter:
             source = "maxLength"
-            characters = Repetition(encoding(ANY), min_length, max_length)
-            if "pattern" in schema:
-                # A pattern does not limit the length, so the texts must also have a valid length.
-                characters = Intersection(self._pattern(schema, path, encoding), characters)
         elif "pattern" in schema:
             source = "pattern"
-            operations = (counts,)
-            character = _counting_encoding(counts, encoding)
-            characters = self._pattern(schema, path, character)
-            # The counter limits only the maximum. The minimum is written out, because compiling
-            # then removes beginnings of texts that the pattern cannot make long enough.
-            if min_length:
-                characters = Intersection(characters, Repetition(character(ANY), min_length, None))
-            bounds = 0, max_length
         else:
-            source = "maxLength"
-            operations = (counts,)
-            character = _counting_encoding(counts, encoding)
-            characters = Repetition(character(ANY), 0, None)
-            bounds = min_length, max_length
-        if self.notation.has_bare_texts:
-            characters = self._read_as_text(characters, *operations)
-        if bounds is not None:
-            characters = self._bound_repetitions(characters, *bounds)
+            source = "maxLength" if has_limit else "minLength"
         opening, closing, _ = self.notation.text
         return concatenation(
             literal(opening),
             WithSource(characters, f"{source!r} at {pointer(path)}"),
             literal(closing),
         )
+
+    def _characters(
+        self,
+        schema: dict[str, Any],
+        path: tuple[str, ...],
+        min_length: int,
+        max_length: int | None,
+    ) -> Expression:
+        """Return an expression for the characters of a string, whose length is written out."""
+        encoding = self.notation.text.encoding
+        characters: Expression = Repetition(encoding(ANY), min_length, max_length)
+        if "pattern" in schema:
+            # A pattern does not limit the length, so the texts must match both.
+            characters = Intersection(self._pattern(schema, path, encoding), characters)
+        if self.notation.has_bare_texts:
+            characters = self._read_as_text(characters)
+        return characters
+
+    def _counted_characters(
+        self, schema: dict[str, Any], path: tuple[str, ...], min_length: int, max_length: int
+    ) -> Expression:
+        """Return an expression for the characters of a string, whose length a counter limits."""
+        counts = CounterOperation("count", self.counters_in_use)
+        character = _counting_encoding(counts, self.notation.text.encoding)
+        characters: Expression
+        if "pattern" in schema:
+            characters = self._pattern(schema, path, character)
+            # Only the maximum is counted. The minimum is written out: compiling then removes the beginnings of
+            # texts that cannot both match the pattern and become long enough.
+            counted_minimum = 0
+            if min_length:
+                characters = Intersection(characters, Repetition(character(ANY), min_length, None))
+        else:
+            characters = Repetition(character(ANY), 0, None)
+            counted_minimum = min_length
+        if self.notation.has_bare_texts:
+            characters = self._read_as_text(characters, counts)
+        return self._bound_repetitions(characters, counted_minimum, max_length)
 
     def _pattern(
         self, schema: dict[str, Any], path: tuple[str, ...], encoding: Encoding
@@ -482,10 +503,10 @@ class _SchemaReader:
         )
 
     def _bound_repetitions(self, counted: Expression, minimum: int, maximum: int) -> Expression:
-        """Return an expression for `minimum` to `maximum` repetitions.
+        """Return an expression for `minimum` to `maximum` repetitions of a part.
 
         Args:
-            counted: any number of repetitions, each with the operation "count".
+            counted: any number of repetitions of the part, each with the operation "count".
             minimum: the smallest number of repetitions.
             maximum: the largest number of repetitions.
         """
@@ -538,7 +559,7 @@ class _SchemaReader:
         if not isinstance(prefix, list) or len(prefix) > MAX_OPTIONS:
             self.refuse(path, f"'prefixItems' is not a list of at most {MAX_OPTIONS} schemas")
         min_items = self._size(schema, "minItems", 0, path) or 0
-        # Without a schema for further items, the prefix bounds the array.
+        # `items` is the schema of the items after the prefix. Without such a schema there are none.
         has_only_prefix = items is False or (bool(prefix) and items is None)
         default_max = len(prefix) if has_only_prefix else None
         max_items = self._size(schema, "maxItems", default_max, path)
@@ -582,7 +603,7 @@ class _SchemaReader:
             first_items: the expressions of 'prefixItems'.
             items: the schema of the items after them.
             min_items: the smallest number of all items.
-            max_items: the largest number of all items, more than `first_items`; None: any number.
+            max_items: the largest number of all items, larger than that of `first_items`; None: no limit.
             path: the path to the array's schema.
 
         Returns:
@@ -607,8 +628,8 @@ class _SchemaReader:
         item = concatenation(count, comma, self._read_inside(items, (*path, "items")))
         self.counters_in_use -= 1
         # `remove_operations` assumes that a counted part can be repeated until its count is low enough for
-        # the end. This is wrong of items that match no text. So one repetition is written out if the array
-        # needs any: then an array that needs such an item matches no text.
+        # the end. That does not hold for an item whose expression matches no text. So if the array needs such an
+        # item, the repetition itself requires one, and then the expression of the array matches no text either.
         repeated = Repetition(item, min(minimum, 1), None)
         return first_items, self._bound_repetitions(repeated, minimum, maximum)
 
@@ -632,10 +653,9 @@ class _SchemaReader:
                 self.refuse(path, f"the required member {str(name)[:60]!r} is not in 'properties'")
         required_names = set(required)
         opening, middle, separator, closing = self.notation.member
-        # Each member except the first has a comma before it, and optional members may be left out.
-        # So there is an option for each member that may come first, followed by all later members.
-        # Members are read from the last to the first. `after` has the members after the current
-        # one, with their commas.
+        # Each member except the first has a comma before it, and optional members may be left out. So each
+        # member that may come first is an option, followed by the later members with their commas. Members
+        # are read from the last to the first. `after` has the later members.
         after: list[Expression] = []
         options: list[Expression] = []
         for name, member in reversed(self.notation.in_order(properties or {})):
@@ -671,14 +691,16 @@ class _SchemaReader:
         return expression
 
     def _require_readable(self, name: str, path: tuple[str, ...]) -> None:
-        """Refuse the name of a member of which it could not be told where it ends."""
+        """Refuse a member's name if a reader could not tell where it ends."""
         quotes = self.notation.name
         if quotes.closing or quotes.is_escaped:
             return
         _, middle, _, closing = self.notation.member
-        text = name.encode() + middle
-        is_closing = bool(closing) and not quotes.opening and text.startswith(closing)
-        if text.find(middle) != len(text) - len(middle) or is_closing:
+        name_and_middle = name.encode() + middle
+        # A reader ends the name at the first `middle`, and takes `closing` for the end of the object.
+        ends_early = name_and_middle.find(middle) < len(name.encode())
+        is_closing = bool(closing) and not quotes.opening and name_and_middle.startswith(closing)
+        if ends_early or is_closing:
             self.refuse(
                 path,
                 f"the member {name[:60]!r} has {middle.decode(errors='replace')!r}, by which the chat template ends "

@@ -1,10 +1,13 @@
-"""Expressions for texts in which a needle is searched for, such as what begins a call."""
+"""Expressions for texts in which a string is searched for, such as the one that begins a call.
+
+As usual, the string is called the needle.
+"""
 
 from collections.abc import Collection
 
 from monograph.automata.expression import StateMachine
 
-# Stands for special tokens that are not told apart (`monograph.automata.calls`).
+# The byte that stands for all special tokens that are not told apart (`monograph.automata.calls`).
 OTHER_SPECIAL = 0xFF
 # What may come before a needle at the beginning of a text: white space and special tokens.
 _BLANK = frozenset((*b" \t\n\r\v\f", OTHER_SPECIAL))
@@ -16,8 +19,8 @@ def text_without(needle: bytes, alphabet: Collection[int], *, anywhere: bool) ->
     Args:
         needle: the bytes to search for.
         alphabet: the bytes of the texts.
-        anywhere: True: the needle is nowhere in the text. False: it is not at the text's beginning, where
-            only bytes of _BLANK are before it; it may be later in the text.
+        anywhere: True: the needle is nowhere in the text. False: the text does not begin with the needle, nor
+            with bytes of _BLANK and then the needle; later in the text it may occur.
     """
     rows, symbols_of = _search_automaton(needle, alphabet, anywhere=anywhere)
     found = len(needle)
@@ -43,19 +46,24 @@ def text_up_to(needle: bytes, alphabet: Collection[int], *, anywhere: bool) -> S
 
 
 def text_before(needle: bytes) -> StateMachine:
-    """Return an expression for the texts after which the needle, if it follows, occurs for the first time."""
+    """Return an expression for the texts that the needle can end.
+
+    In such a text followed by the needle, the needle occurs first at the end, and not earlier. So a reader
+    that searches for the needle finds the end of the text.
+    """
     rows, symbols_of = _search_automaton(needle, range(256), anywhere=True)
     class_of = {mask: symbol for symbol, mask in symbols_of.items()}
     needle_classes = [class_of[1 << byte] for byte in needle]
     found = len(needle)
     accepting = []
     for state in range(found):
-        size = 0  # how many bytes of the needle are read until it occurs
+        # The needle is read after the text. If it occurs before all of its bytes are read, it began in the text.
+        bytes_read = 0
         after = state
         while after != found:
-            after = rows[after][needle_classes[size]]
-            size += 1
-        accepting.append(size == found)
+            after = rows[after][needle_classes[bytes_read]]
+            bytes_read += 1
+        accepting.append(bytes_read == len(needle))
     rows_without_found = [
         {symbol: state for symbol, state in row.items() if state != found} for row in rows[:found]
     ]
@@ -69,11 +77,11 @@ def _search_automaton(
 
     In state s < len(needle) the needle has not occurred, and s is the largest number such that the text
     ends with the first s bytes of the needle. In state len(needle) it has occurred, and no transition
-    leaves this state. If not `anywhere`, there is one more state: the text began with something else, so
+    leaves this state. If `anywhere` is False, there is one more state: the text began with something else, so
     the needle cannot be at its beginning any more.
     """
     distinct = sorted(set(needle))
-    # Each byte of the needle is a class of its own. All other bytes are in one of two classes.
+    # Each byte of the needle is a class of its own. All other bytes are in one of two classes: blank or not.
     symbols_of = {symbol: 1 << byte for symbol, byte in enumerate(distinct)}
     blank_class = len(distinct)
     rest_class = blank_class + 1
@@ -106,5 +114,5 @@ def _search_automaton(
 
 
 def _longest_beginning(needle: bytes, text: bytes) -> int:
-    """Return the largest number of bytes from the needle's beginning with which the text ends."""
+    """Return the length of the needle's longest prefix that is a suffix of the text."""
     return next(size for size in range(len(text), -1, -1) if text.endswith(needle[:size]))

@@ -1,14 +1,15 @@
 """Automata over tokens, made from automata over bytes.
 
-Tokens share a class if they lead from each state to the same next state. So a small table over states
-and classes, with the class of each token, replaces a table over states and tokens. Stop strings form
+Tokens share a class if they lead from each state to the same next state. So two small tables replace
+one over states and tokens: one over states and classes, and the class of each token. Stop strings form
 such an automaton, too: its state says how much of each string has been read (Aho and Corasick 1975).
 
-A token may also have an effect on counters (`monograph.automata.counting`), whose counts say how often
-a part of the text may still be repeated. A state and its counts are packed into one number.
+A token may also change counters (`monograph.automata.counting`). Their counts say how often a part of the
+text may still be repeated. A state and its counts are packed into one number.
 
-Shapes: V tokens, A tokens that have bytes left to read, S states, E states that an edge leads to, C
-classes of tokens, K classes of bytes. A digit stands for an axis of that length.
+Shapes, at the end of an array's name: V tokens, A tokens that have bytes left to read, S states, E states
+that an edge leads to, C classes of tokens, K classes of bytes. A digit is an axis of that length, e.g. the
+2 in `columns_C2S`.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,11 +25,11 @@ from monograph.errors import InputRefused
 
 MAX_BYTES = 4_096  # the maximum number of bytes of all stop strings together
 # The maximum number of cells of an automaton's table while it is built. A cell has a next state and an
-# effect, both int16, so they take 128 MiB.
+# effect, both int16, so all cells take 128 MiB.
 MAX_CELLS = 1 << 25
 MAX_EFFECTS = 1 << 12  # the maximum number of different effects of an automaton's tokens
-_CHUNK_CELLS = 1 << 22  # about how many cells are computed at once
-_MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and a constraint adds two
+_CHUNK_CELLS = 1 << 22  # about how many cells are computed together
+_MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and `constraint_automaton` adds two
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,7 @@ def stop_automaton(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automat
     automaton = _aho_corasick(strings)
     where = "the stop strings"
     columns_C2S, class_V, _ = _token_columns(automaton, pieces, where)
-    # The last row is left out. It belongs to the dead state, where no token leads.
+    # The last row is left out. It belongs to the dead state, to which no token leads.
     next_SC = np.ascontiguousarray(columns_C2S[:, 0, :-1].T)
     effect_SC = np.ascontiguousarray(columns_C2S[:, 1, :-1].T)
     return Automaton(where, next_SC, class_V, automaton.accepting_S, effect_SC)
@@ -137,8 +138,8 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
         ends.add(node)
     next_SK = np.zeros((len(children), 256), dtype=np.int16)
     # The text that leads to a state also ends with shorter prefixes of strings. `shorter` has, for each
-    # state, the state of the longest of these. States are visited breadth first, so that state's row is
-    # complete when it is copied.
+    # state, the state of the longest of these prefixes (its failure link). States are visited breadth first,
+    # so the row of that state is complete when it is copied.
     shorter = [0] * len(children)
     queue = [0]
     for node in queue:  # The queue grows in the loop body.
@@ -149,7 +150,7 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
             continue
         next_SK[node] = next_SK[shorter[node]]
         for byte, child in children[node].items():
-            # Below a prefix of one byte there is only the empty one.
+            # The only prefix shorter than one byte is the empty one, in state 0.
             shorter[child] = int(next_SK[shorter[node], byte]) if node else 0
             next_SK[node, byte] = child
             queue.append(child)
@@ -183,35 +184,19 @@ def constraint_automaton(
     if not ends:
         raise InputRefused(f"{where} needs a token that ends a text, and the tokenizer has none")
     columns_C2S, class_V, effects = _token_columns(automaton, pieces, where)
-    states = len(automaton.accepting_S)
-    dead_state = states
-    # Two columns are added: one for tokens that are never allowed, and the last one for end tokens. For now
-    # both lead to the dead state from everywhere. The column of end tokens is set below.
-    dead_12S = np.zeros((1, 2, states + 1), dtype=np.int16)
-    dead_12S[:, 0] = dead_state
-    columns_C2S = np.concatenate([columns_C2S, dead_12S, dead_12S])
-    # A token without bytes is never allowed, because it adds nothing to the text. End tokens are set
-    # afterwards, because some of them have no bytes.
-    class_V[[not piece for piece in pieces]] = len(columns_C2S) - 2
-    class_V[ends] = len(columns_C2S) - 1
-    # Drop the columns that no token has any more. The column of end tokens stays the last one, because
-    # `np.unique` keeps the order.
-    used, new_class_V = np.unique(class_V, return_inverse=True)
-    columns_C2S = columns_C2S[used]
-    class_V = new_class_V.astype(np.int16)
-    next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)  # the last row is that of the dead state
+    columns_C2S, class_V = _with_end_column(columns_C2S, class_V, pieces, ends)
+    # Tables with a row for each state, [S + 1, C]. The last row is that of the dead state.
+    next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)
     effect_SC = columns_C2S[:, 1].T
-    # A live state can be reached from state 0 by tokens, and an accepting state can be reached from it. If
-    # each byte is a token, all states are live, because they are for bytes.
+    states = len(automaton.accepting_S)
+    # If each byte is a token, all states are live, because every state of a `ByteAutomaton` is on a path of bytes
+    # from state 0 to an accepting state.
     live_S = np.ones(states, dtype=bool)
     if not has_each_byte(automaton, pieces, end_ids):
-        edges_SE = _edges(next_SC)
-        from_start_S = _reachable(edges_SE, np.array([0]))
-        to_end_S = _reachable(edges_SE.T, np.flatnonzero(automaton.accepting_S))
-        live_S = (from_start_S & to_end_S)[:-1]  # without the dead state
+        live_S = _live_states(next_SC, automaton.accepting_S)
     if not live_S[0]:
         raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
-    # Renumber the live states, and add one last state, to which only end tokens lead.
+    # Renumber the live states, and add a state after them, to which only end tokens lead.
     new_numbers = np.full(states + 1, -1, dtype=np.int16)  # -1: dead
     new_numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
     end_row_1C = np.full((1, next_SC.shape[1]), -1, dtype=np.int16)
@@ -231,6 +216,36 @@ def constraint_automaton(
     effect_SC = np.ascontiguousarray(unique_columns[len(stops_S) :])
     class_V = new_class_C.reshape(-1).astype(np.int16)[class_V]
     return Automaton(where, next_SC, class_V, stops_S, effect_SC, effects)
+
+
+def _with_end_column(
+    columns_C2S: NDArray[np.int16],
+    class_V: NDArray[np.int16],
+    pieces: Sequence[bytes],
+    ends: Sequence[int],
+) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
+    """Return the columns and the classes with a last column for end tokens.
+
+    For now this column leads to the dead state from everywhere. Tokens without bytes lead there, too.
+
+    Args:
+        columns_C2S: the columns by the bytes of tokens; see `_token_columns`.
+        class_V: the class of each token by its bytes; it is overwritten.
+        pieces: the bytes of each token.
+        ends: the tokens that end a text.
+    """
+    dead_state = columns_C2S.shape[2] - 1
+    dead_12S = np.zeros((1, 2, dead_state + 1), dtype=np.int16)
+    dead_12S[:, 0] = dead_state
+    columns_C2S = np.concatenate([columns_C2S, dead_12S, dead_12S])
+    # A token without bytes is never allowed, because it adds nothing to the text. End tokens are set
+    # afterwards, because some of them have no bytes.
+    class_V[[not piece for piece in pieces]] = len(columns_C2S) - 2
+    class_V[ends] = len(columns_C2S) - 1
+    # Drop the columns that no token has any more. The column of end tokens stays the last one, because
+    # `np.unique` keeps the order.
+    used, new_class_V = np.unique(class_V, return_inverse=True)
+    return columns_C2S[used], new_class_V.astype(np.int16)
 
 
 def has_each_byte(
@@ -257,8 +272,7 @@ def _token_columns(
     number of their effect. Sequences that lead from all states to the same states with the same effects
     share a column.
 
-    The columns are found by reading all tokens at the same time, byte by byte. For each column and
-    class of bytes, the column of the sequence that is one byte longer is computed only once.
+    The columns are found by reading all tokens at the same time, byte by byte.
 
     Returns:
         columns_C2S: int16 [C, 2, S + 1], the next states and the numbers of the effects; state S is
@@ -266,77 +280,114 @@ def _token_columns(
         class_V: int16 [V].
         effects: all effects.
     """
-    states, byte_classes = automaton.next_SK.shape
-    dead_state = states
-    next_KS = np.full((byte_classes, states + 1), dead_state, dtype=np.int16)
-    next_KS[:, :states] = np.where(automaton.next_SK < 0, dead_state, automaton.next_SK).T
-    effect_KS = np.zeros((byte_classes, states + 1), dtype=np.int16)
-    effect_KS[:, :states] = automaton.effect_SK.T
-    sequences = _SequenceEffects(automaton.effects, where)
+    sequences = _SequenceColumns(automaton, where)
     # The classes of the bytes of all tokens, one token after the other.
     all_bytes = np.frombuffer(b"".join(pieces), dtype=np.uint8)
     all_byte_classes = automaton.class_256[all_bytes].astype(np.int64)
     lengths_V = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     starts_V = np.cumsum(lengths_V) - lengths_V
-    # The first column belongs to the empty sequence: all states stay, and nothing happens to counters.
-    columns = [
-        np.stack([np.arange(states + 1, dtype=np.int16), np.zeros(states + 1, dtype=np.int16)])
-    ]
-    column_numbers = {columns[0].tobytes(): 0}
-    # For each column and class of bytes, the number of the column of the longer sequence; -1: it was not
-    # computed yet.
-    next_columns = np.full((1, byte_classes), -1, dtype=np.int64)
-    # For each token, the number of the column of its bytes that have been read.
+    # For each token, the number of the column of its bytes that have been read. At first these are none, and
+    # column 0 belongs to the empty sequence.
     column_V = np.zeros(len(pieces), dtype=np.int64)
     # The next byte of all tokens is read by one lookup: a loop in Python over a vocabulary would take
     # seconds.
-    depth = 0  # how many bytes of each token have been read
+    bytes_read = 0  # of each token
     active = np.flatnonzero(lengths_V)  # the tokens that have more bytes than that
     while len(active):
-        column_A = column_V[active]
-        byte_class_A = all_byte_classes[starts_V[active] + depth]
-        is_needed = np.zeros(next_columns.shape, dtype=bool)
+        byte_class_A = all_byte_classes[starts_V[active] + bytes_read]
+        column_V[active] = sequences.longer_by_a_byte(column_V[active], byte_class_A)
+        bytes_read += 1
+        active = active[lengths_V[active] > bytes_read]
+    used, class_V = np.unique(column_V, return_inverse=True)
+    columns_C2S = np.stack([sequences.columns[index] for index in used])
+    return columns_C2S, class_V.astype(np.int16), tuple(sequences.effects)
+
+
+class _SequenceColumns:
+    """The columns of the sequences of bytes that have been read; `_token_columns` describes a column.
+
+    Attributes:
+        columns: the columns, int16 [2, S + 1] each. The first one belongs to the empty sequence.
+    """
+
+    def __init__(self, automaton: ByteAutomaton, where: str) -> None:
+        states, byte_classes = automaton.next_SK.shape
+        self._where = where
+        self._states = states
+        self._dead_state = states  # the state after the last one, numbered from 0
+        next_SK = np.where(automaton.next_SK < 0, self._dead_state, automaton.next_SK)
+        self._next_KS = np.full((byte_classes, states + 1), self._dead_state, dtype=np.int16)
+        self._next_KS[:, :states] = next_SK.T
+        self._effect_KS = np.zeros((byte_classes, states + 1), dtype=np.int16)
+        self._effect_KS[:, :states] = automaton.effect_SK.T
+        self._effects = _SequenceEffects(automaton.effects, where)
+        # After the empty sequence, all states stay, and nothing happens to counters.
+        all_states = np.arange(states + 1, dtype=np.int16)
+        self.columns = [np.stack([all_states, np.zeros_like(all_states)])]
+        self._number_of = {self.columns[0].tobytes(): 0}
+        # [column, class of bytes]: the number of the column of a sequence that is longer by a byte of this
+        # class; -1: it was not computed yet.
+        self._longer = np.full((1, byte_classes), -1, dtype=np.int64)
+
+    @property
+    def effects(self) -> list[Effect]:
+        """All effects, by their numbers."""
+        return self._effects.effects
+
+    def longer_by_a_byte(
+        self, column_A: NDArray[np.int64], byte_class_A: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the numbers of the columns of sequences that are longer by a byte.
+
+        Args:
+            column_A: the numbers of the columns of the sequences so far.
+            byte_class_A: the class of the next byte of each.
+        """
+        is_needed = np.zeros(self._longer.shape, dtype=bool)
         is_needed[column_A, byte_class_A] = True
-        # The pairs of a column and a class of bytes whose next column must be computed now.
-        parents, parent_byte_classes = np.nonzero(is_needed & (next_columns < 0))
+        # The pairs of a column and a class of bytes that occur now for the first time.
+        parents, byte_classes = np.nonzero(is_needed & (self._longer < 0))
         # They are computed in chunks, since all columns of a large vocabulary together would fill the
         # memory.
-        chunk_columns = max(1, _CHUNK_CELLS // (states + 1))
+        chunk_columns = max(1, _CHUNK_CELLS // (self._states + 1))
         for first in range(0, len(parents), chunk_columns):
             chunk = slice(first, first + chunk_columns)
-            chunk_byte_classes = parent_byte_classes[chunk]
-            # The columns before the byte, [pairs of the chunk, 2, S + 1].
-            before = np.stack([columns[parent] for parent in parents[chunk]])
-            states_before = before[:, 0]
-            effects_before = before[:, 1]
-            states_after = next_KS[chunk_byte_classes[:, None], states_before]
-            byte_effects = effect_KS[chunk_byte_classes[:, None], states_before]
-            effects_after = sequences.extend(effects_before, byte_effects)
-            # An effect that no counts allow leads to the dead state. There the effect does not matter, and
-            # is set to 0 so that more columns are equal.
-            states_after[effects_after < 0] = dead_state
-            effects_after[states_after == dead_state] = 0
-            after = np.stack([states_after, effects_after], axis=1)
-            for parent, byte_class, column in zip(
-                parents[chunk], chunk_byte_classes, after, strict=True
-            ):
-                number = column_numbers.setdefault(column.tobytes(), len(columns))
-                next_columns[parent, byte_class] = number
-                if number == len(columns):
-                    columns.append(column.copy())
-            if len(columns) * (states + 1) > MAX_CELLS or len(columns) >= _MAX_CLASSES:
-                raise InputRefused(
-                    f"{where}: {states:,} states by {len(columns):,} kinds of tokens are more than the "
-                    f"{MAX_CELLS:,} cells of the largest table; make it simpler or shorter"
-                )
-        new_rows = np.full((len(columns) - len(next_columns), byte_classes), -1, dtype=np.int64)
-        next_columns = np.concatenate([next_columns, new_rows])
-        column_V[active] = next_columns[column_A, byte_class_A]
-        depth += 1
-        active = active[lengths_V[active] > depth]
-    used, class_V = np.unique(column_V, return_inverse=True)
-    columns_C2S = np.stack([columns[index] for index in used])
-    return columns_C2S, class_V.astype(np.int16), tuple(sequences.effects)
+            self._add_longer(parents[chunk], byte_classes[chunk])
+        new_columns = len(self.columns) - len(self._longer)
+        new_rows = np.full((new_columns, self._longer.shape[1]), -1, dtype=np.int64)
+        self._longer = np.concatenate([self._longer, new_rows])
+        return self._longer[column_A, byte_class_A]
+
+    def _add_longer(self, parents: NDArray[np.int64], byte_classes: NDArray[np.int64]) -> None:
+        """Set entries of `_longer`, and add their columns to `columns` if they are new.
+
+        Args:
+            parents: the numbers of the columns before the byte.
+            byte_classes: the class of the byte, for each of them.
+        """
+        # The columns before the byte, [parents, 2, S + 1].
+        before = np.stack([self.columns[parent] for parent in parents])
+        states_before = before[:, 0]
+        effects_before = before[:, 1]
+        states_after = self._next_KS[byte_classes[:, None], states_before]
+        byte_effects = self._effect_KS[byte_classes[:, None], states_before]
+        effects_after = self._effects.extend(effects_before, byte_effects)
+        # An effect that no counts allow leads to the dead state. There the effect does not matter, and
+        # is set to 0 so that more columns are equal.
+        states_after[effects_after < 0] = self._dead_state
+        effects_after[states_after == self._dead_state] = 0
+        after = np.stack([states_after, effects_after], axis=1)
+        for parent, byte_class, column in zip(parents, byte_classes, after, strict=True):
+            number = self._number_of.setdefault(column.tobytes(), len(self.columns))
+            self._longer[parent, byte_class] = number
+            if number == len(self.columns):
+                self.columns.append(column.copy())
+        is_too_large = len(self.columns) * (self._states + 1) > MAX_CELLS
+        if is_too_large or len(self.columns) >= _MAX_CLASSES:
+            raise InputRefused(
+                f"{self._where}: {self._states:,} states by {len(self.columns):,} kinds of tokens are more than the "
+                f"{MAX_CELLS:,} cells of the largest table; make it simpler or shorter"
+            )
 
 
 _UNKNOWN = -2  # stands for a combined effect that was not computed yet
@@ -374,14 +425,16 @@ class _SequenceEffects:
         combined = self._combined[before, byte]
         missing = combined == _UNKNOWN
         if missing.any():
+            # Each pair of effects as one number, so that `np.unique` finds the different pairs.
             pairs = before[missing].astype(np.int64) * self._byte_count + byte[missing]
             for pair in np.unique(pairs).tolist():
-                self._combine(*divmod(pair, self._byte_count))
+                before_effect, byte_effect = divmod(pair, self._byte_count)
+                self._combine(before_effect, byte_effect)
             combined = self._combined[before, byte]
         return combined
 
     def _combine(self, before: int, byte: int) -> None:
-        """Compute one entry of `_combined`."""
+        """Set one entry of `_combined`, and add the effect to `effects` if it is new."""
         effect = compose_effects(self.effects[before], self.effects[byte])
         if effect is None:
             self._combined[before, byte] = -1
@@ -398,6 +451,21 @@ class _SequenceEffects:
             row[0, 0] = self._number_of[effect]
             self._combined = np.concatenate([self._combined, row])
         self._combined[before, byte] = self._number_of[effect]
+
+
+def _live_states(next_SC: NDArray[np.int16], accepting_S: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which states are live, bool [S].
+
+    Tokens lead from state 0 to a live state, and from it to an accepting state.
+
+    Args:
+        next_SC: int16 [S + 1, C]; the last row is that of the dead state.
+        accepting_S: bool [S].
+    """
+    edges_SE = _edges(next_SC)
+    from_start_S = _reachable(edges_SE, np.array([0]))
+    to_end_S = _reachable(edges_SE.T, np.flatnonzero(accepting_S))
+    return (from_start_S & to_end_S)[:-1]  # without the dead state
 
 
 def _edges(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:

@@ -1,7 +1,8 @@
-"""Build expressions for JSON constants and for numbers within bounds; compare JSON values.
+"""Build expressions for JSON constants and for numbers within bounds, and compare schemas.
 
-`find_overlap` decides whether schemas exclude each other, which means that no value is valid for two of them. It
-compares types, constants, and the members of objects.
+`ByteNotation` says how values are written, as JSON or in another way. `find_overlap` decides whether schemas
+exclude each other, which means that no value is valid for two of them. It compares types, constants, and the
+members of objects.
 """
 
 import json
@@ -26,7 +27,7 @@ from monograph.automata.expression import (
     utf8,
 )
 
-# A string without 'maxLength' may have up to this number of characters more than 'minLength'.
+# By default, 'maxLength' is 'minLength' plus this number.
 STRING_LENGTH = 64
 # The maximum number of digits of a number without bounds. A float64 holds this number of digits exactly.
 DIGITS = 15
@@ -69,9 +70,10 @@ class ByteNotation:
         name: how the name of an object's member is written.
         member: what stands before the first member of an object, between a name and its value, between two
             members, and after the last one.
-        after_value: what stands after the value of a member. If texts have no quotes, it ends them, so that
-            they cannot contain it.
-        is_sorted: whether members are in the order of their names; otherwise they are in that of the schema.
+        after_value: what stands after the value of a member. A text without quotes ends there, so it cannot
+            contain these bytes.
+        is_sorted: whether members are in the order of their names; otherwise they keep the order that they have
+            in the schema.
         inside: the notation of the values of members and of items; None: this one.
         has_only_objects: whether only objects can be written.
     """
@@ -94,7 +96,7 @@ class ByteNotation:
     def in_order(self, members: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """Return the members of an object in the order in which they are written.
 
-        The order of names is that of Jinja's `dictsort`, which ignores case.
+        Names are sorted as by Jinja's `dictsort`, which ignores case.
         """
         if self.is_sorted:
             return sorted(members.items(), key=lambda member: member[0].lower())
@@ -119,8 +121,11 @@ def constant(value: object, notation: ByteNotation = COMPACT) -> Expression:
     inside = notation.inside or notation
     if isinstance(value, str):
         return quoted(value, notation.text)
-    if isinstance(value, bool) or value is None:
-        return literal(notation.words[(True, False, None).index(value)])
+    true, false, null = notation.words
+    if value is None:
+        return literal(null)
+    if isinstance(value, bool):
+        return literal(true if value else false)
     if isinstance(value, list):
         opening, separator, closing = notation.array
         items = [constant(item, inside) for item in value]
@@ -270,8 +275,8 @@ def find_overlap(
     """Find two schemas that may both be valid for the same value.
 
     Args:
-        options: schemas that have been read, so that they are known to be well formed and not
-            recursive.
+        options: schemas. `monograph.automata.schema` must have read them before, which refuses schemas that are
+            malformed or recursive.
         target: returns the schema that a reference names.
         spend: counts comparisons of values, and raises if there are too many.
 
@@ -314,8 +319,7 @@ class _Comparison:
         leaves = []
         waiting = [schema]
         seen = set()
-        # The loop also visits the schemas that it appends.
-        for node in waiting:
+        for node in waiting:  # The list grows in the loop body.
             if id(node) in seen:
                 continue
             seen.add(id(node))
@@ -338,8 +342,7 @@ class _Comparison:
             return not any(equal(a, b) for a in left_constants for b in right_constants)
         shared_types = _types(one, left_constants) & _types(other, right_constants)
         any_constants = left_constants is not None or right_constants is not None
-        are_objects = not any_constants and shared_types == {"object"}
-        if not are_objects:
+        if any_constants or shared_types != {"object"}:
             return not shared_types
         # If both schemas require a member, every value that is valid for both has it. So the schemas exclude
         # each other if their schemas of one such member do.

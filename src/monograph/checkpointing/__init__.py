@@ -1,6 +1,7 @@
-"""Save and load a run's state, so that a crash, a full disk or a flipped bit loses little.
+"""Save and load a run's state.
 
-At most the progress since the last save is lost.
+After a crash, a full disk or a flipped bit, a run goes on from its newest valid checkpoint, so only the
+progress since that checkpoint is lost.
 """
 
 from monograph.checkpointing.folder import (

@@ -59,8 +59,8 @@ class Checkpoint:
         optimizer: the optimizer's tensors by name.
         state: everything else, as values of JSON. A loaded state has string keys, and lists in
             place of tuples.
-        run: the identity of the run that wrote the checkpoint, by which a caller can tell another
-            run's folder.
+        run: the identity of the run that wrote the checkpoint. By it a caller notices that a folder belongs to
+            another run.
     """
 
     update: int
@@ -170,7 +170,7 @@ class LargeFile(Mapping[str, Tensor]):
         self._read_block_cached = functools.lru_cache(KEPT_BLOCKS)(read_block)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._entries)  # the names
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -198,8 +198,8 @@ class LargeFile(Mapping[str, Tensor]):
 def is_gone(folder: Path) -> bool:
     """Return whether there is nothing at a checkpoint's path.
 
-    A run that still trains removes its old checkpoints at any time. In contrast, a file or a broken
-    link at this path is a damaged checkpoint.
+    A run that still trains may have removed it as an old checkpoint. A file or a broken link at this path is
+    not gone: it is a damaged checkpoint.
     """
     return status(folder, follow=False) is None
 
@@ -220,9 +220,9 @@ def verify(folder: Path) -> None:
 def load(folder: Path) -> Checkpoint:
     """Read a checkpoint into memory and verify it.
 
-    The bytes in memory are verified, because the file might change after a verification. A file of
-    more than LARGE_BYTES is verified now, and each of its tensors again when it is requested. Such a
-    request may also raise CheckpointDamaged.
+    The bytes in memory are verified, because a file might change after it was verified. A file of more than
+    LARGE_BYTES is verified now, and each of its tensors is read and verified when it is requested, which may
+    also raise CheckpointDamaged.
 
     Raises:
         CheckpointDamaged: see `verify`.
@@ -250,7 +250,7 @@ def load_state(folder: Path) -> tuple[int, dict[str, Any]]:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint, and check what can be checked quickly.
 
-    This is the manifest's digest, the folder's name, and the list and the lengths of the files.
+    Checked are the manifest's digest, the folder's name, and the list and the lengths of the files.
 
     Raises:
         CheckpointDamaged: see `verify`.
@@ -352,7 +352,7 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
         try:
             length_field = os.pread(descriptor, tensor_layout.LENGTH_BYTES, 0)
             prefix_bytes = tensor_layout.prefix_bytes(length_field, entry.bytes)
-            prefix = os.pread(descriptor, prefix_bytes, 0)  # all before the tensors
+            prefix = os.pread(descriptor, prefix_bytes, 0)  # everything before the tensors
             if is_large:
                 return LargeFile(
                     descriptor,
@@ -384,7 +384,8 @@ def _read_block(path: Path, entry: FileEntry, descriptor: int, index: int) -> by
     """Read one block of an open file, and verify it; raises CheckpointDamaged."""
     with readable(path):
         content = os.pread(descriptor, blocks.BLOCK_BYTES, index * blocks.BLOCK_BYTES)
-    # All digests are passed, so that the message can say which block of how many is damaged.
+    # The digests of all blocks are passed, with that of this block replaced, so that the message can say
+    # which block of how many is damaged.
     expected = list(entry.sha256)
     actual = list(entry.sha256)
     actual[index] = hashlib.sha256(content).hexdigest()

@@ -34,7 +34,7 @@ from monograph.storage.reading import entries, free_bytes, is_folder
 from monograph.storage.writing import sync
 
 MIN_KEPT = 1  # the smallest allowed number of checkpoints to keep
-TEMPORARY = ".tmp-"  # the prefix of names of folders that are never loaded
+TEMPORARY = ".tmp-"  # a folder whose name begins with this is never loaded
 
 # The files of a checkpoint: the length in bytes and the pieces of the content, by the file's name.
 EncodedFiles = Mapping[str, tuple[int, Iterator[memoryview]]]
@@ -56,7 +56,8 @@ def save(
         checkpoints: the run's folder of checkpoints; it is made if it does not exist.
         checkpoint: the checkpoint. Its tensors may be on a device, be strided or share storage, but
             must not change during the call.
-        keep: number of checkpoints to keep, at least 1. With 1, damage to it loses the whole run.
+        keep: number of checkpoints to keep, at least 1. If it is 1, damage to the one checkpoint loses the whole
+            run.
         write: a function that creates a file; None for `blocks.write_file`.
 
     Returns:
@@ -101,8 +102,8 @@ def save(
             f"{error.strerror} ({_space_needed(checkpoints, files)}); {consequence}: make room there, or correct "
             "what prevents writing, then resume"
         ) from error
-    # The new checkpoint is durable. It is no error if an old one cannot be removed, because the next save
-    # tries again.
+    # The new checkpoint is durable. If an old one cannot be removed, that is not an error, because the
+    # next save tries again.
     with suppress(OSError, Unreadable):
         _remove_old(final, checkpoint.update, keep)
     return final
@@ -217,16 +218,17 @@ def _remove_old(saved: Path, saved_update: int, keep: int) -> None:
     for update, folder in list_checkpoints(saved.parent):
         if folder == saved:
             continue
-        is_wanted = update < saved_update and update not in kept_updates
-        if is_wanted and len(kept_updates) < keep:
+        is_earlier = update < saved_update and update not in kept_updates
+        if is_earlier and len(kept_updates) < keep:
             try:
                 read_manifest(folder)
-                kept_updates.add(update)
-                continue
             except Unreadable:
                 continue
             except CheckpointDamaged:
                 pass  # It is removed below.
+            else:
+                kept_updates.add(update)
+                continue
         # The folder first gets a name that is never loaded, so that a folder whose removal was
         # interrupted is not taken for a checkpoint.
         removed = folder.with_name(TEMPORARY + folder.name)

@@ -1,4 +1,4 @@
-"""Serve windows of rows as torch tensors, which one background thread makes ahead of time.
+"""Serve windows of rows as torch tensors. One background thread makes them ahead of time.
 
 A *window* is all rows of one update. A *position* is a place in the endless order in which rows are
 visited, epoch after epoch. Sources of text may have weights. With the weight 2 an epoch visits each row
@@ -95,8 +95,8 @@ class Batches(Iterator[Batch]):
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         self._end_position: int | None = None  # None: the iterator never stops
         if epochs is not None:
-            # The end is later by the skipped positions, so that the number of rows stays the same. If
-            # a window that begins before a range has rows of it, the run has these rows in addition.
+            # The end moves on by the number of skipped positions, so that the number of rows stays the same.
+            # If a window begins before a range and has some of its rows, the run sees these rows in addition.
             self._end_position = epochs * rows.per_epoch + _positions_in(self.skip)
         # The position after the last prefetched window.
         self._next_position = start
@@ -141,6 +141,7 @@ class Batches(Iterator[Batch]):
             position = self._next_position
             if self._end_position is not None and position >= self._end_position:
                 return
+            # The end of the first range to skip that has this position.
             skip_end = next((end for begin, end in self.skip if begin <= position < end), None)
             if skip_end is not None:
                 self._next_position = skip_end
@@ -148,8 +149,8 @@ class Batches(Iterator[Batch]):
             count = self.rows_per_window
             if self._end_position is not None:
                 count = min(count, self._end_position - position)
-            # `_window` is a function and no method, so that the thread has no reference to this
-            # object and ends when the caller drops the iterator.
+            # `_window` is a function and not a method, so that the thread has no reference to this
+            # object, and ends when the caller drops the iterator.
             window = self._worker.submit(
                 _window, self._rows, position, count, self._seed, self._pin
             )
@@ -176,7 +177,9 @@ def _window(rows: Rows, start: int, count: int, seed: int, pin: bool) -> Batch:
 def _tensors(window: dict[str, NDArray[np.int64]], pin: bool = False) -> Batch:
     """Return a window's arrays as tensors, in pinned memory if `pin` is True."""
     tensors = {key: torch.from_numpy(values) for key, values in window.items()}
-    return {key: tensor.pin_memory() for key, tensor in tensors.items()} if pin else tensors
+    if pin:
+        tensors = {key: tensor.pin_memory() for key, tensor in tensors.items()}
+    return tensors
 
 
 def batches_in_order(rows: Rows, indices_R: NDArray[np.int64], batch_rows: int) -> Iterator[Batch]:

@@ -1,6 +1,6 @@
 """Turn prompts and completions that are plain texts into tokens. Only the completions are trained on.
 
-No chat template is needed: the tokens are those of the prompt, those of the completion, and the end
+No chat template is needed: the row has the tokens of the prompt, the tokens of the completion, and the end
 token.
 """
 
@@ -41,20 +41,21 @@ def are_texts(record: Mapping[str, Any]) -> bool:
 def completion_records(file: SourceFile, keys: RecordKeys) -> Iterator[NumberedText]:
     """Yield (record number from 1, conversation as a text or a fault) for every record of a file.
 
-    The text is that of `conversation_text`. A record whose prompt and completion are not both texts
+    The text is what `conversation_text` returns. A record whose prompt and completion are not both texts
     has a fault.
 
     Raises:
         InputRefused: a record has an unknown key.
     """
     for number, record in keyed_records(file, keys):
-        yield number, record if isinstance(record, Fault) else _text_of(record)
+        if isinstance(record, Fault):
+            yield number, record
+        else:
+            yield number, _text_of(record)
 
 
 def _text_of(record: Mapping[str, Any]) -> str | Fault:
-    """Return the text of a record whose prompt and completion are texts, or the fault of a record in which
-    they are not.
-    """
+    """Return the text of a record, or its fault if its prompt and completion are not both texts."""
     needs_template = "needs a chat template, and the model has none"
     if not are_texts(record):
         return Fault(
@@ -81,9 +82,9 @@ def prompt_and_completion(text: str) -> tuple[str, str]:
 
 
 class CompletionEncoder:
-    """A converter of prompts and completions, which are texts, to rows.
+    """A converter of prompts and completions to rows, both of them texts.
 
-    Chats have another converter, `monograph.data.loss_mask.ConversationConverter`.
+    The converter of chats is `monograph.data.loss_mask.ConversationConverter`.
     """
 
     def __init__(self, tokenizer: Tokenizer, answer_options: AnswerOptions) -> None:

@@ -43,8 +43,8 @@ from monograph.storage.reading import parse_json
 # The largest number of messages of a conversation. Each answer is rendered together with all messages
 # before it, so the time grows with the square of the number of messages.
 MAX_MESSAGES = 1000
-# A record may give further variables to the chat template, but not under these names, which other
-# variables of the template, or arguments of the code that renders it, have already.
+# A record may give further variables to the chat template, but not with these names. They are taken by
+# other variables of the template, or by arguments of the code that renders it.
 _RESERVED_NAMES = frozenset(
     "self template tokenizer messages chats tools documents marker marks counts add_generation_prompt".split()
 )
@@ -87,13 +87,16 @@ class Conversation(NamedTuple):
 def conversation_records(file: SourceFile, keys: RecordKeys) -> Iterator[NumberedText]:
     """Yield (record number from 1, conversation as a text or a fault) for every record of a file.
 
-    The text is that of `conversation_text`.
+    The text is what `conversation_text` returns.
 
     Raises:
         InputRefused: a record has an unknown key.
     """
     for number, record in keyed_records(file, keys):
-        yield number, record if isinstance(record, Fault) else conversation_text(record)
+        if isinstance(record, Fault):
+            yield number, record
+        else:
+            yield number, conversation_text(record)
 
 
 def keyed_records(
@@ -110,11 +113,10 @@ def keyed_records(
     Raises:
         InputRefused: a record has an unknown key, or the file cannot be read.
     """
-    records = (
-        json_objects(file.path, exact=True)
-        if file.suffix in LINE_SUFFIXES
-        else _keyed_rows(file.path, keys)
-    )
+    if file.suffix in LINE_SUFFIXES:
+        records = json_objects(file.path, exact=True)
+    else:
+        records = _keyed_rows(file.path, keys)
     for number, record in records:
         if isinstance(record, Fault):
             yield number, record
@@ -130,8 +132,9 @@ def keyed_records(
 
 
 def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """Yield (row number from 1, row or fault) of a table, with the columns that can say what is
-    trained.
+    """Yield (row number from 1, row or fault) for every row of a table.
+
+    A row has only the columns that can say what is trained.
 
     Raises:
         InputRefused: a column is unknown, and has a value somewhere.
@@ -163,7 +166,7 @@ def conversation_text(record: Mapping[str, Any]) -> str | Fault:
         fields: list[Any] = [conversation.messages, conversation.tools, conversation.trained_from]
         # Variables are written only if there are some. The hash of this text decides whether the
         # conversation is held out. Earlier versions wrote no variables, and a conversation without
-        # variables must stay on the side of the split that it had then.
+        # variables must stay on the same side of the split.
         if conversation.variables:
             fields.append(conversation.variables)
         text = json.dumps(fields, ensure_ascii=False)
@@ -216,7 +219,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     _require_order(messages, place_pattern)
     conversation = with_chat_keys(messages, record)
     if trained_from:
-        # "system" may have put one message before the prompt's.
+        # If the record has "system", one message was inserted before the prompt's messages.
         inserted = len(conversation.messages) - len(messages)
         conversation = conversation._replace(trained_from=trained_from + inserted)
     if not conversation.answer_indices:
@@ -229,7 +232,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
 def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
     """Return the conversation of these messages and of the record's values under `CHAT_KEYS`.
 
-    All messages of the conversation may be trained on.
+    Its `trained_from` is 0: every message of the assistant may be trained on.
 
     Raises:
         Unusable: the value of one of these keys is bad.
@@ -250,9 +253,9 @@ def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) ->
 
 
 def require_copy(prompt: object, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Require that the prompt of a record that also has a whole chat is a part of the chat.
+    """Require that a prompt next to a whole chat is a part of the chat.
 
-    Only the chat is trained on. So a prompt that is not a part of the chat would be lost silently.
+    Only the chat is trained on. So a prompt that is not a part of it would be lost silently.
 
     Args:
         prompt: what the record has under "prompt"; None or empty: there is nothing to compare.

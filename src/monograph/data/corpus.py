@@ -53,8 +53,8 @@ class Stats:
         conversations: number of conversations in the training part, 0 for texts.
         bytes: bytes of all text; with conversations, of the text that is trained on.
         tokens: number of targets in one pass over all training rows.
-        trained_share: the share of the training part's tokens that are targets. The first token of a
-            document, which can never be a target, does not count.
+        trained_share: the share of the training part's tokens that are targets. The first token of each
+            document is not counted, because it can never be a target.
         bytes_per_token: mean number of bytes of a token of the training part.
         packed_share: share of the training rows' positions that have an input.
         held_out_documents: number of `documents` that are held out.
@@ -77,8 +77,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised and packed text in two parts: one to train on, and one that is held out to evaluate
-    on.
+    """Tokenised and packed text: one part to train on, and one part held out for evaluation.
 
     Attributes:
         name: the source as it was given.
@@ -109,7 +108,7 @@ class Corpus:
 
     @property
     def record_noun(self) -> str:
-        """Return what a message to the user calls a record of which only answers are trained on.
+        """Return the noun for a record in messages to the user, if only answers are trained on.
 
         It is "conversation", or "completion" if the tokenizer has no chat template.
         """
@@ -282,8 +281,8 @@ def _rows(
 ) -> tuple[Rows, Rows]:
     """Return the rows to train on and the held-out rows."""
     # A large plan of the rows is kept in files. These are put next to the tokens, because the system's
-    # folder for temporary files may be in memory. That folder is used only if the folder of the tokens
-    # cannot be written to, for example because it belongs to another user.
+    # folder for temporary files may be in memory. The system's folder is used only if the folder of the
+    # tokens cannot be written, for example because it belongs to another user.
     scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
     with cache_errors_explained(scratch):
         train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
@@ -442,8 +441,7 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         end = piece.begin + piece.length
         place = f"tokens {piece.begin:,} to {end:,} of {piece.document_tokens:,}"
         lines.append(_paint(f"── {visible(piece.document)}, {place} ──", _RULE_COLOUR, colour))
-        # A piece has a token more than it has inputs: the target of its last position. This token is
-        # always trained on.
+        # A piece has one token more than inputs: the target of its last position, which is always trained on.
         ids = [*inputs.tolist(), int(targets[-1])]
         is_target = [False, *(targets != IGNORE).tolist()]
         lines.append(_render_tokens(tokenizer, ids, is_target, colour))
@@ -484,6 +482,7 @@ def _render_tokens(
 
 
 def _counted(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or plural."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -495,4 +494,5 @@ def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def _paint(text: str, code: str, colour: bool) -> str:
+    """Return a text in the colour of a code, or unchanged if `colour` is False."""
     return f"{code}{text}{_DEFAULT_COLOUR}" if colour else text

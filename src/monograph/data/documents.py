@@ -44,8 +44,8 @@ class Split(NamedTuple):
 
     Attributes:
         cuts: for each file, the position of the first byte that is held out. A text file is held out
-            from there to its end: all of it if the position is 0, and nothing of it if the position is
-            the file's size. Files of records have their size here, because `held_out_buckets` decides
+            from there to its end: as a whole if the position is 0, and not at all if the position is the
+            file's size. For files of records the position is their size, because `held_out_buckets` decides
             about their records.
         held_out_buckets: bool [BUCKETS], true where the bucket's records are held out.
         notes: lines for the user, if a text was cut in two, or if the share of held-out records is
@@ -58,7 +58,7 @@ class Split(NamedTuple):
 
 
 def split_hash(text: bytes) -> bytes:
-    """Return the keyed hash of a text, by which it is held out or not.
+    """Return the keyed hash of a text, which decides whether the text is held out.
 
     Equal texts have equal hashes, so they are always on the same side of the split.
     """
@@ -89,7 +89,7 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
     Text files are held out in groups. A group is a package, or all files with the same bytes. A
     group is not considered if other groups have near copies of its text, unless this holds for all
     groups. Records are held out in buckets. Groups and buckets are chosen separately, by the same
-    steps. The budget is the share `fraction` of the bytes of all groups, or of all buckets. Groups are
+    steps. The budget is `fraction` of the bytes of all groups, or of all buckets. Groups are
     considered in the order of sha256(key, group), and buckets in the order of their numbers:
 
     1. A group or bucket is held out if it still fits the budget.
@@ -105,41 +105,47 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
         bucket_bytes: int64 [BUCKETS], bytes of the records' texts in each bucket.
         fraction: from 0 to 0.5.
     """
-    groups: dict[str, list[int]] = defaultdict(list)
+    cuts, file_notes = _cut_text_files(files, fraction)
+    buckets, record_notes = _split_buckets(bucket_bytes, fraction)
+    return Split(cuts, buckets, (*file_notes, *record_notes))
+
+
+def _cut_text_files(
+    files: Sequence[SourceFile], fraction: float
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return `Split.cuts`, and notes for the user."""
+    groups: dict[str, list[int]] = defaultdict(list)  # the indices of the files of each group
     for index, file in enumerate(files):
         if not file.has_records:
             groups[file.group].append(index)
-    sizes = {
-        group: sum(files[index].size for index in members) for group, members in groups.items()
-    }
+    sizes = {}
+    without_near_copies = []
+    for group, members in groups.items():
+        sizes[group] = sum(files[index].size for index in members)
+        if not any(files[index].has_near_copies for index in members):
+            without_near_copies.append(group)
     budget = math.floor(fraction * sum(sizes.values()))
-    without_near_copies = [
-        group
-        for group, members in groups.items()
-        if not any(files[index].has_near_copies for index in members)
-    ]
     order = sorted(without_near_copies or groups, key=lambda group: split_hash(group.encode()))
     held_out_groups, is_enough = _fill_budget(order, sizes, budget)
     cuts = [file.size for file in files]
-    notes = []
     if is_enough:
         for index in chain.from_iterable(groups[group] for group in held_out_groups):
             cuts[index] = 0
-    else:
-        # The same number of bytes is cut off every file of the largest group, because they may be
-        # copies of one text.
-        largest = groups[max(order, key=sizes.__getitem__)]
-        tail_bytes = budget // len(largest)
-        for index in largest:
-            file = files[index]
-            # A file's first byte is never held out, so that a part of the file is trained on.
-            earliest_cut = max(1, file.size - tail_bytes)
-            cuts[index] = cut_position(file.path, earliest_cut, file.size)
-            if cuts[index] < file.size:
-                end = f"the last {file.size - cuts[index]:,} bytes of {file.name}"
-                notes = [f"held out: {end} (too few documents to hold out whole)"]
-    buckets, record_notes = _split_buckets(bucket_bytes, fraction)
-    return Split(tuple(cuts), buckets, (*notes, *record_notes))
+        return tuple(cuts), ()
+    # The same number of bytes is cut off every file of the largest group, because they may be
+    # copies of one text.
+    notes: tuple[str, ...] = ()
+    largest = groups[max(order, key=sizes.__getitem__)]
+    tail_bytes = budget // len(largest)
+    for index in largest:
+        file = files[index]
+        # A file's first byte is never held out, so that a part of the file is trained on.
+        earliest_cut = max(1, file.size - tail_bytes)
+        cuts[index] = cut_position(file.path, earliest_cut, file.size)
+        if cuts[index] < file.size:
+            end = f"the last {file.size - cuts[index]:,} bytes of {file.name}"
+            notes = (f"held out: {end} (too few documents to hold out whole)",)
+    return tuple(cuts), notes
 
 
 def _split_buckets(
@@ -182,8 +188,8 @@ def _fill_budget(
             held_out_bytes += sizes[unit]
     if 2 * held_out_bytes >= budget:
         return held_out, True
-    # Less than half of the budget is filled. So one more unit that is no larger than the budget may be
-    # added: the sum is then below one and a half budgets.
+    # Less than half of the budget is filled. So if one more unit is added that is no larger than the budget,
+    # the sum is below one and a half budgets.
     small_units = [unit for unit in order if unit not in held_out and sizes[unit] <= budget]
     if not small_units:
         return held_out, False
@@ -224,9 +230,9 @@ class ReadingPlan(NamedTuple):
         skip_bad: whether bad records are skipped; otherwise they are errors.
         answer_options: how conversations become rows of tokens; None if records are texts.
         ignored_keys: the keys of records that are ignored.
-        is_kind_set: whether the user asked for conversations by `text_key`. If so, the keys by which a
-            record also has another form are ignored; otherwise they are refused
-            (`monograph.data.forms`).
+        is_kind_set: whether the user asked for conversations by `text_key`. A record may also have the keys
+            of another form (`monograph.data.forms`). If this is True, these keys are ignored; otherwise they
+            are refused.
         without_template: whether each conversation is a prompt and a completion that are plain texts,
             so that they are trained on without a chat template.
     """
@@ -330,6 +336,7 @@ def bad_record_error(place_and_fault: str) -> InputRefused:
 
 
 def _skipped_notes(skipped: Counter[str], records: int, first_bad: str) -> tuple[str, ...]:
+    """Return a line for the user about skipped records, or nothing if none was skipped."""
     if not skipped:
         return ()
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
@@ -349,7 +356,7 @@ def _records(file: SourceFile, reading: ReadingPlan, keys: RecordKeys) -> Iterat
 
 
 class Documents:
-    """All documents of some files, some of which are held out of training.
+    """All documents of some files. Some of the documents are held out of training.
 
     The constructor reads every record once.
 
@@ -420,8 +427,8 @@ class Documents:
                     parts = _record_parts(record.text, record.size_bytes)
                     yield Document(index, record.number, is_held_out, record.size_bytes, parts)
                 continue
-            # The text before the cut is trained on, and the text from there on is held out. One of the two
-            # may be empty, and is then no document.
+            # The text before the cut is trained on, and the text after it is held out. If one of the two is
+            # empty, there is no document for it.
             cut = self.split.cuts[index]
             for start, stop in ((0, cut), (cut, file.size)):
                 if start < stop:
@@ -445,7 +452,6 @@ class Documents:
             )
         for index in order:
             file = self.files[index]
-            stop = self.split.cuts[index]  # the end of a text file's training text
             if file.has_records:
                 for record in self._usable_records(index):
                     is_held_out = self.split.held_out_buckets[bucket_of(record.digest)]
@@ -454,7 +460,9 @@ class Documents:
                     is_sampled = int.from_bytes(record.digest[2:6]) < share * 2**32
                     if not is_held_out and is_sampled:
                         yield from self._sampled_parts(record.text)
-            elif stop and left_bytes > 0:
+                continue
+            stop = self.split.cuts[index]  # the end of the file's training text
+            if stop and left_bytes > 0:
                 if stop > left_bytes:
                     stop = cut_position(file.path, left_bytes, stop)
                 left_bytes -= stop
@@ -462,8 +470,8 @@ class Documents:
 
     def _sampled_parts(self, text: str) -> Iterator[str]:
         """Yield the parts of a record's text on which a tokenizer is trained."""
-        # The text of a prompt with its completion is JSON, on whose syntax no tokenizer should be
-        # trained.
+        # The text of a prompt with its completion is JSON. The tokenizer is trained on the two texts in it, and
+        # not on the syntax.
         texts = prompt_and_completion(text) if self.reading.without_template else (text,)
         for each_text in texts:
             yield from text_parts(each_text)
@@ -472,8 +480,8 @@ class Documents:
         """Yield the records of a file that have a text and no fault."""
         if index in self.survey.damaged_files:
             return
-        # A new reader of keys is made for this pass. Its counts of ignored keys are not used, because
-        # `survey` has counted them already.
+        # This pass needs a reader of keys of its own. Its counts of ignored keys are not used, because `survey`
+        # has counted them already.
         for number, text in _records(self.files[index], self.reading, self.reading.keys()):
             if text and not isinstance(text, Fault):
                 content = text.encode()
@@ -497,7 +505,10 @@ class _UsableRecord(NamedTuple):
 
 
 def _record_parts(text: str, size: int) -> Iterator[tuple[str, int]]:
-    """Yield `Document.parts` of a record's text, with bytes that are estimated from characters."""
+    """Yield the parts of a record's text, as `Document.parts` has them.
+
+    The bytes that have been read are estimated from the characters.
+    """
     chars = 0
     for part in text_parts(text):
         chars += len(part)

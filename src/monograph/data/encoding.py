@@ -63,7 +63,7 @@ TOKENIZER_SAMPLE_BYTES = 1 << 27
 SIDES = ("train", "held_out")
 _BATCH_CHARS = 1 << 19  # the characters of a batch of parts, which are encoded together
 _PREFETCHED = 2  # the number of batches that are prefetched
-# The number of batches that are encoded at once. While the tokenizers library converts the results
+# The number of batches that are encoded at the same time. While the tokenizers library converts the results
 # of one batch, in a single thread that holds Python's lock, its own threads encode the other batch.
 _ENCODERS = 2
 # The number of parts in each list that `train_tokenizer` prefetches. The tokenizers library also takes
@@ -118,8 +118,8 @@ def train_tokenizer(
         with closing(prefetch(lists, _PREFETCHED)) as prefetched_lists:
             for text in chain.from_iterable(prefetched_lists):
                 if stop.is_set():
-                    # An error stops the training at once. If this function returned instead, the
-                    # library would take this for the end of the text, and compute merges for seconds.
+                    # This error stops the training immediately. If this function returned instead, the
+                    # library would take that for the end of the text, and compute merges for seconds.
                     raise CancelledError
                 yield text
                 read_bytes += len(text.encode())
@@ -307,18 +307,20 @@ def encode_documents(
         for batch in batches:
             _count_spellings(spellings, batch.parts, files)
             submitted.append((batch, pool.submit(_encode_parts, tokenizer, batch.parts, files)))
-            # One batch more than there are encoders is submitted, so that an encoder that has finished
-            # finds a batch at once.
+            # One batch more than there are encoders is submitted, so that an encoder that has finished need
+            # not wait for its next batch.
             if len(submitted) > _ENCODERS:
-                _write_batch(writers, *submitted.popleft(), meter)
-        while submitted:
-            _write_batch(writers, *submitted.popleft(), meter)
+                oldest_batch, encoded = submitted.popleft()
+                _write_batch(writers, oldest_batch, encoded, meter)
+        for batch, encoded in submitted:
+            _write_batch(writers, batch, encoded, meter)
         for writer in writers.values():
             writer.finish()
     return EncodedSides(writers, {}, spellings.notes())
 
 
 def _side_of(document: Document) -> str:
+    """Return the side of a document, one of SIDES."""
     return "held_out" if document.held_out else "train"
 
 
@@ -374,9 +376,9 @@ def encode_conversations(
             except InputRefused as error:
                 # All conversations may have this fault, so they are not skipped.
                 raise InputRefused(f"{where}: {error}") from None
-            # An untagged answer is one whose text differs from what the template itself tags as the
-            # assistant's. The converter describes the first one, but does not know in which record it
-            # is. So the place is added here.
+            # The text of an untagged answer differs from what the template itself tags as the assistant's.
+            # The converter describes the first such answer, but does not know its record. So the place is
+            # added here.
             if untagged_before == 0 and answers.counts["untagged"] > 0:
                 answers.first_untagged = f"{where}: {answers.first_untagged}"
             for row in rows:
@@ -440,13 +442,13 @@ def _encode_parts(
     Raises:
         InputRefused: as in `encode_documents`.
     """
-    # A tokenizer with `inserts_space` puts a space before a text. It must not put one before a part
-    # that is inside a text. So it encodes the first parts of documents in one call, and the parts
-    # inside in another. A tokenizer without `inserts_space` encodes all parts in one call.
+    # A tokenizer with `inserts_space` puts a space before a text, but must not put one before a part
+    # inside a text. So it encodes the first parts of documents in one call, and all other parts in another
+    # call. A tokenizer without `inserts_space` encodes all parts in one call.
     is_inside = [part.inside and tokenizer.inserts_space for part in parts]
     ids_by_inside: dict[bool, Iterator[list[int]]] = {}
     try:
-        for inside in {*is_inside}:
+        for inside in set(is_inside):
             texts = [
                 part.text
                 for part, part_inside in zip(parts, is_inside, strict=True)

@@ -6,13 +6,13 @@ A record is a line of a .jsonl file or a row of a table. Its *kind* says what it
 
 No key is dropped silently. A key of a record is one of these:
 
-- *obeyed*, because it belongs to the record's form;
-- *ignored*: it changes nothing, and is counted, so that the user is told. This happens to metadata
-  (`METADATA`), to a key in data.ignore_keys, to a key whose value is empty, and, if the user has
-  chosen the kind by a setting, to the keys by which the record also has another form. For example, if
-  prefer.loss=dpo chose pairs of answers, a record with "chosen" and "rejected" may also have
-  "messages", which is then ignored;
-- *unknown*: any other key causes an error that names it.
+- *obeyed*, because it belongs to the record's form.
+- *ignored*. It changes nothing, and is counted, so that the user is told. Ignored are metadata
+  (`METADATA`), the keys in data.ignore_keys, and keys whose value is empty. If the user has chosen the
+  kind by a setting, the keys by which the record also has another form are ignored, too. For example,
+  if prefer.loss=dpo chose pairs of answers, a record with "chosen" and "rejected" may also have
+  "messages", which is then ignored.
+- *unknown*, which is any other key. It causes an error that names it.
 
 docs/make_records.py writes the tables of the pages from these declarations.
 """
@@ -67,7 +67,7 @@ class RecordForm:
         needs: {key: description of its value} of the keys by which the form is recognised.
         optional: {key: what it does} of further keys that are obeyed.
         setting: the setting that chooses this form for records that could also have another form,
-            as KEY=VALUE, such as "data.text_key=messages". That of PROMPT_FORM is the key alone.
+            as KEY=VALUE, such as "data.text_key=messages". For PROMPT_FORM it is the key alone.
     """
 
     kind: RecordKind
@@ -194,9 +194,8 @@ class RecordSettings(NamedTuple):
     def ignored_training_keys(self) -> list[str]:
         """Return the keys of data.ignore_keys that are obeyed in some form of record, sorted.
 
-        To ignore one of these keys may change which tokens are trained. To ignore any other key does
-        not. So only these keys are part of the hash under which tokens are stored
-        (`monograph.data.store`).
+        Ignoring one of these keys may change which tokens are trained. Ignoring any other key does not. So
+        only these keys are part of the hash under which tokens are stored (`monograph.data.store`).
         """
         return sorted(key for key in self.ignored_keys if _is_training_key(key))
 
@@ -230,6 +229,7 @@ def forms_of(keys: Iterable[str], record_settings: RecordSettings) -> list[Recor
 
 @lru_cache(maxsize=256)  # Most records of a file have the same keys.
 def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[RecordForm]:
+    """Return what `forms_of` returns."""
     text_key = record_settings.text_key or TEXT
     forms = [form for form in FORMS if all(key in keys for key in form.needs)]
     if LABELLED_FORM in forms:
@@ -244,8 +244,8 @@ def _forms_of(keys: frozenset[str], record_settings: RecordSettings) -> list[Rec
             return selected
         # The record does not have the form that the user asked for. The caller decides what follows.
         return forms
-    # If `text_key` is a key of conversations here, the record has no form. For example, a record with
-    # nothing but a "prompt" is a text with data.text_key=prompt.
+    # `text_key` may be a key of conversations here, if the record has no form. For example, a record that
+    # has only a "prompt" is a text if data.text_key=prompt.
     if text_key not in keys:
         return forms
     text_form = RecordForm(RecordKind.TEXTS, {text_key: "the text"}, {}, setting)
@@ -288,7 +288,7 @@ class RecordKeys:
         self._is_kind_set = is_kind_set
 
     def is_read(self, key: str) -> bool:
-        """Return whether a table's column with this name must be read, as some form obeys this key."""
+        """Return whether a table's column with this name must be read, because some form obeys this key."""
         return key not in self.record_settings.ignored_keys and _is_training_key(key)
 
     def is_ignored(self, key: str) -> bool:
@@ -332,9 +332,9 @@ class RecordKeys:
             is_ignored = key in METADATA or key in ignorable_form_keys or value in EMPTY_VALUES
             if not is_ignored:
                 raise _unknown_key_error(key, form)
-        # If all keys are obeyed, which is usual, nothing is ignored, and the loop over keys is saved.
+        # Most records have only obeyed keys. Then there is nothing to count, and this loop is saved.
         if len(obeyed) < len(record):
-            # Not `kept`, which lacks the keys of data.ignore_keys. They are counted, too.
+            # The loop is over `record`, because `kept` lacks the keys of data.ignore_keys, which are counted, too.
             self.counts.update(
                 key for key, value in record.items() if value is not None and key not in obeyed
             )
@@ -378,8 +378,8 @@ class RecordKeys:
     def _ignorable_form_keys(self, record: Mapping[str, Any]) -> set[str]:
         """Return the needed keys of each form that a record has.
 
-        The record's own form obeys some of these keys, and the caller ignores the rest. If no setting
-        chose the kind, the rest must not be ignored, and the set is empty.
+        The record's own form obeys some of these keys, and the caller may ignore the others. If no setting
+        chose the kind, it must not ignore them, and the set is empty.
         """
         if not self._is_kind_set:
             return set()
@@ -404,6 +404,7 @@ def describe_choices(forms: Sequence[RecordForm]) -> str:
 
 
 def _unknown_key_error(key: str, form: RecordForm) -> InputRefused:
+    """Return the error for a key that records of a form do not know."""
     remedy = REMEDIES.get(key, "remove it")
     return InputRefused(
         f"unknown key {quote(key)} beside {needed_keys(form)}; {remedy}, or {IGNORE_KEY}"

@@ -31,7 +31,7 @@ from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 
 SAMPLE_RECORDS = 100  # the size of the sample of each file
-# The size of the beginning of a text file that is examined for a record.
+# This many bytes at the beginning of a text file are searched for a record.
 _BEGINNING_BYTES = 1 << 16
 
 
@@ -42,11 +42,10 @@ def sample_records(
 
     The records of a table have only the columns by which a form is recognised.
     """
-    records = (
-        json_objects(path)
-        if suffix_of(path) in LINE_SUFFIXES
-        else table_objects(path, _form_columns(path, record_settings))
-    )
+    if suffix_of(path) in LINE_SUFFIXES:
+        records = json_objects(path)
+    else:
+        records = table_objects(path, _form_columns(path, record_settings))
     without_fault = (
         (number, record) for number, record in records if not isinstance(record, Fault)
     )
@@ -54,8 +53,10 @@ def sample_records(
 
 
 def _form_columns(path: Path, record_settings: RecordSettings) -> list[str]:
-    """Return the columns of a table by whose names a form is recognised."""
-    form_keys = {record_settings.text_key or TEXT}.union(*(form.needs for form in FORMS))
+    """Return the names of a table's columns that can show the form of its records."""
+    form_keys = {record_settings.text_key or TEXT}
+    for form in FORMS:
+        form_keys.update(form.needs)
     return [name for name in table_columns(path) if name in form_keys]
 
 
@@ -81,7 +82,10 @@ def kind_of_records(
     text_files = [path for path in paths if suffix_of(path) not in LINE_SUFFIXES | TABLE_SUFFIXES]
     _refuse_hidden_records(text_files, record_settings)
     for path in paths:
-        kind = RecordKind.TEXTS if path in text_files else _kind_in(path, record_settings, skip_bad)
+        if path in text_files:
+            kind: RecordKind | None = RecordKind.TEXTS
+        else:
+            kind = _kind_in(path, record_settings, skip_bad)
         if kind is None:
             continue
         if first_kind is None:
@@ -132,7 +136,7 @@ def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> Rec
             for form in forms:
                 form_places.setdefault(form, place_of(path, number))
         if not form_places and suffix_of(path) in TABLE_SUFFIXES:
-            # All sampled rows are bad. The names of the columns say what good rows would be.
+            # No sampled row has a form. The names of the columns say which form good rows would have.
             row = dict.fromkeys(_form_columns(path, record_settings), "")
             forms = forms_of(record_settings.drop_ignored(row), record_settings)
             form_places = dict.fromkeys(forms, str(path))
@@ -156,10 +160,10 @@ def _kind_in(path: Path, record_settings: RecordSettings, skip_bad: bool) -> Rec
 
 
 def _refuse_hidden_records(text_files: Sequence[Path], record_settings: RecordSettings) -> None:
-    """Refuse text files that all begin with a record in JSON, whose syntax would be trained on.
+    """Refuse text files that all begin with a record in JSON: its syntax would be trained on.
 
-    If only some of the files begin with a record, these may be meant as text like the other files, and
-    no file is refused.
+    If only some of the files begin with a record, they may be meant as text like the others, and no file is
+    refused.
     """
     if not text_files or not all(_begins_with_record(path, record_settings) for path in text_files):
         return

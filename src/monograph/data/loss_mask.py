@@ -1,12 +1,12 @@
 """Choose the tokens of a conversation to train on: those that the model has to generate at
 inference.
 
-An *answer* is a message of the assistant. For answer i, let P_i be the messages before it, rendered
-with a generation prompt, and R_i the messages up to and including it. The text to train on is R_i
-without P_i, with which R_i begins, up to and including the first token that stops inference.
+An *answer* is a message of the assistant. For answer i, let P_i be the text of the messages before it,
+rendered with a generation prompt, and R_i the text of the messages up to and including it. R_i must begin
+with P_i. The text to train on is the rest of R_i, up to and including the first token that stops inference.
 
-This works with any template for which R_i begins with P_i. With any other template, the
-conversation is refused. Nothing is guessed from special tokens or from lengths.
+If a template gives an R_i that does not begin with P_i, the conversation is refused. Nothing is guessed
+from special tokens or from lengths.
 
 A *turn* is a user's message and all messages before the next message of a user.
 
@@ -139,7 +139,8 @@ class ConversationConverter:
                 prompt_ids = row.ids[:answer_begin]
                 last_ids = rows[-1].ids
                 if prompt_ids[: len(last_ids)] == last_ids:
-                    row = MaskedRow(row.ids, rows.pop().spans + row.spans)
+                    last_row = rows.pop()
+                    row = MaskedRow(row.ids, last_row.spans + row.spans)
             rows.append(row)
         return rows
 
@@ -176,14 +177,14 @@ class ConversationConverter:
     def _render_ahead(
         self, conversation: Conversation, answer_indices: Sequence[int], begin: int
     ) -> None:
-        """Render the chats of some answers at once, each without and with the answer.
+        """Render the chats of several answers together, each without and with the answer.
 
         If `_fit_row` has to leave out turns, it needs further chats. These are rendered one by one
         when they are needed.
         """
         messages = conversation.messages
         system = messages[: _system_count(messages)]
-        chats = []
+        chats = []  # (messages, whether a generation prompt follows)
         for answer in answer_indices:
             chats.append(([*system, *messages[begin:answer]], True))
             chats.append(([*system, *messages[begin : answer + 1]], False))
@@ -198,7 +199,7 @@ class ConversationConverter:
             conversation: the conversation.
             answer: index of the answer's message.
             begin: index of the first message, after the system message, in the row of the previous
-                answer. The turns before it are left out here, too.
+                answer. Turns that are left out before that answer are left out before this one, too.
             marker: the marker of the conversation, or "".
 
         Returns:
@@ -246,8 +247,15 @@ class ConversationConverter:
         variables = conversation.template_variables
         template = self._template(conversation)
         try:
-            prompt = rendered(template, self._tokenizer, messages[:-1], marker, True, **variables)
-            chat = rendered(template, self._tokenizer, messages, marker, False, **variables)
+            prompt = rendered(
+                template,
+                self._tokenizer,
+                messages[:-1],
+                marker,
+                add_generation_prompt=True,
+                **variables,
+            )
+            chat = rendered(template, self._tokenizer, messages, marker, **variables)
             # Without a marker, this replaces "" by "", which changes nothing.
             require_system(prompt.replace(marker, ""), messages[:-1])
         except TemplateRefusal as error:
@@ -275,8 +283,8 @@ class ConversationConverter:
                 "the chat template writes nothing before an answer: its first token has no input"
             )
         trained_ids = answer_ids[: stop_indices[0] + 1]
-        # `tagged` renders the chat without markers. So the offsets in the tagged chat are those in the
-        # prompt only if the prompt has no markers, either.
+        # `tagged` renders the chat without markers. So offsets in the tagged chat and in the prompt agree only
+        # if the prompt has no markers either.
         if template.tags_answers and not marker:
             tagged_chat = template.tagged(messages, (_TAG_BEGIN, _TAG_END), **variables)
             self._compare_tags(tagged_chat, prompt, trained_ids)
@@ -317,6 +325,7 @@ class ConversationConverter:
         offset = len(before_tags)
         for part in parts:
             tagged, _, untagged = part.partition(_TAG_END)
+            # Only what is after the prompt belongs to this answer.
             tagged_in_answer += tagged[max(0, len(prompt) - offset) :]
             offset += len(tagged) + len(untagged)
         trained = self._decode(trained_ids)
@@ -389,11 +398,11 @@ def skipped_notes(skipped: Mapping[str, int], first_bad: str) -> list[str]:
 
 
 def configured_stop_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that stop inference: the tokenizer's end of text, and those of
-    generation_config.json.
+    """Return the ids that stop inference.
 
+    They are the tokenizer's end of text, and the ids in generation_config.json.
     Unlike `monograph.text.chat.stop_ids`, this leaves out the token that the chat template writes
-    after an answer: whether that token stops inference is what is checked here.
+    after an answer, because this module checks whether that token stops inference.
     """
     return frozenset({tokenizer.eos_id, *tokenizer.config.stops})
 
@@ -406,14 +415,12 @@ def _unusable(error: InputRefused) -> Unusable:
 
 
 def _system_count(messages: Sequence[Message]) -> int:
-    """Return the number of system messages at the front, 0 or 1. No row leaves a system message out."""
+    """Return the number of system messages at the beginning, 0 or 1. Every row has the system message."""
     return int(messages[0]["role"] == "system")
 
 
 def _changed_prompt_fault(prompt: str, chat: str, marker: str) -> str:
-    """Return the reason to refuse a conversation whose text does not begin with an answer's
-    prompt.
-    """
+    """Return the reason to refuse a chat that does not begin with the prompt of its last answer."""
     prompt = prompt.replace(marker, "")
     chat = chat.replace(marker, "")
     difference = len(os.path.commonprefix([prompt, chat]))

@@ -133,6 +133,7 @@ def message_of(
 
 
 def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object without the keys whose value is null."""
     return {key: inner for key, inner in value.items() if inner is not None}
 
 
@@ -144,7 +145,7 @@ def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {"role": role}
     if "value" in message:
         renamed["content"] = message["value"]
-    # A "content" beside "value" wins, since it has the usual key.
+    # If the message also has "content", this is taken and not "value", because it is the usual key.
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
     return {**renamed, **rest}
 
@@ -162,8 +163,8 @@ def _refuse_keys(message: dict[str, Any], where: str) -> None:
 def _replace_training_keys(message: dict[str, Any], where: str) -> None:
     """Remove the keys that say whether a message is trained on.
 
-    A message of an assistant that these keys exclude from training gets the weight 0. All other
-    messages of an assistant are trained on, and need no key.
+    A message of an assistant that these keys exclude from training gets the weight 0 instead. All other
+    messages of an assistant are trained on, and get no key.
     """
     values = {key: message.pop(key) for key in _TRAINING_KEYS if key in message}
     for key, value in values.items():
@@ -188,6 +189,7 @@ def _clean_calls(message: dict[str, Any], where: str) -> None:
     if value == []:
         del message[CALLS]
         return
+    # `_clean_call` returns None for a call that names no function.
     calls = [_clean_call(call) for call in value] if isinstance(value, list) else []
     if message["role"] != "assistant" or not calls or None in calls:
         expected = "an array of objects that name a function each, of an assistant"
@@ -212,7 +214,7 @@ def _clean_call(value: object) -> dict[str, Any] | None:
 
 
 def _content(value: object, where: str) -> str:
-    """Return a message's content as one text. If the content is a list of parts, they are joined."""
+    """Return a message's content as one text. If it is a list of parts, their texts are joined."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

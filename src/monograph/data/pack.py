@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 
-
 # The largest number of pieces that are packed at a time. With this limit, memory does not grow with the
 # text. A larger limit would not fill rows better.
 BLOCK_PIECES = 1 << 18
@@ -65,8 +64,8 @@ def plan_rows(
         packed: whether to put several pieces into a row, by best fit decreasing among BLOCK_PIECES
             consecutive pieces at a time; otherwise each piece has its own row.
         part_documents: the number of documents of each part, in order.
-        folder: the folder for the result's arrays if they are large. They are then in files without a
-            name, which vanish with the result. None: the folder for temporary files.
+        folder: a folder for the result's arrays. If they are large, they are kept there in files without a
+            name, which vanish with the result. None: the system's folder for temporary files.
     """
     part_rows = []
     total_inputs = 0
@@ -81,8 +80,7 @@ def plan_rows(
             rows_before = offsets.count - 1
             part_starts = document_starts[first_document : first_document + documents + 1]
             for starts_P, lengths_P in _pieces(part_starts, sequence_length):
-                # `ends_R` has the end of each row, counted in these pieces: row r ends before piece
-                # ends_R[r].
+                # These pieces are sorted by their rows. Then row r ends before piece ends_R[r].
                 if packed:
                     row_P = best_fit_decreasing(lengths_P, sequence_length)
                     order_P = np.argsort(row_P, kind="stable")
@@ -145,6 +143,7 @@ class _GrowingArray(AbstractContextManager["_GrowingArray"]):
     def __init__(self, folder: Path | None) -> None:
         self.count = 0
         item_bytes = 8
+        # A file that is in memory up to `max_size`, and on the disk beyond that.
         self._file = tempfile.SpooledTemporaryFile(
             max_size=item_bytes * BLOCK_PIECES, dir=str(folder) if folder else None
         )
@@ -153,6 +152,7 @@ class _GrowingArray(AbstractContextManager["_GrowingArray"]):
         self._file.close()
 
     def append(self, values: Int64) -> None:
+        """Add items at the end."""
         self.count += len(values)
         self._file.write(values.astype(np.int64).tobytes())
 

@@ -1,7 +1,9 @@
-"""Say how long the pieces of documents in a run's rows are.
+"""Describe how long the pieces of documents in a run's rows are.
 
 A token attends only to tokens of its own piece, so these lengths decide how much attention there is to
 compute.
+
+Shape suffixes: P pieces, L lengths from 0 to the longest one.
 """
 
 from typing import NamedTuple
@@ -40,8 +42,9 @@ class PieceLengths(NamedTuple):
         return cls(tuple(lengths.tolist()), tuple(counts_L[lengths].tolist()))
 
     def visible_positions(self, window: int | None = None) -> float:
-        """Return the mean number of positions that a token attends to: those before it in its
-        piece, and its own.
+        """Return the mean number of positions that a token attends to.
+
+        A token attends to its own position and to those before it in its piece. The mean is
 
             sum over pieces of n tokens of (1 + 2 + ... + n) / sum over pieces of n,
 
@@ -53,8 +56,8 @@ class PieceLengths(NamedTuple):
         """
         lengths = np.array(self.lengths, dtype=np.float64)
         visits = np.array(self.visits, dtype=np.float64)
-        # A piece's first tokens, up to the window, attend to 1, 2, 3 ... positions, and each later token
-        # to a full window.
+        # The first tokens of a piece, as many as the window has positions, attend to 1, 2, 3 ... positions. Each
+        # later token attends to a full window.
         within = lengths if window is None else np.minimum(lengths, window)
         pairs = within * (within + 1) / 2 + (lengths - within) * within
         tokens = float(visits @ lengths)

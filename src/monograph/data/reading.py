@@ -38,14 +38,14 @@ _ZSTD_STEP_BYTES = 1 << 10
 # place to cut, but no longer than LONGEST_PART_CHARS.
 PART_CHARS = 1 << 12
 LONGEST_PART_CHARS = 1 << 15
-# A safe place to cut is between a letter or digit and a space or line feed that another letter or
-# digit follows. All split patterns that `tokenizer_file` accepts end a word there, whatever stands
-# further left and right. So a text that is cut there has the tokens of the uncut text.
+# A safe place to cut is after a letter or digit and before a space or line feed that another letter or
+# digit follows. All split patterns that `tokenizer_file` accepts end a word there, whatever the rest of
+# the text is. So a text that is cut there has the tokens of the uncut text.
 _SAFE_CUT = re.compile(r"(?<=[^\W_])(?=[ \n][^\W_])")
 # The last safe place before a position is first looked for in this many characters before it.
 _NEAR_CHARS = 2000
-# The bytes in which `cut_position` looks for a line feed, and then for the first byte of a
-# character, which has at most 4 bytes.
+# How many bytes `cut_position` searches for a line feed, and then for the first byte of a character. A
+# character has at most 4 bytes.
 _LINE_SEARCH_BYTES = 1 << 16
 _CHARACTER_SEARCH_BYTES = 8
 
@@ -247,7 +247,7 @@ def cut_position(path: Path, earliest: int, size: int) -> int:
     # A cut at the end of the file would leave nothing after it.
     if line_feed >= 0 and earliest + line_feed + 1 < size:
         return earliest + line_feed + 1
-    # In UTF-8 every byte of a character but the first begins with the bits 10.
+    # In UTF-8, all bytes of a character except the first begin with the bits 10.
     for offset, byte in enumerate(window[:_CHARACTER_SEARCH_BYTES]):
         is_first_byte = byte & 0xC0 != 0x80
         # A cut at 0 would leave nothing before it.

@@ -58,7 +58,7 @@ def _refuse_constant(name: str) -> None:
 
 
 # This decoder is for records of texts. Only the text of such a record is used, so its numbers do not
-# matter, and integers are read as floats: Python refuses to read integers of thousands of digits. Both
+# matter. Integers are read as floats, because Python refuses to read an int of thousands of digits. Both
 # decoders refuse an object that has a key twice (`object_once`).
 _LENIENT_DECODER = json.JSONDecoder(
     object_pairs_hook=object_once, parse_int=float, parse_constant=_refuse_constant
@@ -85,7 +85,7 @@ def json_texts(path: Path, key: str) -> Iterator[NumberedText]:
 
 
 def _missing_key_hint(record: Mapping[str, Any]) -> str:
-    """Return a hint on a record that has no text but looks like another kind of record, else ""."""
+    """Return a hint if a record without a text looks like another kind of record, and else ""."""
     if "chosen" in record and "rejected" in record:
         return "; such pairs are for `monograph train` with prefer.loss"
     if "prompt" in record:
@@ -115,8 +115,7 @@ def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[st
             yield number, _TOO_LONG
             continue
         # A blank line is skipped. (`isspace` is false for an empty line.) A line that has only a byte order
-        # mark is not blank, and is a fault, because it is no JSON. So the mark is removed only after this
-        # test.
+        # mark is not blank. It is a fault, because it is not JSON. So the mark is removed only after this test.
         if not line or line.isspace():
             continue
         if number == 1:

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 # The id under `targets` at positions without a target: torch's ignore_index.
 IGNORE = -100
-_ROUNDS = 8  # of the Feistel network in `_feistel`
-# Numbers that may overflow are arrays of one element: numpy warns if a scalar overflows, but not if an
-# array does.
+_ROUNDS = 8  # the number of rounds of the Feistel network in `_feistel`
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: the increment of splitmix64
 
+# Sums and products of these numbers are meant to overflow. Single numbers are arrays of one element, because
+# numpy warns if a scalar overflows, but not if an array does.
 UInt64 = NDArray[np.uint64]
 
 
@@ -75,7 +75,7 @@ def weighted_rows_at(
     1. An epoch has W visits, the sum over all shares. Position p is in epoch e = p // W. This epoch
        has the permutation P_{seed,e} of 0 .. W - 1 (see `rows_at`), and position p is its visit
        P_{seed,e}(p mod W). The visits of an epoch are numbered share by share. So the number of a
-       visit says to which share it is, and that it is visit j of the v visits that this epoch makes
+       visit says which share is visited, and that it is visit j of the v visits that this epoch makes
        to the share.
     2. The visits to a share with n rows are also numbered through all epochs, q = e·v + j. Visit q
        is to row P_{seed',q // n}(q mod n) of the share, where seed' depends on the share. But if v
@@ -102,7 +102,7 @@ def weighted_rows_at(
     share_indices = np.searchsorted(visit_ends_S, visits, side="right")
     mixed_seed = _mix(np.full(1, seed % 2**64, dtype=np.uint64))
     result = np.empty(count, dtype=np.int64)
-    first_row = 0  # of the share, among the rows of all shares
+    first_row = 0  # the share's first row, among the rows of all shares
     for index, share in enumerate(shares):
         if share.rows == 0:
             continue
@@ -270,7 +270,7 @@ class Rows:
         if side.answers is None:
             self.tokens = self.inputs
         else:
-            # `answers` is begin, end, begin, end ..., so every second difference is a length.
+            # `answers` is begin, end, begin, end ..., so every second difference is the length of an answer.
             self.tokens = int(np.diff(side.answers)[::2].sum())
         self.bytes = side.bytes
         self.filled_share = self._plan.filled_share
@@ -324,9 +324,9 @@ class Rows:
         ordinal_P = _ordinals(pieces_R)
         piece_P = plan.offsets[indices_R][row_P] + ordinal_P
         lengths_P = plan.lengths[piece_P]
-        # The column at which a piece begins in its row is the number of inputs between the first piece
-        # of the row and this piece. It is a difference of two numbers of inputs before a piece, both
-        # counted from the beginning of the window.
+        # The column at which a piece begins in its row is the number of inputs in the row before it. That is
+        # the number of inputs before the piece, less those before the first piece of its row, both counted
+        # from the beginning of the window.
         inputs_before_P = np.cumsum(lengths_P) - lengths_P
         first_in_row_P = np.arange(len(row_P)) - ordinal_P  # the first piece of each piece's row
         column_P = inputs_before_P - inputs_before_P[first_in_row_P]
@@ -356,11 +356,11 @@ class Rows:
         answers = self._side.answers
         if answers is None:
             return targets_N
-        # `answers` is begin, end, begin, end ... of the answers, in ascending order. An index lies in an
-        # answer if the last of these boundaries at or before the index is a begin, so if the number of
-        # such boundaries is odd.
-        boundaries_before_N = np.searchsorted(answers, index_N, side="right")
-        is_trained_N = boundaries_before_N % 2 == 1
+        # `answers` is begin, end, begin, end ... of the answers, in ascending order. An index is inside an
+        # answer if the last of these boundaries up to the index is a begin. Then the number of boundaries up to
+        # the index is odd.
+        boundaries_N = np.searchsorted(answers, index_N, side="right")
+        is_trained_N = boundaries_N % 2 == 1
         return np.where(is_trained_N, targets_N.astype(np.int64), IGNORE)
 
     def empty(self, count: int) -> dict[str, Int64]:

@@ -2,9 +2,11 @@
 
 A source is the standard library, a file, a folder, a pattern, a saved dataset, a dataset of the
 hub, or standard input. Standard input is first copied to a file, in a folder that the caller gives, the
-*spool*. Packages of the standard library that have near copies in other packages (`near_duplicates`)
-are marked, so that they are never held out: a score on such a package would measure how well a model
-recalls its training text.
+*spool*.
+
+Some packages of the standard library have near copies in other packages (`near_duplicates`). They are
+marked, so that they are never held out: a score on such a package would measure how well a model recalls
+its training text.
 """
 
 import hashlib
@@ -44,11 +46,11 @@ from monograph.storage.writing import cache_errors_explained
 # A line is *long* from this size on, without indentation. Two programmers hardly ever write an
 # equal line of this size by chance.
 LONG_LINE_BYTES = 24
-# The largest share of a group's long lines that other groups may also have, before the group counts
-# as a near duplicate. Measured on the packages of Python 3.11, with a model that predicts a byte from
-# the six bytes before it (order 6): without near duplicates among the held-out packages, it scores
-# 1.87 bits per byte on them. If near duplicates may be held out (ntpath, a near copy of posixpath, and
-# wave, of sunau), it scores 1.72, because it has seen their text.
+# If other groups have more than this share of a group's long lines, the group counts as a near duplicate.
+# Measured on the packages of Python 3.11, with a model that predicts a byte from the six bytes before it:
+# without near duplicates among the held-out packages, it scores 1.87 bits per byte on them. With near
+# duplicates (ntpath, whose near copy is posixpath, and wave, whose near copy is sunau), it scores 1.72,
+# because it has seen their text.
 MAX_SHARED_LINES = 0.03
 
 
@@ -102,9 +104,9 @@ Skipped = list[tuple[str, str]]
 class UnreadFile(NamedTuple):
     """A file of a source before it is read.
 
-    `is_named` says whether the user named this file itself, and not a folder with it or a pattern that
-    matches it. A fault of a named file is an error. Any other file with a fault is skipped and
-    counted. The other attributes are those of `SourceFile`.
+    `is_named` says whether the user named this file itself, and not a folder that has it or a pattern
+    that matches it. If a named file has a fault, that is an error. Any other file with a fault is skipped
+    and counted. The other attributes are those of `SourceFile`.
     """
 
     name: str
@@ -298,8 +300,8 @@ _ARRAY_OF_RECORDS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 # The beginnings of Arrow and Parquet files.
 _TABLE_MAGIC = (b"ARROW1", b"PAR1")
 _IF_TEXT = "call it .txt if its text is meant"
-# {a fault of a file, by which skipped files are counted: its message for a file that the user
-# named}.
+# {the fault of a file: the message about it if the user named the file}. Other files are skipped, and counted by
+# these faults.
 _FAULTS = {
     "empty": "empty file; give a file with text",
     "binary": _BINARY_FAULT,
@@ -533,8 +535,9 @@ def _read_file(candidate: UnreadFile, meter: Meter) -> tuple[SourceFile, str]:
     size = 0
     fault = ""
     for block in blocks:
-        if size == 0:
-            fault = "" if has_records else _text_fault(suffix, block)
+        is_first_block = size == 0
+        if is_first_block and not has_records:
+            fault = _text_fault(suffix, block)
         digest.update(block)
         size += len(block)
     if size == 0:

@@ -77,15 +77,15 @@ class CorpusRequest(NamedTuple):
             reading_values = [self.reading.text_key, self.reading.skip_bad]
             if self.reading.answer_options:
                 reading_values += self._answer_values(self.reading.answer_options)
-            # Of the ignored keys, only those that would say what is trained on.
+            # Of the ignored keys, only those count that would otherwise say what is trained on.
             if self.reading.ignored_training_keys:
                 reading_values.append(self.reading.ignored_training_keys)
         return [_FORMAT_VERSION, self.sources.sha256, self.held_out, reading_values]
 
     def _answer_values(self, answer_options: AnswerOptions) -> list[Any]:
-        """Return the values on which the tokens of conversations depend, beside their messages."""
+        """Return the values, besides the messages, on which the tokens of conversations depend."""
         # Prompts and completions without a template are joined as they are. So of the options, only the
-        # largest length changes tokens. The words distinguish this list from that of a template.
+        # largest length changes tokens. The text in this list distinguishes it from the list for a template.
         if self.reading.without_template:
             return ["prompt and completion", answer_options.max_inputs]
         # With a template, the tokenizer is one that has it, and none is trained.
@@ -154,10 +154,9 @@ class Side(NamedTuple):
         if self.answers is None:
             return 0
         # Here a document is a row of a conversation, and all rows of a conversation have the same record
-        # number. So a conversation begins where the record number changes or a file begins. A file
-        # without documents has the same begin as the next file, which `unique` counts once. Without
-        # documents in the last file, that file's begin is the number of documents, at which no
-        # conversation begins.
+        # number. So a conversation begins where the record number changes or a file begins. If a file has
+        # no documents, the next file begins at the same document, and `unique` counts it once. If that was
+        # the last file, its begin is the number of documents, where no conversation begins.
         record_begins = np.flatnonzero(np.diff(self.records)) + 1
         begins = np.concatenate([[0], record_begins, self.first_documents[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
@@ -216,7 +215,7 @@ def open_or_build(
     if exists(folder):
         try:
             return _open(folder, request, progress)
-        # An `Unreadable` is no InputRefused, so it is not caught and ends the run: the corpus may be
+        # `Unreadable` is not an InputRefused, so it is not caught here, and the run ends: the corpus may be
         # undamaged, and must not be built again.
         except InputRefused as error:
             damage_notes = (f"{error}: tokenised again",)
@@ -359,6 +358,7 @@ def _shard_paths(folder: Path, side: str, reading: ReadingPlan) -> list[Path]:
 
 
 def _digest(manifest: dict[str, Any]) -> str:
+    """Return the hex sha256 of a manifest without its own digest."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -385,7 +385,8 @@ def _open(
     tokenizer = _tokenizer(folder / "tokenizer.json", manifest, request.tokenizer)
     paths = {side: _shard_paths(folder, side, request.reading) for side in encoding.SIDES}
     statuses = (status(path) for side in encoding.SIDES for path in paths[side])
-    meter = Meter(progress, "verify", sum(each.st_size for each in statuses if each is not None))
+    total_bytes = sum(entry.st_size for entry in statuses if entry is not None)
+    meter = Meter(progress, "verify", total_bytes)
     digests = manifest["files"]
     sides = {}
     for side in encoding.SIDES:
@@ -437,7 +438,7 @@ def _manifest(folder: Path, key: str) -> dict[str, Any]:
 def _tokenizer(path: Path, manifest: dict[str, Any], requested: Tokenizer | int) -> Tokenizer:
     """Return the tokenizer of a corpus, after checking the corpus's tokenizer.json.
 
-    This is the requested tokenizer, or the one that was trained for the corpus.
+    It is the requested tokenizer, or the one that was trained for the corpus and is in the file.
 
     Args:
         path: the file.

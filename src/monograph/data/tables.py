@@ -3,8 +3,8 @@
 Any file may be damaged, or made to exhaust memory. So the sizes in a file are checked before anything
 is unpacked, and its offsets are checked before pyarrow follows them.
 
-A *batch* is a number of consecutive rows, which pyarrow reads at once. `pa` is the module pyarrow,
-which is optional and so imported only here, by `_read_by_pyarrow`.
+A *batch* is a number of consecutive rows, which pyarrow reads together. `pa` is the module pyarrow. It is
+optional, so it is imported only where it is needed, by `_read_by_pyarrow`.
 
 Shapes: N values of a column.
 """
@@ -79,7 +79,7 @@ def table_texts(path: Path, key: str) -> Iterator[NumberedText]:
         values = (value for column in read_columns(pa, path, key) for value in column)
         texts = (_text(value, key) for value in values)
         # A file may store a text once for many rows, so `refuse_bombs` gets the length of each row's
-        # text. If a row has a fault, `text` is a `Fault`, a tuple of two, and 2 is too small to matter.
+        # text. A `Fault` in place of a text has the length 2, which is too small to matter.
         sized_texts = ((len(text), text) for text in texts)
         yield from enumerate(refuse_bombs(path, sized_texts), 1)
 
@@ -117,9 +117,8 @@ def _rows(path: Path, batch: RecordBatch) -> list[dict[str, Any]]:
     try:
         return batch.to_pylist()  # type: ignore[no-any-return]
     except (OverflowError, ValueError):
-        name = next(
-            (name for name in batch.schema.names if not _is_convertible(batch.column(name))), ""
-        )
+        names = batch.schema.names
+        name = next((name for name in names if not _is_convertible(batch.column(name))), "")
         fault = f"column {name!r} has a date or time that is outside of the years 1 to 9999"
         raise Damaged(
             path, fault, "correct it, write the column as texts, or leave it out"
@@ -226,7 +225,7 @@ def _read_by_pyarrow(path: Path) -> Iterator[ModuleType]:
     try:
         open_input(path).close()  # `open_input` refuses a FIFO; pyarrow would wait for a writer.
         yield pa
-    # If a file is damaged, pyarrow may raise each of these errors, a MemoryError because of a wrong size.
+    # Pyarrow may raise any of these errors if a file is damaged, e.g. MemoryError for a wrong size.
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
         # An OSError with a number is from the operating system, not about the file's content.
         if isinstance(error, OSError) and error_number(error):
@@ -437,7 +436,7 @@ def _file_sizes(path: Path, file: BinaryIO) -> Iterator[int]:
     refused if they overlap, or if their size is not the one in the footer.
     """
     file_bytes = path.stat().st_size
-    ending_bytes = 4 + len(_MAGIC.rstrip(b"\0"))  # the footer's length, and the magic once more
+    ending_bytes = 4 + len(_MAGIC.rstrip(b"\0"))  # the footer's length, and the magic again
     file.seek(file_bytes - ending_bytes)
     footer_bytes = int.from_bytes(file.read(4), "little")
     footer_begin = file_bytes - ending_bytes - footer_bytes
@@ -518,8 +517,8 @@ def _check_message(path: Path, file: BinaryIO, begin: int, limit: int) -> tuple[
         # The content is a DictionaryBatch, whose field 1 is a RecordBatch.
         dictionary_field = _field_offsets(metadata, content_offset)
         content_offset = _follow_reference(metadata, dictionary_field(1))
-    # Fields of RecordBatch: 2 is the list of buffers, 3 the compression. A batch that is not
-    # compressed claims nothing, because its buffers do not become larger.
+    # Fields of RecordBatch: 2 is the list of buffers, 3 the compression. For a batch that is not
+    # compressed the number of claimed bytes stays 0, because its buffers do not become larger.
     batch_field = _field_offsets(metadata, content_offset)
     claimed_bytes = 0
     if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch_field(3):

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 BLOCK_BYTES = 64 * 1024 * 1024
-# There are several threads, because one computes SHA-256 (0.3 to 2 GB/s) more slowly than a disk reads.
-# They run in parallel, because hashlib releases the GIL.
+# One thread computes SHA-256 (0.3 to 2 GB/s) more slowly than a disk reads. Several threads run in parallel,
+# because hashlib releases the GIL.
 HASH_THREADS = min(8, os.cpu_count() or 1)
 _MAX_PIECES = os.sysconf("SC_IOV_MAX")  # the most that one call of os.preadv or os.pwritev takes
 
@@ -145,7 +145,7 @@ def _transfer(
     """Write or read a whole block.
 
     Args:
-        call: os.pwritev or os.preadv, each call of which may move only a part of the block.
+        call: os.pwritev or os.preadv; one call may move only a part of the block.
         descriptor: the file descriptor.
         block: the block.
         start: the block's offset in the file.

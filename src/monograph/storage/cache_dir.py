@@ -177,8 +177,8 @@ def mark_compiled(key: str) -> None:
 def _mark_file(key: str) -> Path | None:
     """Return the path of the empty file that says that a step is compiled.
 
-    It is in torch's folder for compiled code, which `keep_compiled` or the user has chosen. The result
-    is None if neither has.
+    It is in torch's folder for compiled code, which `keep_compiled` or the user has chosen. If neither has
+    chosen one, the result is None.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return Path(folder, "steps", key_digest(key)) if folder else None

@@ -1,7 +1,7 @@
-"""Decide whether the value of a key names code, which is a function in a Python file, and read the file.
+"""Recognise values of keys that name code, and read the file with the code.
 
-The decision depends on the value alone, and never on which files exist, because a stranger may have
-made them.
+Code is a function in a Python file, written FILE.py:FUNCTION. Whether a value names code depends on the
+value alone, and never on which files exist, because a stranger may have made them.
 """
 
 import hashlib
@@ -12,8 +12,8 @@ from pathlib import Path
 from monograph.errors import InputRefused
 from monograph.storage.reading import read_input
 
-# The largest size of a Python file, more than a person writes. Without a limit, a huge sparse file
-# would exhaust the memory.
+# The largest Python file that is read. No person writes a larger one, and a huge sparse file would exhaust
+# the memory.
 MAX_CODE_BYTES = 16 * 1024 * 1024
 HUB = "hf://"  # a value with this prefix names a repository on the Hugging Face Hub
 
@@ -91,7 +91,7 @@ def folder_named(path: Path) -> str:
 
 
 def digests(values: Iterable[str | None]) -> Mapping[str, str]:
-    """Return the digest of the file that each value names; values that name no code are left out.
+    """Return for each value that names code the digest of its file; other values are left out.
 
     Raises:
         InputRefused, Unreadable: see `Code.source`.

@@ -182,7 +182,8 @@ def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result 
     Raises:
         Unreadable: the system failed to tell.
     """
-    # ValueError comes from a name with a NUL. Unreadable, which `readable` raises, is no OSError.
+    # A name with a NUL gives ValueError. `readable` raises Unreadable, which is not suppressed, because it is no
+    # OSError.
     with suppress(OSError, ValueError), readable(path):
         return os.stat(path, follow_symlinks=follow)
     return None
@@ -270,7 +271,7 @@ def _matching(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
     first = parts[0]
     rest = parts[1:]
     if not glob.has_magic(first):
-        # A folder in the middle of the path need not be tested: one that is missing has no entries.
+        # Only the last part of the path is tested: a folder that is missing has no entries anyway.
         if rest or exists(folder / first):
             yield from _matching(folder / first, rest)
         return
@@ -279,7 +280,7 @@ def _matching(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
         yield from _matching(folder, rest)
     for entry in entries(folder):
         if entry.name.startswith(".") and not first.startswith("."):
-            continue  # as in a shell, a hidden file is matched only by a dot
+            continue  # as in a shell, a hidden file is only matched by a part that begins with a dot
         if first == "**" and is_folder(entry):
             yield from _matching(entry, parts)
         elif fnmatch.fnmatchcase(entry.name, first) and (not rest or is_folder(entry)):
@@ -353,7 +354,7 @@ class KeyTwice(ValueError):
 
 
 def object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of the (key, value) pairs of a JSON object. JSON decoders take it as a hook.
+    """Return a dict of the (key, value) pairs of a JSON object. JSON decoders can call it for each object.
 
     Raises:
         KeyTwice: a key is there twice.

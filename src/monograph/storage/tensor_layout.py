@@ -3,10 +3,13 @@
 A file has the length of its header (8 bytes, little-endian), a JSON header padded with spaces, and
 the bytes of all tensors without gaps (https://github.com/huggingface/safetensors#format).
 
-The `safetensors` library is not used, for two reasons. Its writer refuses strided tensors and
-shared storage, so that all these tensors would have to be copied at once; it also creates files of
-mode 0600 and renames without fsync. Its reader maps the file, so that the bytes may change on the
-disk after they were verified. The tests compare this writer and this reader with the library's.
+The `safetensors` library is not used, for two reasons:
+
+- Its writer refuses strided tensors and shared storage, so all such tensors would have to be copied before
+  the file is written. It also creates files of mode 0600, and renames them without fsync.
+- Its reader maps the file into memory, so the bytes may change on the disk after they were verified.
+
+The tests compare this writer and this reader with the library's.
 """
 
 import json
@@ -40,11 +43,11 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-ORDER = list(NAMES)  # of the dtypes
+ORDER = list(NAMES)  # the order of the dtypes in a file
 LENGTH_BYTES = 8  # bytes at the beginning of a file that say how long the header is
 MAX_HEADER_BYTES = 1 << 24  # enough for 100,000 tensors; the library's own limit is 100 MB
 ALIGNMENT = 8  # the tensors' bytes begin at a multiple of this
-MAX_ELEMENTS = 2**60  # of a tensor, so that its strides do not overflow 64 bits
+MAX_ELEMENTS = 2**60  # the most elements of a tensor, so that its strides do not overflow 64 bits
 
 
 class LayoutError(ValueError):
@@ -98,13 +101,14 @@ def encode(
     def pieces() -> Iterator[memoryview]:
         yield memoryview(prefix)
         for name in names:
-            yield bytes_of(tensors[name] if read is None else read(name))
+            tensor = tensors[name] if read is None else read(name)
+            yield bytes_of(tensor)
 
     return len(prefix) + end, pieces()
 
 
 def prefix_bytes(length_field: bytes, file_bytes: int) -> int:
-    """Return how many bytes are before the tensors: those of the header and of its length field.
+    """Return how many bytes are before the tensors: the header's length field and the header.
 
     Args:
         length_field: the first LENGTH_BYTES of the file, which are the header's length.
@@ -200,6 +204,6 @@ def _entry(name: str, value: dict[str, Any]) -> TensorEntry:
         raise ValueError(f"tensor {name} has a shape or offset that is not a natural number")
     # A size of 0 counts as 1, because the strides of an empty tensor overflow, too, if its shape is,
     # for example, [0, 2**62, 2**62].
-    if math.prod(number or 1 for number in shape) > MAX_ELEMENTS:
+    if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
         raise ValueError(f"tensor {name} has an impossible shape")
     return TensorEntry(name, begin, end, dtype, shape)

@@ -16,18 +16,19 @@ from monograph.storage.reading import entries, open_input
 _TEMPORARY = "monograph-"  # the prefix of temporary folders
 _LOCK = "in-use"  # the file in a temporary folder that its process keeps locked
 
-# Errors of a write for lack of room: no space, over quota, beyond the limit on a file's size.
+# Errors of a write that finds no room: no space is left, or a quota or the limit on a file's size is reached.
 DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-DISK_ERRORS = DISK_FULL_ERRORS | {errno.EIO}  # errors for which the disk is the reason
+DISK_ERRORS = DISK_FULL_ERRORS | {errno.EIO}  # errors that the disk causes
 
 
 @contextmanager
 def cache_errors_explained(folder: Path) -> Iterator[None]:
-    """Turn an OSError of the `with` block, which writes into the cache, into an error that says what
-    the user can do.
+    """Turn an OSError of the `with` block into an error that says what the user can do.
+
+    The block writes into the cache.
 
     Args:
-        folder: the folder that the block writes; the message names it.
+        folder: the folder into which the block writes. The message names it, or the file of the OSError.
 
     Raises:
         DiskFull: an error of `DISK_ERRORS`.
@@ -62,8 +63,8 @@ def temporary_folder() -> Iterator[Path]:
     """
     with suppress(Unreadable):  # raised if the folder of all temporary folders cannot be listed
         for other in entries(tempfile.gettempdir(), _TEMPORARY):
-            # OSError: a process holds the lock, or the file does not exist any more or yet. Unreadable:
-            # the folder is another user's.
+            # OSError: a process holds the lock, or the file is not there yet, or not any more. Unreadable:
+            # the folder belongs to another user.
             with suppress(OSError, Unreadable), open_input(other / _LOCK) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if other.lstat().st_uid == os.getuid():

@@ -1,5 +1,9 @@
 """Read the calls of tools in an answer while it is written.
 
+Texts are mostly *spellings*, strings that have one character below 256 for each byte, and one further
+character for each special token. A *hole* stands for what differs from call to call. `monograph.text.calls`
+describes both.
+
 Shapes: V tokens of the vocabulary.
 """
 
@@ -94,12 +98,11 @@ def _match(pattern: str, text: str, begin: int) -> _Match:
             name = text[position:end]
             position = end
         elif character == ID:
-            end = min(_end_of_run(_ID_CHARACTERS, text, position), position + ID_LENGTH)
-            if (
-                end < position + ID_LENGTH
-            ):  # the id is too short, but may become longer at the text's end
+            end = _end_of_run(_ID_CHARACTERS, text, position)
+            if end < position + ID_LENGTH:
+                # The id is too short. At the end of the text it may become longer.
                 return _Match(is_possible=end == len(text))
-            position = end
+            position += ID_LENGTH
         elif position == len(text):
             return _Match(is_possible=True)
         elif text[position] != character:
@@ -134,7 +137,8 @@ def message_of(
 
     Returns:
         {"role": "assistant", "content": ..., "tool_calls": [{"name": ..., "arguments": ...}, ...]}. The
-        arguments are an object, or what is written if that is no JSON. "tool_calls" may be empty.
+        arguments are the value of their JSON, or the text itself if it is not JSON. "tool_calls" may be
+        empty.
     """
     reader = CallReader(frame, spelling_V, lead, types)
     answer_pieces = [reader.add(ids), reader.finish()]
@@ -145,7 +149,7 @@ def message_of(
                 calls.append({"name": call_piece.name, "arguments": ""})
             calls[call_piece.number]["arguments"] += call_piece.arguments
     for call in calls:
-        # Text that is no JSON, or is nested too deeply, stays as it is.
+        # Text that is not JSON, or is nested too deeply, stays as it is.
         with suppress(ValueError, RecursionError):
             call["arguments"] = parse_json(call["arguments"])
     content = "".join(answer_piece.content for answer_piece in answer_pieces)
@@ -155,8 +159,8 @@ def message_of(
 class CallReader:
     """Reads the calls in an answer, whose ids are added as they are sampled.
 
-    What is not written like the frame is content. White space between the content and a call is left
-    out. The end of the answer so far is kept back while it may be the beginning of a call.
+    Everything that is not written as the frame says is content. White space between the content and a call
+    is left out. The end of the answer so far is kept back while it may be the beginning of a call.
 
     Attributes:
         call_count: how many calls have begun.
@@ -183,25 +187,26 @@ class CallReader:
         self._spelling_V = spelling_V
         self._lead = lead.decode("latin-1")
         self._opening = frame.opening.lstrip(WHITESPACE)
-        # A call before and after its arguments.
+        # What a call has before and after its arguments.
         self._heads = [form.split(ARGUMENTS)[0] for form in (frame.call, *frame.variants)]
         self._tail = frame.call.split(ARGUMENTS)[1]
-        # What may stand after the arguments, as far as the name of another call.
+        # What may stand after the arguments: the closing, or the text up to another call.
         self._ends = [self._tail + frame.closing]
         if frame.between is not None:
             self._ends.append(self._tail + frame.between)
-        # What the arguments begin with; without any, their end follows at once.
+        # What may stand where the arguments begin. If arguments are fields and there are none, this is already what
+        # stands after them.
         self._begins = ["{"] if frame.fields is None else [frame.fields.before, *self._ends]
         self._types = types
         self._field_reader: FieldReader | None = None
         self._pending = ""  # the spelling that is not read yet
         # What `_read` has found, for its result.
         self._parts: list[str | CallPiece | Thought] = []
-        self._has_begun = False  # whether there was any text but white space
+        self._has_begun = False  # whether there was any text other than white space
         self._is_after_call = False  # whether there was nothing but white space since a call
         # The method that reads the pending text: `_read_content`, `_read_arguments`, `_read_fields` or
-        # `_read_end`. It puts another of these methods here when that one must go on. It returns True if
-        # reading can go on at once, and False if it has to wait for more ids.
+        # `_read_end`. It gets whether the answer is complete. It puts another of these methods here when that one
+        # must go on. It returns True if reading can go on now, and False if it has to wait for more ids.
         self._state = self._read_content
         self._decoder = _decoder()
         # Within arguments: the number of open brackets and braces, whether a string is open, and whether the
@@ -228,6 +233,7 @@ class CallReader:
         return self._read(is_final=True)
 
     def _read(self, *, is_final: bool) -> AnswerPiece:
+        """Return the pieces that are certain; `is_final`: no more ids follow."""
         self._parts = []
         while self._state(is_final):
             pass
@@ -261,7 +267,7 @@ class CallReader:
         if match.is_possible and not is_final:
             self._take_content(content_size)
             return False
-        # It is no call. So the trigger's first character is content, and the search goes on after it.
+        # No call begins at the trigger. So its first character is content, and the search goes on after it.
         self._take_content(trigger_begin + 1)
         return True
 
@@ -273,13 +279,15 @@ class CallReader:
         is_possible = False
         for head in self._heads:
             match = _match(before + head, self._pending, begin)
-            if match.end is not None:
-                begun = [_match(text, self._pending, match.end) for text in self._begins]
-                if any(each.end is not None for each in begun):
-                    return match
-                is_possible = is_possible or any(each.is_possible for each in begun)
-            else:
+            if match.end is None:
                 is_possible = is_possible or match.is_possible
+                continue
+            # The arguments must begin after the head.
+            for begin_of_arguments in self._begins:
+                next_match = _match(begin_of_arguments, self._pending, match.end)
+                if next_match.end is not None:
+                    return match
+                is_possible = is_possible or next_match.is_possible
         return _Match(is_possible)
 
     def _kept_size(self) -> int:
@@ -288,14 +296,15 @@ class CallReader:
         They are the longest ending that is a beginning of the trigger, and the white space before it.
         """
         trigger = self._frame.trigger
-        size = min(len(trigger) - 1, len(self._pending))
-        while not trigger.startswith(self._pending[len(self._pending) - size :]):
-            size -= 1
-        before = self._pending[: len(self._pending) - size]
-        return size + len(before) - len(before.rstrip(WHITESPACE))
+        trigger_size = min(len(trigger) - 1, len(self._pending))
+        while not trigger.startswith(self._pending[len(self._pending) - trigger_size :]):
+            trigger_size -= 1
+        before = self._pending[: len(self._pending) - trigger_size]
+        certain_size = len(before.rstrip(WHITESPACE))
+        return len(self._pending) - certain_size
 
     def _begin_call(self, name: str, end: int) -> None:
-        """Begin a call, whose arguments begin at `end`."""
+        """Begin a call of the tool `name`; its arguments begin at `end` in the pending text."""
         self._flush_decoder()
         self._parts.append(CallPiece(self.call_count, name, ""))
         self.call_count += 1
@@ -358,7 +367,7 @@ class CallReader:
             if is_final:  # the answer was cut off after the arguments
                 self._pending = ""
             return False
-        # If the model has written neither, what it has written is content.
+        # If the model has written neither another call nor the closing, what it has written is content.
         if closing.end is not None:
             self._pending = self._pending[closing.end :]
         self._is_after_call = True
@@ -371,10 +380,12 @@ class CallReader:
         self._pending = self._pending[size:]
 
     def _add_content(self, spelled: str) -> None:
+        """Add a spelling to the content."""
         self._has_begun = self._has_begun or _has_text(spelled)
         self._add_text(self._decoder.decode(bytes_of(spelled)))
 
     def _add_text(self, text: str) -> None:
+        """Add a piece of content to the result, unless it is empty."""
         if text:
             self._parts.append(text)
 
@@ -386,7 +397,7 @@ class CallReader:
             self._parts.append(CallPiece(self.call_count - 1, None, text))
 
     def _flush_decoder(self) -> None:
-        """Add a character whose bytes were cut off, as U+FFFD, to the arguments or to the content."""
+        """End the text of the decoder: an unfinished character becomes U+FFFD in the arguments or content."""
         text = self._decoder.decode(b"", final=True)
         if text and self._state == self._read_arguments:
             self._parts.append(CallPiece(self.call_count - 1, None, text))
@@ -396,6 +407,7 @@ class CallReader:
 
 
 def _decoder() -> codecs.IncrementalDecoder:
+    """Return a decoder of UTF-8 that gets its bytes piece by piece."""
     return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
 

@@ -1,6 +1,6 @@
 """Find out how a model's chat template writes the calls of tools in an answer.
 
-The result is a `CallFrame`, by which `monograph.text.call_reader` reads the calls in an answer of the
+The result is a `CallFrame`. With it, `monograph.text.call_reader` reads the calls in an answer of the
 model, and `monograph.automata.calls` makes the model write calls.
 
 A frame is found by trying the template: a chat with known calls is rendered, and the names, arguments and
@@ -9,9 +9,9 @@ long as its template writes each call's name and then its arguments, as JSON or 
 (`monograph.text.notation`). Some templates write no calls, but tell the model in words how to write them.
 Their frames are in the table `_DESCRIBED`.
 
-Ids are compared by their *spelling*: a string that has one character below 256 for each byte of a
-token, and one character from `SPECIAL` on for a special token. So a special token is never the same as
-its letters in a text.
+Token ids are compared by their *spelling*: a string that has one character below 256 for each byte of an
+ordinary token, and one character from `SPECIAL` on for each special token. So a special token is never the
+same as its letters in a text.
 
 A *hole* is a character in a frame that stands for what differs from call to call: the name, the arguments
 or the id.
@@ -35,7 +35,9 @@ from monograph.text.tokenizer import Tokenizer
 # The character of special token i is SPECIAL + i. Neither a byte nor a hole has this character.
 SPECIAL = 1 << 16
 # The holes.
-NAME, ARGUMENTS, ID = "\u0100", "\u0101", "\u0102"
+NAME = "\u0100"
+ARGUMENTS = "\u0101"
+ID = "\u0102"
 _HOLES = {NAME: "name", ARGUMENTS: "arguments", ID: "id"}
 # Templates that write a call's id want this number of letters and digits.
 ID_LENGTH = 9
@@ -62,7 +64,7 @@ class CallFrame:
 
     Attributes:
         opening: what stands before the first call.
-        call: a call from its first to its last hole. It has the holes NAME, ARGUMENTS and perhaps ID.
+        call: a call from its first to its last hole. The holes are NAME, ARGUMENTS and perhaps ID.
         between: what stands between two calls; None: the template writes one call in an answer.
         closing: what stands between the last call and the end of the answer.
         follows_text: whether the answer may have text before the calls; if not, only white space and
@@ -90,8 +92,8 @@ class CallFrame:
         there is no such text, it is the whole opening.
         """
         opening = self.opening.lstrip(WHITESPACE)
-        before_json = re.split(r"[{\[\n]", opening, maxsplit=1)[0].rstrip(WHITESPACE)
-        return before_json or opening
+        before_json, *_ = re.split(r"[{\[\n]", opening, maxsplit=1)
+        return before_json.rstrip(WHITESPACE) or opening
 
     def spelling_of(self, calls: Sequence[Call]) -> str:
         """Return the spelling of an answer that has only these calls; ids are zeros."""
@@ -128,7 +130,10 @@ def _bytes_as_characters(text: str) -> str:
 
 
 def parts_of(text: str) -> list[str | int | dict[str, Any]]:
-    """Return the parts of a spelling as JSON: texts, ids of special tokens, and holes."""
+    """Return the parts of a spelling as JSON: texts, ids of special tokens, and holes.
+
+    `monograph.automata.calls` describes parts.
+    """
     parts: list[str | int | dict[str, Any]] = []
     for run in re.findall("[\0-\xff]+|.", text, re.DOTALL):
         if run in _HOLES:
@@ -155,7 +160,7 @@ class _DescribedCalls(NamedTuple):
     """A family whose chat template tells the model in words how to write calls, and writes none itself.
 
     Attributes:
-        variable: the template's variable with the functions. A template is of this family if it reads it.
+        variable: the template's variable with the functions. A template that reads it is of this family.
         frame: how the model is told to write calls. Special tokens are written as their letters here.
     """
 
@@ -205,7 +210,7 @@ def _described_calls(tokenizer: Tokenizer) -> _DescribedCalls | None:
     words = template_of(tokenizer).words
     if CALLS in words:
         return None
-    return next((each for each in _DESCRIBED if each.variable in words), None)
+    return next((described for described in _DESCRIBED if described.variable in words), None)
 
 
 def _with_calls_in_content(frame: CallFrame, message: Message) -> Message:
@@ -231,6 +236,7 @@ def _with_special_tokens(frame: CallFrame, tokenizer: Tokenizer) -> CallFrame:
     """Return a frame in which the letters of special tokens are replaced by their characters in spellings."""
 
     def spelled(text: str) -> str:
+        """Return a text in which each special token is one character."""
         for token, token_id in tokenizer.special.items():
             text = text.replace(token, chr(SPECIAL + token_id))
         return text
@@ -302,7 +308,7 @@ class _FrameFinder:
         if not any(name in self._prompt for name in _NAMES):
             raise InputRefused("the chat template does not show tools to the model")
         one_call = self._answer(count=1)
-        separators = next((each for each in _SEPARATORS if _json_of(0, each) in one_call), None)
+        separators = next((pair for pair in _SEPARATORS if _json_of(0, pair) in one_call), None)
         if separators is None:
             self._fields = self._find_fields()
         else:
@@ -319,8 +325,8 @@ class _FrameFinder:
             fields=self._fields,
         )
         _require_readable(frame)
-        # Some templates leave out text before calls. The model may write such text all the same, if a text
-        # that is no JSON, such as <tool_call>, marks where the calls begin.
+        # Some templates leave out text before calls. The model may still write such text if the beginning of
+        # the calls is marked by a text that is not JSON, such as <tool_call>.
         is_marked = frame.trigger[0] not in "{["
         variants = _variants(frame, self._tokenizer)
         return replace(frame, follows_text=follows_text or is_marked, variants=variants)
@@ -356,17 +362,20 @@ class _FrameFinder:
         if content:
             answer["content"] = content
         chat = self._spelled([_QUESTION, answer])
-        begin = next((text for text in (self._prompt, self._header) if chat.startswith(text)), None)
-        if begin is None:
+        # The answer comes after the prompt, or after the header if the template writes the prompt in another way
+        # once there is an answer.
+        begins = [text for text in (self._prompt, self._header) if chat.startswith(text)]
+        if not begins:
             raise InputRefused("the chat template writes another prompt once there is an answer")
-        return self._stop_pattern.split(chat[len(begin) :], maxsplit=1)[0]
+        answer_text, *_ = self._stop_pattern.split(chat[len(begins[0]) :], maxsplit=1)
+        return answer_text
 
     @cached_property
     def _header(self) -> str:
         """What the template writes before the content of an answer without calls.
 
-        The prompt may end with the beginning of thoughts, or with empty ones, which are not there once
-        there is an answer.
+        It may differ from the prompt: the prompt may end with the beginning of thoughts, or with empty
+        thoughts, which the template does not write before an answer.
         """
         chat = self._spelled([_QUESTION, {"role": "assistant", "content": _CONTENT}])
         return chat.partition(_CONTENT)[0]
@@ -375,6 +384,7 @@ class _FrameFinder:
         """Return how the template writes arguments that are not JSON."""
 
         def render(arguments: Mapping[str, Any]) -> str:
+            """Return the spelling of an answer with one call, which has these arguments."""
             return self._answer(1, arguments=[arguments])
 
         try:
@@ -405,25 +415,24 @@ class _FrameFinder:
         """
         try:
             answer = self._with_holes(self._answer(count=1, content=_CONTENT))
-        except InputRefused:  # some templates refuse a call beside a content
+        except InputRefused:  # some templates refuse an answer with both a content and a call
             return before, False
-        after_content = answer.partition(_CONTENT)[2]
-        if (
-            NAME not in after_content
-        ):  # the template leaves the content out, or writes it after the call
+        _, _, after_content = answer.partition(_CONTENT)
+        if NAME not in after_content:
+            # The template leaves the content out, or writes it after the call.
             return before, False
-        between_content_and_call = re.split(f"[{NAME}{ARGUMENTS}{ID}]", after_content, maxsplit=1)[
-            0
-        ]
+        any_hole = f"[{NAME}{ARGUMENTS}{ID}]"
+        after_text, *_ = re.split(any_hole, after_content, maxsplit=1)  # from the text to the call
         size = 0  # the number of characters of the common ending
-        while size < len(before) and before[-size - 1 :] == between_content_and_call[-size - 1 :]:
+        while size < len(before) and before[-size - 1 :] == after_text[-size - 1 :]:
             size += 1
         opening = before[len(before) - size :].lstrip(WHITESPACE)
         if not opening:
             raise InputRefused(
                 "the chat template writes nothing before a call that tells it from text"
             )
-        # White space before the opening belongs to it at the beginning of an answer, but not after thoughts.
+        # White space before the opening belongs to it if nothing else is before it. Otherwise, e.g. after empty
+        # thoughts, it does not.
         if before.lstrip(WHITESPACE) == opening:
             opening = before
         return opening, True
@@ -434,7 +443,8 @@ class _FrameFinder:
             answer = self._with_holes(self._answer(count=2))
         except InputRefused:
             return None
-        begin, end = before + call, call + closing
+        begin = before + call
+        end = call + closing
         has_both = answer.startswith(begin) and answer.endswith(end)
         if not has_both or len(answer) <= len(begin) + len(end):
             return None
@@ -446,9 +456,10 @@ def _variants(frame: CallFrame, tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the other ways to write a call that the models of a family use; see `CallFrame.variants`."""
     if frame.trigger != "to=functions.":  # only gpt-oss has other ways
         return ()
-    # These models also name the function after the channel, and may then say that JSON follows.
+    # These models also write the function's name after the channel, and may then say that JSON follows.
     spelled = {token: chr(SPECIAL + token_id) for token, token_id in tokenizer.special.items()}
-    constrain, message = (spelled.get(token) for token in ("<|constrain|>", "<|message|>"))
+    constrain = spelled.get("<|constrain|>")
+    message = spelled.get("<|message|>")
     if constrain is None or message is None:
         return ()
     before_arguments = (f"{constrain}json{message}", f" {constrain}json{message}", message)
@@ -476,8 +487,8 @@ def _split_at_call(answer: str) -> tuple[str, str, str]:
 
 def _require_readable(frame: CallFrame) -> None:
     """Refuse a frame whose calls cannot be told apart from what stands around them."""
-    after_name = frame.call.partition(NAME)[2][0]  # one character
-    if NAME_CHARACTERS.fullmatch(after_name):
+    _, _, after_name = frame.call.partition(NAME)
+    if NAME_CHARACTERS.fullmatch(after_name[0]):
         raise InputRefused("the chat template does not mark the end of a call's name")
     if not frame.trigger:
         raise InputRefused("the chat template writes nothing before a call that tells it from text")

@@ -1,9 +1,9 @@
 """Turn a chat into token ids, and find the ids that end an answer.
 
 Control tokens are special tokens that structure a chat, e.g. <|im_end|>. They come only from the
-template, never from the text of a message. If somebody writes the letters of a control token in a
-message, the token is *typed*. Such letters are encoded as letters, so that no message can end its turn.
-To tell typed letters from the template's own, a *marker* is put between them before the chat is rendered.
+template, never from the text of a message. If a message has the letters of a control token, the token is
+*typed*. Such letters are encoded as letters, so that no message can end its turn. To tell them from the
+template's own control tokens, a *marker* is put between the letters before the chat is rendered.
 """
 
 import json
@@ -20,7 +20,8 @@ _PRIVATE_USE = range(0xE000, 0xF900)  # Unicode's private characters; a marker i
 # The roles whose messages are instructions for the whole chat.
 _SYSTEM_ROLES = ("system", "developer")
 # A chat of one turn, which every template can render.
-_QUESTION, _ANSWER = "What is it?", "It is an answer."
+_QUESTION = "What is it?"
+_ANSWER = "It is an answer."
 
 
 def template_of(tokenizer: Tokenizer, tools: object = None) -> ChatTemplate:
@@ -209,7 +210,7 @@ def stop_ids(tokenizer: Tokenizer, model_eos_ids: Collection[int] = ()) -> tuple
     """
     stops = [tokenizer.eos_id, *tokenizer.config.stops, end_of_turn(tokenizer)]
     if not tokenizer.config.stops:
-        stops += sorted({*model_eos_ids} & {*tokenizer.special.values()})
+        stops += sorted(set(model_eos_ids).intersection(tokenizer.special.values()))
     valid_stops = (stop for stop in stops if stop is not None and stop < tokenizer.vocab_size)
     return tuple(dict.fromkeys(valid_stops))
 
@@ -239,7 +240,7 @@ def _texts(value: object) -> Iterator[str]:
 def _is_word(key: object) -> bool:
     """Return whether a key is a word, such as the keys that a template reads in a message.
 
-    The keys of a call's arguments may be any texts, even the letters of control tokens.
+    Other keys are texts, too: the keys of a call's arguments may even be the letters of control tokens.
     """
     return not isinstance(key, str) or re.fullmatch(r"\w+", key) is not None
 

@@ -38,9 +38,9 @@ class LosslessCheck:
         self._checked = checked
         self._engine = engine
         self._engine_inside = engine_inside
-        # In a byte-level vocabulary each letter stands for a byte: "Ġ" for a space. An added token is not
-        # written so, and its letters stand for themselves. But the library does not tell the two apart. An
-        # added token "Ġa" may be decoded to " a", and merges may make it of the text " a".
+        # In a byte-level vocabulary each letter stands for a byte, e.g. "Ġ" for a space. The letters of an added
+        # token stand for themselves. But the library does not tell the two apart: it may decode an added token
+        # "Ġa" to " a", and merges may produce that token from the text " a".
         ambiguous_ids = set[int]()
         is_byte_level = checked.marks is None  # otherwise spaces are written as MARK
         if is_byte_level:
@@ -48,7 +48,7 @@ class LosslessCheck:
                 letters = (engine.id_to_token(token_id) or "").encode()
                 if token_id in checked.ids_from_merges or checked.pieces[token_id] != letters:
                     ambiguous_ids.add(token_id)
-        # The ids of special tokens that merges can make of the letters of a text.
+        # The ids of special tokens that merges can produce from the letters of a text.
         self._special_from_text = checked.ids_from_merges.intersection(checked.special.values())
         # A text loses nothing if its ids have no suspect id, and all of its characters have tokens.
         self._suspect_ids = self._special_from_text | ambiguous_ids
@@ -98,7 +98,7 @@ class LosslessCheck:
         decoded = b"".join(self._checked.pieces[token_id] for token_id in ids)
         before = self._comparable(text)
         after = self._comparable(decoded.decode(errors="replace"))
-        # They may be equal although a character has no token: an added token may contain it.
+        # The two may be equal even if a character has no token, because an added token may contain it.
         if before == after:
             return ""
         if character_fault:
@@ -111,7 +111,7 @@ class LosslessCheck:
         )
 
     def _comparable(self, text: str) -> str:
-        """Return a text in normal form; without spaces, if the tokenizer inserts spaces."""
+        """Return a text in normal form, and without spaces if the tokenizer inserts or rewrites them."""
         normal = self._normal(text)
         if self._checked.inserts_space or self._checked.marks:
             return normal.replace(" ", "").replace(MARK, "")

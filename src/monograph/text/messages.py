@@ -78,7 +78,7 @@ def for_template(
     words = template.words
     for number, message in enumerate(converted):
         for key in message.keys() - words - {"role", "content"}:
-            # The template may read thoughts by another key. `ChatTemplate` then puts them there.
+            # If the template reads thoughts under another of their keys, `ChatTemplate` puts them there.
             if key in THOUGHTS and not THOUGHTS.isdisjoint(words):
                 continue
             if key in _NEVER_REFUSED or key in THOUGHTS:
@@ -160,7 +160,9 @@ def _convert_call(template: ChatTemplate, call: object, counter: Counter[str]) -
         return call
     counter["parsed"] += 1
     converted_function = {**function, "arguments": arguments}
-    return converted_function if function is call else {**call, "function": converted_function}
+    if function is call:
+        return converted_function
+    return {**call, "function": converted_function}
 
 
 def _has_effect(
@@ -170,7 +172,7 @@ def _has_effect(
     key: str,
     variables: Mapping[str, Any],
 ) -> bool:
-    """Return whether `key` of message `number` changes the rendered text."""
+    """Return whether the rendered text changes if message `number` loses `key`."""
     without_key = [dict(message) for message in messages]
     del without_key[number][key]
     return template.render(messages, **variables) != template.render(without_key, **variables)

@@ -10,7 +10,8 @@ The fields are found by trying: a call with known arguments is rendered, and the
 are not arguments are what the template writes around them. Values of each type are rendered alone, and a
 value of all types must then be rendered as expected.
 
-All texts here are spellings (`monograph.text.calls`).
+All texts here are spellings: strings that have one character below 256 for each byte, and one further
+character for each special token (`monograph.text.calls`).
 """
 
 import json
@@ -38,8 +39,9 @@ class Quotes(NamedTuple):
 
     def write(self, text: str) -> str:
         """Return the spelling of a text."""
-        written = json.dumps(text, ensure_ascii=False)[1:-1] if self.is_escaped else text
-        return self.opening + written.encode().decode("latin-1") + self.closing
+        if self.is_escaped:
+            text = json.dumps(text, ensure_ascii=False)[1:-1]  # without JSON's own quotes
+        return self.opening + _spelled(text) + self.closing
 
     def grammar(self, parts_of: PartsOf) -> Grammar:
         """Return the quotes as JSON for `monograph.automata.calls`."""
@@ -76,7 +78,7 @@ class Notation:
         if isinstance(value, str):
             return self.text.write(value)
         if isinstance(value, bool) or value is None:
-            return self.words[(True, False, None).index(value)]
+            return _word_of(value, self.words)
         if isinstance(value, list):
             opening, separator, closing = self.array
             return opening + separator.join(self.write(item) for item in value) + closing
@@ -138,10 +140,8 @@ class Fields:
         """Return the spelling of arguments."""
         fields = []
         for name, value in in_order(arguments, self.is_sorted):
-            spelled_name = name.encode().decode("latin-1")
-            fields.append(
-                self.before + spelled_name + self.middle + self.write_value(value) + self.after
-            )
+            name_and_value = _spelled(name) + self.middle + self.write_value(value)
+            fields.append(self.before + name_and_value + self.after)
         return self.separator.join(fields)
 
     def write_value(self, value: Any) -> str:
@@ -149,7 +149,7 @@ class Fields:
         if isinstance(value, str):
             return self.text.write(value)
         if isinstance(value, bool) or value is None:
-            return self.words[(True, False, None).index(value)]
+            return _word_of(value, self.words)
         return self.inner.write(value)
 
     def grammar(self, parts_of: PartsOf) -> Grammar:
@@ -169,16 +169,30 @@ class Fields:
 def in_order(members: Mapping[str, Any], is_sorted: bool) -> list[tuple[str, Any]]:
     """Return the members of an object in the order in which they are written.
 
-    The order of names is that of Jinja's `dictsort`, which ignores case.
+    Names are sorted as by Jinja's `dictsort`, which ignores case.
     """
     if is_sorted:
         return sorted(members.items(), key=lambda member: member[0].lower())
     return list(members.items())
 
 
+def _spelled(text: str) -> str:
+    """Return the spelling of a text without special tokens."""
+    return text.encode().decode("latin-1")
+
+
+def _word_of(value: bool | None, words: tuple[str, str, str]) -> str:
+    """Return what is written for a value; `words` are for true, false and null."""
+    true, false, null = words
+    if value is None:
+        return null
+    return true if value else false
+
+
 # ── finding the fields ────────────────────────────────────────────────────────────────────────────
 
-# Names and values that no template contains, and of which none is part of another one.
+# Names and values that no template contains. None of them is part of another one, and the names of each pair are
+# in alphabetical order.
 _NAMES = ("zqg", "zqi")
 _INNER_NAMES = ("zqj", "zql")
 _NUMBERS = (70707, 60606)
@@ -206,6 +220,7 @@ def find_fields(render: Callable[[Mapping[str, Any]], str]) -> Fields:
     around = _find_around(render)
 
     def value(known: Any) -> str:
+        """Return the spelling of a value, found by rendering it as the only argument."""
         return _between(render({_NAMES[0]: known}), around.begin, around.end)
 
     fields = Fields(
@@ -222,9 +237,12 @@ def find_fields(render: Callable[[Mapping[str, Any]], str]) -> Fields:
         if value(known) != fields.write_value(known):
             raise NotFound
     if fields.has_bare_texts:
-        is_readable = bool(fields.after)  # it says where a text ends
+        # Only what stands after a value says where a text ends.
+        is_readable = bool(fields.after)
     else:
-        is_readable = (fields.text, fields.words) == (fields.inner.text, fields.inner.words)
+        # `monograph.text.field_reader` reads these values in the notation of values inside others.
+        inner = fields.inner
+        is_readable = fields.text == inner.text and fields.words == inner.words
     if not is_readable:
         raise NotFound
     return fields
@@ -256,20 +274,20 @@ def _find_around(render: Callable[[Mapping[str, Any]], str]) -> _Around:
     with_two = render({first: number, second: other})
     begin, end = _split(with_one, str(number))
     head, middle = _split(begin, first)
-    # Where the fields begin in the answer that has none. What is before stands before `before`, and the
-    # rest stands after `after`. If several places are possible, the calls are the same texts; one at white
-    # space cuts no tag.
-    places = [
-        place
-        for place in range(len(without) + 1)
-        if head.startswith(without[:place]) and end.endswith(without[place:])
-    ]
+    # Find the place of the fields in the answer without fields: the text up to there begins `head`, and the
+    # text from there on ends `end`. The rest of `head` is then `before`, and the rest of `end` is `after`.
+    places = []
+    for place in range(len(without) + 1):
+        if head.startswith(without[:place]) and end.endswith(without[place:]):
+            places.append(place)
     if not places or not middle:
         raise NotFound
-    at_space = [place for place in places if without[place : place + 1].isspace()]
-    place = (at_space or places)[0]
+    # If several places are possible, all of them describe the same calls. A place at white space is preferred,
+    # because it does not cut a tag in two.
+    places_at_space = [place for place in places if without[place : place + 1].isspace()]
+    place = (places_at_space or places)[0]
     before = head[place:]
-    after = end[: len(end) - (len(without) - place)]
+    after = end.removesuffix(without[place:])
     begin_of_second = begin + str(number) + after
     end_of_first = before + second + middle + str(other) + end
     separator = _between(with_two, begin_of_second, end_of_first)
@@ -277,7 +295,12 @@ def _find_around(render: Callable[[Mapping[str, Any]], str]) -> _Around:
 
 
 def _is_sorted(render: Callable[[Mapping[str, Any]], str], names: tuple[str, str]) -> bool:
-    """Return whether a template sorts the members of an object."""
+    """Return whether a template sorts the members of an object by their names.
+
+    Args:
+        render: returns the spelling of an object.
+        names: two names, in alphabetical order.
+    """
     first, second = names
     written = render({second: 1, first: 2})
     return written.index(first) < written.index(second)
@@ -294,15 +317,20 @@ def _find_quotes(value: Callable[[Any], str]) -> Quotes:
 
 
 def _find_inner(value: Callable[[Any], str]) -> Notation:
-    """Return how arrays and objects are written."""
+    """Return how arrays and objects are written, by a function that returns the spelling of a value."""
     number, other = _NUMBERS
+    # [number, other] is written as: opening number separator other closing.
     array_opening, rest = _split(value([number, other]), str(number))
     array_separator, array_closing = _split(rest, str(other))
 
     def item(known: Any) -> str:
+        """Return the spelling of a value inside an array."""
         return _between(value([known]), array_opening, array_closing)
 
     first, second = _INNER_NAMES
+    # {first: number, second: other} is written as: begin first middle number gap second middle other closing.
+    # `begin` is the object's opening and what stands before a name. `gap` is the separator and what stands before a
+    # name. The object without members is written as the opening and the closing.
     begin, rest = _split(item({first: number, second: other}), first)
     middle, rest = _split(rest, str(number))
     gap, rest = _split(rest, second)

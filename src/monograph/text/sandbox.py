@@ -48,6 +48,7 @@ class _Generation(jinja2.ext.Extension):
         environment.extend(generation_marks=("", ""))
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Return a node that calls `_inside` with the text between the tags."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
@@ -84,6 +85,7 @@ class _Namespace(Namespace):
 
 
 def _require_public(name: object) -> None:
+    """Refuse a name in a namespace that begins with an underscore."""
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(
             f"the name {name!r} in a namespace begins with an underscore"
@@ -104,6 +106,7 @@ def _tojson(
 
 
 def _raise_exception(message: object) -> None:
+    """Refuse the chat; templates call this as `raise_exception`."""
     raise jinja2.exceptions.TemplateError(str(message))
 
 

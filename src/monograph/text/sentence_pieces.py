@@ -117,20 +117,28 @@ def read_marks(
         )
     # If decoding turns <0xXX> into a byte, these letters in a text must not be encoded to that token. This could
     # happen in three ways: by merges, as a whole vocabulary entry, or as an added token.
-    merges = model.get("merges")
-    pairs = [
-        merge.split(" ") if isinstance(merge, str) else merge
-        for merge in (merges if isinstance(merges, list) else [])
-    ]
-    merged = ["".join(map(str, pair)) for pair in pairs if isinstance(pair, list)]
-    text_gives_byte_token = model.get("ignore_merges") or any(
-        map(_BYTE.fullmatch, [*merged, *added])
-    )
+    from_text = _merged_entries(model.get("merges")) + added
+    text_gives_byte_token = model.get("ignore_merges") or any(map(_BYTE.fullmatch, from_text))
     if marks.has_byte_tokens and text_gives_byte_token:
         raise ValueError(
             r"reads the letters of a byte's token as the byte: '<0x0A>' would come back as '\n'"
         )
     return marks
+
+
+def _merged_entries(merges: object) -> list[str]:
+    """Return the vocabulary entries that merges produce.
+
+    Args:
+        merges: the merges of a model that is not checked yet. A merge is a pair, or a text with a space between
+            the two parts.
+    """
+    entries = []
+    for merge in merges if isinstance(merges, list) else []:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if isinstance(pair, list):
+            entries.append("".join(map(str, pair)))
+    return entries
 
 
 def _marks_of_decoder(

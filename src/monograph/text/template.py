@@ -28,7 +28,8 @@ FILE = "chat_template.jinja"
 NAMED_FOLDER = "additional_chat_templates"
 _SUFFIX = ".jinja"
 # The names of the templates for chats without and with tools, as in transformers.
-DEFAULT, TOOL_USE = "default", "tool_use"
+DEFAULT = "default"
+TOOL_USE = "tool_use"
 MAX_SOURCE_BYTES = 1 << 16
 MAX_NAMED_TEMPLATES = 64  # the maximum number of files in NAMED_FOLDER
 _NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -37,7 +38,8 @@ MAX_BATCH = 16  # the maximum number of renderings that are requested in one lin
 REPLY_TIMEOUT_S = 30.0 + 2 * sandbox.CPU_LIMIT_S * MAX_BATCH
 
 Message = Mapping[str, Any]  # "role", "content", and any other keys that a template reads
-# The keys of a message that may have the model's reasoning, as in transformers. Templates read the first two.
+# The keys of a message that may have the model's reasoning, as in transformers. Templates read only the first
+# two (`_with_reasoning`).
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # The arguments of the call that `ChatTemplate.wants_objects` tries out.
 _PROBE_ARGUMENTS = {"key": "needle"}
@@ -121,7 +123,8 @@ class ChatTemplate:
             return False
         if probe_json not in rendered_with_text:
             return True
-        # Jinja writes an object as Python does.
+        # The template writes texts unchanged, so it can take a text. But if it writes an object neither as JSON nor
+        # as Python does, which is Jinja's default, it has a notation of its own, and needs an object.
         json_or_python = rf"""["']{name}["']\s*:\s*["']{needle}["']"""
         return re.search(json_or_python, rendered_with_object) is None
 
@@ -175,7 +178,7 @@ class ChatTemplate:
     ) -> None:
         """Render chats in advance, for later calls of `render`.
 
-        To render them together is faster. Results of an earlier call of `render_ahead` are dropped.
+        Rendering them together is faster. Results of an earlier call of `render_ahead` are dropped.
 
         Args:
             chats: the chats, as (messages, add_generation_prompt).
@@ -283,6 +286,7 @@ class ChatTemplate:
 
 
 def _end_process(process: subprocess.Popen[bytes], pipe: BufferedRWPair) -> None:
+    """End a process that renders, and close the pipe to it."""
     process.kill()
     process.wait()
     with suppress(OSError):  # raised if the process ended before it read everything
@@ -364,9 +368,8 @@ def _named_files(folder: Path) -> list[Path]:
 def _read_source(folder: Path, name: str) -> str:
     """Return the source of a chat template from a file of this name in a folder."""
     try:
-        return (
-            read_input(file_inside(folder, name), MAX_SOURCE_BYTES).decode().replace("\r\n", "\n")
-        )
+        content = read_input(file_inside(folder, name), MAX_SOURCE_BYTES)
+        return content.decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputRefused(f"{folder / name}: cannot be read as UTF-8 text: {error}") from None
 
@@ -394,6 +397,7 @@ def _stored_sources(stored: object, path: Path) -> dict[str, str]:
         }
     else:
         raise refusal
-    if not all(isinstance(text, str) for pair in sources.items() for text in pair):
-        raise refusal
+    for name, source in sources.items():
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise refusal
     return sources

@@ -1,7 +1,12 @@
-"""Find out how a chat template writes an answer's thoughts, and read them apart from its content.
+"""Find out how a chat template writes an answer's thoughts, and separate them from the answer's content.
 
-The result is a `Thoughts`, found by rendering an answer with known thoughts. Texts are spellings
-(`monograph.text.calls`).
+`find_thoughts` renders an answer with known thoughts, and returns what the template writes around them.
+`AnswerReader` then reads the answers of the model.
+
+Texts are spellings: strings that have one character below 256 for each byte, and one further character for
+each special token (`monograph.text.calls`).
+
+Shapes: V tokens of the vocabulary.
 """
 
 import codecs
@@ -67,7 +72,9 @@ class Thoughts:
 
 
 def find_thoughts(tokenizer: Tokenizer) -> Thoughts | None:
-    """Return how the tokenizer's chat template writes thoughts; None: it does not, or in no way that is known.
+    """Return how the tokenizer's chat template writes thoughts.
+
+    None: the template writes no thoughts, or not in a way that is understood here.
 
     Raises:
         InputRefused: there is no template.
@@ -93,15 +100,17 @@ def find_thoughts(tokenizer: Tokenizer) -> Thoughts | None:
     between, has_content, _ = after.partition(_CONTENT)
     if not found or not has_content:
         return None
-    # The prompt may itself end with the beginning of thoughts, and the header of the last content with empty
-    # ones. Templates leave out thoughts of earlier answers.
+    # What stands before the thoughts is a header, and then `begin`. The prompt cannot be taken for the header if
+    # it ends with the beginning of thoughts, nor the header of the last answer if it ends with empty thoughts.
+    # The header of an earlier answer has neither, because templates leave out the thoughts of earlier answers. So
+    # the longest of the three is taken that leaves something for `begin`.
     headers = (prompt, header, earlier_header)
     starts = [text for text in headers if before.startswith(text) and before != text]
     if not starts:
         return None
     begin = before[len(max(starts, key=len)) :].strip(WHITESPACE)
     content_begin = header[len(prompt) :] if header.startswith(prompt) else ""
-    # The end of empty thoughts in the header does not belong to the content.
+    # If the header has empty thoughts, `content_begin` is their end and not the beginning of the content.
     if not between.endswith(content_begin) or between == content_begin:
         content_begin = ""
     end = between[: len(between) - len(content_begin)].strip(WHITESPACE)
@@ -132,17 +141,20 @@ class AnswerReader:
             lead: the space that the tokenizer inserts before the answer, which is not part of it.
             thoughts: how thoughts are written; None: there are none.
             place: where the prompt leaves the answer.
-            call_reader: reads the calls in what is no thought; None: there are none.
+            call_reader: reads the calls in the content; None: the content has no calls.
         """
         self._spelling_V = spelling_V
         self._lead = lead.decode("latin-1")
         self._thoughts = thoughts
         self._call_reader = call_reader
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._pending = ""
-        self._parts: list[str | CallPiece | Thought] = []
-        self._has_thought = False  # whether the present thoughts have a character
+        self._pending = ""  # the spelling that is not read yet
+        self._parts: list[str | CallPiece | Thought] = []  # what `_read` has found, for its result
+        self._has_thought = False  # whether the thoughts being read have a character
         self._is_after_thoughts = False
+        # The method that reads the pending text: `_read_begin`, `_read_thoughts` or `_read_content`. It gets whether
+        # the answer is complete. It puts another of these methods here when that one must go on. It returns True if
+        # reading can go on now, and False if it has to wait for more ids.
         self._state = self._read_content
         if thoughts is not None and place is not AnswerPlace.AFTER:
             self._state = self._read_thoughts if place is AnswerPlace.INSIDE else self._read_begin
@@ -166,6 +178,7 @@ class AnswerReader:
         return self._read(is_final=True)
 
     def _read(self, *, is_final: bool) -> AnswerPiece:
+        """Return the pieces that are certain; `is_final`: no more ids follow."""
         self._parts = []
         while self._state(is_final):
             pass
@@ -176,7 +189,7 @@ class AnswerReader:
         return AnswerPiece(self._parts)
 
     def _read_begin(self, is_final: bool) -> bool:
-        """Read the beginning of thoughts or of content; return whether reading can go on."""
+        """Read the beginning of thoughts or of content; see `_state`."""
         assert self._thoughts is not None
         text = self._pending.lstrip(WHITESPACE)
         for begin, state in (
@@ -187,7 +200,8 @@ class AnswerReader:
                 self._pending = text[len(begin) :]
                 self._state = state
                 return True
-            if begin.startswith(text) and begin and not is_final:
+            may_follow = bool(begin) and begin.startswith(text)
+            if may_follow and not is_final:
                 return False
         if self._is_after_thoughts:
             self._pending = text
@@ -195,6 +209,7 @@ class AnswerReader:
         return True
 
     def _read_thoughts(self, is_final: bool) -> bool:
+        """Read thoughts up to their end, or as far as they are certain; see `_state`."""
         assert self._thoughts is not None
         end = self._thoughts.end
         if not self._has_thought:
@@ -209,6 +224,7 @@ class AnswerReader:
             self._is_after_thoughts = True
             self._state = self._read_begin
             return True
+        # The number of characters that may be the beginning of `end`, and so are kept back.
         kept = 0
         if not is_final:
             kept = min(len(end) - 1, len(thought))
@@ -222,14 +238,17 @@ class AnswerReader:
         return False
 
     def _add_thought(self, spelled: str) -> None:
+        """Add a spelling to the thoughts."""
         self._has_thought = self._has_thought or bool(spelled)
         self._add_thought_text(self._decoder.decode(bytes_of(spelled)))
 
     def _add_thought_text(self, text: str) -> None:
+        """Add a piece of thoughts to the result, unless it is empty."""
         if text:
             self._parts.append(Thought(text))
 
     def _read_content(self, is_final: bool) -> bool:
+        """Read all of the pending text, which is content and calls; see `_state`."""
         if self._call_reader is None:
             self._add_text(self._decoder.decode(bytes_of(self._pending)))
         else:
@@ -238,5 +257,6 @@ class AnswerReader:
         return False
 
     def _add_text(self, text: str) -> None:
+        """Add a piece of content to the result, unless it is empty."""
         if text:
             self._parts.append(text)

@@ -124,7 +124,7 @@ class Tokenizer:
         try:
             checked = tokenizer_file.CheckedTokenizer(content, where)
         except InputRefused as error:
-            # The message is clearer with a text that the refused tokenizer would change.
+            # An example of a text that the refused tokenizer would change makes the message clearer.
             example = None if trusted else tokenizer_trial.find_changed_text(json.dumps(content))
             if example is None:
                 raise
@@ -166,7 +166,7 @@ class Tokenizer:
         self._strips_after = np.zeros(self.vocab_size, dtype=np.bool_)
         self._strips_after[self.bos_id] = self.strips_space
         if self.inserts_space:
-            self._strips_after[[*self._ids_before_space]] = self.strips_space
+            self._strips_after[list(self._ids_before_space)] = self.strips_space
         # [V]: whether the text of this id begins with a space.
         self._begins_with_space = np.array([piece[:1] == b" " for piece in checked.pieces])
         self._missing_bytes = checked.missing_bytes
@@ -350,7 +350,8 @@ class Tokenizer:
                 f"the tokenizer puts a space next to {_shown_examples(spaced)}, as part of the text"
             )
         if self._missing_bytes:
-            # A generator, so that the search ends after the first examples.
+            # Characters that would come back changed. This is a generator, so that the search ends after the
+            # first examples.
             without_token = (
                 chr(code)
                 for code in (*range(0x20, 0xD800), *range(0x10000, 0x20000))
@@ -363,7 +364,7 @@ class Tokenizer:
         return tuple(notes)
 
     def _added_tokens_with_spaces(self, added: Sequence[str]) -> list[str]:
-        """Return the added tokens that get a space before or after them by encoding and decoding."""
+        """Return the added tokens next to which encoding and decoding put a space."""
         if not self.inserts_space and not self._marks:
             return []
         texts = [f"a{content}a" for content in added]
@@ -442,7 +443,7 @@ class Tokenizer:
         if not text_bytes:
             return None
         ids = [token_id for token_id, piece in enumerate(self.pieces) if piece == text_bytes]
-        # A letter may have a token of its own beside the token of its byte. Then the one that encoding
+        # A letter may have a token of its own, besides the token of its byte. Then the one that encoding
         # gives is returned.
         if len(ids) > 1:
             ids = self.encode(text, inside=True)

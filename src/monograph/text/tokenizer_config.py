@@ -15,7 +15,8 @@ from monograph.errors import InputRefused
 from monograph.storage.reading import file_inside, read_json, status
 from monograph.text.template import DEFAULT, FILE, NAMED_FOLDER, ChatTemplate, read_sources
 
-CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
+CONFIG = "tokenizer_config.json"
+_GENERATION = "generation_config.json"
 NAMES = (CONFIG, _GENERATION, FILE)
 MAX_STOPS = 64
 # The keys under which tokenizer_config.json has special tokens.
@@ -37,8 +38,8 @@ class TokenizerConfig(NamedTuple):
         tokens: the special tokens by role, e.g. {"eos_token": "<|im_end|>"}; any role may be
             missing.
         template: the chat template for chats without tools; None: there is no chat template.
-        stops: the ids that end a text, from generation_config.json, or from config.json if the
-            first has none.
+        stops: the ids that end a text, from generation_config.json, or from config.json if
+            generation_config.json has none.
         named_templates: further chat templates by name. The one for chats with tools is "tool_use".
     """
 
@@ -64,7 +65,7 @@ class TokenizerConfig(NamedTuple):
     def files(self) -> dict[str, str]:
         """Return {name: content} of the files from which transformers reads these settings.
 
-        Files that would have no settings are left out.
+        A file without settings is left out.
         """
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -161,4 +162,5 @@ def _ids(stored: object, path: Path) -> tuple[int, ...]:
 
 
 def _as_json(values: dict[str, Any]) -> str:
+    """Return the content of a settings file."""
     return json.dumps(values, ensure_ascii=False, indent=2) + "\n"

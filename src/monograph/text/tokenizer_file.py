@@ -7,8 +7,8 @@ into a normal form of Unicode (Qwen's tokenizers compose characters), it gets a 
 loses characters that have no token.
 
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with
-catastrophic backtracking, a normalizer that inflates text). Python cannot catch this, and nobody can
-list all bad parts. So a part is accepted only if it is known to be good.
+catastrophic backtracking, a normalizer that inflates text). Python cannot catch this, and no list of bad
+parts could be complete. So a part is accepted only if it is known to be good.
 """
 
 from pathlib import Path
@@ -46,8 +46,6 @@ KNOWN_PATTERNS = {
     + _SYMBOLS_AND_SLASHES
     + _SPACES,
 }
-
-
 _KNOWN_REGEXES = [{"Regex": pattern} for pattern in KNOWN_PATTERNS.values()]
 # The behaviors of a split that keep all of the text; "Removed" drops the delimiters.
 _LOSSLESS_BEHAVIORS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
@@ -55,8 +53,6 @@ NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 # The bytes that never occur in UTF-8. A tokenizer that learned its alphabet from text has no tokens
 # for them.
 NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
-
-
 # Post-processors that put two special tokens around a text and do nothing else.
 _PUT_AROUND = ("RobertaProcessing", "BertProcessing")
 _BYTE_LEVEL_DECODER = {
@@ -174,14 +170,14 @@ class CheckedTokenizer:
             self.inserts_space = any(
                 _is_byte_level(step) and step["add_prefix_space"] for step in pre_tokenizers
             )
-        # With "prepend", these are the tokens that are found in a text before it is normalised. If no space
-        # is inserted at all, nothing reads this.
-        self.ids_before_space = frozenset(
-            token["id"]
-            for token in added
-            if token["special"]
-            and (scheme == "always" or (scheme == "prepend" and not token["normalized"]))
-        )
+        # With "always", a space is inserted after every special token. With "prepend", it is inserted after those
+        # that are found in a text before it is normalised. If no space is inserted at all, nothing reads this.
+        before_space = [token for token in added if token["special"]]
+        if scheme == "prepend":
+            before_space = [token for token in before_space if not token["normalized"]]
+        elif scheme != "always":
+            before_space = []
+        self.ids_before_space = frozenset(token["id"] for token in before_space)
         unknown = model.get("unk_token")
         normalizer = self._normalizer(content.get("normalizer"))
         pre_tokenizer = self._pre_tokenizer(content.get("pre_tokenizer"))
@@ -243,11 +239,11 @@ class CheckedTokenizer:
     def _find_missing_bytes(self, vocab: dict[str, int], byte_fallback: bool) -> set[int]:
         """Return the bytes that occur in UTF-8 text but have no token."""
         single_bytes = set[int]()
-        # Without byte fallback, a tokenizer like SentencePiece's never writes single bytes, only whole
-        # characters: those of `writable_characters`.
+        # Without byte fallback, a tokenizer like SentencePiece's writes no single bytes, but only the whole
+        # characters of `writable_characters`.
         if not self.marks or byte_fallback:
             single_bytes = {piece[0] for piece in map(self.piece, vocab) if len(piece) == 1}
-        return {*range(256)} - NEVER_IN_TEXT - single_bytes
+        return set(range(256)) - NEVER_IN_TEXT - single_bytes
 
     def _check_model(self, model: dict[str, Any]) -> None:
         """Check that a model is BPE without dropout and without affixes of subwords."""
@@ -388,25 +384,23 @@ class CheckedTokenizer:
         """Check that a pre-tokenizer is known, and return it in the library's current form."""
         steps = _steps(part, "pretokenizers")
         # Each step in the current form; None for an unknown step.
-        current: list[Any]
+        current: list[Any] = []
         if self.marks:
-            current = [
-                step if _is_digits(step) else sentence_pieces.pre_tokenizer(step) for step in steps
-            ]
+            for step in steps:
+                current.append(step if _is_digits(step) else sentence_pieces.pre_tokenizer(step))
         elif not steps or _kind(steps[-1]) != "ByteLevel":
             raise self._refusal(
                 "pre_tokenizer does not end in ByteLevel, and does not write spaces as ▁"
             )
         else:
             *splits, byte_level = steps
-            current = [
-                step if _is_digits(step) or _is_known_split(step) else None for step in splits
-            ]
+            for step in splits:
+                current.append(step if _is_digits(step) or _is_known_split(step) else None)
             current.append(byte_level if _is_byte_level(byte_level) else None)
         if None in current:
-            step = str(steps[current.index(None)])[:80]
+            unknown = str(steps[current.index(None)])[:80]
             raise self._refusal(
-                f"pre_tokenizer step {step!r} is not one of the known ones, which take linear time"
+                f"pre_tokenizer step {unknown!r} is not one of the known ones, which take linear time"
             )
         if not self.marks:
             # All known steps are in the current form already.
@@ -459,25 +453,28 @@ def without_inserted_space(content: dict[str, Any]) -> dict[str, Any]:
         for step in _steps(content["normalizer"], "normalizers")
         if step != sentence_pieces.PREPEND
     ]
+    # The keys by which a step inserts a space, with the values by which it inserts none.
     without_space = {"add_prefix_space": False, "prepend_scheme": "never"}
-    pre_tokenizers = [
-        step | {key: value for key, value in without_space.items() if key in step}
-        for step in _steps(content["pre_tokenizer"], "pretokenizers")
-    ]
+    pre_tokenizers = []
+    for step in _steps(content["pre_tokenizer"], "pretokenizers"):
+        changed = {key: value for key, value in without_space.items() if key in step}
+        pre_tokenizers.append(step | changed)
+    pre_tokenizer: dict[str, Any] | None = None
+    if pre_tokenizers:
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": pre_tokenizers}
     return content | {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
-        "pre_tokenizer": (
-            {"type": "Sequence", "pretokenizers": pre_tokenizers} if pre_tokenizers else None
-        ),
+        "pre_tokenizer": pre_tokenizer,
     }
 
 
 def _is_id(value: object) -> bool:
+    """Return whether a JSON value can be a token's id."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_VOCABULARY
 
 
 def _kind(step: object) -> str:
-    """Return the type of a step, for comparison and messages; of no object, the beginning as text."""
+    """Return the type of a step, for comparison and messages; if it is not an object, its beginning."""
     return str(step.get("type") if isinstance(step, dict) else step)[:40]
 
 
@@ -507,10 +504,12 @@ def _has_type(step: object, *kinds: str) -> TypeGuard[dict[str, Any]]:
 
 
 def _is_byte_level(step: object) -> TypeGuard[dict[str, Any]]:
+    """Return whether a step is a ByteLevel pre-tokenizer, which says whether it inserts a space."""
     return _has_type(step, "ByteLevel") and isinstance(step.get("add_prefix_space"), bool)
 
 
 def _is_digits(step: object) -> bool:
+    """Return whether a step separates digits from other text, and does nothing else."""
     return _has_type(step, "Digits") and isinstance(step.get("individual_digits"), bool)
 
 

@@ -6,7 +6,7 @@ only what comes after the answer is rendered and encoded: the end of the turn, t
 the beginning of the next answer.
 
 The result equals the rendering of the whole chat only if the template repeats earlier answers as they were
-written. A template that does not do this is refused. For example, some templates leave out earlier thoughts.
+written. A template that does not do this is refused, such as one that leaves out earlier thoughts.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +18,7 @@ from monograph.text.template import Message, TemplateRefusal
 from monograph.text.tokenizer import Tokenizer
 
 # A text that stands for an answer, so that the text around the answer can be found. If a template knows
-# thoughts, it must repeat these, too, so thoughts are put before the text.
+# thoughts, it must also repeat those, so thoughts are put before the text.
 _ANSWER = "It is an answer."
 _END_OF_THOUGHTS = "</think>\n\n"
 _THOUGHTS = f"<think>\nIt is a thought.\n{_END_OF_THOUGHTS}"
@@ -62,8 +62,8 @@ class ChatTurns:
         """Return the ids that follow an answer: its end, messages, and the beginning of the next answer.
 
         Args:
-            answer_ids: the ids of the answer, as they were sampled. If the last one is among the ids that end
-                an answer, the first such id that the template writes is left out.
+            answer_ids: the ids of the answer, as they were sampled. If the last one ends an answer, the
+                template's own end is left out: the first id, if it ends an answer, too.
             messages: the messages after it, at least one.
 
         Raises:
