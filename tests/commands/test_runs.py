@@ -127,6 +127,7 @@ def test_the_best_is_marked_among_runs_that_can_be_compared(tmp_path: Path) -> N
         ("metrics.jsonl", b"[1]\n"),
         ("sweep.json", b"{}"),
         ("sweep.json", b'{"points": [], "result": {"best": {"member": 3}}}'),
+        ("sweep.json", b'{"points": [], "result": {"members": [[1]], "best": {"member": 0}}}'),
         ("sweep.json", b"[]"),
         ("run.lock", b""),
     ],

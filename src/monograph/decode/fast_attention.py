@@ -17,8 +17,8 @@ from monograph.ops.cached_attention_kernel import SLOTS, attend_cache
 from monograph.ops.decode_kernels import ROWS, attend, attend_fits
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# The number of channels of a head. `attend` computes each half of a head by a matrix product of its
-# own, which needs at least 16 channels.
+# The smallest head that `step` computes, in channels. Its kernel multiplies each half of a head by itself,
+# and a matrix product needs at least `ROWS` = 16 channels.
 _MIN_HEAD_OF_STEP = 2 * ROWS
 _MAX_HEAD = 256
 
@@ -27,7 +27,11 @@ class FastAttention:
     """The kernels for the rows of one cache."""
 
     def __init__(self, rows: int, key_heads: int, device: torch.device) -> None:
-        """Allocate counters, by which the kernel's programs know which of them is the last of its row."""
+        """Allocate a counter for each row and key-value head.
+
+        The programs of a kernel that share a row and a head count up its counter, so that the last one
+        knows that it is the last.
+        """
         # They are zero before and after each launch. All layers share them, because they run one after
         # another.
         self._counters_BK = torch.zeros(rows, key_heads, dtype=torch.int32, device=device)
@@ -49,7 +53,7 @@ class FastAttention:
             keys_NBKCE: the whole cache of a layer, written in place.
             values_NBKCE: likewise.
             position_B: the new positions, int64.
-            blocks: attention reads this number of first blocks.
+            blocks: how many blocks attention reads, from the first on.
             window: see `cached_attention`.
             sink_H: see `cached_attention`.
 
@@ -65,8 +69,9 @@ class FastAttention:
             return None
         if key_BK1E.dtype != keys_NBKCE.dtype or self._counters_BK.shape[1] != key_BK1E.shape[1]:
             return None
-        output_BX: Tensor = attend(
-            torch.cat(heads, dim=1).flatten(1),
+        projections_BX = torch.cat(heads, dim=1).flatten(1)
+        output: Tensor = attend(
+            projections_BX,
             keys_NBKCE,
             values_NBKCE,
             position_B,
@@ -77,7 +82,7 @@ class FastAttention:
             sink_H=sink_H,
             window=window,
         )
-        return output_BX.view(query_BH1E.shape)
+        return output.view(query_BH1E.shape)
 
     def chunk(
         self,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from monograph.errors import UsageError
 from monograph.ranges import Range, between, whole
@@ -87,16 +87,17 @@ class Sampling:
             is high; 0: off.
         top_n_sigma: keeps tokens whose logit is at most this many standard deviations below the
             largest; 0: off.
-        xtc_probability: the probability with which XTC is applied to a token's choice; 0: off.
-        xtc_threshold: of the tokens of at least this probability, XTC keeps only the least likely;
-            above 0.5: off.
-        min_keep: every filter leaves at least this many tokens, or all that are left before it if
-            these are fewer.
-        mirostat_tau: the surprise per token, in bits, that mirostat, the last filter, aims at; 0: off.
+        xtc_probability: the probability that XTC is applied when a token is chosen; 0: off.
+        xtc_threshold: XTC removes all tokens of at least this probability but the least likely one of
+            them. Above 0.5 there is at most one, so nothing is removed.
+        min_keep: every filter leaves at least this many tokens. If there are no more than that before
+            it, it removes none.
+        mirostat_tau: the surprise per token, in bits, that mirostat aims at; 0: off. It filters after
+            all other filters.
         mirostat_eta: after each token, mirostat's limit moves by this times the difference between the
             token's surprise and `mirostat_tau`.
-        temperature_range: the temperature depends on the entropy, and is between `temperature` minus
-            and plus this; 0: off.
+        temperature_range: the temperature depends on the entropy, and is at most this far from
+            `temperature`; 0: off.
         temperature_exponent: the normalised entropy is raised to this power before it moves the
             temperature.
         repetition_penalty: divides positive and multiplies negative logits of ids in prompt and
@@ -108,9 +109,8 @@ class Sampling:
             alone, or "all", prompt and output.
         penalty_last_n: the number of last tokens that the repetition, frequency and presence
             penalties see; -1: all, 0: none.
-        dry_multiplier: is subtracted from the logit of a token that would continue a repetition of
-            earlier text, times `dry_base` to the power of the repetition's length beyond
-            `dry_allowed_length`; 0: off.
+        dry_multiplier: a token that would continue a repetition of n tokens of earlier text has
+            `dry_multiplier` * `dry_base`^(n - `dry_allowed_length`) subtracted from its logit; 0: off.
         dry_base: see `dry_multiplier`.
         dry_allowed_length: a repetition of fewer tokens has no penalty.
         dry_penalty_last_n: the number of last tokens in which repetitions are searched; -1: all, 0:
@@ -118,9 +118,9 @@ class Sampling:
         dry_sequence_breakers: no repetition goes across a token that contains one of these texts.
         min_tokens: no stop token is sampled before this number of tokens has been sampled.
         logit_bias: what is added to the logits, by id; -inf forbids an id.
-        logprobs: the number of likeliest tokens whose log-probabilities are reported with those of
-            each sampled token, under the model's raw logits and under the distribution that is
-            sampled from; None: no report.
+        logprobs: with each sampled token, its log-probabilities and those of this many likeliest tokens
+            are reported. Each token has two: by the model's raw logits, and by the distribution that is
+            sampled from. None: no report.
         seed: the seed of the random numbers, which depend only on it and on a token's position and id.
         order: "hf" filters after the temperature, "llama_cpp" before it. Or the names of stages
             (`ORDERS`) in their order, separated by commas; these must include all that are on.
@@ -231,16 +231,13 @@ class Sampling:
             UsageError: `given` is something else, or a list of another length, or `check_vocabulary`
                 refuses an option.
         """
-        options: Self | Sequence[Self]
-        if isinstance(given, cls | None):
-            options = [given or cls()] * count
-        else:
-            options = given
-        if not isinstance(options, list | tuple) or not all(
-            isinstance(each, cls) for each in options
-        ):
+        options: Any = cls() if given is None else given
+        if isinstance(options, cls):
+            options = [options] * count
+        is_list = isinstance(options, list | tuple)
+        if not is_list or not all(isinstance(each, cls) for each in options):
             raise UsageError(
-                f"sampling = {given!r}: expected one monograph.Sampling(...), or a list of one each prompt"
+                f"sampling = {given!r}: expected one monograph.Sampling(...), or a list with one for each prompt"
             )
         if len(options) != count:
             raise UsageError(

@@ -1,9 +1,10 @@
 """Choose the k-quant type of each matrix in a GGUF file, and quantise rows to Q4_K, Q5_K and Q6_K.
 
-The types and the bits are those of llama.cpp's own quantizer without an importance matrix. The formats
-and the searches are those of ggml-org/llama.cpp, src/llama-quant.cpp and ggml-quants.c (MIT).
+A file has the same types and the same bytes as one of llama.cpp's own quantizer without an importance
+matrix. The formats and the searches are those of ggml-org/llama.cpp, src/llama-quant.cpp and
+ggml-quants.c (MIT).
 
-The bits are equal only if products and sums are rounded to fp32 in the same order as in ggml-quants.c: a
+The bytes are equal only if products and sums are rounded to fp32 in the same order as in ggml-quants.c: a
 sum runs over a group from its first weight to its last, and no product is fused with a sum. So no
 expression below may be rewritten, even if the new one is equal in exact arithmetic.
 
@@ -11,7 +12,7 @@ A *block* is 256 consecutive weights of a row. A *group* is 32 consecutive weigh
 Q4_K and Q5_K, and 16 in Q6_K.
 
 Shape suffixes: B blocks, G groups of a block, N = B G groups, W weights of a group, H halves of a
-block, K quarters of a half.
+block, K quarters of a half, Q weights of a quarter.
 """
 
 from typing import Any
@@ -28,7 +29,8 @@ _BLOCKS_PER_PART = 128
 # In Q6_K, a group whose weights are all smaller than this becomes zeros.
 _NEGLIGIBLE = 1e-15
 
-# Arrays of fp32. Numpy's types do not say that the quotient of two such arrays is in fp32.
+# Arrays of fp32. The type is wider because numpy's annotations do not say that the quotient of two fp32
+# arrays is fp32.
 _Floats = NDArray[np.floating[Any]]
 _Bytes = NDArray[np.uint8]
 
@@ -73,8 +75,9 @@ def _sum_of_groups(values_WN: _Floats) -> _Floats:
 def _nearest(values: _Floats) -> NDArray[np.int32]:
     """Round to the nearest integer, and halves to even integers.
 
-    This is `nearest_int` of llama.cpp. Adding 1.5 * 2^23 moves the integer into the low bits of the
-    number. Numbers beyond 22 bits become wrong integers, the same wrong ones as in llama.cpp.
+    This is `nearest_int` of llama.cpp. Adding 1.5 * 2^23 moves the integer into the low 23 bits of the
+    number, which then hold it plus 2^22. Numbers beyond 22 bits become wrong integers, the same wrong ones
+    as in llama.cpp.
     """
     return ((values + 1.5 * 2**23).view(np.int32) & 0x7FFFFF) - 0x400000
 
@@ -102,8 +105,8 @@ def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
     m_B, minima_BG = _quantize_to_6_bits(minus_minimum_N.reshape(-1, 8))
     # The weights are rounded again, with the scales and minima as they are stored.
     stored_scale_N = (d_B.astype(np.float32)[:, None] * scales_BG).ravel()
-    stored_minimum_N = (m_B.astype(np.float32)[:, None] * minima_BG).ravel()
-    rounded_q_WN = np.clip(_nearest((x_WN + stored_minimum_N) / stored_scale_N), 0, highest)
+    stored_minus_minimum_N = (m_B.astype(np.float32)[:, None] * minima_BG).ravel()
+    rounded_q_WN = np.clip(_nearest((x_WN + stored_minus_minimum_N) / stored_scale_N), 0, highest)
     # As in llama.cpp, a group whose stored scale is 0 keeps the integers of the search.
     q_WN = np.where(stored_scale_N == 0, searched_q_WN, rounded_q_WN).astype(np.uint8)
     q_BGW = q_WN.T.reshape(-1, 8, 32)
@@ -116,8 +119,7 @@ def _quantize_with_minimum(blocks: _Floats, bits: int) -> _Bytes:
         (scales_BG[:, 4:] & 15) | ((minima_BG[:, 4:] & 15) << 4),
     ]
     if bits == 5:
-        # For each place in a group, one byte has the fifth bits of the integers at this place in the 8
-        # groups: that of group g is bit g of the byte.
+        # Byte w has the fifth bits of the integers at place w of the 8 groups. Bit g of it is for group g.
         fifth_bits = (q_BGW >> 4) << np.arange(8, dtype=np.uint8)[:, None]
         packed.append(np.bitwise_or.reduce(fifth_bits, axis=1))
     # A byte has the low 4 bits of two integers, at the same place in two neighbouring groups.
@@ -159,20 +161,20 @@ def _search_with_minimum(
         The scale and the negated minimum of each group, [N], and the integers, [W, N].
     """
     v_WN = np.sqrt(_sum_of_groups(x_WN * x_WN) / 32) + np.abs(x_WN)
+    # All sums below are weighted by v.
     sum_v = _sum_of_groups(v_WN)
     sum_x = _sum_of_groups(v_WN * x_WN)
     minimum_N = np.minimum(x_WN.min(axis=0), 0)  # b of the best step so far
     maximum_N = x_WN.max(axis=0)
 
-    def round_range_to(largest: float) -> tuple[_Floats, _Floats]:
-        """Map a group's range to 0 ... largest, and round.
+    def round_range_to(target: float, minimum_N: _Floats) -> tuple[_Floats, _Floats]:
+        """Map a group's range, from its minimum to its largest weight, to 0 ... target, and round.
 
         Returns:
             The inverse scale, [N], and the integers, [W, N].
         """
-        inverse_N = largest / (maximum_N - minimum_N)
-        # Weights that are equal, or subnormal, give an infinity, and an infinity times zero is a
-        # NaN.
+        inverse_N = target / (maximum_N - minimum_N)
+        # A range of 0, or a subnormal one, gives an infinity, and an infinity times zero is a NaN.
         inverse_N[np.isinf(inverse_N)] = 0
         return inverse_N, _round_to_range_(x_WN - minimum_N, inverse_N, 0, highest)
 
@@ -183,14 +185,16 @@ def _search_with_minimum(
         error_WN -= x_WN
         return _sum_of_groups(error_WN * error_WN * v_WN)
 
-    # The inverse scale and the minimum with which the best step has rounded. After rounding, a step solves
-    # for another minimum, which is `minimum_N`.
-    rounding_inverse_N, q_WN = round_range_to(highest)
+    # A step rounds with one scale and minimum, and then solves for others. `rounding_inverse_N` and
+    # `rounding_minimum_N` are those with which the best step has rounded. `scale_N` and `minimum_N` are
+    # those for which it has solved.
+    rounding_inverse_N, q_WN = round_range_to(highest, minimum_N)
     rounding_minimum_N = minimum_N.copy()
+    # Like llama.cpp, this divides twice, which rounds differently from one division.
     scale_N = 1 / (highest / (maximum_N - minimum_N))
     least_error_N = error(q_WN, scale_N, minimum_N)
     for step in range(last_step + 1):
-        inverse_N, q_WN = round_range_to(highest + offset + 0.1 * step)
+        inverse_N, q_WN = round_range_to(highest + offset + 0.1 * step, minimum_N)
         vq_WN = v_WN * q_WN
         sum_q = _sum_of_groups(vq_WN)
         sum_qq = _sum_of_groups(vq_WN * q_WN)
@@ -217,7 +221,7 @@ def _quantize_symmetric(blocks: _Floats) -> _Bytes:
     x_WN = _groups(blocks, 16)
     scale_N, searched_q_WN = _search_symmetric(x_WN)
     scale_BG = scale_N.reshape(-1, 16)
-    largest_B1 = np.take_along_axis(scale_BG, np.abs(scale_BG).argmax(axis=1)[:, None], axis=1)
+    largest_B1 = _of_largest_magnitude(scale_BG, axis=1)
     is_negligible_B1 = np.abs(largest_B1) < _NEGLIGIBLE
     inverse_B1 = -128 / largest_B1
     d_B1 = np.where(is_negligible_B1, 0, 1 / inverse_B1).astype(np.float16)
@@ -228,14 +232,21 @@ def _quantize_symmetric(blocks: _Floats) -> _Bytes:
     rounded_q_WN = np.clip(_nearest(x_WN / stored_scale_N), -32, 31) + 32
     # As in llama.cpp, a group whose stored scale is 0 keeps the integers of the search.
     q_WN = np.where(stored_scale_N == 0, searched_q_WN, rounded_q_WN)
-    q_BW = np.where(is_negligible_B1, 0, q_WN.T.reshape(-1, BLOCK)).astype(np.uint8)
+    block_q = np.where(is_negligible_B1, 0, q_WN.T.reshape(-1, BLOCK)).astype(np.uint8)
     # The low 4 bits of the first and the third quarter of a half share bytes, and so do those of
     # the second and the fourth. The high 2 bits of all four quarters share bytes.
-    q_BHKW = q_BW.reshape(-1, 2, 4, 32)
-    low = ((q_BHKW[:, :, :2] & 15) | (q_BHKW[:, :, 2:] << 4)).reshape(-1, 128)
-    shifted = (q_BHKW >> 4) << np.array([[0], [2], [4], [6]], np.uint8)
+    q_BHKQ = block_q.reshape(-1, 2, 4, 32)
+    low_BHKQ = q_BHKQ & 15
+    low = (low_BHKQ[:, :, :2] | (low_BHKQ[:, :, 2:] << 4)).reshape(-1, 128)
+    shifted = (q_BHKQ >> 4) << np.array([[0], [2], [4], [6]], np.uint8)
     high = np.bitwise_or.reduce(shifted, axis=2).reshape(-1, 64)
     return np.concatenate([low, high, scales_BG.view(np.uint8), d_B1.view(np.uint8)], axis=1)
+
+
+def _of_largest_magnitude(values: _Floats, axis: int) -> _Floats:
+    """Return the value of the largest magnitude along an axis, with its sign; the axis has length 1."""
+    index = np.expand_dims(np.abs(values).argmax(axis=axis), axis)
+    return np.take_along_axis(values, index, axis=axis)
 
 
 def _search_symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
@@ -250,10 +261,10 @@ def _search_symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
         The scale of each group, [N], and q + 32, [W, N]. Both are zeros for a group without a
         weight of at least 1e-15.
     """
-    x_max_N = np.take_along_axis(x_WN, np.abs(x_WN).argmax(axis=0)[None], axis=0)[0]
+    x_max_N = _of_largest_magnitude(x_WN, axis=0)[0]
     squares_WN = x_WN * x_WN
     cubes_WN = squares_WN * x_WN
-    # The error is smallest where sum_xq^2 / sum_qq is largest.
+    # The error is smallest where the gain, sum_xq^2 / sum_qq, is largest. Both sums are weighted by x^2.
     best_gain_N = np.full_like(x_max_N, -1)
     scale_N = np.zeros_like(x_max_N)
     best_inverse_N = np.zeros_like(x_max_N)
@@ -263,6 +274,7 @@ def _search_symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
         q_WN = _round_to_range_(x_WN.copy(), inverse_N, -32, 31)
         sum_xq = _sum_of_groups(cubes_WN * q_WN)
         sum_qq = _sum_of_groups(squares_WN * q_WN * q_WN)
+        # Like llama.cpp, this compares gains without dividing.
         is_better_N = (sum_qq > 0) & (sum_xq * sum_xq > best_gain_N * sum_qq)
         scale_N = np.where(is_better_N, sum_xq / sum_qq, scale_N)
         best_inverse_N = np.where(is_better_N, inverse_N, best_inverse_N)
@@ -339,20 +351,23 @@ def _type_of_values(kind: str, index: int, count: int, config: LlamaConfig) -> s
 
 
 def _is_treated_as_70b(config: LlamaConfig) -> bool:
-    """Return whether llama.cpp's quantizer takes a model for one of 70 billion weights."""
+    """Return whether llama.cpp's quantizer treats a model as a 70B model.
+
+    Only models of 80 layers can be treated so. In some families all of them are, in others only those
+    with fewer key-value heads than query heads.
+    """
     llama_cpp = config.family.llama_cpp
     if llama_cpp is None or config.num_hidden_layers != 80:
         return False
-    has_grouped_heads = config.num_key_value_heads < config.num_attention_heads
-    return llama_cpp.treated_as_70b == "all" or (
-        llama_cpp.treated_as_70b == "grouped" and has_grouped_heads
-    )
+    if llama_cpp.treated_as_70b == "grouped":
+        return config.num_key_value_heads < config.num_attention_heads
+    return llama_cpp.treated_as_70b == "all"
 
 
 def _gets_more_bits(index: int, count: int) -> bool:
-    """Return whether llama.cpp gives more bits to a matrix, given the number of its layer.
+    """Return whether llama.cpp gives more bits to a matrix, given its index among `count` of its kind.
 
-    It does so in the first and the last eighth of the layers, and in every third layer between them.
+    It does so for the first and the last eighth of them, and for every third one between these.
     """
     eighth = count // 8
     is_at_an_end = index < eighth or index >= 7 * count // 8

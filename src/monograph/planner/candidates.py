@@ -23,7 +23,8 @@ class Way(NamedTuple):
 
     Attributes:
         precision: "fp32", "bf16" and so on.
-        scope: what one compiled graph holds: the "whole" step, each of the "blocks", or "none".
+        scope: "whole": the step is one compiled graph. "blocks": each block is one. "none": nothing is
+            compiled.
         remat: what the backward pass recomputes. "none": nothing. "pointwise": all but the results of
             matrix products. A number from 0 to 1: all but this share of the activations. "full": each
             block, from its input. "offload": the same, with the inputs kept on the host.
@@ -39,8 +40,8 @@ class PlanRequest:
     """A request for a plan: the training, and the choices that are open.
 
     Attributes:
-        training: the training, with all rows of an update in one micro-batch. `work` replaces the
-            micro-batch, and what a way chooses.
+        training: the training, with all rows of an update in one micro-batch. The method `work` returns
+            it with a micro-batch and a way filled in.
         micro_batch: rows of a micro-batch; None if the plan chooses.
         precisions: the possible values of `Way.precision`, best first.
         scopes: the possible values of `Way.scope`, best first.
@@ -115,8 +116,8 @@ class Candidate:
         tokens_per_s: predicted tokens per second.
         mfu: share of the datasheet's FLOP/s; None on a device without a datasheet.
         by_origin: bytes at the peak by origin; None if the peak was not traced.
-        residual_bytes: the part of the workspace that was added to the trace, because earlier runs
-            on the device took more than their traces said.
+        residual_bytes: bytes that were added to the traced workspace, because earlier runs on the
+            device took more than their traces said.
         why: why it was not chosen; "" for the chosen one.
     """
 

@@ -2,12 +2,13 @@
 
 An update minimises
 
-    loss = sum over answers i of group g, tokens t of  - a[i] w(rho[i, t]) / sum over i of s[i]
+    loss = - (sum over i and t of a[i] w(rho[i, t])) / (sum over i of s[i])
 
-where a[i] is the advantage of answer i, s[i] is its share of the denominator, and w is a function of
-rho. rho is the probability of a token, or of an answer, divided by the probability with which it was
-sampled. In the table, r are the rewards of the G answers to a prompt. |o| is the number of tokens of an
-answer, including the one that ends it, and L is the maximum of this number.
+where i runs over the answers of all groups and t over the tokens of answer i. a[i] is the advantage
+of the answer, s[i] is its term of the denominator, and w is a function of rho. rho is the probability
+of a token, or of an answer, divided by the probability with which it was sampled. In the table, r are
+the rewards of the G answers to a prompt. |o| is the number of tokens of an answer, including the one
+that ends it, and L is the maximum of this number.
 
 | name      | a[i]                                   | s[i] | w                    | source             |
 |-----------|----------------------------------------|------|----------------------|--------------------|
@@ -25,9 +26,9 @@ answer, including the one that ends it, and L is the maximum of this number.
     sequence(l, h)  clip(l, h), where rho is of a whole answer: the exponential of the mean of its
                     tokens' log rho
 
-If each sample is used for one update only, rho is 1 up to rounding. Then w is log pi, which has the
-same gradient at rho = 1. It is simpler, and rounding, which could move rho out of the narrow limits of
-gspo, does not matter. Only cispo uses rho even then, as truncated importance sampling.
+If each sample is used for one update only, rho is 1 up to rounding. Then w = log pi is used, which has
+the same gradient at rho = 1, and whose gradient no rounding error can clip, as the narrow limits of
+gspo could. Only cispo uses rho even then, as truncated importance sampling.
 
 At rho = 1 the gradients of reinforce and rloo are those of the expected reward. The gradient of dr_grpo
 is that gradient times (G - 1) / (G L). The gradients of grpo and dapo are not: both divide by the
@@ -43,10 +44,11 @@ from typing import Literal, NamedTuple
 
 # Added to a deviation, so that nearly equal rewards are not divided by nearly 0.
 _DEVIATION_EPSILON = 1e-4
-# Two rewards are equal up to rounding if they differ by no more than ROUNDING times the largest size of a
-# reward, or ROUNDING itself if that size is below 1. A reward may be a sum of parts, and a sum of n parts,
-# added in any order, is off by at most n 2^-53 of the sum of the parts' sizes. ROUNDING allows for 2^12
-# parts whose sizes sum to twice the largest reward. A real difference of rewards is larger.
+# Two rewards are equal up to rounding if they differ by no more than ROUNDING times the largest magnitude
+# of a reward, or ROUNDING itself if that is below 1. A reward may be a sum of parts, and a sum of n parts,
+# added in any order, is off by at most n 2^-53 times the sum of their magnitudes. So ROUNDING allows for
+# 2^12 parts whose magnitudes sum to twice the largest reward: 2^12 * 2^-53 * 2 = 2^-40. A real difference
+# of rewards is larger.
 ROUNDING = 2.0**-40
 
 
@@ -72,7 +74,7 @@ class AnswerWeight(NamedTuple):
 
     Attributes:
         factor: the factor of all its tokens, or one factor for each token.
-        share: its share of the denominator.
+        share: its term of the denominator.
         penalty: the factor of each token's KL term.
     """
 
@@ -155,13 +157,13 @@ class Advantage:
     """An advantage.
 
     Attributes:
-        meaning: how it weighs an answer, in one line, as the key rl.advantage says it.
-        weights: returns the weights of a group's answers. It is given their rewards, at least two,
-            their numbers of tokens including the one that ends an answer, and the maximum number of
-            tokens of an answer.
+        meaning: how it weighs an answer, in one line for the pages about the key rl.advantage.
+        weights: returns the weights of a group's answers. Its arguments are the answers' rewards, at
+            least two; their numbers of tokens, each with the token that ends the answer; and the
+            maximum of this number.
         ratio: how rho is used if each sample is used for several updates.
-        k1_refused: why it does not go with the KL estimator k1, which is a part of the reward; "": it
-            goes with k1. The text completes the sentence "the reward, which this advantage ...".
+        k1_refused: why it cannot be used with the KL estimator k1, which is a part of the reward, as the
+            end of the sentence "the reward, which this advantage ..."; "": it can be used with k1.
         divides_by_length: whether it divides by the number of an answer's tokens. The factor of the
             answer's KL term is then divided by it, too.
         compares_answers: whether it compares the answers to a prompt, so that a group with equal

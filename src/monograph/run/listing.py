@@ -80,7 +80,7 @@ class ListedRun(NamedTuple):
         updates: the number of updates after which it ends; None if that is not known yet.
         resume: the command that continues it; "" if it cannot be continued.
         fault: what is damaged.
-        comparable_if_equal: the conditions of its result, such as the data that it was measured on. Two
+        result_conditions: the conditions of its result, such as the data that it was measured on. Two
             runs can be compared if their conditions are equal.
     """
 
@@ -96,7 +96,7 @@ class ListedRun(NamedTuple):
     updates: int | None = None
     resume: str = ""
     fault: str = ""
-    comparable_if_equal: tuple[str, ...] = ()
+    result_conditions: tuple[str, ...] = ()
 
 
 class _Damaged(Exception):
@@ -108,14 +108,14 @@ def list_runs(root: Path, kinds: Sequence[RunKind]) -> list[ListedRun]:
 
     Args:
         root: the folder.
-        kinds: the kinds of runs that have a key of config.toml. A run without any of these keys is
-            on texts or conversations.
+        kinds: the kinds of runs that config.toml shows by a key of their own (`RunKind.key`). A run
+            without any of these keys is on texts or conversations.
 
     Raises:
         Unreadable: the system failed to read the folder.
     """
     parent = root / "members" if is_file(root / SWEEP) else root
-    # A folder with checkpoints but without config.toml is listed as damaged.
+    # From oldest to newest. A folder with checkpoints but without config.toml is listed as damaged.
     begun_folders = [
         folder
         for folder in folders_with_lock(parent)
@@ -132,7 +132,7 @@ def best_runs(runs: Sequence[ListedRun]) -> set[Path]:
     groups: dict[tuple[Any, ...], list[ListedRun]] = {}
     for run in runs:
         if run.value is not None and run.measure is not None:
-            groups.setdefault((run.measure, *run.comparable_if_equal), []).append(run)
+            groups.setdefault((run.measure, *run.result_conditions), []).append(run)
     return {_best(group).folder for group in groups.values() if len(group) > 1}
 
 
@@ -152,7 +152,7 @@ def _read_folder(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
         run = _read_sweep(folder, kinds) if is_sweep else _read_run(folder, kinds)
         return run._replace(size_bytes=size_bytes)
     except (_Damaged, MonographError, OSError) as error:
-        return ListedRun(folder, size_bytes=size_bytes, fault=str(error))
+        return ListedRun(folder, state=DAMAGED, size_bytes=size_bytes, fault=str(error))
 
 
 def _read_run(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
@@ -184,7 +184,7 @@ def _read_run(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
         update=update if isinstance(update, int) else 0,
         updates=updates if isinstance(updates, int) else None,
         resume=resume,
-        comparable_if_equal=_result_conditions(kind, config, measure),
+        result_conditions=_result_conditions(kind, config, measure),
     )
 
 
@@ -201,7 +201,7 @@ def _read_sweep(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
         result = record.get("result") or {}
         members = result.get("members", [])
         best = result.get("best")
-        best_scores = members[best["member"]] if best else {}
+        best_scores = dict(members[best["member"]]) if best else {}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise _Damaged(f"{SWEEP} cannot be read") from None
     value, measure = _newest_result(kind, [best_scores])
@@ -222,7 +222,7 @@ def _read_sweep(folder: Path, kinds: Sequence[RunKind]) -> ListedRun:
         measure=measure,
         state=state,
         resume=resume,
-        comparable_if_equal=_result_conditions(kind, config, measure),
+        result_conditions=_result_conditions(kind, config, measure),
     )
 
 
@@ -337,15 +337,16 @@ def _model(config: Mapping[str, Mapping[str, Any]]) -> str:
 def _data(config: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the source of the data, or the first of several and the number of the others."""
     source = config.get("data", {}).get("source", "stdlib")
-    is_filled_list = isinstance(source, list) and len(source) > 0
-    first, *others = source if is_filled_list else [source]
+    if not isinstance(source, list) or not source:
+        return str(source)
+    first, *others = source
     return f"{first} and {len(others)} more" if others else str(first)
 
 
 def _result_conditions(
     kind: RunKind, config: Mapping[str, Mapping[str, Any]], measure: Measure | None
 ) -> tuple[str, ...]:
-    """Return the conditions of a result; see `ListedRun.comparable_if_equal`.
+    """Return the conditions of a result; see `ListedRun.result_conditions`.
 
     They are the kind of run, its data, and its values of the kind's `result_keys`. If the unit is nats per
     token, the tokenizer is one of them, too.

@@ -37,8 +37,8 @@ class RequestedTransfer(NamedTuple):
 
     Attributes:
         base: the width at which the learning rate was found; None means the default width.
-        said: the setting as the user gave it: the key `optim.transfer`, its value, and where it is
-            from. An error begins with it.
+        said: the text with which errors begin: the key `optim.transfer`, its value, and the place
+            where the user set it.
         init: `model.init`.
     """
 
@@ -47,14 +47,14 @@ class RequestedTransfer(NamedTuple):
     init: str | None
 
     def of(self, config: LlamaConfig | None) -> WidthTransfer:
-        """Return the rule that carries rates to a model of this shape.
+        """Return the rule that scales learning rates found at the width `base` for a model of this shape.
 
         Args:
             config: the model's shape; None if it is not a `Llama` with new random weights.
 
         Raises:
-            UsageError: `config` is None, or a model of the width `base` cannot have the ratios of
-                this shape.
+            UsageError: `config` is None, or this shape cannot be narrowed to the width `base` with the
+                same proportions.
         """
         if config is None:
             raise UsageError(
@@ -88,7 +88,9 @@ class RequestedLength(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """Updates of the warm-up, between evaluations and between checkpoints."""
+    """Numbers of updates: of the warm-up, from one evaluation to the next, and from one checkpoint to
+    the next.
+    """
 
     warmup_updates: int
     eval_every: int
@@ -131,22 +133,24 @@ class Job:
         source: the opened model that the run starts from; None for a new one.
         recipe: the checked recipe from which the model is built.
         sizes_text: the keys that shape the model, with their values, as an error shows them.
-        reading: how the records are read. Files that are gone are replaced by the run's copies.
+        reading: how the records are read. Where the user's files no longer exist, those of a resumed run
+            are read from the copies in its folder.
         tokens: the model and the settings that decide which tokens are new to the model.
         transfer: the width transfer that the settings ask for; None without.
-        training: how the model is trained, by all devices together. Two parts are missing: the
-            changes of the optimizer by width transfer, and the tokens of the adapters.
+        training: how the model is trained, by all devices together. It does not have the tokens of the
+            adapters yet, nor what width transfer changes in the optimizer.
         memory: where weights live.
         open_choices: the choices that the device or the planner makes later. Until then `training`
             and `memory` have defaults for them.
-        is_lr_open: whether the optimizer's peak rate is a default.
-        is_decay_open: whether the optimizer's weight decay is a default.
+        is_lr_open: whether the optimizer's peak rate is a default, not the user's.
+        is_decay_open: whether the optimizer's weight decay is a default, not the user's.
         final_lr_share: the share of the peak rate at which the schedule ends.
         given_tokens_per_update: tokens of an update as the settings give them; `training` rounds them to whole
             rows.
         updates: updates of the run, from train.updates or train.tokens; 0 if neither is given.
         span: how long the run lasts, as the settings say it.
-        intervals: the updates of the warm-up, between evaluations and between checkpoints.
+        intervals: the updates of the warm-up, from one evaluation to the next, and from one checkpoint
+            to the next.
         schedule_name: the learning rate's schedule.
         keep: the number of checkpoints that stay.
         parallel: how several devices share the work.
@@ -171,6 +175,7 @@ class Job:
     updates: int
     span: RequestedLength
     intervals: RequestedIntervals
+    # `of_key` names the key of config.toml whose value the field gets.
     schedule_name: str = of_key("optim.schedule")
     keep: int = of_key("train.keep")
     parallel: str = of_key("train.parallel")
@@ -191,7 +196,7 @@ class Job:
         return replace(lora, tokens=tokens) if lora else None
 
     def transfer_to(self, config: LlamaConfig | None) -> WidthTransfer | None:
-        """Return the rule that carries learning rates to a model of this shape; None without width
+        """Return the rule that scales learning rates for a model of this shape; None without width
         transfer.
 
         Raises:
