@@ -1,30 +1,33 @@
 """Estimate the peak memory of a training step in closed form.
 
 The estimate takes microseconds, so that a search can compare many candidates. `footprint` traces
-the chosen one. A number here is an element of a tensor.
+the chosen one. A number here is an element of a tensor. A plane is one tensor that has the values of
+many parameters, such as all gradients.
 
     peak = static + max(stored + head,  stored + block,  returned gradients,  update)
 
 static      For each of the P trained parameters: its weight, 4 bytes of its gradient, its optimizer
-            state. If products add gradients to the planes (`Work.fused`) and nothing is recomputed:
-            2 bytes more, of the weight rounded to 16 bits. With adapters P counts the adapters'
+            state. If the matrix products of the backward pass add to the planes of gradients themselves
+            (`Work.fused`) and nothing is recomputed: 2 bytes more, of the weight rounded to 16 bits.
+            With adapters P counts the adapters'
             parameters, and the bytes of the frozen base are added.
 stored      What the forward pass keeps for the backward pass: numbers per token and layer
             (`stored_numbers`) of all layers. A block that is captured in a low precision and
             recomputes nothing also keeps its weights, rounded.
 head        The loss, which computes logits in chunks of tokens. It takes the gradient of the hidden
             states, and one of these:
-            - If products add gradients: the logits of a chunk and the gradient of the head. An eager
-              step may need more before it has the gradient of the head, while the logits become
-              their gradient. Then that counts.
+            - If products add gradients: the logits of a chunk and the gradient of the head. Or, in an
+              eager step, the logits with their gradient in fp32, before the gradient of the head is
+              there, if that is more.
             - In a captured loss of a frozen head on a CPU: a chunk's logits in fp32, over which their
               gradient is written.
-            - Otherwise the larger of two sums: the head's gradient twice; or a chunk's logits, their
-              gradient, the head's gradient, and the head's rounded weights (in fp32, a chunk's product
-              in place of the rounded weights). A captured step on a GPU never has the logits and their
-              gradient at the same time.
+            - Otherwise the larger of two sums. The first is the head's gradient twice. The second is a
+              chunk's logits, their gradient, the head's gradient, and the head's rounded weights. In
+              fp32, where nothing is rounded, a chunk's product takes the place of the rounded weights.
+              A captured step on a GPU never has the logits and their gradient at the same time.
 block       The values of one block that are recomputed because they were not stored, and the gradients
-            of all its values.
+            of all its values. If the base is quantised, its largest weight, dequantised, is among the
+            values.
 returned gradients
             The gradients that a graph returns in new memory.
 update      The intermediate values of an update: of the largest plane if the update is eager, of
@@ -68,6 +71,8 @@ ROUNDED_WEIGHTS_BYTES = 4
 # How many numbers of the compute dtype are alive for each number of Muon's largest plane, while a
 # captured update orthogonalises it.
 ORTHOGONAL_NUMBERS = 3
+# The names of attention's products among `_products`: (name, index of the call of this name in the block).
+_SCORES, _ATTENTION = ("scores", 0), ("attention", 0)
 
 
 def spared_bytes(
@@ -106,7 +111,7 @@ def stored_numbers(work: Work, remat: str | float) -> float:
     Let d be the hidden size, q = query width / d, r = key-value width / d and phi = d_ff / d.
 
         captured, nothing recomputed     d (4 + 2q + 2r + 3 phi), as elementwise code is fused; q + r more if query,
-                                         key and value are one product, of which the value is a view
+                                         key and value are one product: the value is a view of it and keeps all
         eager, nothing recomputed        d (7 + 2q + 2r + 4 phi), what each operation keeps; below fp32 4 d more, for
                                          the fp32 copies of the norms
         pointwise                        d (2 + 2q + 2r + 2 phi), only the products
@@ -121,7 +126,7 @@ def stored_numbers(work: Work, remat: str | float) -> float:
 
     Args:
         work: the step.
-        remat: the recomputation, as in `Work.remat`, which is not read: callers compare several.
+        remat: the recomputation, used instead of `work.remat`, so that callers can compare several.
     """
     config = work.config
     layers = config.num_hidden_layers
@@ -134,7 +139,8 @@ def stored_numbers(work: Work, remat: str | float) -> float:
         for mixer in blocks_by_mixer
     }
     # `kept_numbers` of attention is None, because a block with attention keeps `numbers`.
-    if remat in ("full", "offload") or set(kept_by_mixer.values()) == {None}:
+    all_attention = set(kept_by_mixer.values()) == {None}
+    if all_attention or remat in ("full", "offload"):
         return numbers
     share = numbers / _attention_block_numbers(work, "none")
     feed_forward = (3 if captured else 4) * work.inner_numbers + work.routed_numbers
@@ -158,6 +164,7 @@ def _attention_block_numbers(work: Work, remat: str | float) -> float:
     if remat == "offload":
         return 0
     if remat != "none":
+        # This field has numbers here, not bytes.
         return width + _kept_products(work, remat).stored_bytes
     if work.compile != "none":
         scores = SCORE_NUMBERS * score_numbers(work)
@@ -222,10 +229,6 @@ def recomputed_flops(work: Work) -> tuple[int, int]:
     return linear_flops, attention_flops
 
 
-# The names of attention's products among `_products`; the number says that it is the first call.
-_SCORES, _ATTENTION = ("scores", 0), ("attention", 0)
-
-
 def _widths(config: LlamaConfig) -> tuple[int, int, int]:
     """Return the hidden size, the width of all query heads, and the width of all key-value heads."""
     head = config.head_dim
@@ -253,8 +256,8 @@ def _products(work: Work) -> tuple[Product, ...]:
         Product((name, 0), results * result_width, 2 * width * result_width)
         for name, result_width in result_widths.items()
     ]
-    # Scores and mixing of the values each take half of attention's FLOPs. Each takes 2 FLOPs for a pair
-    # of tokens and a number of the query, and causal attention sees half of the pairs.
+    # Scores and mixing of the values each take half of attention's FLOPs: 2 * query width for each pair of
+    # tokens. A token is in length / 2 pairs, since causal attention sees half of them.
     half_flops = query * work.length
     scores = score_numbers(work)
     if scores:
@@ -276,6 +279,7 @@ def _kept_products(work: Work, remat: str | float) -> Choice:
     choices = recording.choices()
     if remat == "pointwise":
         return choices[-1]
+    # What a block keeps if nothing is recomputed, its rounded weights included, without its input.
     numbers_beyond_input = (
         _attention_block_numbers(work, "none")
         - work.config.hidden_size
@@ -479,6 +483,7 @@ def estimate_bytes(work: Work) -> int:
     head_numbers = 0 if lora else config.vocab_size * config.hidden_size
     chunk_tokens = tokens / chunk_count(tokens, config.vocab_size, work.device_type)
     logits = chunk_tokens * config.vocab_size
+    # The branches are those of `head` at the top of this file, the third for a captured step on a GPU.
     if work.fused:
         # In an eager step, a chunk's logits are in fp32 twice while they become their gradient.
         logit_bytes = number_bytes if captured else 8 + number_bytes

@@ -433,9 +433,7 @@ def _locate(name: str | Path, root: str | Path, obstacle_of: ObstacleOf) -> Path
 
 
 def _suggestion(name: str | Path, root: str | Path = DEFAULT_ROOT) -> str:
-    """Return "; did you mean PATH?" if `root` has a run of this name and there is no such path;
-    else "".
-    """
+    """Return "; did you mean ROOT/NAME?" if NAME does not exist, but ROOT/NAME is a run; else ""."""
     path = Path(root) / name
     if not exists(name) and is_file(path / "run.lock"):
         return f"; did you mean {path}?"
@@ -616,8 +614,8 @@ def _can_be_replaced(folder: Path) -> bool:
     content = contents(folder / "run.lock")
     if content is None:
         return False
-    # A kill or a power cut may have cut run.lock after any byte, or left zeros at its end, and
-    # `_locked` makes an empty one. So the first bytes need only be a prefix of those that a run writes.
+    # Any beginning of what a run writes is accepted, even an empty one. `_locked` makes an empty run.lock,
+    # and a kill or a power cut may leave it cut after any byte, or with zeros at its end.
     first_bytes = content.rstrip(b"\0")[: len(_LOCK_RECORD_START)]
     if not _LOCK_RECORD_START.startswith(first_bytes):
         return False

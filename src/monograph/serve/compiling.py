@@ -21,7 +21,7 @@ Some constraints cannot be compiled to an automaton. The library llguidance then
 grammar in a child. The output of such a job is an automaton without states, too. Its text is empty if
 llguidance has not refused the grammar.
 
-Axes of the arrays: S the automaton's states, C its classes of tokens, V the vocabulary, E its effects,
+Axes of the arrays: S the automaton's states, C its classes of tokens, E its effects, V the vocabulary,
 4 the fields of an effect, R the counters. An effect says what a token does to the automaton's counters.
 `monograph.automata.Automaton` says what the arrays are.
 """
@@ -122,8 +122,8 @@ class ChildResult(NamedTuple):
 class ConstraintCompiler:
     """Compiles stop strings and constraints in processes of their own, under limits.
 
-    The results that were used last are cached. So equal requests get the same object, and the decoder
-    recognises by the object that its automaton is on the device already. Jobs run one after another. The
+    The results that were used last are cached. So equal requests get the same automaton object, by whose
+    identity the decoder sees that it is on the device already. Jobs run one after another. The
     first job starts the compiling process, which takes seconds. A job that finds the process dead starts it
     again. All methods are called in one event loop.
     """
@@ -510,8 +510,8 @@ def _run_job(
 
 def _limit_child(processor_s: int, memory_bytes: int) -> None:
     """Let the kernel limit what this process may use from now on."""
-    # The limit of addresses counts the memory that the child shares with its parent, too. The file's first
-    # number is the size of all addresses now, in pages.
+    # RLIMIT_AS also counts the memory that the child shares with its parent. The first number in statm is
+    # the size of all of it now, in pages.
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     address_bytes = pages * resource.getpagesize() + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (address_bytes, address_bytes))
@@ -536,7 +536,9 @@ def _result_chunks(
     """Return the buffers that a child writes: those of an automaton, or of a refusal."""
     try:
         if kind == _HOST:
-            raise InputRefused(try_lark(value, len(pieces)))  # an empty reason: it is not refused
+            # The output has no automaton in either case, which is the form of a refusal. If llguidance has
+            # not refused the grammar, the reason is empty.
+            raise InputRefused(try_lark(value, len(pieces)))
         if kind == _STOP:
             automaton = stop_strings(value, pieces)
         elif kind == _CALLS:

@@ -48,8 +48,8 @@ _EOS_NAMES = (
 )
 _PAD_NAMES = (PAD, "<|finetune_right_pad_id|>", "[PAD]", "<pad>")
 
-# A place where long texts may be cut (see `monograph.data.reading`). Only added tokens can contain
-# such a place.
+# A place where long texts may be cut (see `monograph.data.reading`): between two words. Only added tokens
+# can contain one.
 _CUT_INSIDE = re.compile(r"[^\W_][ \n][^\W_]")
 # With this post-processor, transformers begins a prompt with bos, as each document began in
 # training.
@@ -146,7 +146,7 @@ class Tokenizer:
         require_distinct_texts(self._json["added_tokens"], self._engine, where)
         added = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
         for token_id in added:
-            # `id_to_token` returns the token in its normal form, to which its id is decoded.
+            # An added token is decoded to its normalised form, which `id_to_token` returns.
             checked.pieces[token_id] = checked.piece(self._engine.id_to_token(token_id) or "")
         self._lossless_check = LosslessCheck(checked, added, self._engine, self._engine_inside)
         self.pieces: list[ByteString] = checked.pieces
@@ -381,8 +381,9 @@ class Tokenizer:
 
         Args:
             text: a text that a chat template wrote.
-            marker: the character that splits typed letters of special tokens (see
-                `monograph.text.chat`); it is removed from the text between special tokens.
+            marker: a character that the renderer has put into special tokens that a user typed, so that
+                they are not taken for special tokens (see `monograph.text.chat`). It is removed from the
+                text.
             inside: whether the text follows other text.
 
         Raises:
