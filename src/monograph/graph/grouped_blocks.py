@@ -5,8 +5,8 @@ wait for the GPU. A group's rows are padded with zeros to whole blocks, and each
 copy of its group's matrix. No shape depends on the sizes of groups: there is always room for the
 largest number of blocks that these rows could need.
 
-The copies need memory. So blocks are computed some at a time: as many as have copies of at most
-`MAX_COPIED_ELEMENTS` elements together, but at least one.
+The copies need memory. So blocks are computed in chunks. The copies of a chunk have together at most
+`MAX_COPIED_ELEMENTS` elements, unless a single block has more.
 
 Shapes: P rows, E groups, N outputs, K inputs, B blocks of C rows, X = N K.
 """
@@ -76,7 +76,7 @@ def _in_blocks(rows_PK: Tensor, blocks: _Blocks) -> Tensor:
 
 
 def _chunks(blocks: _Blocks, elements_per_block: int) -> Iterator[slice]:
-    """Yield the chunks of blocks that are computed at a time."""
+    """Yield the chunks of blocks, which are computed one after another."""
     size = max(1, MAX_COPIED_ELEMENTS // elements_per_block)
     for begin in range(0, len(blocks.group_B), size):
         yield slice(begin, begin + size)

@@ -160,16 +160,16 @@ class Adapted(nn.Linear):
     def _is_one_product(self, input: Tensor) -> bool:
         """Return whether `_product` computes the output.
 
-        It does in eager code inside of a transform such as vmap, where an ensemble calls its members,
-        for an adapter without DoRA and without dropped inputs, if all members share the base.
+        It does where an ensemble calls its members: in eager code inside of a transform such as vmap.
+        The adapter must be without DoRA, drop no inputs, and adapt a base that all members share.
         """
         if torch.compiler.is_compiling() or not compat.in_transform():
             return False
         is_plain = self.lora_magnitude_vector is None and not (
             self.lora_dropout.p > 0 and self.training
         )
-        # A transform replaces tensors of which each member has its own by wrapped ones, which are not
-        # parameters. So a base that still is a parameter is one for all members.
+        # If each member has its own base, the transform passes a wrapped tensor, which is not a
+        # parameter. So a base that is a parameter is shared by all members.
         is_shared_base = isinstance(self._base_tensors()[0], nn.Parameter)
         has_one_dtype = (
             torch.is_autocast_enabled(input.device.type) or input.dtype == self.lora_A.weight.dtype
@@ -320,8 +320,8 @@ def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | Expert
 def store_row_norms(module: nn.Module, reset_magnitudes: bool = True) -> None:
     """Store the norms of the rows of W, `lora_norms`, in each layer that is adapted by DoRA.
 
-    It must be called again after W was rounded. A layer gets no norms if its W is on the meta device,
-    and so has no numbers, but its adapter is not: then only the adapter is to be read.
+    It must be called again after W was rounded. If W is on the meta device, where tensors have no numbers,
+    but the adapter is not, the layer gets no norms: such a module is made only to read the adapter.
 
     Args:
         module: a module with adapters.
@@ -368,8 +368,8 @@ def _adapt(
         is_wide = kept_dtype(weight) in (torch.float32, torch.float64)
         dtype = kept_dtype(weight) if is_wide else torch.float32
     options: dict[str, Any] = {"device": device or weight.device, "dtype": dtype}
-    # The class changes in place, so that whatever refers to the layer still does, and the names of its
-    # tensors stay.
+    # The class changes in place, so that references to the layer stay valid and its tensors keep their
+    # names.
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
     assert isinstance(layer, AnyAdapted)
     _add_factors(layer, lora, options)

@@ -77,7 +77,7 @@ class MappedPieces(MappedWeight):
             return function(*args, **kwargs or {})
 
 
-# What does not read a tensor's numbers, but its shape, its memory or its flags.
+# The functions that do not read a tensor's numbers, only its shape, its memory's address or its flags.
 _METHODS = (
     "data_ptr dim element_size is_complex is_contiguous is_floating_point numel requires_grad_ size "
     "stride untyped_storage"

@@ -26,9 +26,9 @@ from monograph.graph.inspect import storage_of
 from monograph.ranges import between
 
 # The number of choices on a Pareto front (`pareto_front`) may double with every group, so the front is
-# thinned to about this many. This costs little: if N is the largest number of bytes on the front, the best
-# choice that is left within a limit needs no more FLOPs than the best choice of the whole front within a
-# limit that is lower by N / MAX_CHOICES (`_thin_out`).
+# thinned to about this many (`_thin_out`). This costs little. Let N be the largest number of bytes of a
+# choice on the front. Within L bytes, the best choice of the thinned front needs no more FLOPs than the
+# best choice of the whole front within L - N / MAX_CHOICES bytes.
 MAX_CHOICES = 512
 
 
@@ -51,7 +51,7 @@ def pareto_front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
 
     A combination has the sums of its choices' bytes and FLOPs, and all their selections. It is on
     the Pareto front, and returned, if no other has at most its bytes and at most its FLOPs. Groups
-    are added one by one, and combinations off the front are dropped at once. Source: Nemhauser and
+    are added one by one, and combinations off the front are dropped after each. Source: Nemhauser and
     Ullmann, "Discrete Dynamic Programming and Capital Allocation", Management Science 15 (1969).
     """
     front = [Choice(0, 0, ())]
@@ -63,9 +63,11 @@ def pareto_front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
             for b in options
         ]
         front = []
-        for stored_bytes, flops, a, b in sorted(combinations, key=lambda each: each[:2]):
-            # Combinations come with rising bytes. So one is off the front unless it takes fewer
-            # FLOPs than the last one on it.
+        # By bytes, and with equal bytes by FLOPs.
+        in_order = sorted(combinations, key=lambda combination: combination[:2])
+        for stored_bytes, flops, a, b in in_order:
+            # All that are on the front so far have at most the bytes of this one. So it is on the front
+            # only if it needs fewer FLOPs than the last of them.
             if not front or flops < front[-1].flops:
                 front.append(Choice(stored_bytes, flops, a.selection + b.selection))
         front = _thin_out(front)

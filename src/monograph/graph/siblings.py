@@ -68,6 +68,7 @@ def record_calls(module: nn.Module, run: Callable[[], object]) -> list[LayerCall
         kwargs: dict[str, object],
         output: Tensor,
     ) -> None:
+        """Note a call of a linear layer; this is a forward hook."""
         values = [*args, *kwargs.values()]
         if len(values) != 1 or not isinstance(values[0], Tensor):
             return
@@ -138,7 +139,7 @@ def groups_to_fuse(
 
 
 def _layers_with_same_inputs(calls: list[LayerCall]) -> Iterable[list[str]]:
-    """Return the names of the layers, those with the same inputs in all their calls together."""
+    """Return the layers' names in groups: layers of a group had the same inputs in all their calls."""
     inputs_by_layer: dict[str, list[Hashable]] = {}
     for call in calls:
         # One product serves several layers only if neither the tensor nor the modes of autocast and
@@ -179,6 +180,7 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             parameters = [layer._parameters.get("weight"), layer._parameters.get("bias")]
+            # The names that these parameters have in other layers.
             other_names = [
                 shared_name
                 for parameter in parameters
@@ -311,19 +313,15 @@ def unfuse_siblings(module: nn.Module) -> None:
 
 
 def families(module: nn.Module) -> list[FusedLinears]:
-    """Return a module's families."""
-    return list(
-        {
-            id(layer.family): layer.family
-            for layer in module.modules()
-            if isinstance(layer, Sibling)
-        }.values()
-    )
+    """Return a module's families, each once."""
+    siblings = [layer for layer in module.modules() if isinstance(layer, Sibling)]
+    return list({id(sibling.family): sibling.family for sibling in siblings}.values())
 
 
 def is_in_planes(module: nn.Module) -> bool:
     """Return whether parameters of a module lie in the planes of a step, which trains them."""
-    # Parameters of a family lie in the family's memory, also if no step trains them.
+    # A parameter in a plane does not fill its storage. But nor does a parameter of a family, which is in
+    # the family's memory, even if no step trains it.
     of_families = {
         id(parameter)
         for family in families(module)
