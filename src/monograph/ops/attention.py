@@ -169,7 +169,8 @@ def _sdpa(
     queries, head_dim = heads[0].shape[2:]
     keys = heads[1].shape[2]
     scale = head_dim**-0.5
-    # `F.pad` takes the numbers of zeros before and after, for the last axis and then for the one before.
+    # `F.pad` takes the numbers of zeros before and after the elements: for the last axis, then for the
+    # second to last.
     query_BHTE, key_BKSE, value_BKSE = (F.pad(each, (0, SINK_CHANNELS, 1, 0)) for each in heads)
     # The zeros before and after the one channel that is used, on the last axis.
     around_channel = (head_dim, SINK_CHANNELS - 1)
@@ -382,8 +383,8 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     block_slots = slots_per_block(keys)
     blocks = -(-keys // block_slots)  # rounded up
     padding = blocks * block_slots - keys
-    # Keys and values get the axes of a cache, [N, B, K, C, E], since decoding multiplies them so and the
-    # bits of a product may depend on the layout.
+    # Keys and values get the axes of a cache, [N, B, K, C, E], as in decoding, because the bits of a
+    # product may depend on the layout of its factors.
     keys_NBKCE, values_NBKCE = (
         F.pad(each, (0, 0, 0, padding)).unflatten(2, (blocks, block_slots)).movedim(2, 0)
         for each in (key_BKSE, value_BKSE)
