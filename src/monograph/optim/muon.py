@@ -93,7 +93,8 @@ def muon_(param: Tensor, grad: Tensor, moments: Sequence[Tensor], hyper: Hyperpa
     if orthogonal is None:
         orthogonal = newton_schulz(direction, hyper.compute)
     decay = materialize((hyper.lr * hyper.weight_decay).to(param.dtype))
-    rms_factor = ADAMW_RMS * math.sqrt(max((hyper.matrix_shape or param.shape)[-2:]))
+    rows_and_cols = (hyper.matrix_shape or param.shape)[-2:]
+    rms_factor = ADAMW_RMS * math.sqrt(max(rows_and_cols))
     step_size = materialize((hyper.lr * rms_factor).to(param.dtype))
     new = param - (decay * param + step_size * orthogonal)
     param.copy_(torch.where(hyper.accepted, new, param))

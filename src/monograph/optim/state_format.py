@@ -21,7 +21,7 @@ Buffers = dict[str, Tensor]
 
 
 class PackingContext(NamedTuple):
-    """The second argument of a format's `pack` and `unpack`: all that they must know of the numbers.
+    """The second argument of a format's `pack` and `unpack`: all that they must know about the numbers.
 
     Attributes:
         size: N, how many numbers there are.
@@ -61,7 +61,7 @@ class MomentBuffer(NamedTuple):
     Attributes:
         suffix: the end of the buffer's name, after the moment's name, such as "_scale".
         dtype: the buffer's dtype; None: the gradient's.
-        nonnegative_dtype: the dtype for a moment that is never negative; None: also `dtype`.
+        nonnegative_dtype: the dtype for a moment that is never negative; None: `dtype`, as for others.
         numbers_per_element: how many consecutive numbers of the moment share one element, a power
             of two. For scales it is the size of a block, and a scale must depend on the block's
             largest number alone. For codes of 4 bits it is 2.
@@ -135,11 +135,12 @@ class StateFormat:
 
     @property
     def rows_multiple(self) -> int:
-        """Return the number that must divide the index of the first number of each rank.
+        """Return what must divide the index at which a rank's part of the numbers begins.
 
         Ranks must not share an element that packs several numbers, such as two codes of 4 bits. They
         may share a scale, of which each has a copy, because they agree on it.
         """
+        # A buffer with an element for each block has scales. All other buffers pack numbers.
         sizes = [part.numbers_per_element for part in self.parts]
         return max((size for size in sizes if size < self.block), default=1)
 
@@ -210,7 +211,7 @@ class StateFormat:
                 parts of these blocks; else None.
         """
         if self.pack is None:
-            return
+            return  # the update has changed the only buffer itself
         packing = PackingContext(
             len(values_N), not moment.never_negative, block_offset, edge_maxima_2, word_N
         )

@@ -81,7 +81,7 @@ def is_spike(numbers_2: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
         recent_2W: those of the last W applied updates, in any order.
         applied: the number of applied updates; the result is false while there are fewer than W.
     """
-    # A spike that was let through would move a mean and a standard deviation far more than medians.
+    # Medians, because a spike that was let through would move a mean and a standard deviation far more.
     median_2 = _median(recent_2W)
     deviation_2 = _STD_PER_MAD * _median((recent_2W - median_2.unsqueeze(-1)).abs())
     log_norm_deviation, loss_deviation = deviation_2.unbind(-1)
