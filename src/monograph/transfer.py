@@ -291,7 +291,7 @@ def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:
     multiple = FFN_MULTIPLE if config.intermediate_size % FFN_MULTIPLE == 0 else 1
     most_kv_heads = widest * own_kv_heads // width
     for kv_heads in range(1, most_kv_heads + 1):
-        if width * kv_heads % own_kv_heads:
+        if width * kv_heads % own_kv_heads:  # the hidden size would not be a whole number
             continue
         hidden_size = width * kv_heads // own_kv_heads
         exact_ffn_width = config.intermediate_size * kv_heads / own_kv_heads
