@@ -340,7 +340,7 @@ def parse_no_events(profile: torch.profiler.profile) -> None:
 
 # Activation checkpointing marks the values of a graph with the number of their checkpointed region. The
 # partitioner saves a value that a later region reads. This number is larger than that of any region, so
-# no value that is marked with it is saved for that reason.
+# there is no later region for a value that is marked with it.
 _LAST_REGION = 1 << 30
 
 

@@ -54,8 +54,8 @@ def writes_in_place(operator: object) -> bool:
 
 
 # The decorator makes Dynamo call this function while it traces a caller. At that time, the transforms
-# around the caller are on torch's stack. Without the decorator, Dynamo would trace this function, too. It
-# would then put a stand-in for the result of `peek_interpreter_stack`, which is never None.
+# around the caller are on torch's stack. Without the decorator, Dynamo would trace this function, too, and
+# use a stand-in for the result of `peek_interpreter_stack`. A stand-in is never None.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def in_transform() -> bool:
     """Return whether the caller runs inside a transform of `torch.func`, such as vmap or grad."""

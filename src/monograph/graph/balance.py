@@ -1,4 +1,4 @@
-"""The balance loss of a mixture of experts, of which only the gradient is computed.
+"""The balance loss of a mixture of experts; only its gradient is computed.
 
 The loss grows as experts are used unevenly. Its value is not added to the training loss; only its
 gradient is added, to that of the router's probabilities p:

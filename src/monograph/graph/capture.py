@@ -32,7 +32,9 @@ from monograph.ops import materialize  # noqa: F401 - defines the operator that 
 from monograph.storage.package_code import code_digest
 
 Backend = Literal["inductor", "aot_eager", "eager"]
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]  # returns a function compiled
+Compiler = Callable[
+    [Callable[..., Any]], Callable[..., Any]
+]  # turns a function into a compiled one
 # The beginnings of the lines that say why something is not replayed.
 ONE_BY_ONE = "micro-steps are launched one by one"
 UPDATES_ONE_BY_ONE = "the kernels of an update are launched one by one"
@@ -145,7 +147,7 @@ def capture(step: S, backend: Backend = "inductor", scope: Scope = "whole") -> S
         UsageError: the model has no blocks but the scope is "blocks", or `step` is an engine,
             which contains a step and has its own `capture` (`monograph.engine`).
         CaptureFailed: the model has a 0-d float64 buffer. If a function cannot be captured as one
-            graph, not `capture` but the function's first call raises this error.
+            graph, its first call raises this error, not `capture`.
     """
     if not hasattr(step, "micro_step"):
         raise UsageError(
@@ -466,8 +468,8 @@ def _configure_inductor() -> None:
     # torch's key of Inductor's cache does not depend on the vector width, so a processor of another width
     # would find and run wrong code (dev/log.md).
     compat.key_cache_by_vector_width()
-    # Nor does it depend on the code of custom operators, so a later version of the package would run graphs
-    # that an earlier version compiled.
+    # torch's key does not depend on the code of custom operators either, so a later version of the package
+    # would run graphs that an earlier version compiled.
     compat.key_cache_by_code(code_digest(*OPERATORS))
     # By default, Inductor builds a library for each kernel on a CPU.
     compat.build_kernels_together()

@@ -118,8 +118,8 @@ def fp8_linear(input: Tensor, weight_NK: Tensor) -> Tensor:
 
         y = q4(x) q4(W)^T        dx = q5(dy) q4(W)        dW = q5(dy)^T q4(x)
 
-    q4 and q5 are `quantised_to_fp8` to e4m3 and e5m2. Sums are fp32; the forward product's may use
-    the hardware's fast mode.
+    q4 and q5 are `quantised_to_fp8` to e4m3 and e5m2. Sums are fp32, except in the forward product, in
+    which a GPU may add up parts of a sum in fewer bits (its fast mode).
 
     Args:
         input: x, [..., K], K a multiple of 16.

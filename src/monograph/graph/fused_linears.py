@@ -66,7 +66,7 @@ class _Mode(NamedTuple):
 
 
 class _WaitingOutputs(NamedTuple):
-    """The outputs that wait for the other layers, and what they were computed from.
+    """The outputs that are kept until the other layers are called, and what they were computed from.
 
     Attributes:
         input: the tensor that the layers read.
@@ -144,9 +144,9 @@ class FusedLinears:
         self.move_side_by_side()
 
     def move_side_by_side(self) -> None:
-        """Move the parameters next to each other, if they are alike and alone use their memory.
+        """Move the parameters next to each other, and update the views.
 
-        Then update the views.
+        They are moved if they have the same dtype and device, and nothing else uses their memory.
         """
         for parameters in (self.weights, self.biases):
             _move_side_by_side(parameters)
@@ -274,9 +274,9 @@ def mode_of(input: Tensor) -> _Mode:
 
 
 def version_of(input: Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for traced and inference tensors.
+    """Return how often a tensor was changed in place.
 
-    These two have no readable count.
+    Return 0 for a traced tensor and for an inference tensor, of which the count cannot be read.
     """
     return 0 if torch.compiler.is_compiling() or input.is_inference() else input._version
 
@@ -303,7 +303,8 @@ def _view_of_all(tensors: list[Tensor]) -> Tensor | None:
     are_alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
     if not are_alike or not adjacent(tensors):
         return None
-    # A view of the first one, so that autograd notices a change between forward and backward pass.
+    # This is a view of the first tensor, so autograd notices if the tensor changes between the forward and
+    # the backward pass.
     first = tensors[0].detach()
     rows = sum(len(tensor) for tensor in tensors)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

@@ -112,7 +112,7 @@ def _uses_batches(rows: Tensor, ends_E: Tensor) -> bool:
 def plain_product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return `grouped_linear` of an input and a weight of the same dtype, [P, N], without a gradient.
 
-    It is for eager code; its call is cheaper than the operator's.
+    It is for eager code, in which a call of it is cheaper than a call of the operator.
     """
     if input_PK.is_cuda:
         if _uses_torch(input_PK, *weight_ENK.shape[1:]):
@@ -293,6 +293,7 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(rows_PN: Tensor, bias_EN: Tensor, ends_E: Tensor) -> Tensor:
         row_P1 = torch.arange(rows_PN.shape[0], device=rows_PN.device)[:, None]
+        # The group of a row is the number of groups that end at it or before it.
         group_P = (row_P1 >= ends_E).sum(-1)
         return rows_PN + bias_EN[group_P]
 
@@ -338,7 +339,7 @@ class _PermuteRows(torch.autograd.Function):
 
 
 def permute_rows(rows_PD: Tensor, order_P: Tensor, inverse_P: Tensor) -> Tensor:
-    """Return `rows[order]`, [P, D], with a gradient that is gathered, not summed over indices.
+    """Return `rows[order]`, [P, D]. Its gradient is gathered, and not summed by index as autograd does.
 
     Args:
         rows_PD: rows.

@@ -52,11 +52,14 @@ def _blocks(ends_E: Tensor, rows: int) -> _Blocks:
     ends_E = ends_E.long()
     begins_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
     block_counts_E = (ends_E - begins_E + size - 1) // size
+    # Group e has the blocks from `block_begins_E[e]` up to, but without, `block_ends_E[e]`.
     block_ends_E = block_counts_E.cumsum(0)
     block_begins_E = block_ends_E - block_counts_E
     # Each group that has rows may have, besides full blocks, one that is not full.
     max_blocks = rows // size + min(groups, rows)
     block_B = torch.arange(max_blocks, device=ends_E.device)
+    # The group of a block is the number of groups whose blocks end at it or before it. The same is true
+    # of rows.
     group_B = torch.searchsorted(block_ends_E, block_B, right=True).clamp(max=groups - 1)
     first_row_B = begins_E[group_B] + (block_B - block_begins_E[group_B]) * size
     row_BC = first_row_B[:, None] + torch.arange(size, device=ends_E.device)

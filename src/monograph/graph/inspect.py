@@ -250,8 +250,8 @@ def unwrap_(module: M) -> M:
 def blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return the module's blocks by name, in order: the layers between its embedding and its head.
 
-    A block is a module with submodules in an `nn.ModuleList` or `nn.Sequential` that is not itself
-    inside a block. A linear layer is never a block, even if it has an adapter's submodules.
+    A block is an element of an `nn.ModuleList` or `nn.Sequential`, and has submodules. Nothing inside a
+    block is a block. A linear layer is never a block, even if it has an adapter's submodules.
     """
     blocks_by_name: dict[str, nn.Module] = {}
     inside_blocks: set[nn.Module] = set()

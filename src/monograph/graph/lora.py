@@ -45,8 +45,8 @@ class Lora:
         alpha: the adapter's output is multiplied by `scale`, alpha / rank.
         targets: the layers that get an adapter. "all-linear": every linear layer except the head and
             the experts of mixtures, as in PEFT. Another string: a regular expression that matches
-            whole names of layers. A tuple: the last parts of names. The last two may select experts,
-            too.
+            whole names of layers. A tuple: the last parts of names. An expression and a tuple may
+            select experts, too.
         dropout: probability with which elements of an adapter's input are dropped in training.
         base: the format of the weights of experts and of all linear layers except the head: "auto"
             (unchanged), "int8" or "nf4".
@@ -99,7 +99,7 @@ class Adapted(nn.Linear):
         y = W x + b + g (W D(x) + s B A D(x)) - W D(x),   g = m / ||W + s B A||     with DoRA
 
     D is dropout in training, and the identity otherwise. ||W + s B A|| has the norm of each row. The
-    backward pass takes these norms for constants (DoRA, section 4.3).
+    backward pass treats these norms as constants (DoRA, section 4.3).
 
     Attributes:
         lora_A: its weight is A, [R, K].
@@ -258,7 +258,7 @@ def adapt(
     """Freeze a module and give its linear layers adapters.
 
     Only the adapters and the rows of `lora.tokens` are trained from then on. The layers stay the
-    same objects and keep their names. `q_proj.weight` gets `q_proj.lora_A.weight`, uniform in
+    same objects and keep their names. A layer `q_proj` gets `q_proj.lora_A.weight`, uniform in
     +-1 / sqrt(K), and `q_proj.lora_B.weight`, zero, so the module computes the same bits as before.
 
     Args:

@@ -150,7 +150,7 @@ def replace_data(parameter: Tensor, data: Tensor) -> None:
 
 
 def in_file_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Sort mapped parameters by their position in the file, so that it is read from the beginning on.
+    """Sort mapped parameters by their position in the file, so that the file is read in order.
 
     Parameters that are not mapped come first.
     """

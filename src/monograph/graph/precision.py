@@ -74,7 +74,7 @@ class Precision:
         return "bf16" if self.name == "fp8_head" else self.name
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype for matrix products outside of autocast, of tensors of `dtype`."""
+        """Return the dtype in which tensors of `dtype` are multiplied outside of autocast."""
         return dtype if self.name == "fp32" else self.dtype
 
     def context(self, device_type: str) -> AbstractContextManager[None]:

@@ -5,8 +5,9 @@ the others again.
 
 A block is a module that the model repeats, such as a layer of a transformer. A product is a matrix
 product, convolution or attention of a block. One run of a block, which may be with fake tensors,
-records its products and the bytes that autograd stores. A policy may have a budget of bytes. Which
-products are then kept is a 0-1 knapsack: keeping a result costs bytes, and recomputing it costs FLOPs.
+records its products and the bytes that autograd stores. A policy may have a budget of bytes. Choosing
+the products to keep is then a 0-1 knapsack problem: keeping a result costs bytes, and recomputing it
+costs FLOPs.
 `monograph.graph.recompute` makes blocks follow a policy.
 """
 
@@ -81,7 +82,7 @@ def cheapest_within(choices: Iterable[Choice], limit_bytes: int) -> Choice | Non
 
 
 def _thin_out(choices: list[Choice]) -> list[Choice]:
-    """Return a Pareto front, which has rising bytes, with about MAX_CHOICES of its choices.
+    """Return about MAX_CHOICES of the choices of a Pareto front, in its order: with rising bytes.
 
     Of choices with about the same bytes, the one with the fewest FLOPs is kept.
     """
@@ -96,7 +97,7 @@ def _thin_out(choices: list[Choice]) -> list[Choice]:
 
 
 class Remat:
-    """The policies of recomputation, for all blocks of a module or for each.
+    """The policies of recomputation, for all blocks of a module or for each block.
 
     Every policy gives the loss and gradients of `Off`: to the bit if the step runs eagerly, within
     the compiler's rounding if it is captured. Only memory and time differ.
@@ -190,8 +191,8 @@ class Product(NamedTuple):
     """A matrix product, convolution or attention of a block, which is expensive to recompute.
 
     Attributes:
-        name: the operator's name, and the number of the call among the block's calls of this
-            operator, from 0.
+        name: the operator's name, and which of the block's calls of this operator it is, counted from
+            0.
         stored_bytes: size of the results.
         flops: cost of computing the results; a multiplication and an addition are two FLOPs.
     """

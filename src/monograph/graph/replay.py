@@ -144,7 +144,7 @@ def _host_waits() -> Iterator[list[str]]:
 
 
 class Replays:
-    """A function that is replayed, with one graph for each variant, which is a tuple of its arguments.
+    """A function that is replayed. Each variant, a tuple of its arguments, has a graph of its own.
 
     The function's only effect must be on device memory. The first WARM_UP runs of a variant are
     ordinary calls. The capture follows the last of them. A capture records the function's work without
@@ -515,8 +515,8 @@ class StaticInputs:
 
 
 def _leaf_key(leaf: object) -> Hashable:
-    """Return the properties on which a graph depends, of one value in a batch.
+    """Return the properties of one value in a batch on which a graph depends.
 
-    For a tensor they are its shape and dtype, and for a plain value its type and the value.
+    A tensor has its shape and dtype, and a plain value its type and itself.
     """
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)

@@ -27,7 +27,7 @@ from monograph.graph.inspect import blocks, buffers_kept, modes_kept, shared_par
 # The attributes of a module that have its hooks. A layer with hooks must be called by itself.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-# See `fuse_siblings`.
+# What runs a module once: the arguments of a call, or a function that calls it; see `fuse_siblings`.
 Example = Tensor | Mapping[str, object] | Sequence[object] | Callable[[], object]
 
 
@@ -229,8 +229,8 @@ def fuse_siblings(module: nn.Module, example: Example) -> Fusion:
     Weights are moved next to each other in memory, once. Modules, names, parameters and gradients
     do not change, and a `Step` that is made later keeps siblings side by side in its planes.
 
-    Layers are fused if they read the same unchanged tensor at each call, always in the same order,
-    and have the same dtype and device, and either all or none of them have a bias and are trained.
+    Layers are fused if they read the same unchanged tensor at each call, always in the same order. They
+    must have the same dtype and device. Either all or none must have a bias, and all or none be trained.
     Families that span blocks are split if blocks are recomputed or captured one by one. Every call
     is checked again: a layer that gets another tensor than its siblings computes alone.
 
@@ -243,9 +243,9 @@ def fuse_siblings(module: nn.Module, example: Example) -> Fusion:
             or a function without arguments that calls the module.
 
     Returns:
-        The families, and the layers that stay separate with the reason: subclasses with their own
-        forward pass, layers with hooks, tied or computed weights, outputs that are changed in place
-        or must be contiguous.
+        The families, and the layers that stay separate, with the reason for each. Reasons are a
+        subclass with its own forward pass, hooks, a tied or computed weight, and an output that is
+        changed in place or must be contiguous.
     """
     module = unwrap_(module)
     # First, because the forward pass of a fused layer is not nn.Linear's, so it would stay separate.
@@ -293,7 +293,7 @@ def fuse_known(module: nn.Module) -> None:
         all_are_linear = len(layers) == len(siblings)
         if not all_are_linear or any(each in obstacles for each in sibling_names):
             continue
-        # `_kind` reads the weight. A layer with a narrow base has none, but that is an obstacle.
+        # `_kind` reads the weight. A layer with a quantised base has none, but it is among the obstacles.
         are_alike = len({_kind(layer) for layer in layers}) == 1
         if not are_alike:
             continue

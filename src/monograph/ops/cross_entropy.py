@@ -32,8 +32,8 @@ from monograph.ops.fused_gradients import (
 from monograph.ops.logits_gradient import can_replace_logits, replace_logits_
 from monograph.ops.token_rows import ReplacementRows, row_differences, with_replaced_rows
 
-# The maximum size of a chunk's fp32 logits, if MAX_CHUNKS chunks are enough for it. It is small
-# enough for a CPU's cache, and large enough for matrix products that keep a GPU busy.
+# The maximum size of a chunk's fp32 logits, if MAX_CHUNKS chunks are enough for it. On a CPU, the logits
+# fit the cache. On a GPU, the matrix products of a chunk are large enough to keep it busy.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # A compiled graph unrolls the loop over chunks, so each chunk takes time to compile. Each chunk also
 # reads and writes the weight's whole gradient, [V, D]. With eight chunks, the logits take an eighth
@@ -79,7 +79,7 @@ def linear_cross_entropy(
     Args:
         hidden_ND: [N, D] float; the matrix products run in this dtype (or in autocast's), softmax
             and sums in fp32 (fp64 for fp64).
-        weight_VD: [V, D]; it is cast to the hidden dtype, its gradient has its own dtype.
+        weight_VD: [V, D]; it is cast to the hidden dtype. Its gradient has the weight's own dtype.
         targets_N: [N] int64 class ids in [0, V), or -100 where nothing is predicted.
         chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
         impl: "chunked" or "reference".
@@ -153,12 +153,12 @@ def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
 
 
 def chunk_limit(tokens: int) -> int:
-    """Return the largest number of chunks."""
+    """Return the largest number of chunks into which this number of tokens is cut."""
     return min(MAX_CHUNKS, tokens)
 
 
 def needed_chunks(tokens: int, vocabulary: int, device_type: str) -> int:
-    """Return how many chunks keep a chunk's fp32 logits within CHUNK_BYTES."""
+    """Return how many chunks keep a chunk's fp32 logits within CHUNK_BYTES, without an upper limit."""
     limit_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     return -(-tokens * vocabulary * 4 // limit_bytes)  # rounded up
 
@@ -193,7 +193,7 @@ class HeadWeight(NamedTuple):
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor, differences: ReplacementRows | None) -> Tensor:
-    """Return the logits, [C, V], by a weight to whose rows `differences` are added."""
+    """Return the logits, [C, V], of a weight with `differences` added to some of its rows."""
     logits_CV = hidden_CD @ weight_VD.T
     if differences is None:
         return logits_CV

@@ -376,7 +376,7 @@ def product_precision(dtype: torch.dtype) -> str:
 
 @functools.cache
 def channels_at_once(channels: int, most: int = 256) -> int:
-    """Return how many channels a program reads at once, of those over which a product sums.
+    """Return how many of the channels over which a product sums are read at once by a program.
 
     It is the largest power of two from ROWS to `most` that divides the number of channels. If there is
     none, it is 0, and no kernel can compute the product.

@@ -89,6 +89,7 @@ def chunked(
 ) -> TensorPair:
     """Return what `recurrent` returns, up to rounding."""
     rows, heads, length, _ = key_BHTE.shape
+    # For a short row, the smallest power of two that is at least its length.
     size = min(CHUNK, 1 << (length - 1).bit_length())
 
     def cut(tensor: Tensor) -> Tensor:

@@ -50,9 +50,9 @@ _TAKE_NO_GRADIENTS = set[type[nn.Module]]()
 def takes_no_gradients(model: type[M]) -> type[M]:
     """Declare, as a decorator, that a model's forward pass computes no gradients itself.
 
-    Such a forward pass, for example one that calls `torch.autograd.grad`, would need the gradients of
-    weights that fused layers do not give to autograd. The declaration is not inherited, since a subclass
-    may have another forward pass.
+    A forward pass that does, for example by `torch.autograd.grad`, may need the gradients of weights,
+    which fused layers do not give to autograd. The declaration is not inherited, since a subclass may
+    have another forward pass.
     """
     _TAKE_NO_GRADIENTS.add(model)
     return model

@@ -20,12 +20,12 @@ last two take up to three separate layers, such as query, key and value. Each of
 
 `_multiply` adds up the partial sums of the SPLITS ranges, always in the same order.
 
-**A row's bits do not depend on the other rows** if there are at most 16. A tile then has 16 rows, and
+**A row's bits do not depend on the other rows** if there are at most 16 rows. A tile then has 16 rows, and
 its other sizes are chosen by the card and the weight's shape alone (`tile_of`).
 
 **Weights in few bits** are dequantised in registers, so that no dense weight is ever written to memory.
 Each tile of rows does this for the whole weight. So that there are few such tiles, a tile has 64 rows if
-there are more than 16. Dense weights with a bank of adapters have such tiles, too. All other products, and
+there are more than 16 rows. Dense weights with a bank of adapters have such tiles, too. All other products, and
 all in fp32, have tiles of 16 rows.
 
 **A bank of adapters** (`monograph.decode.adapter_bank`) lets each row have its own adapter. The row's
@@ -656,26 +656,26 @@ _NF4_TILES = (
     Tile(columns=16, channels=256, warps=2, stages=4),
     Tile(columns=32, channels=256, warps=4, stages=4),
 )
-# On cards with less shared memory than this, the two tiles below are used, and others of 64 rows.
+# On cards with less shared memory than this, the tiles whose names end in `FOR_LESS_MEMORY` are used.
 _SHARED_BYTES_OF_TILES = 147_456
-_SMALL_TILE = Tile(columns=16, channels=256, warps=4, stages=4)
-_SMALL_NF4_TILE = Tile(columns=16, channels=128, warps=2, stages=4)
-# For fp32 on all cards: four stages are 115 KiB, and consumer cards have 99.
+_TILE_FOR_LESS_MEMORY = Tile(columns=16, channels=256, warps=4, stages=4)
+_NF4_TILE_FOR_LESS_MEMORY = Tile(columns=16, channels=128, warps=2, stages=4)
+# For fp32 on all cards: four stages would need 115 KiB of shared memory, and consumer cards have 99.
 _FP32_TILE = Tile(columns=16, channels=256, warps=4, stages=2)
 # For codes if x is fp32. The exact products of fp32 need both operands in registers, and a wider tile would
 # need more registers than there are.
 _FP32_TILE_OF_CODES = Tile(columns=16, channels=64, warps=4, stages=2)
-# For 64 rows of codes, or of dense weights with a bank. The tile of x needs as much shared memory as a
-# dense weight's, so there is less for the weight.
+# For tiles of 64 rows: weights in few bits, or dense weights with a bank. With 64 rows, the tile of x needs
+# much shared memory, too, so the tile of the weight has fewer channels and stages.
 _LARGE_TILE = Tile(columns=32, channels=128, warps=4, stages=3)
 # The same on cards with less shared memory. At most two of its programs fit a multiprocessor, so their
 # threads may use all of its registers. By default, the assembler would leave registers for a third
 # program, and spill.
-_SMALL_LARGE_TILE = _LARGE_TILE._replace(registers=255)
+_LARGE_TILE_FOR_LESS_MEMORY = _LARGE_TILE._replace(registers=255)
 # On these cards, a gated product of dense weights would need more than 255 registers for each thread. Only
 # one of its programs fits a multiprocessor, so the program has twice as many threads. Each thread
 # computes fewer numbers, and adds up the terms of a number in the same order.
-_SMALL_LARGE_DENSE_GATED_TILE = _LARGE_TILE._replace(warps=8)
+_LARGE_GATED_TILE_FOR_LESS_MEMORY = _LARGE_TILE._replace(warps=8)
 
 
 def tile_of(
@@ -700,11 +700,11 @@ def tile_of(
         if not has_less_memory:
             return _LARGE_TILE
         is_dense_gated = form == "dense" and is_gated
-        return _SMALL_LARGE_DENSE_GATED_TILE if is_dense_gated else _SMALL_LARGE_TILE
+        return _LARGE_GATED_TILE_FOR_LESS_MEMORY if is_dense_gated else _LARGE_TILE_FOR_LESS_MEMORY
     if dtype == torch.float32:
         return _FP32_TILE if form == "dense" else _FP32_TILE_OF_CODES
     if has_less_memory:
-        return _SMALL_NF4_TILE if form == "nf4" else _SMALL_TILE
+        return _NF4_TILE_FOR_LESS_MEMORY if form == "nf4" else _TILE_FOR_LESS_MEMORY
     # Take the narrowest tile that lets all programs run at once, one on each multiprocessor. With wider tiles
     # some multiprocessors would have no work. With narrower tiles some programs would have to wait for
     # others.

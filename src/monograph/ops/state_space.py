@@ -85,6 +85,7 @@ def chunked(
     """Return what `recurrent` returns, up to rounding."""
     groups = key_BGTE.shape[1]
     length = value_BHTV.shape[2]
+    # For a short row, the smallest power of two that is at least its length.
     size = min(CHUNK, 1 << (length - 1).bit_length())
     dtype = value_BHTV.dtype
 

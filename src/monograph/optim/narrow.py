@@ -140,7 +140,7 @@ def pack_8bit(values_N: Tensor, packing: PackingContext) -> tuple[Tensor, Tensor
         else (v):    c = max(1, round(255 (x / a)^(1/4))), but 0 where x = 0   x' = a (c / 255)^4
 
     x' is the number for which a code stands. The idea is that of Dettmers et al., arXiv 2110.02861.
-    They look codes up in a table. Here they are roots, because a compiler can fuse roots with the
+    They look codes up in a table. Here codes are computed by roots, which a compiler can fuse with the
     update.
 
     An update divides m' by sqrt(v'). If v' became 0 for an element whose gradient is tiny compared with

@@ -4,8 +4,8 @@ A plane is a flat buffer of parameters that are updated in the same way (`monogr
 An optimizer keeps one or more moments for each plane, and a format says in which buffers a moment is
 stored. A format may store numbers in blocks that share a scale. If ranks (the processes of distributed
 training) share out the rows of a parameter, a rank may have only a part of its first block and of its
-last block. `block_offset` is the number of numbers at the beginning of the first block that an earlier
-rank has.
+last block. `block_offset` says how many numbers at the beginning of the first block an earlier rank
+has.
 
 Shapes: N numbers of a plane.
 """
@@ -28,7 +28,7 @@ class PackingContext(NamedTuple):
         signed: whether the numbers may be negative, as first moments may.
         block_offset: how many numbers of the first block another rank has.
         edge_maxima_2: the largest numbers of the first and of the last block, if other ranks have parts
-            of these blocks; None: the largest numbers are those that are here.
+            of these blocks; None: they are found among the numbers themselves.
         word_N: random words, int64 in [0, 2^32), if the format rounds stochastically; else None.
     """
 
@@ -83,6 +83,7 @@ class MomentBuffer(NamedTuple):
             numbers: how many numbers of the moment the rank has.
             block_offset: how many numbers of the first block other ranks have.
         """
+        # The rank's first element may begin with numbers of other ranks.
         occupied = block_offset % self.numbers_per_element + numbers
         return -(-occupied // self.numbers_per_element)  # rounded up
 

@@ -451,7 +451,7 @@ class Step:
         """Decide on the device whether to apply the update, and count it as applied or skipped.
 
         Args:
-            sums_of_squares: of the summed gradient, one for each part of a plane.
+            sums_of_squares: of the summed gradient, one for each section of a plane.
         """
         scale = self.gradient_scale()
         grad_norm = self.parameters.add_squares(sums_of_squares).sqrt() * scale
