@@ -280,7 +280,7 @@ def narrowed(config: LlamaConfig, hidden_size: int | None = None) -> LlamaConfig
     if not shapes:
         raise UsageError(f"no narrower model keeps the ratios of {_described(config)}")
     wide_enough = [width for width in shapes if width >= MIN_BASE_WIDTH]
-    return shapes[min(wide_enough or shapes)]
+    return shapes[min(wide_enough)] if wide_enough else shapes[min(shapes)]
 
 
 def _shapes(config: LlamaConfig, widest: int) -> Iterator[LlamaConfig]:

@@ -339,7 +339,7 @@ class _PermuteRows(torch.autograd.Function):
 
 
 def permute_rows(rows_PD: Tensor, order_P: Tensor, inverse_P: Tensor) -> Tensor:
-    """Return `rows[order]`, [P, D]. Its gradient is gathered, and not summed by index as autograd does.
+    """Return `rows[order]`, [P, D]. Its gradient is gathered, not summed by index as autograd would.
 
     Args:
         rows_PD: rows.

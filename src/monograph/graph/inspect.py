@@ -292,6 +292,7 @@ def running_modules(module: nn.Module) -> Iterator[list[str]]:
     The list changes as modules run. A module that raises an error stays in it.
     """
     stack: list[str] = []
+    # The module itself, whose name is "", is called by its class.
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
 
     def enter(child: nn.Module, _inputs: object) -> None:

@@ -7,7 +7,8 @@ processors, a product's number of multiplications decides what computes it (dev/
     batches of products         `matmul.cpp` below `ONEDNN_FROM`, MKL from there
 
 MKL also computes products that are too narrow for `matmul.cpp` (`MIN_NATIVE_WIDTH`). Eager code is the
-reference, and uses MKL for all products except those of `linear`, which oneDNN computes.
+reference, and uses MKL, except for the products of `linear`, which oneDNN computes, and for grouped
+products (`grouped_out`), which `matmul.cpp` computes.
 
 Shapes: B products at once, N rows, K summed, M columns; P rows in E groups.
 """

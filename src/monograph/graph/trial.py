@@ -106,6 +106,7 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
     The cause is a parameter, or the first submodule with finite inputs and a non-finite output.
     """
     first: list[str] = []
+    # The module itself, whose name is "", is called by its class.
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
 
     def check(child: nn.Module, inputs: tuple[object, ...], output: object) -> None:
