@@ -274,7 +274,7 @@ def _policies_of_blocks(policy: Policy, block_count: int) -> tuple[BlockPolicy, 
 
 
 def forward_to_compile(block: nn.Module) -> tuple[object, str]:
-    """Return where the forward pass of a block is that a capture compiles: an object and an attribute's name.
+    """Return where a capture finds the forward pass of a block: an object, and the attribute's name.
 
     Under `Full` and `Offload` the block's own forward pass is compiled, and recomputation stays
     outside of the graph. Under all other policies the graph includes recomputation.

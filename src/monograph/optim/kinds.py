@@ -58,7 +58,8 @@ def kinds_of(
         # The first match counts, so that a user can write an exception before a general pattern.
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         unmatched.discard(group.pattern)
-        # The number of dimensions alone does not tell vectors: all experts' biases are one tensor with two.
+        # The number of dimensions alone does not tell which parameters are vectors: the biases of all experts
+        # are one tensor with two dimensions.
         is_vector = parameter.ndim < 2 or name.endswith(".bias")
         if group.weight_decay is not None:
             decay = group.weight_decay

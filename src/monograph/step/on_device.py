@@ -181,7 +181,7 @@ class OnDevice(Parameters):
 
 
 def can_fuse_gradients(step: Step, on_cuda: bool) -> bool:
-    """Return whether a step's matrix products can add gradients to the planes, and whether that is faster.
+    """Return whether a step's matrix products can add gradients to the planes, and save time by doing so.
 
     See `monograph.ops.fused_gradients`.
     """
